@@ -1,18 +1,18 @@
 """Every error that Baton raises on purpose. Knows nothing of grpc, torch or the environment.
 
-    BatonError
-    ├── ConfigError          an operator's value is wrong; the process ends with exit code 2
-    ├── InvalidRequest       a client's value is wrong
-    ├── UnknownModel         nobody serves that model
-    ├── Overloaded           no room now; says when to try again
-    ├── NoNode               no node can take the request
-    ├── Draining             the node takes no new work
-    ├── DeadlineExceeded     the request's time is up
-    ├── Cancelled            whoever asked for it no longer wants it
-    ├── PeerRefused          two nodes cannot work together; lists every reason
-    ├── UnknownLease         a reference to KV that this node did not give, or took back
-    ├── DataLoss             KV arrived damaged, or is gone
-    └── InternalError        our mistake
+BatonError
+├── ConfigError          an operator's value is wrong; the process ends with exit code 2
+├── InvalidRequest       a client's value is wrong
+├── UnknownModel         nobody serves that model
+├── Overloaded           no room now; says when to try again
+├── NoNode               no node can take the request
+├── Draining             the node takes no new work
+├── DeadlineExceeded     the request's time is up
+├── Cancelled            whoever asked for it no longer wants it
+├── PeerRefused          two nodes cannot work together; lists every reason
+├── UnknownLease         a reference to KV that this node did not give, or took back
+├── DataLoss             KV arrived damaged, or is gone
+└── InternalError        our mistake
 """
 
 from typing import ClassVar

@@ -1,10 +1,10 @@
 """The nouns that client, gateway, engine and command line share. Plain values; knows neither torch nor grpc."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Mapping
 
 from baton.errors import InvalidRequest
 

@@ -1,0 +1,110 @@
+"""Turns Baton's errors into gRPC statuses with details, and back. Knows no service."""
+
+from typing import NoReturn, TypeVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, status_pb2
+from grpc_status import rpc_status
+
+from baton import errors
+from protos import common_pb2 as pb
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+_CODES: dict[str, int] = {
+    "INVALID_REQUEST": code_pb2.INVALID_ARGUMENT,
+    "UNKNOWN_MODEL": code_pb2.NOT_FOUND,
+    "OVERLOADED": code_pb2.RESOURCE_EXHAUSTED,
+    "NO_NODE": code_pb2.UNAVAILABLE,
+    "DRAINING": code_pb2.UNAVAILABLE,
+    "DEADLINE": code_pb2.DEADLINE_EXCEEDED,
+    "CANCELLED": code_pb2.CANCELLED,
+    "PEER_REFUSED": code_pb2.FAILED_PRECONDITION,
+    "UNKNOWN_LEASE": code_pb2.FAILED_PRECONDITION,
+    "DATA_LOSS": code_pb2.DATA_LOSS,
+    "INTERNAL": code_pb2.INTERNAL,
+}
+
+_ERRORS: dict[str, type[errors.BatonError]] = {
+    "INVALID_REQUEST": errors.InvalidRequest,
+    "UNKNOWN_MODEL": errors.UnknownModel,
+    "OVERLOADED": errors.Overloaded,
+    "NO_NODE": errors.NoNode,
+    "DRAINING": errors.Draining,
+    "DEADLINE": errors.DeadlineExceeded,
+    "CANCELLED": errors.Cancelled,
+    "PEER_REFUSED": errors.PeerRefused,
+    "UNKNOWN_LEASE": errors.UnknownLease,
+    "DATA_LOSS": errors.DataLoss,
+    "INTERNAL": errors.InternalError,
+}
+
+_BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: errors.UnknownModel,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
+    grpc.StatusCode.UNAVAILABLE: errors.NoNode,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.DATA_LOSS: errors.DataLoss,
+}
+
+
+def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
+    """The error as a message, for streams that outlive one request's failure."""
+    detail = pb.ErrorDetail(
+        reason=pb.ErrorReason.Value(f"ERROR_REASON_{error.reason}"),
+        message=error.message,
+        field=error.field,
+        value=error.value,
+        allowed=error.allowed,
+        cure=error.cure,
+    )
+    if error.retry_after_s is not None:
+        detail.retry_after_s = error.retry_after_s
+    return detail
+
+
+def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
+    """The error that `to_detail` was given."""
+    reason = pb.ErrorReason.Name(detail.reason).removeprefix("ERROR_REASON_")
+    return _ERRORS.get(reason, errors.InternalError)(
+        detail.message,
+        field=detail.field,
+        value=detail.value,
+        allowed=tuple(detail.allowed),
+        cure=detail.cure,
+        retry_after_s=detail.retry_after_s if detail.HasField("retry_after_s") else None,
+    )
+
+
+async def abort(context: grpc.aio.ServicerContext[Request, Response], error: errors.BatonError) -> NoReturn:
+    """Ends the call with the error's status and its detail; never returns."""
+    packed = any_pb2.Any()
+    packed.Pack(to_detail(error))
+    status = status_pb2.Status(code=_CODES[error.reason], message=str(error), details=[packed])
+    rich = rpc_status.to_status(status)
+    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    raise AssertionError("context.abort raises")
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
+    """The Baton error behind a failed call; a status without our detail becomes the nearest error."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            return _from_status(status_pb2.Status.FromString(value), error)
+    return _nearest(error)
+
+
+def _from_status(status: status_pb2.Status, error: grpc.aio.AioRpcError) -> errors.BatonError:
+    for packed in status.details:
+        detail = pb.ErrorDetail()
+        if packed.Is(pb.ErrorDetail.DESCRIPTOR) and packed.Unpack(detail):
+            return from_detail(detail)
+    return _nearest(error)
+
+
+def _nearest(error: grpc.aio.AioRpcError) -> errors.BatonError:
+    return _BY_STATUS.get(error.code(), errors.InternalError)(error.details() or error.code().name)

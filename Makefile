@@ -1,0 +1,53 @@
+# One verb per habit. Everything lives in .venv; `make install` builds it, and every other verb sees to that.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTOS := $(wildcard protos/*.proto)
+GENERATED := $(PROTOS:.proto=_pb2.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help install protos run test check format bench docs clean
+
+help:  ## Show these verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+install: $(STAMP) $(GENERATED)  ## Build .venv with all dependencies, and the protobuf code
+
+$(STAMP): pyproject.toml constraints.txt deploy/tools/install.sh
+	@echo "==> creating $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "==> installing dependencies (minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@echo "==> installing tools"
+	@bash deploy/tools/install.sh
+	@touch $@
+
+protos: $(GENERATED)  ## Build the protobuf code
+
+$(GENERATED) &: $(PROTOS) protos/generate.py | $(STAMP)
+	@echo "==> building protobuf code"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
+
+run: install  ## Start a gateway, a prefill and a decode node, send a prompt, show the receipt, stop
+	@$(BIN)/baton demo
+
+test: install  ## Run every test but the GPU's
+	@$(BIN)/python -m pytest -m "not gpu"
+
+check: install  ## Lint, format check, types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: install  ## Format and fix what can be fixed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: install  ## Measure transport, hand-over and latency; writes bench/results
+	@$(BIN)/python -m bench
+
+clean:  ## Remove everything that was built
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -f protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py protos/*_pb2_grpc.pyi

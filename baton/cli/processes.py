@@ -1,0 +1,110 @@
+"""Starts the processes of a local cluster, waits until they serve, and ends them. Knows them as programs only."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from baton.errors import ConfigError
+
+_READY_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 40.0
+
+
+@dataclass
+class Process:
+    """One process of ours and the address at which it serves."""
+
+    program: str
+    popen: subprocess.Popen[bytes]
+    ready_file: Path
+    address: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+
+@dataclass
+class Processes:
+    """A group of processes that end together, in the reverse order of their start."""
+
+    say: Callable[[str], None]
+    running: list[Process] = field(default_factory=list)
+    _folder: tempfile.TemporaryDirectory[str] = field(
+        default_factory=lambda: tempfile.TemporaryDirectory(prefix="baton-")
+    )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, program: str, arguments: Sequence[str]) -> Process:
+        """Starts `python -m program`, in a process group of its own."""
+        ready_file = Path(self._folder.name) / f"{program}-{len(self.running)}.json"
+        popen = subprocess.Popen(
+            [sys.executable, "-m", program, *arguments, "--ready-file", str(ready_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C reaches us alone, and we drain them in order
+        )
+        process = Process(program, popen, ready_file)
+        self.running.append(process)
+        return process
+
+    def wait_ready(self, processes: Sequence[Process]) -> None:
+        """Waits until all of them serve.
+
+        Raises:
+            ConfigError: one of them ended, or took too long; its own message is on stderr.
+        """
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        for process in processes:
+            while not process.ready_file.exists():
+                code = process.popen.poll()
+                if code is not None:
+                    raise ConfigError(f"{process.program} ended with exit code {code}", cure="see its message above")
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"{process.program} is not ready after {_READY_TIMEOUT_S:.0f} s")
+                time.sleep(0.02)
+            process.address = json.loads(process.ready_file.read_text())["address"]
+            self.say(f"{process.program} serves on {process.address}")
+
+    def first_ended(self) -> Process | None:
+        """A process that has ended by itself, if any."""
+        return next((process for process in self.running if process.popen.poll() is not None), None)
+
+    def stop(self) -> None:
+        """Drains and ends all of them, the last started first; kills what does not end in time."""
+        while self.running:
+            program = self.running[-1].program
+            group = [process for process in self.running if process.program == program]
+            self._end(group)
+            self.running = [process for process in self.running if process not in group]
+        self._folder.cleanup()
+
+    def _end(self, group: Sequence[Process]) -> None:
+        for process in group:
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for process in group:
+            try:
+                process.popen.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.say(f"{process.program} (pid {process.pid}) did not end: killed")
+                process.popen.kill()
+                process.popen.wait()

@@ -1,0 +1,27 @@
+"""Turns SIGINT and SIGTERM into an exception, so that a command leaves its `with` blocks in order."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The user asked the command to end."""
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Raises Stopped in the main thread at the first SIGINT or SIGTERM; later ones are ignored while it cleans up."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

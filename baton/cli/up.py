@@ -1,0 +1,217 @@
+"""`baton up`, a local cluster in the foreground, and `baton demo`, one prompt through such a cluster."""
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.generate import stream_to_terminal
+from baton.cli.processes import Process, Processes
+from baton.cli.signals import Stopped, stop_on_signals
+from baton.client import Client
+from baton.config import DEMO_MODELS
+from baton.errors import BatonError, ConfigError
+from baton.types import LocalPolicy, SamplingParams
+from protos import common_pb2
+
+_PAIRED_TIMEOUT_S = 60.0
+
+DEMO_PROMPT = (
+    "Return the value of the named attribute of object. The name must be a string. If the string is the name of one "
+    "of the object's attributes, the result is the value of that attribute. If the named attribute does not exist, "
+    "the default is returned"
+)
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What `baton up` starts. None leaves a setting to its variable or default."""
+
+    prefill: int = 1
+    decode: int = 1
+    model: Path | None = None
+    port: int = 0
+    prefill_kv_cache_layout: str | None = None
+    decode_kv_cache_layout: str | None = None
+    prefill_block_size: int | None = None
+    decode_block_size: int | None = None
+    local_policy: LocalPolicy | None = None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A local cluster that serves."""
+
+    gateway: Process
+    prefill: list[Process]
+    decode: list[Process]
+    processes: Processes
+
+    def describe(self) -> dict[str, object]:
+        """The line that `baton up` prints."""
+        return {
+            "gateway": self.gateway.address,
+            "http": None,
+            "prefill": [process.address for process in self.prefill],
+            "decode": [process.address for process in self.decode],
+            "pids": {
+                "gateway": self.gateway.pid,
+                "prefill": [process.pid for process in self.prefill],
+                "decode": [process.pid for process in self.decode],
+            },
+        }
+
+
+@contextmanager
+def local_cluster(options: ClusterOptions, say: Callable[[str], None]) -> Iterator[Cluster]:
+    """A gateway with its nodes as processes of this machine, from ready to gone.
+
+    Raises:
+        ConfigError: a process did not come up.
+    """
+    with Processes(say) as processes:
+        say(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
+        prefill = [
+            processes.start("prefill_node", _node_arguments(options, "prefill", i)) for i in range(options.prefill)
+        ]
+        decode = [processes.start("decode_node", _node_arguments(options, "decode", i)) for i in range(options.decode)]
+        processes.wait_ready([*prefill, *decode])
+        gateway = processes.start("gateway", _gateway_arguments(options, prefill, decode))
+        processes.wait_ready([gateway])
+        asyncio.run(_until_paired(gateway.address, prefill, decode))
+        say("every prefill node is paired with every decode node")
+        yield Cluster(gateway, prefill, decode, processes)
+        say("stopping")
+
+
+def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]:
+    layout = options.prefill_kv_cache_layout if role == "prefill" else options.decode_kv_cache_layout
+    block_size = options.prefill_block_size if role == "prefill" else options.decode_block_size
+    return _flags(
+        {"name": f"{role}-{index}", "model": options.model, "kv-cache-layout": layout, "block-size": block_size}
+    )
+
+
+def _gateway_arguments(options: ClusterOptions, prefill: list[Process], decode: list[Process]) -> list[str]:
+    return _flags(
+        {
+            "listen": f"127.0.0.1:{options.port}",
+            "model": options.model,
+            "prefill": ",".join(process.address for process in prefill),
+            "decode": ",".join(process.address for process in decode),
+            "local-policy": options.local_policy,
+        }
+    )
+
+
+def _flags(values: dict[str, object]) -> list[str]:
+    return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
+
+
+async def _until_paired(gateway: str, prefill: list[Process], decode: list[Process]) -> None:
+    """Waits until every pair is ready.
+
+    Raises:
+        ConfigError: a pair was refused, or none came about in time; with the reasons.
+    """
+    wanted = len(prefill) * len(decode)
+    deadline = time.monotonic() + _PAIRED_TIMEOUT_S
+    async with Client(gateway) as client:
+        while True:
+            status = await client.cluster_status()
+            peers = [
+                peer
+                for node in status.nodes
+                if node.status.info.role == common_pb2.ROLE_PREFILL
+                for peer in node.status.peers
+            ]
+            for peer in peers:
+                if peer.phase == common_pb2.PEER_PHASE_REFUSED:
+                    reasons = "; ".join(f"{item.field}: {item.ours} and {item.theirs}" for item in peer.mismatches)
+                    raise ConfigError(f"{peer.name} cannot work with its prefill node: {reasons}")
+            ready = sum(peer.phase == common_pb2.PEER_PHASE_READY for peer in peers)
+            if ready == wanted and len(status.nodes) == len(prefill) + len(decode):
+                return
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{ready} of {wanted} pairs are ready after {_PAIRED_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(0.05)
+
+
+def up(
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
+    model: Annotated[Path | None, typer.Option(help="Model directory; default: the Llama demo model.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: a free one.")] = 0,
+    prefill_kv_cache_layout: Annotated[str | None, typer.Option(help="NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")] = None,
+    decode_kv_cache_layout: Annotated[str | None, typer.Option(help="Likewise, on decode nodes.")] = None,
+    prefill_block_size: Annotated[int | None, typer.Option(help="Token slots per block on prefill nodes.")] = None,
+    decode_block_size: Annotated[int | None, typer.Option(help="Likewise, on decode nodes.")] = None,
+    local_policy: Annotated[LocalPolicy | None, typer.Option(help="When decode nodes may prefill.")] = None,
+) -> None:
+    """Run a local cluster in the foreground until Ctrl-C; one JSON line on stdout when it is ready."""
+    options = ClusterOptions(
+        prefill=prefill,
+        decode=decode,
+        model=model,
+        port=port,
+        prefill_kv_cache_layout=prefill_kv_cache_layout,
+        decode_kv_cache_layout=decode_kv_cache_layout,
+        prefill_block_size=prefill_block_size,
+        decode_block_size=decode_block_size,
+        local_policy=local_policy,
+    )
+    try:
+        with stop_on_signals(), local_cluster(options, _say) as cluster:
+            print(json.dumps(cluster.describe()), flush=True)
+            _wait_until_one_ends(cluster.processes)
+    except Stopped:
+        _say("stopped")
+    except BatonError as error:
+        _say(str(error))
+        raise typer.Exit(1) from None
+
+
+def demo(
+    model: Annotated[Path | None, typer.Option(help="Model directory; default: the DeepSeek demo model.")] = None,
+    prompt: Annotated[str, typer.Argument(help="What to continue.")] = DEMO_PROMPT,
+    max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 80,
+) -> None:
+    """Start a gateway, a prefill node and a decode node, send them one prompt, print text and receipt, stop."""
+    options = ClusterOptions(model=model or DEMO_MODELS / "deepseek")
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    try:
+        with stop_on_signals(), local_cluster(options, _say) as cluster:
+            _say("prompt:")
+            print(prompt, end="", flush=True)
+            asyncio.run(stream_to_terminal(cluster.gateway.address, prompt, params))
+    except Stopped:
+        _say("stopped")
+        raise typer.Exit(130) from None
+    except BatonError as error:
+        _say(str(error))
+        raise typer.Exit(1) from None
+
+
+def _wait_until_one_ends(processes: Processes) -> None:
+    pause = threading.Event()
+    while (ended := processes.first_ended()) is None:
+        pause.wait(0.2)
+    code = ended.popen.returncode
+    # A node that dies is the others' business: they go on without it. A gateway is the door.
+    if ended.program == "gateway":
+        raise ConfigError(f"{ended.program} (pid {ended.pid}) ended with exit code {code}")
+    _say(f"{ended.program} at {ended.address} (pid {ended.pid}) ended with exit code {code}")
+    processes.running.remove(ended)
+    _wait_until_one_ends(processes)
+
+
+def _say(line: str) -> None:
+    print(f"baton: {line}", file=sys.stderr, flush=True)

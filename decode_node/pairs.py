@@ -1,0 +1,146 @@
+"""The decode node's side of its pairs: who may send KV here, over which endpoint, and how fast it really is.
+
+A pair lives as long as its Pair stream. When that breaks, the peer's endpoint is closed, which cancels what was in
+flight, and nothing of the peer is kept but a line for the status.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from baton.errors import BatonError, ConfigError, PeerRefused
+from baton.rpc.status import from_detail
+from kvtransfer.plan import PlanRefused, WirePlan, agree
+from node.assembly import Node
+from node.describe import describe_mismatches, from_info, to_mismatches
+from protos import common_pb2
+from protos import decode_pb2 as pb
+
+if TYPE_CHECKING:
+    from decode_node.node import DecodeNode
+
+log = logging.getLogger("baton")
+
+_HELLO_TIMEOUT_S = 10.0
+_WARM_UP_TIMEOUT_S = 10.0
+_LOST_KEPT = 32
+
+
+class Pairs:
+    def __init__(self, node: Node, requests: "DecodeNode") -> None:
+        self._node = node
+        self._requests = requests
+        self._sender_numbers = itertools.count(1)
+        self._states: dict[str, common_pb2.PeerState] = {}  # by address: a restarted peer takes its own line over
+        self._outboxes: dict[int, asyncio.Queue[pb.PairResponse | None]] = {}
+
+    async def serve(
+        self, incoming: AsyncIterator[pb.PairRequest], write: Callable[[pb.PairResponse], Awaitable[None]]
+    ) -> None:
+        """Runs one prefill node's Pair stream."""
+        hello = await _first(incoming)
+        info = hello.info
+        state = common_pb2.PeerState(
+            name=info.name,
+            address=info.address,
+            incarnation=info.incarnation,
+            phase=common_pb2.PEER_PHASE_CONNECTING,
+        )
+        self._keep(state)
+        try:
+            plan = agree(self._node.description, from_info(info))
+        except PlanRefused as refused:
+            state.phase = common_pb2.PEER_PHASE_REFUSED
+            state.mismatches.extend(to_mismatches(refused.mismatches))
+            log.warning("refused %s: %s", info.name, describe_mismatches(list(state.mismatches)))
+            await write(pb.PairResponse(refused=pb.PairRefused(info=self._node.info, mismatches=state.mismatches)))
+            return
+        number = next(self._sender_numbers)
+        outbox: asyncio.Queue[pb.PairResponse | None] = asyncio.Queue()
+        self._outboxes[number] = outbox
+        reader: asyncio.Task[None] | None = None
+        try:
+            await self._node.transfer.connect(number, hello.worker_address)
+            await write(pb.PairResponse(accepted=self._accepted(number, plan)))
+            await write(pb.PairResponse(ready=await self._measure(number, incoming, state)))
+            reader = asyncio.create_task(self._read(incoming, outbox), name=f"pair-{number}")
+            while (response := await outbox.get()) is not None:
+                await write(response)
+        except TimeoutError:
+            state.detail = f"no warm-up within {_WARM_UP_TIMEOUT_S:g} s"
+        finally:
+            if reader is not None:
+                reader.cancel()
+            del self._outboxes[number]
+            await self._drop(number, state)
+
+    def _accepted(self, number: int, plan: WirePlan) -> pb.PairAccepted:
+        return pb.PairAccepted(
+            info=self._node.info,
+            worker_address=self._node.transfer.address,
+            sender_number=number,
+            wire_version=plan.wire_version,
+            segment_bytes=self._node.settings.segment_bytes,
+        )
+
+    async def _measure(
+        self, number: int, incoming: AsyncIterator[pb.PairRequest], state: common_pb2.PeerState
+    ) -> pb.PairReady:
+        async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
+            message = await anext(aiter(incoming))
+            measure = await self._node.transfer.warmed_up(
+                number, message.warmed_up.messages, message.warmed_up.bytes, timeout_s=_WARM_UP_TIMEOUT_S
+            )
+        state.transport = measure.transport
+        state.gigabytes_per_s = measure.gigabytes_per_s
+        state.phase = common_pb2.PEER_PHASE_READY
+        log.info("paired with %s over %s at %.1f GB/s", state.name, measure.transport, measure.gigabytes_per_s)
+        return pb.PairReady(transport=measure.transport, gigabytes_per_s=measure.gigabytes_per_s)
+
+    async def _read(
+        self, incoming: AsyncIterator[pb.PairRequest], outbox: asyncio.Queue[pb.PairResponse | None]
+    ) -> None:
+        try:
+            async for message in incoming:
+                match message.WhichOneof("message"):
+                    case "hand_over":
+                        self._requests.on_hand_over(message.hand_over)
+                    case "quiet" if message.quiet.HasField("error"):
+                        self._requests.on_lost(message.quiet.lease, from_detail(message.quiet.error))
+        finally:
+            outbox.put_nowait(None)
+
+    async def _drop(self, number: int, state: common_pb2.PeerState) -> None:
+        if state.phase == common_pb2.PEER_PHASE_READY:
+            log.info("lost %s", state.name)
+        state.phase = common_pb2.PEER_PHASE_LOST
+        state.detail = state.detail or "its line broke"
+        for lease in await self._node.transfer.disconnect(number):
+            self._requests.on_lost(lease, BatonError(f"{state.name} is gone"))
+
+    def tell_lease_ended(self, lease: int) -> None:
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
+
+    def states(self) -> list[common_pb2.PeerState]:
+        return list(self._states.values())
+
+    def _keep(self, state: common_pb2.PeerState) -> None:
+        self._states[state.address] = state
+        lost = [key for key, old in self._states.items() if old.phase == common_pb2.PEER_PHASE_LOST]
+        for key in lost[:-_LOST_KEPT]:
+            del self._states[key]
+
+    async def close(self) -> None:
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(None)
+
+
+async def _first(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairHello:
+    async with asyncio.timeout(_HELLO_TIMEOUT_S):
+        message = await anext(aiter(incoming))
+    if message.WhichOneof("message") != "hello":
+        raise PeerRefused("the first message of a pair is not a hello", cure="use the same version on both nodes")
+    return message.hello

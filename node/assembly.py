@@ -1,0 +1,165 @@
+"""Puts a node together from its settings: model, engine, KV transfer, identity. Knows neither role, nor grpc."""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from attention.spec import KVCacheShape
+from baton import __version__
+from baton.config import NodeSettings
+from engine.build import BuiltEngine, build_runner
+from engine.engine import Engine, EngineLimits
+from engine.events import StepEvents
+from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
+from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
+from models.identity import ModelIdentity
+from node.describe import to_info
+from protos import common_pb2, node_pb2
+
+log = logging.getLogger("baton")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What a role wants to hear, on the event loop."""
+
+    on_step: Callable[[StepEvents], None]
+    on_filled: Callable[[LeaseFilled], None]
+    on_refused: Callable[[SegmentRefused], None]
+
+
+class Node:
+    """One node's engine and transfer, from `async with` to its end.
+
+    Args:
+        built: the loaded model with its cache, from `load`.
+        listener: gets the role's callbacks; made from this node, before it is entered.
+    """
+
+    def __init__(self, settings: NodeSettings, built: BuiltEngine, *, role: common_pb2.Role, address: str) -> None:
+        self.settings = settings
+        self.built = built
+        self.incarnation = secrets.randbits(63) + 1
+        self.address = address
+        self.role = role
+        self.name = settings.name or f"{common_pb2.Role.Name(role).removeprefix('ROLE_').lower()}@{address}"
+        self.max_context_tokens = min(
+            settings.max_context_tokens or built.config.max_context_tokens,
+            built.config.max_context_tokens,
+            built.cache.shape.num_slots,
+        )
+        self.description = _describe(built.identity, built)
+        self.info = to_info(
+            self.description,
+            name=self.name,
+            address=address,
+            role=role,
+            incarnation=self.incarnation,
+            model_name=built.identity.name,
+            max_context_tokens=self.max_context_tokens,
+        )
+        self._listener: Listener | None = None
+        limits = EngineLimits(
+            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_requests=settings.max_batch_requests,
+            max_context_tokens=self.max_context_tokens,
+            max_waiting=settings.max_waiting,
+            prefix_cache=settings.prefix_cache,
+        )
+        self.engine = Engine(built.runner, limits, on_step=lambda events: self._heard().on_step(events))
+        self.transfer = KVTransfer(
+            built.cache,
+            incarnation=self.incarnation,
+            transport=settings.transport,
+            segment_bytes=settings.segment_bytes,
+            staging_slots=settings.staging_slots,
+            digests=settings.digests,
+            on_filled=lambda filled: self._heard().on_filled(filled),
+            on_refused=lambda refused: self._heard().on_refused(refused),
+        )
+
+    def listen(self, listener: Listener) -> None:
+        """Sets who hears of steps and leases; before the node is entered."""
+        self._listener = listener
+
+    def _heard(self) -> Listener:
+        assert self._listener is not None
+        return self._listener
+
+    async def __aenter__(self) -> Self:
+        self._heard()
+        await self.transfer.start()
+        await self.engine.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.engine.__aexit__(exc_type, exc, traceback)
+        await self.transfer.close()
+
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        shape, spec = self.built.cache.shape, self.built.cache.spec
+        return (
+            f"{self.name}, {self.built.identity.architecture} {spec.dtype} on {self.settings.device}, "
+            f"attention {self.built.backend_name}, KV layout {shape.layout.name} ({self.built.layout.source}), "
+            f"{shape.num_blocks} blocks of {shape.block_size} tokens"
+        )
+
+    def status(self, *, draining: bool) -> node_pb2.NodeStatus:
+        """The part of a status that does not depend on the role."""
+        load = self.engine.load()
+        counters = self.transfer.counters()
+        return node_pb2.NodeStatus(
+            info=self.info,
+            draining=draining,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            blocks_leased=load.blocks_leased,
+            requests_running=load.requests_running,
+            requests_waiting=load.requests_waiting,
+            tokens_waiting=load.tokens_waiting,
+            requests_total=load.requests_total,
+            preemptions=load.preemptions,
+            segments_refused=counters.refused,
+            segments_late=counters.late,
+        )
+
+
+def load(settings: NodeSettings) -> BuiltEngine:
+    """Reads the checkpoint and allocates the cache; slow.
+
+    Raises:
+        ConfigError: a setting, or the checkpoint that it names, cannot work.
+    """
+    return build_runner(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        kv_cache_layout=settings.kv_cache_layout,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        attention_backend=settings.attention_backend,
+        load_format=settings.load_format,
+        threads=settings.threads,
+    )
+
+
+def _describe(identity: ModelIdentity, built: BuiltEngine) -> NodeDescription:
+    shape: KVCacheShape = built.cache.shape
+    return NodeDescription(
+        architecture=identity.architecture,
+        config_digest=identity.config_digest,
+        weights_digest=identity.weights_digest,
+        spec=built.cache.spec,
+        shape=shape,
+        wire_oldest=WIRE_OLDEST,
+        wire_newest=WIRE_NEWEST,
+        package_version=__version__,
+    )

@@ -1,0 +1,83 @@
+"""A node in messages and in plain values, both ways. Pure."""
+
+from attention.layout import KVCacheLayout
+from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.plan import Mismatch, NodeDescription
+from protos import common_pb2 as pb
+
+_KINDS = {KVKind.GQA: pb.KV_KIND_GQA, KVKind.MLA: pb.KV_KIND_MLA}
+_KINDS_BACK = {number: kind for kind, number in _KINDS.items()}
+
+
+def to_info(
+    description: NodeDescription,
+    *,
+    name: str,
+    address: str,
+    role: pb.Role,
+    incarnation: int,
+    model_name: str,
+    max_context_tokens: int,
+) -> pb.NodeInfo:
+    """The node as it presents itself."""
+    spec, shape = description.spec, description.shape
+    return pb.NodeInfo(
+        name=name,
+        address=address,
+        role=role,
+        incarnation=incarnation,
+        package_version=description.package_version,
+        model=pb.ModelIdentity(
+            architecture=description.architecture,
+            config_digest=description.config_digest,
+            weights_digest=description.weights_digest,
+            name=model_name,
+        ),
+        cache_spec=pb.CacheSpec(
+            kind=_KINDS[spec.kind],
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+        ),
+        cache_shape=pb.CacheShape(
+            layout=shape.layout.name, block_size=shape.block_size, num_blocks=shape.num_blocks
+        ),
+        wire=pb.WireVersions(oldest=description.wire_oldest, newest=description.wire_newest),
+        max_context_tokens=max_context_tokens,
+    )
+
+
+def from_info(info: pb.NodeInfo) -> NodeDescription:
+    """What `agree` compares, out of a peer's message.
+
+    Raises:
+        ConfigError: the peer's cache has a size or a layout that cannot be.
+        KeyError: a layout or kind that this version does not know.
+    """
+    spec, shape = info.cache_spec, info.cache_shape
+    return NodeDescription(
+        architecture=info.model.architecture,
+        config_digest=info.model.config_digest,
+        weights_digest=info.model.weights_digest,
+        spec=KVCacheSpec(
+            kind=_KINDS_BACK[spec.kind],
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+        ),
+        shape=KVCacheShape(KVCacheLayout[shape.layout], shape.block_size, shape.num_blocks),
+        wire_oldest=info.wire.oldest,
+        wire_newest=info.wire.newest,
+        package_version=info.package_version,
+    )
+
+
+def to_mismatches(mismatches: tuple[Mismatch, ...]) -> list[pb.Mismatch]:
+    return [pb.Mismatch(field=item.field, ours=item.ours, theirs=item.theirs, cure=item.cure) for item in mismatches]
+
+
+def describe_mismatches(mismatches: list[pb.Mismatch]) -> str:
+    """One line for logs: every reason, field by field."""
+    return "; ".join(f"{item.field}: ours {item.ours}, theirs {item.theirs} ({item.cure})" for item in mismatches)

@@ -1,0 +1,110 @@
+"""The life of a node process: build, serve, become ready, drain on SIGTERM, end. Knows neither role.
+
+A role brings a `Role`: its services, its part of the status, and how it drains.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import grpc
+
+from baton.config import NodeSettings, fail, read_settings
+from baton.errors import ConfigError
+from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
+from engine.build import BuiltEngine
+from node.assembly import Node, load
+from node.service import SERVICE_NAME, NodeService
+from node.waiting import until
+from protos import common_pb2, node_pb2, node_pb2_grpc
+
+Settings = TypeVar("Settings", bound=NodeSettings)
+
+log = logging.getLogger("baton")
+
+
+class Role(Protocol):
+    """What a role adds to a node."""
+
+    service_name: str
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the role's service."""
+
+    def fill_status(self, status: node_pb2.NodeStatus) -> None:
+        """Adds peers, leases and refusals to a status."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are still running."""
+
+    def stop_admission(self) -> None:
+        """From now on new requests are refused with `Draining`."""
+
+    async def close(self) -> None:
+        """Ends what still runs, with a typed error for each; returns when nothing is held."""
+
+
+def run_node(
+    program: str,
+    settings_class: type[Settings],
+    role: common_pb2.Role,
+    make_role: Callable[[Node, Settings], Role],
+    argv: list[str] | None = None,
+) -> None:
+    """The whole process: settings from flags and environment, model, server, role. Ends with exit code 2 on a setting
+    that cannot work, else 0."""
+    settings = read_settings(settings_class, program, argv)
+    set_up_logging(settings.log_level, program)
+    try:
+        Address.parse(settings.listen, field="listen")
+        built = load(settings)
+        asyncio.run(_run(settings, built, role, make_role))
+    except ConfigError as error:
+        fail(program, error)
+    except KeyboardInterrupt:
+        log.info("interrupted")
+
+
+async def _run(
+    settings: Settings, built: BuiltEngine, role: common_pb2.Role, make_role: Callable[[Node, Settings], Role]
+) -> None:
+    async with GrpcServer(settings.listen, advertise=settings.advertise, keepalive_s=settings.keepalive_s) as server:
+        node = Node(settings, built, role=role, address=server.address)
+        its_role = make_role(node, settings)
+        async with node:
+            await serve(settings, node, server, its_role)
+
+
+async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Role) -> None:
+    """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns."""
+    stop = stop_on_signals()
+    grace_s = settings.drain_grace_s
+
+    def drain(asked_s: float | None) -> None:
+        nonlocal grace_s
+        grace_s = settings.drain_grace_s if asked_s is None else asked_s
+        stop.set()
+
+    def status() -> node_pb2.NodeStatus:
+        message = node.status(draining=stop.is_set())
+        role.fill_status(message)
+        return message
+
+    node_pb2_grpc.add_NodeServicer_to_server(NodeService(status=status, drain=drain), server.grpc)
+    role.add_to(server.grpc)
+    services: Sequence[str] = (SERVICE_NAME, role.service_name)
+    await server.start(services)
+    await server.set_ready(ready=True)
+    write_ready_file(settings.ready_file, address=server.address)
+    log.info("ready on %s: %s", server.address, node.summary)
+    try:
+        await stop.wait()
+        log.info("draining, for at most %.0f s", grace_s)
+        role.stop_admission()
+        await server.set_ready(ready=False)
+        await until(lambda: not role.busy, timeout_s=grace_s)
+    finally:
+        await role.close()
+    log.info("drained")

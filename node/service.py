@@ -1,0 +1,49 @@
+"""The Node service: describe, watch, drain. Knows what it tells only as a message that somebody hands it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from protos import node_pb2 as pb
+from protos import node_pb2_grpc
+
+SERVICE_NAME = "baton.v1.Node"
+
+_INTERVAL_S_MIN = 0.02
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """Answers about one node.
+
+    Args:
+        status: the node's status now.
+        drain: begins a drain with that grace, or with the configured one for None; returns at once.
+    """
+
+    def __init__(self, *, status: Callable[[], pb.NodeStatus], drain: Callable[[float | None], None]) -> None:
+        self._status = status
+        self._drain = drain
+
+    async def Describe(
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.NodeStatus]
+    ) -> pb.NodeStatus:
+        return self._status()
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[pb.WatchRequest, pb.NodeStatus]
+    ) -> AsyncIterator[pb.NodeStatus]:
+        interval_s = max(_INTERVAL_S_MIN, request.interval_s) if request.HasField("interval_s") else 1.0
+        last = None
+        while True:
+            status = self._status()
+            if status != last:
+                yield status
+                last = status
+            await asyncio.sleep(interval_s)
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
+    ) -> pb.DrainResponse:
+        self._drain(request.grace_s if request.HasField("grace_s") else None)
+        return pb.DrainResponse()

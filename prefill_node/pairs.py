@@ -1,0 +1,225 @@
+"""The prefill node's side of its pairs: one line to each decode node, from hello to the last message.
+
+Gateways ask for pairs before traffic, and a ticket makes a missing one. A pair lives as long as its stream: when that
+breaks, its endpoint is closed, whatever was in flight to it is cancelled, and its requests fail.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error
+from kvtransfer.plan import PlanRefused, agree
+from node.assembly import Node
+from node.describe import describe_mismatches, from_info, to_mismatches
+from protos import common_pb2, decode_pb2_grpc
+from protos import decode_pb2 as pb
+
+log = logging.getLogger("baton")
+
+Call = grpc.aio.StreamStreamCall[pb.PairRequest, pb.PairResponse]
+
+
+class Pair:
+    """One decode node as seen from here, for one stream's life.
+
+    Args:
+        number: this node's own number for the peer.
+        on_lease_ended: hears of leases that the decode node took back.
+        on_lost: hears, once, that the pair is gone.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        address: str,
+        number: int,
+        *,
+        timeout_s: float,
+        on_lease_ended: Callable[[int], None],
+        on_lost: Callable[["Pair"], None],
+    ) -> None:
+        self.number = number
+        self.sender_number = 0
+        self.state = common_pb2.PeerState(
+            name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING
+        )
+        self._node = node
+        self._timeout_s = timeout_s
+        self._on_lease_ended = on_lease_ended
+        self._on_lost = on_lost
+        self._outbox: asyncio.Queue[pb.PairRequest] = asyncio.Queue()
+        self._settled = asyncio.Event()
+        self._task = asyncio.create_task(self._live(), name=f"pair-{address}")
+
+    @property
+    def ready(self) -> bool:
+        return self.state.phase == common_pb2.PEER_PHASE_READY
+
+    @property
+    def over(self) -> bool:
+        return self.state.phase in (common_pb2.PEER_PHASE_LOST, common_pb2.PEER_PHASE_REFUSED)
+
+    async def settled(self) -> common_pb2.PeerState:
+        """The pair's state, once it is neither new nor under way."""
+        await self._settled.wait()
+        return self.state
+
+    def write(self, request: pb.PairRequest) -> None:
+        """Queues a message to the decode node; nothing is sent once the pair is lost."""
+        self._outbox.put_nowait(request)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _live(self) -> None:
+        writer: asyncio.Task[None] | None = None
+        try:
+            async with connect(self.state.address, keepalive_s=self._node.settings.keepalive_s) as channel:
+                call = decode_pb2_grpc.DecodeStub(channel).Pair()
+                async with asyncio.timeout(self._timeout_s):
+                    accepted = await self._hello(call)
+                    if accepted is None:
+                        return
+                    await self._warm_up(call, accepted)
+                writer = asyncio.create_task(self._write_all(call))
+                await self._read_all(call)
+        except grpc.aio.AioRpcError as error:
+            self.state.detail = str(from_rpc_error(error))
+        except TimeoutError:
+            self.state.detail = f"no pair within {self._timeout_s:g} s"
+        except BatonError as error:
+            self.state.detail = str(error)
+        finally:
+            if writer is not None:
+                writer.cancel()
+            await self._end()
+
+    async def _hello(self, call: Call) -> pb.PairAccepted | None:
+        """Introduces this node; None when one of the two refuses, with the reasons in the state."""
+        address = self._node.transfer.address
+        await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info, worker_address=address)))
+        response = await call.read()
+        if response is grpc.aio.EOF:
+            raise NoNode(f"{self.state.address} ended the line", cure="see its log")
+        info = response.refused.info if response.WhichOneof("message") == "refused" else response.accepted.info
+        self.state.name, self.state.incarnation = info.name, info.incarnation
+        try:
+            agree(self._node.description, from_info(info))
+        except PlanRefused as refused:
+            self._refuse(to_mismatches(refused.mismatches))
+            return None
+        if response.WhichOneof("message") == "refused":
+            self._refuse(list(response.refused.mismatches))
+            return None
+        return response.accepted
+
+    async def _warm_up(self, call: Call, accepted: pb.PairAccepted) -> None:
+        self.sender_number = accepted.sender_number
+        await self._node.transfer.connect(self.number, accepted.worker_address, message_bytes=accepted.segment_bytes)
+        warm = await self._node.transfer.warm_up(self.number, accepted.sender_number)
+        warmed_up = pb.WarmedUp(messages=warm.messages, bytes=warm.bytes)
+        await call.write(pb.PairRequest(warmed_up=warmed_up))
+        response = await call.read()
+        if response is grpc.aio.EOF:
+            raise NoNode(f"{self.state.name} ended the line during warm-up", cure="see its log")
+        self.state.transport = response.ready.transport
+        self.state.gigabytes_per_s = response.ready.gigabytes_per_s
+        self.state.phase = common_pb2.PEER_PHASE_READY
+        self._settled.set()
+        log.info(
+            "paired with %s over %s at %.1f GB/s", self.state.name, self.state.transport, self.state.gigabytes_per_s
+        )
+
+    async def _write_all(self, call: Call) -> None:
+        while True:
+            await call.write(await self._outbox.get())
+
+    async def _read_all(self, call: Call) -> None:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            if response.WhichOneof("message") == "lease_ended":
+                self._on_lease_ended(response.lease_ended.lease)
+
+    def _refuse(self, mismatches: list[common_pb2.Mismatch]) -> None:
+        self.state.phase = common_pb2.PEER_PHASE_REFUSED
+        self.state.mismatches.extend(mismatches)
+        log.warning("cannot work with %s: %s", self.state.name, describe_mismatches(mismatches))
+
+    async def _end(self) -> None:
+        if self.state.phase != common_pb2.PEER_PHASE_REFUSED:
+            self.state.phase = common_pb2.PEER_PHASE_LOST
+            self.state.detail = self.state.detail or "its line broke"
+            log.info("lost %s: %s", self.state.name, self.state.detail)
+        self._settled.set()
+        self._on_lost(self)
+        await self._node.transfer.disconnect(self.number)
+
+
+class Pairs:
+    """All pairs of this node, by the decode node's address."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        timeout_s: float,
+        on_lease_ended: Callable[[int], None],
+        on_lost: Callable[[Pair], None],
+    ) -> None:
+        self._node = node
+        self._timeout_s = timeout_s
+        self._on_lease_ended = on_lease_ended
+        self._on_lost = on_lost
+        self._numbers = itertools.count(1)
+        self._by_address: dict[str, Pair] = {}
+
+    async def connect(self, address: str) -> common_pb2.PeerState:
+        """Makes the pair with a decode node unless it is there, and says how it stands."""
+        return await self._pair(address).settled()
+
+    async def for_ticket(self, ticket: common_pb2.Ticket) -> Pair:
+        """The pair over which a ticket is to be served.
+
+        Raises:
+            PeerRefused, NoNode: there is no such pair, and none can be made.
+            UnknownLease: the decode node that gave the ticket has been restarted since.
+        """
+        pair = self._pair(ticket.decode_address)
+        state = await pair.settled()
+        if state.phase == common_pb2.PEER_PHASE_REFUSED:
+            raise PeerRefused(f"{state.name} and this node cannot work together: {describe_mismatches(list(state.mismatches))}")
+        if not pair.ready:
+            raise NoNode(f"{ticket.decode_node} cannot be reached: {state.detail}")
+        if state.incarnation != ticket.lease.incarnation:
+            raise UnknownLease(
+                f"the ticket is of incarnation {ticket.lease.incarnation:x} of {state.name}, which is {state.incarnation:x}",
+                cure="ask for a new ticket",
+            )
+        return pair
+
+    def states(self) -> list[common_pb2.PeerState]:
+        return [pair.state for pair in self._by_address.values()]
+
+    def _pair(self, address: str) -> Pair:
+        pair = self._by_address.get(address)
+        if pair is None or pair.over:
+            pair = Pair(
+                self._node,
+                address,
+                next(self._numbers),
+                timeout_s=self._timeout_s,
+                on_lease_ended=self._on_lease_ended,
+                on_lost=self._on_lost,
+            )
+            self._by_address[address] = pair
+        return pair
+
+    async def close(self) -> None:
+        for pair in list(self._by_address.values()):
+            await pair.close()

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*.proto)
-GENERATED := $(PROTOS:.proto=_pb2.py)
+GENERATED := protos/common_pb2.pyi
 
 .DEFAULT_GOAL := help
 .PHONY: help install protos run test check format bench docs clean
@@ -18,15 +18,14 @@ $(STAMP): pyproject.toml constraints.txt deploy/tools/install.sh
 	@echo "==> creating $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> installing dependencies (minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@echo "==> installing tools"
 	@bash deploy/tools/install.sh
 	@touch $@
 
 protos: $(GENERATED)  ## Build the protobuf code
 
-$(GENERATED) &: $(PROTOS) protos/generate.py | $(STAMP)
+$(GENERATED): $(PROTOS) protos/generate.py | $(STAMP)
 	@echo "==> building protobuf code"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 

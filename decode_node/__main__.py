@@ -1,15 +1,23 @@
 """`python -m decode_node`: one decode node, until SIGTERM."""
 
-from baton.config import DecodeSettings
-from decode_node.node import DecodeNode
-from decode_node.service import DecodeService
-from node.process import run_node
-from protos import common_pb2
+from baton.config import DecodeSettings, read_settings
 
-if __name__ == "__main__":
+
+def main() -> None:
+    settings = read_settings(DecodeSettings, "decode_node")
+    # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at once.
+    from decode_node.node import DecodeNode
+    from decode_node.service import DecodeService
+    from node.process import run_node
+    from protos import common_pb2
+
     run_node(
         "decode_node",
-        DecodeSettings,
+        settings,
         common_pb2.ROLE_DECODE,
         lambda node, settings: DecodeService(DecodeNode(node, settings)),
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from baton.config import NodeSettings, fail, read_settings
+from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
 from engine.build import BuiltEngine
@@ -47,15 +47,9 @@ class Role(Protocol):
 
 
 def run_node(
-    program: str,
-    settings_class: type[Settings],
-    role: common_pb2.Role,
-    make_role: Callable[[Node, Settings], Role],
-    argv: list[str] | None = None,
+    program: str, settings: Settings, role: common_pb2.Role, make_role: Callable[[Node, Settings], Role]
 ) -> None:
-    """The whole process: settings from flags and environment, model, server, role. Ends with exit code 2 on a setting
-    that cannot work, else 0."""
-    settings = read_settings(settings_class, program, argv)
+    """The whole process: model, server, role. Ends with exit code 2 on a setting that cannot work, else 0."""
     set_up_logging(settings.log_level, program)
     try:
         Address.parse(settings.listen, field="listen")

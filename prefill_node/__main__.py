@@ -1,15 +1,23 @@
 """`python -m prefill_node`: one prefill node, until SIGTERM."""
 
-from baton.config import PrefillSettings
-from node.process import run_node
-from prefill_node.node import PrefillNode
-from prefill_node.service import PrefillService
-from protos import common_pb2
+from baton.config import PrefillSettings, read_settings
 
-if __name__ == "__main__":
+
+def main() -> None:
+    settings = read_settings(PrefillSettings, "prefill_node")
+    # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at once.
+    from prefill_node.node import PrefillNode
+    from prefill_node.service import PrefillService
+    from node.process import run_node
+    from protos import common_pb2
+
     run_node(
         "prefill_node",
-        PrefillSettings,
+        settings,
         common_pb2.ROLE_PREFILL,
         lambda node, settings: PrefillService(PrefillNode(node, settings)),
     )
+
+
+if __name__ == "__main__":
+    main()

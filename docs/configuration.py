@@ -1,0 +1,41 @@
+"""Writes docs/configuration.md from the settings classes; `make docs` calls it and a test holds the page to it."""
+
+from pathlib import Path
+
+from baton.config import CommonSettings, DecodeSettings, GatewaySettings, NodeSettings, PrefillSettings, settings_table
+
+PAGE = Path(__file__).resolve().parent / "configuration.md"
+
+_INTRODUCTION = """# Configuration
+
+Every setting is a flag and a variable of the same name; the flag wins. `--help` of each process prints its own.
+A wrong value is one line on stderr that names the setting, the value and what is allowed, and exit code 2.
+
+The KV layout is found in this order: `--kv-cache-layout`, then `BATON_KV_CACHE_LAYOUT`, then what the transport or the
+attention backend prefers, then `NHD`. MLA caches have no head axis: for them `NHD` and `HND` mean `LBNC`.
+
+This page is made from the settings classes by `make docs`.
+"""
+
+_SECTIONS: tuple[tuple[str, type[CommonSettings], type[CommonSettings] | None], ...] = (
+    ("Every process", CommonSettings, None),
+    ("Prefill and decode nodes (`python -m prefill_node`, `python -m decode_node`)", NodeSettings, CommonSettings),
+    ("Prefill nodes only", PrefillSettings, NodeSettings),
+    ("Decode nodes only", DecodeSettings, NodeSettings),
+    ("Gateway (`python -m gateway`)", GatewaySettings, CommonSettings),
+)
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [_INTRODUCTION]
+    for title, cls, inherited in _SECTIONS:
+        known = set(inherited.model_fields) if inherited else set()
+        rows = [row for name, row in zip(cls.model_fields, settings_table(cls), strict=True) if name not in known]
+        lines = [f"| `{flag}` | `{variable}` | {default} | {meaning} |" for flag, variable, default, meaning in rows]
+        parts.append("\n".join([f"## {title}", "", "| flag | variable | default | meaning |", "|---|---|---|---|", *lines, ""]))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,99 @@
+"""A wrong setting of a process is one clear line on stderr and exit code 2; never a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import LLAMA
+
+
+def run(program: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", program, *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def complaint(finished: subprocess.CompletedProcess[str], program: str) -> str:
+    """The one line of complaint; log lines apart."""
+    assert finished.returncode == 2, finished.stderr
+    assert "Traceback" not in finished.stderr
+    lines = [line for line in finished.stderr.splitlines() if line.startswith(f"{program}:")]
+    assert len(lines) == 1, finished.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("program", ["prefill_node", "decode_node", "gateway"])
+def test_help_lists_flags_and_their_variables(program: str) -> None:
+    finished = run(program, "--help")
+    assert finished.returncode == 0
+    assert "--drain-grace-s" in finished.stdout
+    assert "BATON_BLOCK_SIZE" in finished.stdout
+
+
+def test_block_size_zero_in_a_variable() -> None:
+    line = complaint(run("decode_node", BATON_BLOCK_SIZE="0"), "decode_node")
+    assert "BATON_BLOCK_SIZE" in line
+    assert "'0'" in line
+    assert "greater than or equal to 1" in line
+
+
+def test_block_size_that_is_no_number() -> None:
+    line = complaint(run("decode_node", "--block-size", "many"), "decode_node")
+    assert "--block-size" in line
+    assert "'many'" in line
+
+
+def test_a_flag_wins_over_its_variable() -> None:
+    line = complaint(run("prefill_node", "--block-size", "-3", BATON_BLOCK_SIZE="16"), "prefill_node")
+    assert "'-3'" in line
+
+
+def test_unknown_layout_lists_the_known_ones() -> None:
+    line = complaint(run("decode_node", "--model", str(LLAMA), BATON_KV_CACHE_LAYOUT="NDH"), "decode_node")
+    assert "'NDH'" in line
+    for name in ("NHD", "HND", "BLNHC", "BLHNC"):
+        assert name in line
+
+
+def test_unknown_attention_backend_lists_the_known_ones() -> None:
+    flags = ("--model", str(LLAMA), "--attention-backend", "FLASH")
+    line = complaint(run("prefill_node", *flags), "prefill_node")
+    assert "FLASH" in line
+    assert "TORCH_SDPA" in line
+
+
+def test_a_model_directory_that_is_not_there(tmp_path: Path) -> None:
+    line = complaint(run("prefill_node", "--model", str(tmp_path / "nowhere")), "prefill_node")
+    assert "nowhere" in line
+
+
+def test_an_unreadable_checkpoint(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text((LLAMA / name).read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    line = complaint(run("decode_node", "--model", str(tmp_path)), "decode_node")
+    assert "model.safetensors" in line
+
+
+def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    line = complaint(run("decode_node", "--model", str(tmp_path)), "decode_node")
+    assert "MambaForCausalLM" in line
+    assert "DeepseekV2ForCausalLM" in line
+    assert "LlamaForCausalLM" in line
+
+
+def test_an_address_that_is_none() -> None:
+    assert "host:port" in complaint(run("gateway", "--listen", "somewhere", "--decode", "127.0.0.1:1"), "gateway")
+
+
+def test_a_gateway_without_decode_nodes() -> None:
+    assert "--decode" in complaint(run("gateway"), "gateway")

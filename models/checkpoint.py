@@ -1,0 +1,105 @@
+"""Where a checkpoint's tensors lie: its files and their safetensors headers. Reads no weights, needs no torch."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ConfigError
+from models.config_file import ConfigFile
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """`start` and `stop` are byte offsets in `file`; `dtype` is in the format's spelling, such as "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
+    """Every tensor of the checkpoint in `directory`, by name, in the order of names.
+
+    Raises:
+        ConfigError: no weights, a file is missing or damaged, or the index contradicts the files.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        return dict(sorted(_read_header(single).items()))
+    if not index.exists():
+        raise ConfigError(
+            f"{directory} has no weights",
+            field="model",
+            value=str(directory),
+            allowed=(single.name, index.name),
+            cure="convert other formats with save_pretrained(..., safe_serialization=True)",
+        )
+    file_of = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(file_of.values())):
+        tensors.update(_read_header(directory / file))
+    for name, file in file_of.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise _damaged(index, f"says that {name} is in {file}, which does not have it")
+    return dict(sorted(tensors.items()))
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = ConfigFile.read(path).raw("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _damaged(path, "has no weight_map")
+    for name, file in weight_map.items():
+        # NOTE: a name with a separator would read files outside of the checkpoint.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise _damaged(path, f"maps {name} to {file!r}, which is no file name")
+    return weight_map
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """A safetensors file begins with the header's length, 8 bytes little endian, and the header, a JSON object."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = path.stat().st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _damaged(path, "is cut off within its first 8 bytes")
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
+                raise _damaged(path, f"is no safetensors file, or cut off: its header would have {header_bytes} bytes")
+            header = json.loads(file.read(header_bytes))
+    except OSError as error:
+        raise _damaged(path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise _damaged(path, f"has a header that is not JSON: {error}") from error
+    tensors = _parse_header(path, header, data_start=8 + header_bytes)
+    data_stop = max((tensor.stop for tensor in tensors.values()), default=8 + header_bytes)
+    if data_stop != size_bytes:
+        raise _damaged(path, f"has {size_bytes} bytes where its header says {data_stop}")
+    return tensors
+
+
+def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, StoredTensor]:
+    try:
+        return {
+            name: StoredTensor(
+                path,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                data_start + entry["data_offsets"][0],
+                data_start + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()  # type: ignore[attr-defined]
+            if name != "__metadata__"
+        }
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise _damaged(path, "has a header that does not follow the safetensors format") from error
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path} {what}", field="model", value=str(path), cure="download the checkpoint again")

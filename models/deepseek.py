@@ -1,0 +1,113 @@
+"""DeepSeek V2 and V3: latent attention, and a mixture of experts behind the first dense layers.
+
+Reads top to bottom: attention, layer, model. Shapes: T token, D hidden channel, H head, N channel without position,
+R rotary channel, C latent channel, V value channel.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from attention.backend import AttentionBackend, AttentionMetadata
+from attention.cache import PagedKVCache
+from attention.mla import MLAAttention
+from models.causal_lm import CausalLM
+from models.config import MLAConfig, ModelConfig
+from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm
+from models.moe import MoE
+from models.rope_config import RopeConfig, YarnScaling
+from models.rotary import Rotation
+
+# NOTE: the norms of the two latents use this whatever rms_norm_eps the config names; so were the models trained.
+_LATENT_NORM_EPS = 1e-6
+
+
+class DeepseekAttention(nn.Module):
+    def __init__(
+        self,
+        hidden_size: int,
+        mla: MLAConfig,
+        rope: RopeConfig,
+        *,
+        layer_index: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.mla = mla
+        self.qk_head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        q_size = mla.num_heads * self.qk_head_dim
+        latent_part = ("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
+        if mla.q_lora_rank is None:
+            self.q_and_latent_proj = FusedLinear(hidden_size, (("q_proj", q_size), latent_part), dtype=dtype)
+            self.q_a_layernorm = self.q_b_proj = None
+        else:
+            q_part = ("q_a_proj", mla.q_lora_rank)
+            self.q_and_latent_proj = FusedLinear(hidden_size, (q_part, latent_part), dtype=dtype)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, eps=_LATENT_NORM_EPS, dtype=dtype)
+            self.q_b_proj = Linear(mla.q_lora_rank, q_size, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=_LATENT_NORM_EPS, dtype=dtype)
+        self.kv_b_proj = Linear(mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), dtype=dtype)
+        self.o_proj = Linear(mla.num_heads * mla.v_head_dim, hidden_size, dtype=dtype)
+        correction = rope.scaling.softmax_scale if isinstance(rope.scaling, YarnScaling) else 1.0
+        self.attend = MLAAttention(
+            num_heads=mla.num_heads,
+            qk_nope_head_dim=mla.qk_nope_head_dim,
+            qk_rope_head_dim=mla.qk_rope_head_dim,
+            v_head_dim=mla.v_head_dim,
+            kv_lora_rank=mla.kv_lora_rank,
+            scale=self.qk_head_dim**-0.5 * correction,
+            layer_index=layer_index,
+            kv_b_proj=self.kv_b_proj,
+            backend=backend,
+        )
+
+    def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+        mla = self.mla
+        q_TD, latent_TC, k_pe_TR = self.q_and_latent_proj(x_TD).split(
+            [self.q_and_latent_proj.parts[0][1], mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1
+        )
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            q_TD = self.q_b_proj(self.q_a_layernorm(q_TD))
+        q_nope_THN, q_pe_THR = q_TD.unflatten(-1, (mla.num_heads, -1)).split(
+            [mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1
+        )
+        # The key's rotary part is one head more to turn: one rotation serves queries and key.
+        pe_THR = rotation.apply(torch.cat((q_pe_THR, k_pe_TR.unsqueeze(1)), dim=1))
+        q_THD = torch.cat((q_nope_THN, pe_THR[:, :-1]), dim=-1)
+        out_THV = self.attend(q_THD, self.kv_a_layernorm(latent_TC), pe_THR[:, -1], kv_cache, metadata)
+        out_TD: Tensor = self.o_proj(out_THV.flatten(1))
+        return out_TD
+
+
+class DeepseekLayer(nn.Module):
+    def __init__(
+        self, config: ModelConfig, mla: MLAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.self_attn = DeepseekAttention(
+            size, mla, config.rope, layer_index=layer_index, backend=backend, dtype=dtype
+        )
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.mlp: nn.Module
+        if config.moe is not None and config.moe.layers[layer_index]:
+            self.mlp = MoE(size, config.moe, dtype=dtype)
+        else:
+            self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
+
+    def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, kv_cache, metadata)
+        out_TD: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return out_TD
+
+
+class DeepseekForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> None:
+        mla = config.attention
+        assert isinstance(mla, MLAConfig)
+        layers = [
+            DeepseekLayer(config, mla, layer_index=index, backend=backend, dtype=dtype)
+            for index in range(config.num_layers)
+        ]
+        super().__init__(config, layers, dtype=dtype)

@@ -1,0 +1,186 @@
+"""Makes a model and fills its parameters: from safetensors files, or at random for benchmarks and tests.
+
+Owns the way from a checkpoint's tensor names to parameters. Nothing is read before all names, shapes and dtypes are
+known to fit.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from attention.backend import AttentionBackend
+from attention.cache import TORCH_DTYPES
+from attention.mla import MLAAttention
+from attention.spec import DTYPE_BYTES
+from baton.errors import ConfigError
+from models.causal_lm import CausalLM
+from models.checkpoint import StoredTensor, read_checkpoint
+from models.config import ModelConfig
+from models.families import FAMILIES
+from models.layers import FusedLinear
+from models.moe import Experts
+
+LOAD_FORMATS = ("safetensors", "dummy")
+_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+_DUMMY_SEED = 0
+_MAX_PROBLEMS = 8  # of each kind in one error
+_HEAD = "lm_head.weight"
+
+
+def load_model(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    backend: AttentionBackend,
+    dtype: str,
+    device: torch.device | str,
+    load_format: str = "safetensors",
+    progress: Callable[[int, int], None] | None = None,
+) -> CausalLM:
+    """The model of `config` on `device`, its weights converted to `dtype`, ready for inference.
+
+    Args:
+        load_format: "safetensors" reads `directory`; "dummy" draws the same weights in every process on the same
+            kind of device.
+        progress: called after each tensor with the bytes read so far and the bytes in all.
+
+    Raises:
+        ConfigError: a value is unknown, or the checkpoint is damaged or does not fit `config`; names every tensor that
+            is missing, unexpected or misshapen, up to a handful.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {load_format!r}", field="load_format", value=load_format, allowed=LOAD_FORMATS
+        )
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=tuple(DTYPE_BYTES))
+    stored = read_checkpoint(directory) if load_format == "safetensors" else {}
+    with torch.device(device):
+        model = FAMILIES[config.architecture](config, backend=backend, dtype=TORCH_DTYPES[dtype])
+    model.requires_grad_(requires_grad=False).eval()
+    views = checkpoint_views(model)
+    if load_format == "dummy":
+        _fill_at_random(views, device)
+    else:
+        _check(stored, views, config, directory)
+        _fill(stored, views, progress or _no_progress)
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading()
+    return model
+
+
+def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
+    """For each tensor name in a checkpoint of `model`, the memory that it fills: a parameter or a part of one."""
+    return dict(_checkpoint_views(model))
+
+
+def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        match module:
+            case FusedLinear():
+                parent = path.rpartition(".")[0]
+                yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
+            case Experts():
+                yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
+            case _:
+                for name, parameter in module.named_parameters(recurse=False):
+                    yield f"{path}.{name}", parameter.data
+
+
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """Tensors that published checkpoints hold and that this model does not need."""
+    if name.endswith("rotary_emb.inv_freq"):  # saved by transformers before 4.32; computed here
+        return True
+    if name == _HEAD:  # a second copy of a tied embedding; `_fill` checks that it is one
+        return config.tie_word_embeddings
+    return any(  # multi-token prediction, for speculative decoding
+        name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
+    )
+
+
+def _check(
+    stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor], config: ModelConfig, directory: Path
+) -> None:
+    missing = [name for name in views if name not in stored]
+    extra = [
+        f"{name} in {tensor.file.name}"
+        for name, tensor in stored.items()
+        if name not in views and not _ignorable(name, config)
+    ]
+    misfits = []
+    for name, view in views.items():
+        tensor = stored.get(name)
+        if tensor is not None and tensor.shape != tuple(view.shape):
+            expected = list(view.shape)
+            misfits.append(f"{name} in {tensor.file.name} is {list(tensor.shape)}, the config needs {expected}")
+        elif tensor is not None and tensor.dtype not in _STORED_DTYPES:
+            misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, known are {', '.join(_STORED_DTYPES)}")
+    problems = [
+        f"{len(found)} {kind}: {'; '.join(found[:_MAX_PROBLEMS])}{'; ...' if len(found) > _MAX_PROBLEMS else ''}"
+        for kind, found in (("missing", missing), ("unexpected", extra), ("unfit", misfits))
+        if found
+    ]
+    if problems:
+        raise ConfigError(
+            f"the tensors in {directory} are not those of its config.json: {' | '.join(problems)}",
+            field="model",
+            value=str(directory),
+            cure="check that config.json and weights are of one revision",
+        )
+
+
+def _fill(
+    stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor], progress: Callable[[int, int], None]
+) -> None:
+    names = sorted(views, key=lambda name: (stored[name].file, stored[name].start))
+    bytes_total = sum(stored[name].stop - stored[name].start for name in names)
+    bytes_read = 0
+    for file, names_in_file in groupby(names, key=lambda name: stored[name].file):
+        for name, tensor in _read(file, names_in_file):
+            views[name].copy_(tensor)
+            bytes_read += stored[name].stop - stored[name].start
+            progress(bytes_read, bytes_total)
+    if _HEAD in stored and _HEAD not in views:
+        _check_tied_head(stored[_HEAD], views["model.embed_tokens.weight"])
+
+
+def _read(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"cannot read {file}: {error}", field="model", value=str(file), cure="download the checkpoint again"
+        ) from error
+
+
+def _check_tied_head(head: StoredTensor, embedding: Tensor) -> None:
+    for _, stored_head in _read(head.file, [_HEAD]):
+        if torch.equal(stored_head.to(embedding), embedding):
+            return
+    raise ConfigError(
+        f"{_HEAD} in {head.file.name} differs from the embedding that config.json ties it to",
+        field="tie_word_embeddings",
+        value=True,
+        allowed=("false",),
+    )
+
+
+def _no_progress(bytes_read: int, bytes_total: int) -> None:
+    """For callers that do not watch."""
+
+
+def _fill_at_random(views: Mapping[str, Tensor], device: torch.device | str) -> None:
+    """Norms are 1, all else is normal with the spread that models of these families are initialized with."""
+    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
+    for name, view in views.items():
+        if name.endswith("norm.weight"):
+            view.fill_(1.0)
+        else:
+            view.normal_(std=0.02, generator=generator)

@@ -1,0 +1,62 @@
+"""A minimal driver of a model over a paged cache: any mix of requests and chunk lengths in one batch."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend
+from attention.cache import PagedKVCache
+from attention.layout import parse_layout
+from attention.metadata import build_common_metadata
+from attention.selection import select_backend
+from attention.spec import KVCacheShape, KVKind
+from models.causal_lm import CausalLM
+from models.config import ModelConfig
+from models.families import attention_needs, kv_cache_spec
+
+BLOCK_SIZE = 4
+
+
+def cache_shape(config: ModelConfig, *, num_blocks: int = 64) -> KVCacheShape:
+    mla = kv_cache_spec(config, "float32").kind is KVKind.MLA
+    return KVCacheShape(parse_layout("NHD", mla=mla), BLOCK_SIZE, num_blocks)
+
+
+def backend_for(config: ModelConfig, dtype: str = "float32") -> AttentionBackend:
+    return select_backend(attention_needs(config, dtype=dtype, device="cpu", shape=cache_shape(config)))
+
+
+class PagedDriver:
+    """Keeps each request's blocks, scattered over the cache, and how many of its tokens are computed."""
+
+    def __init__(self, model: CausalLM, backend: AttentionBackend, dtype: str = "float32") -> None:
+        self.model, self.backend = model, backend
+        shape = cache_shape(model.config)
+        self.cache = PagedKVCache(kv_cache_spec(model.config, dtype), shape)
+        self.cache.storage.fill_(torch.nan)  # a slot that is read before it is written shows
+        generator = torch.Generator().manual_seed(1)
+        self.free_blocks = torch.randperm(shape.num_blocks, generator=generator).tolist()
+        self.blocks: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+
+    @torch.inference_mode()
+    def step(self, batch: Mapping[str, list[int]]) -> dict[str, Tensor]:
+        """Computes the next tokens of each request; logits [tokens, vocabulary] of each. Decodes come first."""
+        starts = [self.computed.get(request, 0) for request in batch]
+        for (request, tokens), start in zip(batch.items(), starts, strict=True):
+            self.computed[request] = start + len(tokens)
+            blocks = self.blocks.setdefault(request, [])
+            while len(blocks) * BLOCK_SIZE < self.computed[request]:
+                blocks.append(self.free_blocks.pop())
+        lengths = [len(tokens) for tokens in batch.values()]
+        common, positions_T = build_common_metadata(
+            query_lens=lengths,
+            context_lens=starts,
+            block_tables=[self.blocks[request] for request in batch],
+            block_size=BLOCK_SIZE,
+        )
+        token_ids_T = torch.tensor([token for tokens in batch.values() for token in tokens])
+        hidden_TD = self.model(token_ids_T, positions_T, self.cache, self.backend.plan(common))
+        logits_TV = self.model.compute_logits(hidden_TD)
+        return dict(zip(batch, torch.split(logits_TV, lengths), strict=True))

@@ -1,0 +1,80 @@
+"""A checkpoint's files: found by name or by index; damage is one line that names the file."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.errors import ConfigError
+from models.checkpoint import read_checkpoint
+
+INDEX = "model.safetensors.index.json"
+
+
+def test_header_gives_shape_dtype_and_place(tmp_path: Path) -> None:
+    values = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    save_file({"b": values, "a": torch.zeros(())}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = read_checkpoint(tmp_path)
+    assert list(tensors) == ["a", "b"]
+    stored = tensors["b"]
+    assert (stored.dtype, stored.shape) == ("BF16", (2, 3))
+    raw = stored.file.read_bytes()[stored.start : stored.stop]
+    assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(2, 3), values)
+
+
+def test_index_names_the_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "two.safetensors")
+    save_file({"c": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    weight_map = {"b": "two.safetensors", "a": "one.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert {name: tensor.file.name for name, tensor in read_checkpoint(tmp_path).items()} == weight_map
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"has no weights; allowed: model\.safetensors, .*save_pretrained"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "said"),
+    [
+        ({}, "has no weight_map"),
+        ({"a": "../one.safetensors"}, "which is no file name"),
+        ({"a": 1}, "which is no file name"),
+        ({"a": "gone.safetensors"}, r"gone\.safetensors cannot be read: No such file"),
+        ({"z": "one.safetensors"}, r"says that z is in one\.safetensors, which does not have it"),
+    ],
+)
+def test_wrong_index(tmp_path: Path, weight_map: dict[str, object], said: str) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=said):
+        read_checkpoint(tmp_path)
+
+
+def framed(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\0\0", "cut off within its first 8 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1", "is no safetensors file, or cut off"),
+        (framed(b"{no"), "not JSON"),
+        (framed(b"[1]"), "does not follow the safetensors format"),
+        (framed(b'{"a": {"dtype": "F32"}}'), "does not follow the safetensors format"),
+        (framed(b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'), "bytes where its header says"),
+    ],
+)
+def test_damaged_file(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_checkpoint(tmp_path)
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,111 @@
+"""Logits over the paged cache equal transformers', in fp32, for every family and however the prompt is cut."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import read_config
+from models.families import FAMILIES
+from models.loader import load_model
+from tests.unit.models.paged import PagedDriver, backend_for
+from tests.unit.models.tiny import TINY, VOCAB_SIZE, save_tiny
+
+PROMPT_TOKENS, DECODED_TOKENS = 30, 5
+
+
+class Pair:
+    """A tiny model twice: transformers' and ours."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.reference = save_tiny(name, directory)
+        config = read_config(directory)
+        self.backend = backend_for(config)
+        self.model = load_model(directory, config, backend=self.backend, dtype="float32", device="cpu")
+
+    def driver(self) -> PagedDriver:
+        return PagedDriver(self.model, self.backend)
+
+    @torch.inference_mode()
+    def expected(self, tokens: list[int]) -> Tensor:
+        logits: Tensor = self.reference(torch.tensor([tokens])).logits[0]
+        return logits
+
+
+@pytest.fixture(scope="module", params=TINY)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp("tiny"))
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    drawn: list[int] = torch.randint(VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return drawn
+
+
+def assert_equal(ours: Tensor, expected: Tensor) -> None:
+    assert float(expected.std()) > 0.1, "a reference without spread proves nothing"
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def in_pieces(driver: PagedDriver, tokens: list[int], piece: Callable[[int], int]) -> Tensor:
+    logits, start = [], 0
+    while start < len(tokens):
+        stop = min(start + piece(start), len(tokens))
+        logits.append(driver.step({"r": tokens[start:stop]})["r"])
+        start = stop
+    return torch.cat(logits)
+
+
+def test_whole_prompt(pair: Pair) -> None:
+    tokens = tokens_of(0, PROMPT_TOKENS)
+    assert_equal(pair.driver().step({"r": tokens})["r"], pair.expected(tokens))
+
+
+def test_chunked_prompt_then_one_token_at_a_time(pair: Pair) -> None:
+    tokens = tokens_of(1, PROMPT_TOKENS + DECODED_TOKENS)
+    ours = in_pieces(pair.driver(), tokens, lambda start: 7 if start < PROMPT_TOKENS else 1)
+    assert_equal(ours, pair.expected(tokens))
+
+
+def test_every_token_alone(pair: Pair) -> None:
+    tokens = tokens_of(2, 18)
+    assert_equal(in_pieces(pair.driver(), tokens, lambda _: 1), pair.expected(tokens))
+
+
+def test_mixed_batch_of_decodes_chunks_and_whole_prompts(pair: Pair) -> None:
+    driver = pair.driver()
+    tokens = {name: tokens_of(seed, 24) for seed, name in enumerate("abcd")}
+    driver.step({"a": tokens["a"][:20], "b": tokens["b"][:9], "c": tokens["c"][:11]})
+    logits = driver.step(
+        {"a": tokens["a"][20:21], "b": tokens["b"][9:10], "c": tokens["c"][11:20], "d": tokens["d"][:15]}
+    )
+    for name, computed in (("a", 21), ("b", 10), ("c", 20), ("d", 15)):
+        expected = pair.expected(tokens[name][:computed])
+        assert_equal(logits[name], expected[computed - len(logits[name]) :])
+
+
+def test_logits_are_float32_for_the_rows_asked_for(pair: Pair) -> None:
+    hidden: Any = torch.randn(3, 32)
+    logits = pair.model.compute_logits(hidden[1:2])
+    assert logits.shape == (1, VOCAB_SIZE)
+    assert logits.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v2-q-lora-groups-yarn"])
+def test_half_precision_comes_near(name: str, dtype: str, tmp_path: Path) -> None:
+    reference, config = save_tiny(name, tmp_path), read_config(tmp_path)
+    backend = backend_for(config, dtype)
+    model = load_model(tmp_path, config, backend=backend, dtype=dtype, device="cpu")
+    tokens = tokens_of(3, 12)
+    ours = PagedDriver(model, backend, dtype).step({"r": tokens})["r"]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    assert torch.nn.functional.cosine_similarity(ours, expected).min() > 0.98
+
+
+def test_every_family_is_covered() -> None:
+    assert {f"{family}ForCausalLM" for family, _ in TINY.values()} == set(FAMILIES)

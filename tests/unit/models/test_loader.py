@@ -1,0 +1,185 @@
+"""Loading: every tensor arrives where it belongs, in the dtype asked for; what does not fit is named."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton.errors import ConfigError
+from models.causal_lm import CausalLM
+from models.config import read_config
+from models.loader import checkpoint_views, load_model
+from tests.unit.models.paged import backend_for
+from tests.unit.models.tiny import save_tiny
+
+Tensors = dict[str, Tensor]
+
+
+def load(directory: Path, *, dtype: str = "float32", load_format: str = "safetensors") -> CausalLM:
+    config = read_config(directory)
+    return load_model(
+        directory, config, backend=backend_for(config), dtype=dtype, device="cpu", load_format=load_format
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("deepseek")
+    save_tiny("deepseek-v3", directory)
+    return directory
+
+
+def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | None]) -> Path:
+    """A copy of a checkpoint whose tensors went through `change`."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = load_file(target / "model.safetensors")
+    save_file(change(tensors) or tensors, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("fixture", ["llama", "deepseek"])
+def test_every_stored_tensor_fills_its_part(fixture: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(fixture)
+    views, stored = checkpoint_views(load(directory)), load_file(directory / "model.safetensors")
+    assert views.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(views[name], tensor), name
+
+
+def test_parts_are_the_parameters_memory_and_cover_it(deepseek: Path) -> None:
+    model = load(deepseek)
+    for view in checkpoint_views(model).values():
+        view.fill_(3.0)
+    assert all(bool((parameter == 3.0).all()) for parameter in model.parameters())
+
+
+def test_dtype_is_converted(deepseek: Path) -> None:
+    model, stored = load(deepseek, dtype="bfloat16"), load_file(deepseek / "model.safetensors")
+    views = checkpoint_views(model)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert torch.equal(views[name], stored[name].bfloat16())
+    router = "model.layers.1.mlp.gate.weight"
+    assert torch.equal(views[router], stored[router])
+
+
+def test_shards_load_like_one_file(llama: Path, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path, max_shard_size="20KB")
+    ours, expected = checkpoint_views(load(tmp_path)), checkpoint_views(load(llama))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_progress_counts_bytes_to_the_end(llama: Path) -> None:
+    config = read_config(llama)
+    calls: list[tuple[int, int]] = []
+    load_model(
+        llama,
+        config,
+        backend=backend_for(config),
+        dtype="float32",
+        device="cpu",
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    bytes_total = sum(tensor.nbytes for tensor in load_file(llama / "model.safetensors").values())
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (bytes_total, bytes_total)
+
+
+def test_dummy_weights_are_the_same_every_time_and_finite(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    first, second = (checkpoint_views(load(tmp_path, load_format="dummy")) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert bool((first["model.norm.weight"] == 1).all())
+    assert 0.01 < float(first["lm_head.weight"].std()) < 0.03
+
+
+def test_known_extras_are_ignored(deepseek: Path, tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(4)
+
+    load(rewritten(deepseek, tmp_path, add))
+
+
+def test_copy_of_a_tied_embedding_is_ignored_but_another_head_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_tiny("llama-llama3-tied", source)
+
+    def add_head(tensors: Tensors, change: float) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+
+    load(rewritten(source, tmp_path / "copy", lambda tensors: add_head(tensors, 0.0)))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight in model\.safetensors differs") as caught:
+        load(rewritten(source, tmp_path / "other", lambda tensors: add_head(tensors, 0.5)))
+    assert caught.value.field == "tie_word_embeddings"
+
+
+def test_all_misfits_are_in_one_error(llama: Path, tmp_path: Path) -> None:
+    def damage(tensors: Tensors) -> None:
+        del tensors["model.norm.weight"], tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
+        tensors["lm_head.weight"] = torch.zeros(61, 16)
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+
+    with pytest.raises(ConfigError) as caught:
+        load(rewritten(llama, tmp_path, damage))
+    said = str(caught.value)
+    assert "2 missing: " in said
+    assert "model.norm.weight" in said
+    assert "model.layers.1.self_attn.k_proj.weight" in said
+    assert "1 unexpected: model.layers.2.mlp.up_proj.weight in model.safetensors" in said
+    assert "2 unfit: " in said
+    assert "lm_head.weight in model.safetensors is [61, 16], the config needs [61, 32]" in said
+    assert "model.layers.0.mlp.up_proj.weight in model.safetensors is I8, known are F64, F32" in said
+    assert "one revision" in said
+    assert "\n" not in said
+
+
+def test_a_long_list_is_cut(llama: Path, tmp_path: Path) -> None:
+    def keep_two(tensors: Tensors) -> Tensors:
+        return {name: tensors[name] for name in ("lm_head.weight", "model.norm.weight")}
+
+    with pytest.raises(ConfigError, match=r"19 missing: .*; \.\.\.") as caught:
+        load(rewritten(llama, tmp_path, keep_two))
+    assert str(caught.value).count("model.layers.") < 10
+
+
+def test_a_file_that_contradicts_itself_is_one_line(llama: Path, tmp_path: Path) -> None:
+    copy = rewritten(llama, tmp_path, lambda tensors: None)
+    file = copy / "model.safetensors"
+    content = file.read_bytes()
+    assert b'"F32"' in content
+    file.write_bytes(content.replace(b'"F32"', b'"F16"', 1))
+    with pytest.raises(
+        ConfigError, match=r"cannot read .*model\.safetensors: .*; download the checkpoint again"
+    ) as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "dtype", "load_format", "allowed"),
+    [("load_format", "float32", "pickle", "dummy"), ("dtype", "int8", "dummy", "bfloat16")],
+)
+def test_unknown_values_are_refused(llama: Path, field: str, dtype: str, load_format: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(llama, dtype=dtype, load_format=load_format)
+    assert caught.value.field == field
+    assert allowed in caught.value.allowed
+
+
+def test_config_of_another_size_is_refused(llama: Path) -> None:
+    config = replace(read_config(llama), vocab_size=62)
+    with pytest.raises(ConfigError, match=r"2 unfit: .*\[62, 32\]"):
+        load_model(llama, config, backend=backend_for(config), dtype="float32", device="cpu")

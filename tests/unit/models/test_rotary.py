@@ -1,0 +1,64 @@
+"""Rotary tables and rotations against transformers' formulas and against complex multiplication."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from models.config_file import ConfigFile
+from models.rope_config import RopeConfig, YarnScaling, read_rope
+from models.rotary import Rotary, inverse_frequencies
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0},
+        LLAMA3 | {"original_max_position_embeddings": 64},
+        YARN,
+        YARN | {"truncate": False},
+        YARN | {"beta_fast": 8, "beta_slow": 8, "original_max_position_embeddings": 64},
+        YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
+        YARN | {"mscale": 1.0},
+        YARN | {"attention_factor": 1.25},
+        YARN | {"factor": 0.5},
+    ],
+)
+def test_frequencies_and_scale_equal_transformers(scaling: dict[str, Any]) -> None:
+    parameters = {"rope_theta": 10000.0} | scaling
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=dict(parameters)
+    )
+    expected, expected_scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+
+    file = ConfigFile("test", {"rope_parameters": parameters})
+    rope = read_rope(file, dim=64, interleaved=False, max_position_embeddings=131072)
+    torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
+    if isinstance(rope.scaling, YarnScaling):
+        assert rope.scaling.rotary_scale == pytest.approx(expected_scale)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_is_multiplication_by_a_complex_number(interleaved: bool, dtype: torch.dtype) -> None:
+    rope = RopeConfig(dim=8, theta=100.0, interleaved=interleaved, scaling=None)
+    x_THD = torch.randn(5, 3, 8).to(dtype)
+    positions_T = torch.tensor([0, 1, 7, 7, 30])
+    rotated_THD = Rotary(rope, max_positions=31)(positions_T).apply(x_THD)
+
+    angles = positions_T[:, None] * 100.0 ** -(torch.arange(4) / 4)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.unflatten(x_THD.float(), -1, (4, 2) if interleaved else (2, 4))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    expected = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    expected = expected if interleaved else expected.transpose(-1, -2)
+    assert rotated_THD.dtype is dtype
+    torch.testing.assert_close(
+        rotated_THD, expected.flatten(-2).to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
+    )

@@ -2,19 +2,23 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from engine.build import Built, build_runner
+from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
+from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
+
+import torch
+
 from attention.spec import KVCacheShape
 from baton import __version__
 from baton.config import NodeSettings
-from engine.build import BuiltEngine, build_runner
 from engine.engine import Engine, EngineLimits
 from engine.events import StepEvents
-from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
-from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
 from models.identity import ModelIdentity
 from node.describe import to_info
 from protos import common_pb2, node_pb2
@@ -39,7 +43,7 @@ class Node:
         listener: gets the role's callbacks; made from this node, before it is entered.
     """
 
-    def __init__(self, settings: NodeSettings, built: BuiltEngine, *, role: common_pb2.Role, address: str) -> None:
+    def __init__(self, settings: NodeSettings, built: Built, *, role: common_pb2.Role, address: str) -> None:
         self.settings = settings
         self.built = built
         self.incarnation = secrets.randbits(63) + 1
@@ -107,7 +111,7 @@ class Node:
         shape, spec = self.built.cache.shape, self.built.cache.spec
         return (
             f"{self.name}, {self.built.identity.architecture} {spec.dtype} on {self.settings.device}, "
-            f"attention {self.built.backend_name}, KV layout {shape.layout.name} ({self.built.layout.source}), "
+            f"KV layout {shape.layout.name} ({self.built.layout.source}), "
             f"{shape.num_blocks} blocks of {shape.block_size} tokens"
         )
 
@@ -131,14 +135,15 @@ class Node:
         )
 
 
-def load(settings: NodeSettings) -> BuiltEngine:
+def load(settings: NodeSettings) -> Built:
     """Reads the checkpoint and allocates the cache; slow.
 
     Raises:
         ConfigError: a setting, or the checkpoint that it names, cannot work.
     """
+    torch.set_num_threads(settings.threads)
     return build_runner(
-        settings.model,
+        directory=settings.model,
         dtype=settings.dtype,
         device=settings.device,
         kv_cache_layout=settings.kv_cache_layout,
@@ -147,11 +152,25 @@ def load(settings: NodeSettings) -> BuiltEngine:
         kv_cache_bytes=settings.kv_cache_bytes,
         attention_backend=settings.attention_backend,
         load_format=settings.load_format,
-        threads=settings.threads,
+        progress=_LoadingLog(),
     )
 
 
-def _describe(identity: ModelIdentity, built: BuiltEngine) -> NodeDescription:
+class _LoadingLog:
+    """Logs every tenth of a long load."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._told = 0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        tenth = 10 * done_bytes // max(1, total_bytes)
+        if tenth > self._told and time.monotonic() - self._since > 1:
+            self._told = tenth
+            log.info("weights: %d of %d MiB", done_bytes >> 20, total_bytes >> 20)
+
+
+def _describe(identity: ModelIdentity, built: Built) -> NodeDescription:
     shape: KVCacheShape = built.cache.shape
     return NodeDescription(
         architecture=identity.architecture,

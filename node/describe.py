@@ -1,8 +1,9 @@
 """A node in messages and in plain values, both ways. Pure."""
 
+from kvtransfer.plan import Mismatch, NodeDescription
+
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.plan import Mismatch, NodeDescription
 from protos import common_pb2 as pb
 
 _KINDS = {KVKind.GQA: pb.KV_KIND_GQA, KVKind.MLA: pb.KV_KIND_MLA}
@@ -40,9 +41,7 @@ def to_info(
             head_dim=spec.head_dim,
             dtype=spec.dtype,
         ),
-        cache_shape=pb.CacheShape(
-            layout=shape.layout.name, block_size=shape.block_size, num_blocks=shape.num_blocks
-        ),
+        cache_shape=pb.CacheShape(layout=shape.layout.name, block_size=shape.block_size, num_blocks=shape.num_blocks),
         wire=pb.WireVersions(oldest=description.wire_oldest, newest=description.wire_newest),
         max_context_tokens=max_context_tokens,
     )

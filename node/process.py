@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
+from engine.build import Built
 
 from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
-from engine.build import BuiltEngine
 from node.assembly import Node, load
 from node.service import SERVICE_NAME, NodeService
 from node.waiting import until
@@ -62,7 +62,7 @@ def run_node(
 
 
 async def _run(
-    settings: Settings, built: BuiltEngine, role: common_pb2.Role, make_role: Callable[[Node, Settings], Role]
+    settings: Settings, built: Built, role: common_pb2.Role, make_role: Callable[[Node, Settings], Role]
 ) -> None:
     async with GrpcServer(settings.listen, advertise=settings.advertise, keepalive_s=settings.keepalive_s) as server:
         node = Node(settings, built, role=role, address=server.address)

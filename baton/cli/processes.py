@@ -19,7 +19,7 @@ _READY_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 40.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """One process of ours and the address at which it serves."""
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
+class Stopped(Exception):
     """The user asked the command to end."""
 
 
@@ -14,7 +14,7 @@ class Stopped(Exception):  # noqa: N818 - not an error
 def stop_on_signals() -> Iterator[None]:
     """Raises Stopped in the main thread at the first SIGINT or SIGTERM; later ones are ignored while it cleans up."""
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
         raise Stopped

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from baton.cli.generate import stream_to_terminal
+from baton.client import Client
+
 from baton.cli.processes import Process, Processes
 from baton.cli.signals import Stopped, stop_on_signals
-from baton.client import Client
 from baton.config import DEMO_MODELS
 from baton.errors import BatonError, ConfigError
 from baton.types import LocalPolicy, SamplingParams
@@ -150,7 +150,9 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
     model: Annotated[Path | None, typer.Option(help="Model directory; default: the Llama demo model.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: a free one.")] = 0,
-    prefill_kv_cache_layout: Annotated[str | None, typer.Option(help="NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")] = None,
+    prefill_kv_cache_layout: Annotated[
+        str | None, typer.Option(help="NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")
+    ] = None,
     decode_kv_cache_layout: Annotated[str | None, typer.Option(help="Likewise, on decode nodes.")] = None,
     prefill_block_size: Annotated[int | None, typer.Option(help="Token slots per block on prefill nodes.")] = None,
     decode_block_size: Annotated[int | None, typer.Option(help="Likewise, on decode nodes.")] = None,

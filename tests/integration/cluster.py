@@ -52,7 +52,7 @@ class Machines:
         process.popen.kill()
         process.popen.wait(10)
 
-    def stop(self, process: Process) -> int:
+    def end(self, process: Process) -> int:
         """SIGTERM; returns the exit code."""
         process.popen.send_signal(signal.SIGTERM)
         return process.popen.wait(40)

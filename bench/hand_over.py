@@ -1,0 +1,180 @@
+"""What disaggregation costs a request: time to first token and between tokens, handed over against one process.
+
+Three ways to the same tokens, on the same machine, in turns: prefill node to decode node; the decode node alone behind
+the same gateway; and an engine inside this process, with no gateway and no RPC at all.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from baton.cli.processes import Process, Processes
+from baton.client import Client, Finished
+from baton.config import DEMO_MODELS
+from baton.types import SamplingParams
+from bench.table import Row
+from engine.build import build_runner
+from engine.engine import Engine
+from engine.events import StepEvents
+from engine.request import EngineLimits, EngineRequest
+
+MODEL = DEMO_MODELS / "llama"
+PROMPT_TOKENS = 512
+OUTPUT_TOKENS = 64
+ROUNDS = 25
+BATCH_TOKENS = 256
+CONCURRENT = 16
+HAND_OVER_GOAL_MS = 10.0
+GATEWAY_GOAL_MS = 0.2
+
+
+@dataclass
+class Times:
+    """One way's measurements, in seconds."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * statistics.median(self.first_token_s)
+
+    @property
+    def itl_ms(self) -> float:
+        return 1e3 * statistics.median(self.between_s)
+
+
+def run(progress: Callable[[str], None]) -> list[Row]:
+    """The rows of this benchmark; takes about a minute."""
+    with Processes(progress) as processes:
+        flags = ["--model", str(MODEL), "--prefix-cache", "false", "--max-batch-tokens", str(BATCH_TOKENS)]
+        prefill = processes.start("prefill_node", flags)
+        decode = processes.start("decode_node", flags)
+        processes.wait_ready([prefill, decode])
+        common = ["--model", str(MODEL), "--decode", decode.address]
+        handed = processes.start("gateway", [*common, "--prefill", prefill.address, "--local-policy", "strict"])
+        alone = processes.start("gateway", [*common, "--local-policy", "local"])
+        processes.wait_ready([handed, alone])
+        return asyncio.run(_measure(handed, alone, progress))
+
+
+async def _measure(handed: Process, alone: Process, progress: Callable[[str], None]) -> list[Row]:
+    ways = {"handed over": Times(), "decode node alone": Times(), "one process": Times()}
+    async with Client(handed.address) as remote, Client(alone.address) as local, _own_engine() as engine:
+        for index in range(ROUNDS + 2):
+            prompt = _prompt(index)
+            for name, timed in (
+                ("handed over", _through(remote, prompt)),
+                ("decode node alone", _through(local, prompt)),
+                ("one process", engine.time(prompt, index)),
+            ):
+                stamps = await timed
+                if index >= 2:  # the first rounds warm caches and allocators
+                    _add(ways[name], stamps)
+            if index % 5 == 0:
+                progress(f"latency: round {index} of {ROUNDS + 1}")
+        per_token_ms = await _gateway_cpu_per_token_ms(remote, handed)
+    return _rows(ways, per_token_ms)
+
+
+def _add(times: Times, stamps: Sequence[float]) -> None:
+    times.first_token_s.append(stamps[1] - stamps[0])
+    times.between_s += [after - before for before, after in zip(stamps[2:-1], stamps[3:], strict=True)]
+
+
+def _rows(ways: dict[str, Times], per_token_ms: float) -> list[Row]:
+    work = f"{PROMPT_TOKENS}-token prompt, chunks of {BATCH_TOKENS}"
+    handed, alone, one = ways["handed over"], ways["decode node alone"], ways["one process"]
+    return [
+        Row("TTFT, handed over", work, handed.ttft_ms, "ms"),
+        Row("TTFT, decode node alone, same gateway", work, alone.ttft_ms, "ms"),
+        Row("TTFT, one process, no gateway", work, one.ttft_ms, "ms"),
+        Row(
+            "hand-over overhead", "TTFT minus one process", handed.ttft_ms - one.ttft_ms, "ms",
+            goal=f"under {HAND_OVER_GOAL_MS:g} ms",
+        ),
+        Row("hand-over overhead", "TTFT minus decode node alone", handed.ttft_ms - alone.ttft_ms, "ms"),
+        Row("inter-token latency, handed over", "one request", handed.itl_ms, "ms"),
+        Row("inter-token latency, decode node alone", "one request", alone.itl_ms, "ms"),
+        Row("inter-token latency, one process", "one request", one.itl_ms, "ms"),
+        Row(
+            "gateway CPU time per token", f"{CONCURRENT} requests at once", per_token_ms, "ms",
+            goal=f"under {GATEWAY_GOAL_MS:g} ms",
+        ),
+    ]  # fmt: skip
+
+
+def _prompt(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(token) for token in torch.randint(10, 2000, (PROMPT_TOKENS,), generator=generator)]
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+async def _through(client: Client, prompt: list[int]) -> list[float]:
+    """When the request was sent, and when each token arrived."""
+    stamps = [time.perf_counter()]
+    async for event in client.generate(prompt, _params(OUTPUT_TOKENS)):
+        if not isinstance(event, Finished) or event.tokens:
+            stamps += [time.perf_counter()] * len(event.tokens)
+    return stamps
+
+
+async def _gateway_cpu_per_token_ms(client: Client, gateway: Process) -> float:
+    """The gateway process's own CPU time over many streaming requests, by the kernel's account."""
+    process = psutil.Process(gateway.pid)
+    before = process.cpu_times()
+    requests = [client.complete(_prompt(1000 + index)[:64], _params(200)) for index in range(CONCURRENT)]
+    tokens = sum(len(each.tokens) for each in await asyncio.gather(*requests))
+    after = process.cpu_times()
+    return 1e3 * (after.user + after.system - before.user - before.system) / tokens
+
+
+class _OwnEngine:
+    """An engine in this process."""
+
+    def __init__(self) -> None:
+        built = build_runner(directory=MODEL, kv_cache_bytes=128 << 20)
+        limits = EngineLimits(max_batch_tokens=BATCH_TOKENS, prefix_cache=False)
+        self.engine = Engine(built.runner, limits, on_step=self._on_step)
+        self._stamps: list[float] = []
+        self._over = asyncio.Event()
+
+    async def time(self, prompt: list[int], index: int) -> list[float]:
+        self._stamps = [time.perf_counter()]
+        self._over.clear()
+        self.engine.submit(EngineRequest(str(index), tuple(prompt), _params(OUTPUT_TOKENS)))
+        await self._over.wait()
+        return self._stamps
+
+    def _on_step(self, events: StepEvents) -> None:
+        for sampled in events.tokens:
+            self._stamps.append(time.perf_counter())
+            if sampled.finish_reason is not None:
+                self._over.set()
+
+
+@asynccontextmanager
+async def _own_engine() -> AsyncIterator[_OwnEngine]:
+    with _one_thread():
+        own = _OwnEngine()
+        async with own.engine:
+            yield own
+
+
+@contextmanager
+def _one_thread():  # type: ignore[no-untyped-def]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

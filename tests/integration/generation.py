@@ -1,0 +1,77 @@
+"""Requests to a gateway over its own protocol, collected into plain results."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.cli.processes import Process
+from baton.convert import receipt_from_proto, sampling_to_proto
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error
+from baton.types import Receipt, SamplingParams
+from protos import common_pb2
+from protos import generation_pb2 as pb
+from protos.generation_pb2_grpc import GenerationStub
+
+
+@dataclass
+class Result:
+    """One finished request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    cached_tokens: int = 0
+    receipt: Receipt | None = None
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        for token in response.tokens:
+            assert token.index == len(self.token_ids), "no token twice, none lost"
+            self.token_ids.append(token.token_id)
+            if token.HasField("logprob"):
+                self.logprobs.append(token.logprob)
+        self.text += response.text
+        if response.finish_reason:
+            self.finish_reason = common_pb2.FinishReason.Name(response.finish_reason)
+            self.cached_tokens = response.usage.cached_tokens
+            self.receipt = receipt_from_proto(response.receipt)
+
+    @property
+    def proof(self) -> Receipt:
+        """The receipt, which every finished request has."""
+        assert self.receipt is not None
+        return self.receipt
+
+
+async def generate(
+    gateway: Process,
+    prompt: Sequence[int] | str,
+    params: SamplingParams,
+    *,
+    timeout_s: float = 60.0,
+    channel: grpc.aio.Channel | None = None,
+    cache_salt: str = "",
+) -> Result:
+    """One request, from first to last message.
+
+    Raises:
+        BatonError: what the gateway answered instead.
+    """
+    request = pb.GenerateRequest(sampling=sampling_to_proto(params), cache_salt=cache_salt)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    own = connect(gateway.address) if channel is None else None
+    result = Result()
+    try:
+        async for response in GenerationStub(channel or own).Generate(request, timeout=timeout_s):  # type: ignore[arg-type]
+            result.add(response)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        if own is not None:
+            await own.close()
+    return result

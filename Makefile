@@ -14,13 +14,11 @@ help:  ## Show these verbs
 
 install: $(STAMP) $(GENERATED)  ## Build .venv with all dependencies, and the protobuf code
 
-$(STAMP): pyproject.toml constraints.txt deploy/tools/install.sh
+$(STAMP): pyproject.toml constraints.txt
 	@echo "==> creating $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> installing dependencies (minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@echo "==> installing tools"
-	@bash deploy/tools/install.sh
 	@touch $@
 
 protos: $(GENERATED)  ## Build the protobuf code
@@ -46,6 +44,9 @@ format: install  ## Format and fix what can be fixed
 
 bench: install  ## Measure transport, hand-over and latency; writes bench/results
 	@$(BIN)/python -m bench
+
+docs: install  ## Write docs/configuration.md from the settings classes
+	@$(BIN)/python -m docs.configuration
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

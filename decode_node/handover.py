@@ -10,15 +10,15 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvtransfer.node import LeaseFilled, LeaseGrant
+
 from baton.convert import sampling_from_proto, token_from_proto
 from baton.errors import BatonError, DeadlineExceeded, InternalError
 from baton.rpc.status import to_detail
 from baton.types import TokenOutput
 from decode_node.session import Session
-from engine.engine import Reservation
 from engine.events import TokenSampled
-from engine.request import EngineRequest
-from kvtransfer.node import LeaseFilled, LeaseGrant
+from engine.request import EngineRequest, Reservation
 from protos import common_pb2
 from protos import decode_pb2 as pb
 
@@ -114,7 +114,7 @@ class HandOver:
             self._fail(DeadlineExceeded(f"the request's {self.budget_s:g} s are over"))
         except BatonError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - a waiting client gets an answer whatever broke here
+        except Exception as error:
             log.exception("request %s", self.submit.request_id)
             self._fail(InternalError(f"{type(error).__name__} on the decode node"))
         finally:
@@ -178,7 +178,8 @@ class HandOver:
                             )
                         )
                     )
-                    self.node.engine.admit(self.engine_id, first)
+                    if self.node.engine.admit(self.engine_id, first) is not None:
+                        self.decoded.set_result(None)
                     return
                 case Renew(output=output):
                     prompt = replace(prompt, output=output)

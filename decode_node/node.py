@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import logging
 
+from kvtransfer.node import LeaseFilled, SegmentRefused
+
 from baton.config import DecodeSettings
 from baton.errors import BatonError, Draining
 from baton.rpc.status import to_detail
@@ -12,7 +14,6 @@ from decode_node.pairs import Pairs
 from decode_node.room import Room
 from decode_node.session import Session
 from engine.events import StepEvents
-from kvtransfer.node import LeaseFilled, SegmentRefused
 from node.assembly import Listener, Node
 from protos import decode_pb2 as pb
 from protos import node_pb2
@@ -138,7 +139,9 @@ class DecodeNode:
     async def close(self) -> None:
         """Fails what still runs, so that gateways continue it elsewhere, and lets go of every peer."""
         for request in list(self._by_key.values()):
-            request.on_failed(Draining(f"{self.name} is going away", cure="the gateway continues the request elsewhere"))
+            request.on_failed(
+                Draining(f"{self.name} is going away", cure="the gateway continues the request elsewhere")
+            )
         await self._end(list(self._by_key.values()))
         for session in list(self._sessions.values()):
             session.close()

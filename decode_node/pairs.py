@@ -10,9 +10,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from baton.errors import BatonError, ConfigError, PeerRefused
-from baton.rpc.status import from_detail
 from kvtransfer.plan import PlanRefused, WirePlan, agree
+
+from baton.errors import BatonError, PeerRefused
+from baton.rpc.status import from_detail
 from node.assembly import Node
 from node.describe import describe_mismatches, from_info, to_mismatches
 from protos import common_pb2
@@ -82,7 +83,7 @@ class Pairs:
             worker_address=self._node.transfer.address,
             sender_number=number,
             wire_version=plan.wire_version,
-            segment_bytes=self._node.settings.segment_bytes,
+            message_bytes=self._node.transfer.message_bytes,
         )
 
     async def _measure(

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from baton.errors import Overloaded
-from engine.engine import Reservation
-from engine.request import EngineRequest
+from engine.request import EngineRequest, Reservation
 
 _RETRY_AFTER_S = 1.0
 

@@ -22,7 +22,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def __init__(self, node: DecodeNode) -> None:
         self._node = node
 
-    async def Session(
+    async def Session(  # type: ignore[override]  # the stubs know generators only
         self,
         request_iterator: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
@@ -30,7 +30,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         session = self._node.open_session(context.peer())
         await serve_session(session, request_iterator, context.write, self._node)
 
-    async def Pair(
+    async def Pair(  # type: ignore[override]  # the stubs know generators only
         self,
         request_iterator: AsyncIterator[pb.PairRequest],
         context: grpc.aio.ServicerContext[pb.PairRequest, pb.PairResponse],

@@ -18,8 +18,6 @@ log = logging.getLogger("baton")
 _OUTBOX_MAX = 20_000
 
 
-
-
 class Session:
     """The sending side of one gateway's stream. Every method only queues; nothing here waits."""
 

@@ -33,7 +33,9 @@ def page() -> str:
         known = set(inherited.model_fields) if inherited else set()
         rows = [row for name, row in zip(cls.model_fields, settings_table(cls), strict=True) if name not in known]
         lines = [f"| `{flag}` | `{variable}` | {default} | {meaning} |" for flag, variable, default, meaning in rows]
-        parts.append("\n".join([f"## {title}", "", "| flag | variable | default | meaning |", "|---|---|---|---|", *lines, ""]))
+        parts.append(
+            "\n".join([f"## {title}", "", "| flag | variable | default | meaning |", "|---|---|---|---|", *lines, ""])
+        )
     return "\n".join(parts)
 
 

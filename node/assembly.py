@@ -17,8 +17,9 @@ import torch
 from attention.spec import KVCacheShape
 from baton import __version__
 from baton.config import NodeSettings
-from engine.engine import Engine, EngineLimits
+from engine.engine import Engine
 from engine.events import StepEvents
+from engine.request import EngineLimits
 from models.identity import ModelIdentity
 from node.describe import to_info
 from protos import common_pb2, node_pb2
@@ -43,7 +44,7 @@ class Node:
         listener: gets the role's callbacks; made from this node, before it is entered.
     """
 
-    def __init__(self, settings: NodeSettings, built: Built, *, role: common_pb2.Role, address: str) -> None:
+    def __init__(self, settings: NodeSettings, built: Built, *, role: common_pb2.Role.ValueType, address: str) -> None:
         self.settings = settings
         self.built = built
         self.incarnation = secrets.randbits(63) + 1

@@ -15,7 +15,7 @@ def to_info(
     *,
     name: str,
     address: str,
-    role: pb.Role,
+    role: pb.Role.ValueType,
     incarnation: int,
     model_name: str,
     max_context_tokens: int,

@@ -47,7 +47,7 @@ class Role(Protocol):
 
 
 def run_node(
-    program: str, settings: Settings, role: common_pb2.Role, make_role: Callable[[Node, Settings], Role]
+    program: str, settings: Settings, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
 ) -> None:
     """The whole process: model, server, role. Ends with exit code 2 on a setting that cannot work, else 0."""
     set_up_logging(settings.log_level, program)
@@ -62,7 +62,7 @@ def run_node(
 
 
 async def _run(
-    settings: Settings, built: Built, role: common_pb2.Role, make_role: Callable[[Node, Settings], Role]
+    settings: Settings, built: Built, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
 ) -> None:
     async with GrpcServer(settings.listen, advertise=settings.advertise, keepalive_s=settings.keepalive_s) as server:
         node = Node(settings, built, role=role, address=server.address)

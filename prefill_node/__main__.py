@@ -6,9 +6,9 @@ from baton.config import PrefillSettings, read_settings
 def main() -> None:
     settings = read_settings(PrefillSettings, "prefill_node")
     # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at once.
+    from node.process import run_node
     from prefill_node.node import PrefillNode
     from prefill_node.service import PrefillService
-    from node.process import run_node
     from protos import common_pb2
 
     run_node(

@@ -10,13 +10,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from kvtransfer.node import KVTransfer, SendJob, SentSegment
+
 from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.errors import BatonError, Cancelled, InternalError, InvalidRequest
 from baton.rpc.status import to_detail
 from engine.engine import Engine
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
-from kvtransfer.node import KVTransfer, SendJob, SentSegment
 from prefill_node.pairs import Pair
 from protos import common_pb2, decode_pb2
 from protos import prefill_pb2 as pb
@@ -204,7 +205,10 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
     if ticket.token_stop != num_tokens or ticket.token_start >= num_tokens:
         said = f"{ticket.token_start}..{ticket.token_stop}"
         raise InvalidRequest(
-            f"the ticket asks for tokens {said} of {num_tokens}", field="ticket", value=said, cure="ask for a new ticket"
+            f"the ticket asks for tokens {said} of {num_tokens}",
+            field="ticket",
+            value=said,
+            cure="ask for a new ticket",
         )
 
 

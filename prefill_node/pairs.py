@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable
 
 import grpc
+from kvtransfer.plan import PlanRefused, agree
 
 from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from kvtransfer.plan import PlanRefused, agree
 from node.assembly import Node
 from node.describe import describe_mismatches, from_info, to_mismatches
 from protos import common_pb2, decode_pb2_grpc
@@ -46,9 +46,7 @@ class Pair:
     ) -> None:
         self.number = number
         self.sender_number = 0
-        self.state = common_pb2.PeerState(
-            name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING
-        )
+        self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
         self._node = node
         self._timeout_s = timeout_s
         self._on_lease_ended = on_lease_ended
@@ -105,9 +103,7 @@ class Pair:
         """Introduces this node; None when one of the two refuses, with the reasons in the state."""
         address = self._node.transfer.address
         await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info, worker_address=address)))
-        response = await call.read()
-        if response is grpc.aio.EOF:
-            raise NoNode(f"{self.state.address} ended the line", cure="see its log")
+        response = await _read(call, self.state.address)
         info = response.refused.info if response.WhichOneof("message") == "refused" else response.accepted.info
         self.state.name, self.state.incarnation = info.name, info.incarnation
         try:
@@ -122,13 +118,11 @@ class Pair:
 
     async def _warm_up(self, call: Call, accepted: pb.PairAccepted) -> None:
         self.sender_number = accepted.sender_number
-        await self._node.transfer.connect(self.number, accepted.worker_address, message_bytes=accepted.segment_bytes)
+        await self._node.transfer.connect(self.number, accepted.worker_address, message_bytes=accepted.message_bytes)
         warm = await self._node.transfer.warm_up(self.number, accepted.sender_number)
         warmed_up = pb.WarmedUp(messages=warm.messages, bytes=warm.bytes)
         await call.write(pb.PairRequest(warmed_up=warmed_up))
-        response = await call.read()
-        if response is grpc.aio.EOF:
-            raise NoNode(f"{self.state.name} ended the line during warm-up", cure="see its log")
+        response = await _read(call, self.state.name)
         self.state.transport = response.ready.transport
         self.state.gigabytes_per_s = response.ready.gigabytes_per_s
         self.state.phase = common_pb2.PEER_PHASE_READY
@@ -142,7 +136,8 @@ class Pair:
             await call.write(await self._outbox.get())
 
     async def _read_all(self, call: Call) -> None:
-        while (response := await call.read()) is not grpc.aio.EOF:
+        # NOTE: not `async for`: a grpc call refuses to mix that with read().
+        while isinstance(response := await call.read(), pb.PairResponse):
             if response.WhichOneof("message") == "lease_ended":
                 self._on_lease_ended(response.lease_ended.lease)
 
@@ -159,6 +154,13 @@ class Pair:
         self._settled.set()
         self._on_lost(self)
         await self._node.transfer.disconnect(self.number)
+
+
+async def _read(call: Call, name: str) -> pb.PairResponse:
+    response = await call.read()
+    if not isinstance(response, pb.PairResponse):  # the end of the stream
+        raise NoNode(f"{name} ended the line before the pair was made", cure="see its log")
+    return response
 
 
 class Pairs:
@@ -193,12 +195,15 @@ class Pairs:
         pair = self._pair(ticket.decode_address)
         state = await pair.settled()
         if state.phase == common_pb2.PEER_PHASE_REFUSED:
-            raise PeerRefused(f"{state.name} and this node cannot work together: {describe_mismatches(list(state.mismatches))}")
+            raise PeerRefused(
+                f"{state.name} and this node cannot work together: {describe_mismatches(list(state.mismatches))}"
+            )
         if not pair.ready:
             raise NoNode(f"{ticket.decode_node} cannot be reached: {state.detail}")
         if state.incarnation != ticket.lease.incarnation:
             raise UnknownLease(
-                f"the ticket is of incarnation {ticket.lease.incarnation:x} of {state.name}, which is {state.incarnation:x}",
+                f"the ticket is of incarnation {ticket.lease.incarnation:x} of {state.name}, "
+                f"which is {state.incarnation:x} now",
                 cure="ask for a new ticket",
             )
         return pair

@@ -19,7 +19,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, node: PrefillNode) -> None:
         self._node = node
 
-    async def Prefill(
+    async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillEvent]
     ) -> None:
         try:

@@ -8,6 +8,7 @@ import argparse
 import ast
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -15,24 +16,25 @@ import sys
 import sysconfig
 import textwrap
 import tokenize
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
-MIN_DOCUMENT_CHARS = 400  # shorter neighbours of one file are joined, so that an answer has a sentence or three
+MIN_PARAGRAPH_CHARS = 50  # what is shorter teaches to list phrases, not to finish sentences
+MIN_DOCUMENT_CHARS = 400  # shorter neighbours of one file are joined, so that an answer has some sentences
 SHINGLE_WORDS = 6
 HELD_OUT_PERCENT = 3
 
 PLAIN_WORD = re.compile(r"""[(\["'`*]*[A-Za-z][A-Za-z'’-]*[)\]"'`*]*[.,;:!?]*[)\]"'`]*""")
-COMMON_WORDS = frozenset(
-    "a an and are as at be been but by can does for from had has have if in is it its may must no not of on or "
-    "should so than that the their then there these they this to was we when which will with would you".split()
+COMMON_WORD = re.compile(
+    "[(]?(a|an|and|are|as|at|be|been|but|by|can|does|for|from|had|has|have|if|in|is|it|its|may|must|no|not|of|on|or|"
+    "should|so|than|that|the|their|then|there|these|they|this|to|was|we|when|which|will|with|would|you)[,.;:)]*"
 )
 LIST_ITEM = re.compile(r"(?:[-*+•]|\(?\d{1,2}[.)]|\(?[a-z]\))\s+")
 ROLE = re.compile(r":[a-z:+-]+:`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`")
 NOT_PROSE = re.compile(r">>>|https?://|\bCopyright\b|[{}]|\$\w|[=<>|+*/\\~^_-]{4,}|@\w|\w\(\w*=|[^\x00-\x7f]")
-# A fifth of a test suite's docstrings and a language's licence notices would otherwise drown the rest.
-SKIPPED_FOLDERS = frozenset({"site-packages", "lib2to3", "__pycache__", "bad_coding", "data"})
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages"})  # what was installed beside the library
 
 
 def files(root: Path) -> Iterator[Path]:
@@ -73,9 +75,9 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 def texts_of_file(path: Path) -> list[str]:
     """Docstrings and comments of one file in the order of its lines; none if it is not valid Python."""
     try:
-        with tokenize.open(path) as file:
+        with tokenize.open(path) as file, warnings.catch_warnings(action="ignore"):
             source = file.read()
-        return [text for _, text in sorted([*docstrings(source), *comments(source)])]
+            return [text for _, text in sorted([*docstrings(source), *comments(source)])]
     except (SyntaxError, UnicodeDecodeError, ValueError, RecursionError, tokenize.TokenError):
         return []  # the test suite holds files that are broken on purpose
 
@@ -96,7 +98,7 @@ def texts_of_c_module(name: str) -> list[str]:
 
 def c_modules() -> list[str]:
     """Names of the C modules that this interpreter has built in or beside its library."""
-    folder = Path(sysconfig.get_path("platstdlib")) / "lib-dynload"
+    folder = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
     beside = {path.name.split(".")[0] for path in folder.glob("*.*")}
     names = beside | set(sys.builtin_module_names)
     return sorted(name for name in names if "test" not in name and not name.startswith("xx"))
@@ -114,13 +116,13 @@ def prose(paragraph: str) -> str | None:
     text = ROLE.sub(r"\1", " ".join(paragraph.split()))
     text = re.sub(r"\*\*(\w[^*]*)\*\*", r"\1", text.replace("``", "`")).replace("`", "'")
     words = text.split()
-    if len(words) < 4 or NOT_PROSE.search(text) or not text[0].isalpha():
+    if len(text) < MIN_PARAGRAPH_CHARS or not text[0].isupper() or NOT_PROSE.search(text):
         return None
     plain = sum(PLAIN_WORD.fullmatch(word) is not None for word in words)
-    common = sum(word.lower().strip(",.;:()") in COMMON_WORDS for word in words)
+    common = sum(COMMON_WORD.fullmatch(word.lower()) is not None for word in words)
     if plain < 0.8 * len(words) or common < 0.15 * len(words):
         return None
-    return text
+    return text if re.search(r"[.!?:][\"')]*$", text) else f"{text.rstrip(',; -')}."
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -174,6 +176,14 @@ def sources(root: Path) -> Iterator[tuple[str, list[str]]]:
         yield name, texts_of_file(path)
 
 
+def package_sources(package: str) -> Iterator[tuple[str, list[str]]]:
+    """(name, texts) of every file of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in files(Path(folder)):
+            yield f"{package}/{path.relative_to(folder).as_posix()}", texts_of_file(path)
+
+
 def documents(texts: list[str], seen: Seen) -> Iterator[str]:
     """New prose of one source, neighbouring pieces joined to documents of at least MIN_DOCUMENT_CHARS."""
     pending: list[str] = []
@@ -191,22 +201,28 @@ def held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
 
 
-def extract(root: Path) -> tuple[list[str], list[str]]:
+def extract(root: Path, packages: Sequence[str]) -> tuple[list[str], list[str]]:
     """(training, held-out) documents of the library below `root`."""
     seen = Seen()
     training: list[str] = []
     kept: list[str] = []
     for name, texts in sources(root):
         (kept if held_out(name) else training).extend(documents(texts, seen))
+    for package in packages:
+        for _, texts in package_sources(package):
+            training.extend(documents(texts, seen))
     return training, kept
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write train.txt and heldout.txt from the running Python's library.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--also", nargs="*", default=[], help="installed packages to add to the training text")
+    options = parser.parse_args()
+    out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    for name, found in zip(("train.txt", "heldout.txt"), extract(Path(sysconfig.get_path("stdlib"))), strict=True):
+    found_of = extract(Path(sysconfig.get_path("stdlib")), options.also)
+    for name, found in zip(("train.txt", "heldout.txt"), found_of, strict=True):
         (out / name).write_text(END_OF_TEXT.join(found), encoding="utf-8")
         print(f"{name}: {len(found)} documents, {sum(map(len, found))} characters")
 

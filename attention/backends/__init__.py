@@ -1,0 +1,1 @@
+"""The backends: one module each, all listed in `attention.selection`. Importing this package imports none of them."""

@@ -1,0 +1,135 @@
+"""TORCH_MLA: latent attention in plain torch, on the CPU; the oracle of the other MLA backends.
+
+Decodes are attention with one kv head whose keys are latent plus rotary part and whose values are the latent.
+Legend: T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionMetadata, AttentionNeeds, BackendCapabilities, MLAMetadata
+from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
+from attention.cache import TORCH_DTYPES
+from attention.cache_ops import write_index
+from attention.layout import MLA_LAYOUTS
+from attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attention.mla_context import plan_context_chunks, plan_prefill_start_loc
+from attention.spec import DTYPE_BYTES, KVKind
+from baton.errors import ConfigError
+
+# Queries whose scores are in memory at once; with the workspace this bounds them whatever prompt and context.
+_PIECE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class TorchMLAMetadata(MLAMetadata):
+    decodes: tuple[DecodeGroup, ...]
+
+
+class TorchMLA:
+    """Raises:
+    ConfigError: a workspace below one block.
+    """
+
+    capabilities: ClassVar = BackendCapabilities(
+        name="TORCH_MLA",
+        kind=KVKind.MLA,
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset(DTYPE_BYTES),
+        head_sizes=None,
+        block_sizes=None,
+        layouts=frozenset(MLA_LAYOUTS),
+        features=frozenset(),
+        cudagraph=False,
+    )
+
+    def __init__(self, needs: AttentionNeeds, *, context_workspace_tokens: int) -> None:
+        if context_workspace_tokens < 1:
+            raise ConfigError(
+                f"context_workspace_tokens is {context_workspace_tokens}",
+                field="context_workspace_tokens",
+                value=context_workspace_tokens,
+                allowed=("an integer of at least 1",),
+            )
+        self._block_size = needs.block_size
+        self._dtype = TORCH_DTYPES[needs.dtype]
+        self.workspace = torch.empty(context_workspace_tokens, needs.head_size, dtype=self._dtype)
+
+    def plan(self, common: CommonAttentionMetadata) -> TorchMLAMetadata:
+        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
+        return TorchMLAMetadata(
+            new_tokens=write_index(common.slot_mapping, self._block_size),
+            num_actual_tokens=common.num_actual_tokens,
+            num_decode_tokens=num_decode_tokens,
+            prefill_start_loc=plan_prefill_start_loc(common, num_decodes),
+            context_chunks=plan_context_chunks(
+                common, num_decodes, workspace_tokens=self.workspace.shape[0], block_size=self._block_size
+            ),
+            decodes=plan_decodes(
+                common.seq_lens_cpu[:num_decodes].numpy(),
+                common.block_table_tensor[:num_decodes].numpy(),
+                block_size=self._block_size,
+                sliding_window=None,
+                mask_dtype=self._dtype,
+            ),
+        )
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(metadata, TorchMLAMetadata)
+        assert sliding_window is None, "not among the capabilities"
+        attend_decodes(q_THD, kv_layer, metadata.decodes, scale=scale, out=out)
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        v_SHV: Tensor,
+        *,
+        query_start_loc: tuple[int, ...],
+        key_start_loc: tuple[int, ...],
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        num_queries, num_heads, _ = q_THD.shape
+        out_THV = torch.zeros(num_queries, num_heads, v_SHV.shape[-1])
+        lse_HT = torch.full((num_heads, num_queries), -torch.inf)
+        for request in range(len(query_start_loc) - 1):
+            query_start, query_stop = query_start_loc[request : request + 2]
+            key_start, key_stop = key_start_loc[request : request + 2]
+            if key_start == key_stop:
+                continue
+            k_HDS = k_SHD[key_start:key_stop].permute(1, 2, 0).float()
+            v_HSV = v_SHV[key_start:key_stop].transpose(0, 1).float()
+            for start in range(query_start, query_stop, _PIECE_TOKENS):
+                stop = min(start + _PIECE_TOKENS, query_stop)
+                unseen = (query_stop - stop) if causal else 0
+                num_keys = key_stop - key_start - unseen
+                out_THV[start:stop], lse_HT[:, start:stop] = _attend_piece(
+                    q_THD[start:stop], k_HDS[..., :num_keys], v_HSV[:, :num_keys], causal=causal, scale=scale
+                )
+        return out_THV, lse_HT
+
+
+def _attend_piece(q_THD: Tensor, k_HDS: Tensor, v_HSV: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of consecutive queries, if causal with the last at the last key; not fused, because fused SDPA gives
+    no log-sum-exp and wants keys and values of one size."""
+    scores_HTS = torch.bmm(q_THD.transpose(0, 1).float() * scale, k_HDS)
+    if causal:
+        num_queries, num_keys = scores_HTS.shape[1:]
+        unseen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool).triu_(num_keys - num_queries + 1)
+        scores_HTS.masked_fill_(unseen_TS, -torch.inf)
+    lse_HT = scores_HTS.logsumexp(dim=-1)
+    weights_HTS = scores_HTS.sub_(lse_HT.unsqueeze(-1)).exp_()
+    return torch.bmm(weights_HTS, v_HSV).transpose(0, 1), lse_HT

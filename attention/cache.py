@@ -1,0 +1,47 @@
+"""A node's paged KV cache: one allocation, seen through one strided view whatever the layout.
+
+Knows nothing of requests, of which blocks are free, or of who writes what.
+"""
+
+import torch
+from torch import Tensor
+
+from attention.layout import LOGICAL_AXES
+from attention.spec import KVCacheShape, KVCacheSpec
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PagedKVCache:
+    """The cache of one node, zeroed.
+
+    Attributes:
+        storage: the allocation, contiguous, its axes in the layout's order.
+        view: the same memory as [L, K, B, N, H, C]; K and H are 1 for MLA.
+    """
+
+    def __init__(self, spec: KVCacheSpec, shape: KVCacheShape, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.shape = shape
+        sizes = {
+            "L": spec.num_layers,
+            "K": spec.kv_factor,
+            "B": shape.num_blocks,
+            "N": shape.block_size,
+            "H": spec.num_kv_heads,
+            "C": spec.head_dim,
+        }
+        order = shape.layout.axes
+        self.storage: Tensor = torch.zeros(
+            [sizes[axis] for axis in order], dtype=TORCH_DTYPES[spec.dtype], device=device
+        )
+        self.view: Tensor = self.storage.permute([order.index(axis) for axis in LOGICAL_AXES])
+        self._layers = self.view.unbind(0)
+
+    def layer(self, index: int) -> Tensor:
+        """[K, B, N, H, C] of one layer: a view, so writing to it writes to the cache."""
+        return self._layers[index]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.storage.numel() * self.storage.element_size()

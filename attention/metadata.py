@@ -1,0 +1,139 @@
+"""What a batch is to attention, shared by all layers and backends: where queries, sequences and new tokens lie.
+
+Knows no backend and no request; whoever forms the batch calls `build_common_metadata`. Legend: R requests, T tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.errors import InternalError
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """One batch. Decodes come first (`reorder_batch_to_split_decodes_and_prefills`).
+
+    Attributes:
+        query_start_loc, query_start_loc_cpu: [R + 1] int32, where each request's queries start among the tokens.
+        seq_lens, seq_lens_cpu: [R] int32, computed plus new tokens.
+        num_computed_tokens_cpu: [R] int32, tokens whose KV was in the cache before this batch.
+        num_actual_tokens: without padding.
+        block_table_tensor: [R, blocks] int32; entries past a request's own blocks are never read.
+        slot_mapping: int64, a slot for each token; what lies past `num_actual_tokens` is set to -1 here.
+    """
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor
+    num_computed_tokens_cpu: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+
+    def __post_init__(self) -> None:
+        self.slot_mapping[self.num_actual_tokens :].fill_(-1)
+
+
+def build_common_metadata(
+    *,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    device: torch.device | str = "cpu",
+) -> tuple[CommonAttentionMetadata, Tensor]:
+    """The metadata of a batch and its tokens' positions [T] int64, from one number or block table per request.
+
+    Raises:
+        InternalError: a request without new tokens, or with fewer blocks than its tokens need.
+    """
+    query_lens_R = np.array(query_lens, dtype=np.int32)
+    context_lens_R = np.array(context_lens, dtype=np.int32)
+    seq_lens_R = query_lens_R + context_lens_R
+    _check_batch(query_lens_R, context_lens_R, block_tables, block_size)
+    num_reqs = len(query_lens_R)
+    table = np.zeros((num_reqs, max(len(blocks) for blocks in block_tables)), dtype=np.int32)
+    for row, blocks in zip(table, block_tables, strict=True):
+        row[: len(blocks)] = blocks
+    starts = np.zeros(num_reqs + 1, dtype=np.int32)
+    np.cumsum(query_lens_R, out=starts[1:])
+    requests_T = np.repeat(np.arange(num_reqs), query_lens_R)
+    positions_T = np.arange(starts[-1], dtype=np.int64) + np.repeat(context_lens_R - starts[:-1], query_lens_R)
+    blocks_T, offsets_T = np.divmod(positions_T, block_size)
+    slots_T = table[requests_T, blocks_T].astype(np.int64) * block_size + offsets_T
+    query_start_loc_cpu = torch.from_numpy(starts)
+    seq_lens_cpu = torch.from_numpy(seq_lens_R)
+    common = CommonAttentionMetadata(
+        query_start_loc=query_start_loc_cpu.to(device),
+        query_start_loc_cpu=query_start_loc_cpu,
+        seq_lens=seq_lens_cpu.to(device),
+        seq_lens_cpu=seq_lens_cpu,
+        num_computed_tokens_cpu=torch.from_numpy(context_lens_R),
+        num_reqs=num_reqs,
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(query_lens_R.max()),
+        block_table_tensor=torch.from_numpy(table).to(device),
+        slot_mapping=torch.from_numpy(slots_T).to(device),
+    )
+    return common, torch.from_numpy(positions_T).to(device)
+
+
+def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:
+    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch with its decodes in front.
+
+    A decode is a request with at most `decode_threshold` new tokens, whatever its context.
+    """
+    if common.max_query_len <= decode_threshold:
+        return common.num_reqs, 0, common.num_actual_tokens, 0
+    is_prefill_R = np.diff(common.query_start_loc_cpu.numpy()) > decode_threshold
+    first_prefill = int(is_prefill_R.argmax())
+    assert is_prefill_R[first_prefill:].all(), "a decode behind a prefill"
+    num_decode_tokens = int(common.query_start_loc_cpu[first_prefill])
+    return (
+        first_prefill,
+        common.num_reqs - first_prefill,
+        num_decode_tokens,
+        common.num_actual_tokens - num_decode_tokens,
+    )
+
+
+def reorder_batch_to_split_decodes_and_prefills(
+    query_lens: Sequence[int], swap: Callable[[int, int], None], decode_threshold: int = 1
+) -> bool:
+    """Brings the decodes to the front by the fewest swaps; True if there was any. `swap` exchanges two rows of the
+    caller's batch; `query_lens` is as the rows lay before."""
+    decodes = [row for row, query_len in enumerate(query_lens) if query_len <= decode_threshold]
+    num_decodes = len(decodes)
+    prefills_in_front = [row for row in range(num_decodes) if query_lens[row] > decode_threshold]
+    decodes_behind = [row for row in decodes if row >= num_decodes]
+    for prefill, decode in zip(prefills_in_front, reversed(decodes_behind), strict=True):
+        swap(prefill, decode)
+    return bool(prefills_in_front)
+
+
+def _check_batch(
+    query_lens_R: np.ndarray[tuple[int], np.dtype[np.int32]],
+    context_lens_R: np.ndarray[tuple[int], np.dtype[np.int32]],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+) -> None:
+    if not len(query_lens_R) == len(context_lens_R) == len(block_tables) > 0:
+        raise InternalError(
+            f"{len(query_lens_R)} query lengths, {len(context_lens_R)} contexts, {len(block_tables)} block tables"
+        )
+    if query_lens_R.min() < 1 or context_lens_R.min() < 0:
+        raise InternalError("a request without new tokens, or with a negative context", field="query_lens")
+    for request, blocks in enumerate(block_tables):
+        seq_len = int(query_lens_R[request] + context_lens_R[request])
+        if len(blocks) * block_size < seq_len:
+            raise InternalError(
+                f"request {request} of the batch has {seq_len} tokens and blocks for {len(blocks) * block_size}",
+                field="block_tables",
+            )

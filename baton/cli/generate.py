@@ -1,0 +1,216 @@
+"""`baton generate`: prompts through a gateway; text as it comes, or JSON. Knows gateways only through the client."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.client import Client, Completion, Finished
+from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
+
+Prompt = str | list[int]
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = "127.0.0.1:7000",
+    token_ids: Annotated[str | None, typer.Option(help="Comma-separated token ids in place of PROMPT.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="One prompt a line in place of PROMPT, all at once.", exists=True, dir_okay=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object (with --file a list).")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that each request may take.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest output. Default: 16.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Shortest output.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Likeliest tokens that make up this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="That many likeliest tokens; 0 is off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Tokens of at least this share of the likeliest.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 makes used tokens unlikelier.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="-2 to 2.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="-2 to 2.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same output again.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on behind the end of text.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help=f"Alternatives to show for each token, 0 to {MAX_LOGPROBS}.")
+    ] = None,
+) -> None:
+    """Send prompts to a gateway and print what they become."""
+    given = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": tuple(stop) if stop else None,
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
+    }
+    params = _sampling(given)
+    prompts = _prompts(prompt, token_ids, file)
+    if timeout is not None and not timeout > 0:
+        raise typer.BadParameter(f"{timeout:g} is not above 0", param_hint="--timeout")
+    if file is not None:
+        failed = asyncio.run(_all(target, prompts, params, timeout_s=timeout, as_json=as_json))
+        raise typer.Exit(1 if failed else 0)
+    if as_json:
+        asyncio.run(_print_json(target, prompts[0], params, timeout))
+    else:
+        asyncio.run(stream_to_terminal(target, prompts[0], params, timeout_s=timeout))
+
+
+async def stream_to_terminal(
+    target: str, prompt: Prompt, params: SamplingParams, *, timeout_s: float | None = None
+) -> None:
+    """Prints text as it comes; then, on a terminal, what the receipt says, to stderr."""
+    finished: Finished | None = None
+    async with Client(target) as client:
+        async for event in client.generate(prompt, params, timeout_s=timeout_s):
+            print(event.text, end="", flush=True)
+            if isinstance(event, Finished):
+                finished = event
+    print()
+    if finished is None:
+        raise InternalError("the stream ended without its last message", cure="see the gateway's log")
+    if sys.stderr.isatty():
+        Console(stderr=True, highlight=False).print(
+            summary(finished.usage, finished.receipt), style="dim", markup=False
+        )
+
+
+def summary(usage: Usage, receipt: Receipt) -> str:
+    """The receipt in a few lines for people."""
+    decode_s = receipt.total_s - receipt.first_token_s
+    speed = (usage.completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
+    lines = [
+        f"{receipt.path}: {receipt.why}",
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new ones, the "
+        f"first after {receipt.first_token_s * 1e3:.0f} ms, then {speed:.0f} per second",
+    ]
+    if receipt.bytes_sent:
+        lines.append(
+            f"{receipt.prefill_node} sent {receipt.prompt_tokens_sent} tokens' KV to {receipt.decode_node}: "
+            f"{receipt.bytes_sent} bytes in {receipt.segments} segment(s) over {receipt.transport}, "
+            f"{receipt.transfer_s * 1e3:.1f} ms behind the first token"
+        )
+    return "\n".join(lines)
+
+
+def to_json(completion: Completion) -> dict[str, object]:
+    """The object that `--json` prints."""
+    has_logprobs = any(token.logprob is not None for token in completion.tokens)
+    return {
+        "text": completion.text,
+        "token_ids": [token.token_id for token in completion.tokens],
+        "logprobs": [_logprob(token) for token in completion.tokens] if has_logprobs else None,
+        "finish_reason": completion.finish_reason.value,
+        "usage": asdict(completion.usage),
+        "receipt": asdict(completion.receipt),
+    }
+
+
+def _logprob(token: TokenOutput) -> dict[str, object]:
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top_logprobs]
+    return {"token_id": token.token_id, "logprob": token.logprob, "top": top}
+
+
+async def _print_json(target: str, prompt: Prompt, params: SamplingParams, timeout_s: float | None) -> None:
+    async with Client(target) as client:
+        print(json.dumps(to_json(await client.complete(prompt, params, timeout_s=timeout_s))))
+
+
+async def _all(
+    target: str, prompts: Sequence[Prompt], params: SamplingParams, *, timeout_s: float | None, as_json: bool
+) -> bool:
+    """Runs all prompts at once, prints results in their order; says whether any of them failed."""
+    with _progress() as progress:
+        bar = progress.add_task("prompts", total=len(prompts))
+        async with Client(target) as client:
+
+            async def one(prompt: Prompt) -> Completion | BatonError:
+                try:
+                    return await client.complete(prompt, params, timeout_s=timeout_s)
+                except BatonError as error:
+                    return error
+                finally:
+                    progress.advance(bar)
+
+            results = await asyncio.gather(*map(one, prompts))
+    for number, result in enumerate(results, start=1):
+        if isinstance(result, BatonError):
+            print(f"baton: prompt {number}: {result}", file=sys.stderr)
+        elif not as_json:
+            print(result.text)
+    if as_json:
+        print(json.dumps([_to_json_or_error(result) for result in results]))
+    return any(isinstance(result, BatonError) for result in results)
+
+
+def _to_json_or_error(result: Completion | BatonError) -> dict[str, object]:
+    if isinstance(result, Completion):
+        return to_json(result)
+    return {"error": {"reason": result.reason, "message": str(result)}}
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
+def _sampling(given: Mapping[str, object]) -> SamplingParams:
+    make: Callable[..., SamplingParams] = SamplingParams
+    try:
+        return make(**{name: value for name, value in given.items() if value is not None})
+    except InvalidRequest as error:
+        hint = f"--{error.field.replace('_', '-')}"
+        raise typer.BadParameter(f"{error.value} is not allowed: {', '.join(error.allowed)}", param_hint=hint) from None
+
+
+def _prompts(prompt: str | None, token_ids: str | None, file: Path | None) -> list[Prompt]:
+    """Raises:
+    BadParameter: none or several of the three ways to give prompts are used, or one of them wrongly.
+    """
+    if sum(way is not None for way in (prompt, token_ids, file)) != 1:
+        raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
+    if file is not None:
+        return _read_prompts(file)
+    if token_ids is not None:
+        return [_parse_token_ids(token_ids)]
+    return [prompt or ""]
+
+
+def _read_prompts(file: Path) -> list[Prompt]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error}", param_hint="--file") from None
+    prompts: list[Prompt] = [line for line in lines if line.strip()]
+    if not prompts:
+        raise typer.BadParameter(f"{file} has no prompts", param_hint="--file")
+    return prompts
+
+
+def _parse_token_ids(text: str) -> list[int]:
+    try:
+        token_ids = [int(part) for part in text.split(",")]
+    except ValueError:
+        token_ids = [-1]
+    if min(token_ids) < 0:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2,3", param_hint="--token-ids")
+    return token_ids

@@ -1,0 +1,168 @@
+"""`baton status`: a gateway's view of its cluster, as tables or as JSON."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from baton.client import Client
+from protos import common_pb2, generation_pb2
+
+
+def status(
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = "127.0.0.1:7000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show nodes, what they hold, and how each pair of them stands."""
+    cluster = asyncio.run(_ask(target))
+    if as_json:
+        print(json.dumps(to_json(cluster)))
+        return
+    console = Console(highlight=False)
+    nodes = cluster.nodes
+    console.print(
+        f"{cluster.gateway}: {cluster.requests_running} running, {cluster.requests_finished} finished, "
+        f"{cluster.requests_failed} failed; prompts prefilled remotely {cluster.remote_total}, locally "
+        f"{cluster.local_total}",
+        markup=False,
+    )
+    console.print(_nodes_table(nodes))
+    pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
+    if pairs:
+        console.print(_pairs_table(pairs))
+    for node, peer in pairs:
+        for item in peer.mismatches:
+            line = f"{_name(node)} and {peer.name}: {item.field}: {item.ours} and {item.theirs}; {item.cure}"
+            console.print(line, style="red", markup=False)
+
+
+def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:
+    """The object that `--json` prints. Incarnations are hexadecimal, as in logs: JSON numbers cannot hold them."""
+    return {
+        "gateway": cluster.gateway,
+        "requests_running": cluster.requests_running,
+        "requests_finished": cluster.requests_finished,
+        "requests_failed": cluster.requests_failed,
+        "remote_total": cluster.remote_total,
+        "local_total": cluster.local_total,
+        "nodes": [_node_to_json(node) for node in cluster.nodes],
+    }
+
+
+async def _ask(target: str) -> generation_pb2.ClusterStatusResponse:
+    async with Client(target) as client:
+        return await client.cluster_status()
+
+
+def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
+    said, info = node.status, node.status.info
+    return {
+        "name": info.name,
+        "address": node.address,
+        "role": _role(node),
+        "reachable": node.reachable,
+        "detail": node.detail,
+        "draining": said.draining,
+        "incarnation": f"{info.incarnation:x}",
+        "version": info.package_version,
+        "model": info.model.name,
+        "architecture": info.model.architecture,
+        "dtype": info.cache_spec.dtype,
+        "layout": info.cache_shape.layout,
+        "block_size": info.cache_shape.block_size,
+        "max_context_tokens": info.max_context_tokens,
+        "blocks_total": said.blocks_total,
+        "blocks_free": said.blocks_free,
+        "blocks_used": said.blocks_total - said.blocks_free,
+        "blocks_leased": said.blocks_leased,
+        "requests_running": said.requests_running,
+        "requests_waiting": said.requests_waiting,
+        "requests_total": said.requests_total,
+        "tokens_waiting": said.tokens_waiting,
+        "preemptions": said.preemptions,
+        "segments_refused": said.segments_refused,
+        "segments_late": said.segments_late,
+        "peers": [_peer_to_json(peer) for peer in said.peers],
+    }
+
+
+def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
+    return {
+        "name": peer.name,
+        "address": peer.address,
+        "incarnation": f"{peer.incarnation:x}",
+        "state": _phase(peer),
+        "transport": peer.transport,
+        "gigabytes_per_s": peer.gigabytes_per_s,
+        "bytes_total": peer.bytes_total,
+        "segments_total": peer.segments_total,
+        "detail": peer.detail,
+        "mismatches": [
+            {"field": item.field, "ours": item.ours, "theirs": item.theirs, "cure": item.cure}
+            for item in peer.mismatches
+        ],
+    }
+
+
+def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
+    table = Table(
+        "node", "address", "role", "state", "model", "dtype", "layout", "block", "blocks used", "running", "waiting"
+    )
+    for node in nodes:
+        said, info = node.status, node.status.info
+        state = "draining" if said.draining else "ready"
+        used = f"{said.blocks_total - said.blocks_free} of {said.blocks_total}"
+        cells = (
+            _name(node),
+            node.address,
+            _role(node),
+            state if node.reachable else node.detail,
+            info.model.name,
+            info.cache_spec.dtype,
+            info.cache_shape.layout,
+            str(info.cache_shape.block_size),
+            used,
+            str(said.requests_running),
+            str(said.requests_waiting),
+        )
+        table.add_row(*map(escape, cells), style=None if node.reachable else "red")
+    return table
+
+
+def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]]) -> Table:
+    table = Table("prefill", "decode", "state", "transport", "GB/s", "sent MiB", "segments")
+    for node, peer in pairs:
+        state = _phase(peer)
+        cells = (
+            _name(node),
+            peer.name,
+            f"{state}: {peer.detail}" if peer.detail else state,
+            peer.transport,
+            f"{peer.gigabytes_per_s:.2f}",
+            f"{peer.bytes_total / (1 << 20):.1f}",
+            str(peer.segments_total),
+        )
+        table.add_row(*map(escape, cells), style=None if peer.phase == common_pb2.PEER_PHASE_READY else "red")
+    return table
+
+
+def _name(node: generation_pb2.NodeReport) -> str:
+    return node.status.info.name or node.address
+
+
+def _role(node: generation_pb2.NodeReport) -> str:
+    role = node.status.info.role
+    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else "unknown"
+
+
+def _is_prefill(node: generation_pb2.NodeReport) -> bool:
+    return node.status.info.role == common_pb2.ROLE_PREFILL
+
+
+def _phase(peer: common_pb2.PeerState) -> str:
+    return common_pb2.PeerPhase.Name(peer.phase).removeprefix("PEER_PHASE_").lower()

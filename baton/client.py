@@ -1,0 +1,212 @@
+"""The client: one gateway's requests as typed events, its errors as `baton.errors`. Knows no node.
+
+async with Client("127.0.0.1:7000") as client:
+    async for event in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
+        print(event.text, end="")
+"""
+
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+
+from baton.convert import (
+    finish_reason_from_proto,
+    receipt_from_proto,
+    sampling_to_proto,
+    token_from_proto,
+    usage_from_proto,
+)
+from baton.errors import InternalError, InvalidRequest, NoNode
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error
+from baton.types import FinishReason, Receipt, SamplingParams, TokenOutput, Usage
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that have come, and what they add to the text; `text` may be empty while a character is unfinished."""
+
+    text: str
+    tokens: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event: the rest of the text, how it ended, what it took."""
+
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str  # the stop string or stop token id, if one ended it
+    usage: Usage
+    receipt: Receipt
+    tokens: tuple[TokenOutput, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole output."""
+
+    text: str
+    tokens: tuple[TokenOutput, ...]
+    finish_reason: FinishReason
+    stop_reason: str
+    usage: Usage
+    receipt: Receipt
+
+
+class Client:
+    """A connection to one gateway; any number of requests may run on it at once."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._channel = connect(target)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Piece | Finished, None]:
+        """The output as it comes; the last event is `Finished`. Close the generator, or cancel, to end the request.
+
+        Raises:
+            BatonError: the request failed, or `timeout_s` is over.
+        """
+        request = pb.GenerateRequest(
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            sampling=sampling_to_proto(sampling or SamplingParams()),
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.CopyFrom(_token_ids(prompt))
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            with _typed_errors(self.target):
+                async for response in call:
+                    yield _event(response)
+        finally:
+            call.cancel()
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """The whole output at once.
+
+        Raises:
+            BatonError: as `generate`.
+        """
+        events = self.generate(
+            prompt, sampling, model=model, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s
+        )
+        return await collect(events)
+
+    async def tokenize(self, text: str, *, model: str = "") -> list[int]:
+        answer = await self._ask(self._stub.Tokenize(pb.TokenizeRequest(model=model, text=text)))
+        return list(answer.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        answer = await self._ask(self._stub.Detokenize(pb.DetokenizeRequest(model=model, token_ids=token_ids)))
+        return answer.text
+
+    async def list_models(self) -> list[pb.ModelCard]:
+        answer = await self._ask(self._stub.ListModels(pb.ListModelsRequest()))
+        return list(answer.models)
+
+    async def cluster_status(self) -> pb.ClusterStatusResponse:
+        """The cluster as the gateway sees it."""
+        return await self._ask(self._stub.ClusterStatus(pb.ClusterStatusRequest()))
+
+    async def _ask(self, answer: Awaitable[Answer]) -> Answer:
+        with _typed_errors(self.target):
+            return await answer
+
+
+async def collect(events: AsyncGenerator[Piece | Finished, None]) -> Completion:
+    """All events of one `generate` in one value."""
+    texts: list[str] = []
+    tokens: list[TokenOutput] = []
+    finished: Finished | None = None
+    async for event in events:
+        texts.append(event.text)
+        tokens.extend(event.tokens)
+        if isinstance(event, Finished):
+            finished = event
+    if finished is None:
+        raise InternalError("the stream ended without its last message", cure="see the gateway's log")
+    return Completion(
+        text="".join(texts),
+        tokens=tuple(tokens),
+        finish_reason=finished.finish_reason,
+        stop_reason=finished.stop_reason,
+        usage=finished.usage,
+        receipt=finished.receipt,
+    )
+
+
+def _token_ids(prompt: Sequence[int]) -> pb.TokenIds:
+    try:
+        return pb.TokenIds(ids=prompt)
+    except ValueError as error:
+        raise InvalidRequest(f"the prompt's token ids cannot be sent: {error}", field="prompt") from None
+
+
+def _event(response: pb.GenerateResponse) -> Piece | Finished:
+    tokens = tuple(token_from_proto(token) for token in response.tokens)
+    finish_reason = finish_reason_from_proto(response.finish_reason)
+    if finish_reason is None:
+        return Piece(response.text, tokens)
+    return Finished(
+        text=response.text,
+        finish_reason=finish_reason,
+        stop_reason=response.stop_reason,
+        usage=usage_from_proto(response.usage),
+        receipt=receipt_from_proto(response.receipt),
+        tokens=tokens,
+    )
+
+
+@contextmanager
+def _typed_errors(target: str) -> Iterator[None]:
+    """Raises:
+    BatonError: in place of a status.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        said = from_rpc_error(error)
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in said.message:
+            why = said.message.rpartition(": ")[2]
+            cure = "see that a gateway serves there"
+            raise NoNode(f"cannot reach {target}: {why}", field="target", value=target, cure=cure) from None
+        raise said from None

@@ -1,0 +1,140 @@
+"""Plain types to protobuf messages and back, for everything that travels in both worlds. Pure; no grpc.
+
+A message that breaks a rule of `baton.types` raises that rule's error: what comes in is checked by being converted.
+"""
+
+from baton.errors import InvalidRequest
+from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
+from protos import common_pb2 as pb
+
+_FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+_FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
+_PATHS = {Path.REMOTE: pb.PATH_REMOTE, Path.LOCAL: pb.PATH_LOCAL}
+_PATHS_BACK = {number: path for path, number in _PATHS.items()}
+
+
+def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    """Raises:
+    InvalidRequest: a number is too large for the wire.
+    """
+    try:
+        return pb.SamplingParams(
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            seed=params.seed,
+            stop_token_ids=params.stop_token_ids,
+            stop=params.stop,
+            ignore_eos=params.ignore_eos,
+            logprobs=params.logprobs,
+            include_stop=params.include_stop,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"a sampling parameter cannot be sent: {error}", field="sampling") from None
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """What the message asks for; absent fields take the defaults.
+
+    Raises:
+        InvalidRequest: a value is not a number or outside of its range; names it.
+    """
+    # NOTE: the fields of SamplingParams have the same names in both worlds; ListFields yields those that are set.
+    given = {field.name: value for field, value in message.ListFields()}
+    given["logit_bias"] = dict(message.logit_bias)
+    given["stop_token_ids"] = tuple(message.stop_token_ids)
+    given["stop"] = tuple(message.stop)
+    return SamplingParams(**given)
+
+
+def token_to_proto(token: TokenOutput) -> pb.Token:
+    return pb.Token(
+        token_id=token.token_id,
+        index=token.index,
+        logprob=token.logprob,
+        top_logprobs=[pb.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in token.top_logprobs],
+    )
+
+
+def token_from_proto(message: pb.Token) -> TokenOutput:
+    return TokenOutput(
+        token_id=message.token_id,
+        index=message.index,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
+    )
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    """None, not finished yet, is FINISH_REASON_UNSPECIFIED."""
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
+
+
+def finish_reason_from_proto(number: pb.FinishReason.ValueType) -> FinishReason | None:
+    return _FINISH_REASONS_BACK.get(number)
+
+
+def usage_to_proto(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def usage_from_proto(message: pb.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
+    return pb.Receipt(
+        path=_PATHS[receipt.path],
+        why=receipt.why,
+        prefill_node=receipt.prefill_node,
+        decode_node=receipt.decode_node,
+        prompt_tokens_sent=receipt.prompt_tokens_sent,
+        bytes_sent=receipt.bytes_sent,
+        segments=receipt.segments,
+        transport=receipt.transport,
+        queue_s=receipt.queue_s,
+        prefill_s=receipt.prefill_s,
+        transfer_s=receipt.transfer_s,
+        first_token_s=receipt.first_token_s,
+        total_s=receipt.total_s,
+        attempts=receipt.attempts,
+        prefill_cached_tokens=receipt.prefill_cached_tokens,
+    )
+
+
+def receipt_from_proto(message: pb.Receipt) -> Receipt:
+    """Raises:
+    KeyError: the receipt names no path.
+    """
+    return Receipt(
+        path=_PATHS_BACK[message.path],
+        why=message.why,
+        prefill_node=message.prefill_node,
+        decode_node=message.decode_node,
+        prompt_tokens_sent=message.prompt_tokens_sent,
+        bytes_sent=message.bytes_sent,
+        segments=message.segments,
+        transport=message.transport,
+        queue_s=message.queue_s,
+        prefill_s=message.prefill_s,
+        transfer_s=message.transfer_s,
+        first_token_s=message.first_token_s,
+        total_s=message.total_s,
+        attempts=message.attempts,
+        prefill_cached_tokens=message.prefill_cached_tokens,
+    )

@@ -1,0 +1,118 @@
+"""Which request holds which block, and which blocks hold KV that another request can use. Pure.
+
+A block is free, or held as often as its reference count says (I1). Free blocks keep their content until they are
+taken; blocks without reusable content are taken first, then the least recently used. Knows no requests, only blocks.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from engine.request import IntArray
+
+DIGEST_BYTES = 16
+
+
+class BlockKey(NamedTuple):
+    """Name of a full block: a digest over its tokens and all that comes before them, and the tokens themselves."""
+
+    digest: bytes
+    tokens: bytes
+
+
+class KeyChain:
+    """Keys of one sequence's full blocks, computed once each and only as far as somebody asks.
+
+    Each digest covers the block's tokens and its parent's digest; the first parent covers model identity and salt.
+    """
+
+    def __init__(self, *, identity: str, cache_salt: str, block_size: int) -> None:
+        self._block_size = block_size
+        self._root = _digest(b"", b"%d:%b%b" % (len(identity.encode()), identity.encode(), cache_salt.encode()))
+        self._keys: list[BlockKey] = []
+
+    def key(self, index: int, tokens: IntArray) -> BlockKey:
+        """Key of the sequence's block `index`; `tokens` is the sequence, which may only have grown between calls."""
+        while len(self._keys) <= index:
+            parent = self._keys[-1].digest if self._keys else self._root
+            start = len(self._keys) * self._block_size
+            content = tokens[start : start + self._block_size].tobytes()
+            self._keys.append(BlockKey(_digest(parent, content), content))
+        return self._keys[index]
+
+
+def _digest(parent: bytes, content: bytes) -> bytes:
+    return blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
+
+
+class BlockManager:
+    """Reference counts and the prefix index over blocks 0 to `num_blocks - 1`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._references = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}
+        # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key taken before.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def references(self, block_id: int) -> int:
+        return self._references[block_id]
+
+    def match(self, chain: KeyChain, tokens: IntArray, max_blocks: int) -> list[int]:
+        """The longest run of cached blocks that begins `tokens`, at most `max_blocks`. Takes no reference."""
+        blocks: list[int] = []
+        for index in range(max_blocks):
+            key = chain.key(index, tokens)
+            block_id = self._by_digest.get(key.digest)
+            if block_id is None or self._keys[block_id] != key:
+                break
+            blocks.append(block_id)
+        return blocks
+
+    def free_beside(self, cached: Iterable[int]) -> int:
+        """How many blocks would be free once the given cached blocks are held."""
+        return len(self._free) - sum(1 for block_id in cached if self._references[block_id] == 0)
+
+    def take(self, cached: Sequence[int], num_fresh: int) -> list[int]:
+        """Holds the `cached` blocks and `num_fresh` free ones; returns all of them in that order."""
+        assert self.free_beside(cached) >= num_fresh, "the caller asks free_beside first"
+        for block_id in cached:
+            if self._references[block_id] == 0:
+                del self._free[block_id]
+            self._references[block_id] += 1
+        return [*cached, *(self._take_free() for _ in range(num_fresh))]
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference of each. A sequence's last blocks are reused before its first ones."""
+        for block_id in reversed(block_ids):
+            assert self._references[block_id] > 0, f"block {block_id} is not held"
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._free[block_id] = None
+                if self._keys[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def register(self, block_id: int, key: BlockKey) -> None:
+        """Offers a held block, whose KV is complete, to later sequences. The first block of a key keeps it."""
+        assert self._references[block_id] > 0, f"block {block_id} is not held"
+        if self._keys[block_id] is None and key.digest not in self._by_digest:
+            self._keys[block_id] = key
+            self._by_digest[key.digest] = block_id
+
+    def _take_free(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        self._references[block_id] = 1
+        key = self._keys[block_id]
+        if key is not None:
+            del self._by_digest[key.digest]
+            self._keys[block_id] = None
+        return block_id

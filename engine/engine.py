@@ -1,0 +1,189 @@
+"""The asyncio side of one engine: owns scheduler and run loop, and tells its owner of each step in one callback.
+
+All methods belong to the event loop's thread and answer at once, also while a step runs; the device thread gets
+batches and gives back results, nothing else. Knows neither transfers nor grpc.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+
+from baton.errors import BatonError, Cancelled, InternalError
+from baton.types import FinishReason, TokenOutput
+from engine.device_thread import DeviceThread, StepDone, StepRaised
+from engine.events import StepEvents
+from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Async context manager. On exit the step in flight ends, and every request that is left fails with Cancelled.
+
+    Args:
+        on_step: called on the event loop after each step. It must not raise: if it does, the engine ends.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: EngineLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[StepEvents], None],
+    ) -> None:
+        self._scheduler = Scheduler(limits, runner.facts)
+        self._device = DeviceThread(runner, clock=clock)
+        self._clock = clock
+        self._on_step = on_step
+        self._wake = asyncio.Event()
+        self._step_over = asyncio.Event()  # a new one for each step
+        self._over: BatonError | None = None  # why the engine takes nothing more
+        self._loop: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Engine":
+        self._loop = asyncio.create_task(self._run(), name="engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._loop is not None, "exit comes after entry"
+        self._over = self._over or Cancelled("the engine is closing", cure="try another node")
+        self._wake.set()
+        await self._loop
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt plus output."""
+        return self._scheduler.max_context_tokens
+
+    def submit(self, request: EngineRequest) -> None:
+        """Takes a request that is computed here; its tokens come with the steps.
+
+        A `prefill_only` request ends with its first token, and its blocks stay held until `release`.
+
+        Raises:
+            InvalidRequest: it could never run.
+            Overloaded: too many wait already.
+        """
+        self._check_alive()
+        self._scheduler.submit(_with_seed(request), self._clock())
+        self._wake.set()
+
+    def can_reserve(self, request: EngineRequest) -> bool:
+        """Whether `reserve` would find room. Raises InvalidRequest as it does."""
+        return self._scheduler.can_reserve(request)
+
+    def reserve(self, request: EngineRequest) -> Reservation:
+        """Holds all blocks of a request whose KV comes from elsewhere, until `admit`, `prefill_here` or `abort`.
+
+        Raises:
+            InvalidRequest: it could never run.
+            Overloaded: no room now.
+        """
+        self._check_alive()
+        return self._scheduler.reserve(_with_seed(request), self._clock())
+
+    def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
+        """The reserved request was given more tokens elsewhere: `output` is all of them; blocks may be added.
+
+        Raises:
+            UnknownLease: no such reservation.
+            InvalidRequest: `output` does not continue what the request had.
+            Overloaded: no block left; the reservation stays as it was.
+        """
+        return self._scheduler.extend_reserved(request_id, output)
+
+    def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
+        """All KV up to `first`, the next token, is in the reserved blocks: decodes from there on.
+
+        Returns why, when `first` is also the last token; then the request is over and its blocks are free.
+
+        Raises:
+            UnknownLease: no such reservation.
+            InvalidRequest: `first` is not the request's next token.
+        """
+        reason = self._scheduler.admit(request_id, first)
+        self._wake.set()
+        return reason
+
+    def prefill_here(self, request_id: str, output: tuple[int, ...]) -> None:
+        """The reserved request computes the rest of its sequence here; `output` is all tokens given so far.
+
+        Raises:
+            UnknownLease: no such reservation.
+            InvalidRequest: `output` does not continue what the request had.
+        """
+        self._scheduler.prefill_here(request_id, output, self._clock())
+        self._wake.set()
+
+    async def abort(self, request_id: str) -> None:
+        """Ends the request in whatever state; returns when its blocks are free. Nothing more is told of it."""
+        step_over = self._step_over
+        if self._scheduler.abort(request_id):
+            await step_over.wait()
+        self._wake.set()
+
+    def release(self, request_id: str) -> None:
+        """Gives back a prefilled request's blocks; they stay in the prefix cache. Unknown ids are ignored."""
+        self._scheduler.release(request_id)
+        self._wake.set()
+
+    def load(self) -> EngineLoad:
+        return self._scheduler.load()
+
+    async def _run(self) -> None:
+        try:
+            async with self._device:
+                await self._steps()
+        except Exception as error:  # noqa: BLE001  every waiting request is told below
+            _log.exception("the engine's loop ended")
+            self._over = _internal("the engine ended", error)
+        assert self._over is not None, "the loop only ends for a reason"
+        last = self._scheduler.fail_all(self._over)
+        self._step_over.set()
+        if last.failed:
+            self._on_step(last)
+
+    async def _steps(self) -> None:
+        while self._over is None:
+            batch = self._scheduler.schedule(self._clock())
+            if batch is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            outcome = await self._device.run(batch)
+            events = self._finish_step(outcome)
+            self._step_over.set()
+            self._step_over = asyncio.Event()
+            self._on_step(events)
+
+    def _finish_step(self, outcome: StepDone | StepRaised) -> StepEvents:
+        if isinstance(outcome, StepDone):
+            return self._scheduler.complete(outcome.tokens, outcome.seconds)
+        _log.error("an engine step failed", exc_info=outcome.error)
+        return self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
+
+    def _check_alive(self) -> None:
+        if self._over is not None:
+            raise self._over
+
+
+def _internal(message: str, cause: Exception) -> InternalError:
+    error = InternalError(f"{message}: {type(cause).__name__}: {cause}", cure="see the node's log")
+    error.__cause__ = cause
+    return error
+
+
+def _with_seed(request: EngineRequest) -> EngineRequest:
+    sampling = request.sampling
+    if sampling.greedy or sampling.seed is not None:
+        return request
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(64)))

@@ -1,0 +1,64 @@
+"""What one engine step tells its owner. Plain values; one `StepEvents` per step."""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.types import FinishReason, TokenOutput
+
+
+@dataclass(frozen=True)
+class RequestStarted:
+    """The first chunk of a request's prompt was in this step; told once, also when it is recomputed later.
+
+    Args:
+        cached_tokens: leading tokens whose KV was in the cache; no `ChunkComputed` will tell of them.
+        queue_s: from submit (or from `prefill_here`) to this step.
+    """
+
+    request_id: str
+    cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True)
+class ChunkComputed:
+    """The KV of positions `token_start` to `token_stop` (exclusive) is now in the cache, in the request's blocks."""
+
+    request_id: str
+    token_start: int
+    token_stop: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenSampled:
+    """A token of the request; its last one when `finish_reason` is set.
+
+    Args:
+        stop_reason: the stop token's id as text when one of `stop_token_ids` ended the request, else empty.
+    """
+
+    request_id: str
+    token: TokenOutput
+    finish_reason: FinishReason | None
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class RequestFailed:
+    """The request is over and its blocks are free."""
+
+    request_id: str
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """One step. `seconds` is the forward and the sampling, without scheduling."""
+
+    step: int
+    seconds: float
+    started: tuple[RequestStarted, ...] = ()
+    chunks: tuple[ChunkComputed, ...] = ()
+    tokens: tuple[TokenSampled, ...] = ()
+    failed: tuple[RequestFailed, ...] = ()

@@ -1,0 +1,68 @@
+"""How many blocks a request needs, and how it gets, names and loses them. Pure; decides nothing about order."""
+
+from engine.block_manager import BlockManager, KeyChain
+from engine.request import EngineRequest, ModelFacts
+from engine.state import RequestState
+
+
+class RequestBlocks:
+    """The blocks of all requests of one engine."""
+
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool) -> None:
+        self._identity = facts.identity
+        self._block_size = facts.block_size
+        self._prefix_cache = prefix_cache
+        self._blocks = BlockManager(facts.num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._blocks.num_free
+
+    def keys(self, request: EngineRequest) -> KeyChain:
+        return KeyChain(identity=self._identity, cache_salt=request.cache_salt, block_size=self._block_size)
+
+    def needed(self, state: RequestState) -> int:
+        """Blocks that the request must hold before it may run: its known tokens, and the first that it decodes."""
+        return self._blocks_for(state.num_tokens + (0 if state.request.prefill_only else 1))
+
+    def cached(self, state: RequestState) -> list[int]:
+        """Cached blocks that begin the request; at least one of its tokens stays to be computed."""
+        if not self._prefix_cache:
+            return []
+        return self._blocks.match(state.keys, state.tokens, (state.num_tokens - 1) // self._block_size)
+
+    def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
+        """Whether the request finds its blocks, and `spare` blocks are free afterwards."""
+        return self._blocks.free_beside(cached) >= self.needed(state) - len(cached) + spare
+
+    def take(self, state: RequestState, cached: list[int]) -> None:
+        """Gives the request all blocks that it needs, the cached ones first."""
+        blocks = self._blocks.take(cached, self.needed(state) - len(cached))
+        state.hold(blocks, num_cached_blocks=len(cached), block_size=self._block_size)
+
+    def extend(self, state: RequestState, num_slots: int) -> bool:
+        """Gives the request blocks up to `num_slots` slots; False, and nothing is changed, when there are too few."""
+        missing = self._blocks_for(num_slots) - len(state.blocks)
+        if missing > self._blocks.num_free:
+            return False
+        if missing > 0:
+            state.blocks.extend(self._blocks.take((), missing))
+        return True
+
+    def register(self, state: RequestState) -> None:
+        """Offers the request's full blocks whose KV is computed to later requests."""
+        if not self._prefix_cache:
+            return
+        for index in range(state.num_registered, state.num_computed // self._block_size):
+            self._blocks.register(state.blocks[index], state.keys.key(index, state.tokens))
+            state.num_registered = index + 1
+
+    def give_back(self, state: RequestState) -> None:
+        self._blocks.give_back(state.drop_blocks())
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

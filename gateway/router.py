@@ -1,0 +1,93 @@
+"""Picks a decode node and a prefill node for one request. Pure: what nodes said in, a choice out.
+
+Nodes report now and then; what this gateway has sent since the last report is added, so that a burst spreads.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+from baton.types import LocalPolicy
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """What matters of one node. `open`: it can be reached and takes new requests."""
+
+    address: str
+    incarnation: int
+    model: tuple[str, ...]
+    open: bool
+    max_context_tokens: int
+    block_size: int
+    blocks_free: int
+    requests: int  # running and waiting
+    tokens_waiting: int
+    ready_peers: frozenset[int]  # incarnations
+    requests_since: int = 0  # sent by this gateway since the report
+    tokens_since: int = 0
+    picks: int = 0  # by this gateway, ever: spreads requests over idle nodes
+
+    @property
+    def load(self) -> int:
+        return self.requests + self.requests_since
+
+    def has_room(self, num_tokens: int) -> bool:
+        return self.blocks_free * self.block_size >= num_tokens + self.tokens_since
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one request asks of its nodes.
+
+    Args:
+        num_tokens: prompt and output so far.
+        model: the identity that it began on; None before it began.
+        excluded_decode, excluded_prefill: incarnations that are out of the question for it.
+    """
+
+    num_tokens: int
+    policy: LocalPolicy
+    model: tuple[str, ...] | None = None
+    excluded_decode: Set[int] = frozenset()
+    excluded_prefill: Set[int] = frozenset()
+
+
+def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
+    """The decode node for the request: with room, with a prefill node where that matters, then the least loaded."""
+
+    def paired(node: NodeView) -> bool:
+        return pick_prefill(prefills, node, wanted) is not None
+
+    def cost(node: NodeView) -> tuple[object, ...]:
+        unpaired = wanted.policy is LocalPolicy.PREFER and not paired(node)
+        return (not node.has_room(wanted.num_tokens + 1), unpaired, node.load, node.picks, node.address)
+
+    usable = [node for node in decodes if _can_take(node, wanted) and node.incarnation not in wanted.excluded_decode]
+    if wanted.policy is LocalPolicy.STRICT:
+        usable = [node for node in usable if paired(node)]
+    return _cheapest(usable, cost)
+
+
+def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> NodeView | None:
+    """The prefill node, among those whose pair with the decode node is ready, with the least to compute."""
+
+    def cost(node: NodeView) -> tuple[object, ...]:
+        return (node.tokens_waiting + node.tokens_since, node.load, node.picks, node.address)
+
+    usable = [
+        node
+        for node in prefills
+        if _can_take(node, wanted)
+        and node.incarnation not in wanted.excluded_prefill
+        and decode.incarnation in node.ready_peers
+    ]
+    return _cheapest(usable, cost)
+
+
+def _can_take(node: NodeView, wanted: Wanted) -> bool:
+    fits = node.max_context_tokens > wanted.num_tokens
+    return node.open and fits and wanted.model in (None, node.model)
+
+
+def _cheapest(nodes: Sequence[NodeView], cost: Callable[[NodeView], tuple[object, ...]]) -> NodeView | None:
+    return min(nodes, key=cost, default=None)

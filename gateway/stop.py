@@ -1,0 +1,59 @@
+"""Finds stop strings in text that comes in pieces. Knows no tokens.
+
+Of several stop strings the one that is complete first wins; of those that end at the same character, the longest. So
+the result does not depend on how the text was cut into pieces.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Text that may be shown, and the stop string that ends it, if one was found."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopStrings:
+    """Passes text on and holds back only what may still turn out to be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held = ""
+        self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def push(self, text: str) -> Passed:
+        text = self._held + text
+        found = self._find(text)
+        if found is None:
+            shown = len(text) - self._unsure(text)
+            self._held = text[shown:]
+            return Passed(text[:shown])
+        self._held = ""
+        start, stop = found
+        return Passed(text[: start + len(stop)] if self._include_stop else text[:start], stop)
+
+    def finish(self) -> str:
+        """The held-back rest: no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Start and text of the stop string that is complete first."""
+        best: tuple[int, int, str] | None = None  # end, start, stop
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _unsure(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length:] in self._beginnings:
+                return length
+        return 0

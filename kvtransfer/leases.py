@@ -1,0 +1,212 @@
+"""What may be written into which lease's blocks, and when those blocks may be freed. Sans-IO: no clock, no torch.
+
+    open ──► OPEN ──close, nothing is being scattered──────────────────────► closed
+              └────close──► CLOSING ──the last running scatter is done──────► closed
+
+The table decides, its caller moves the bytes: `arrival` when a message shows up, `start_scatter` when its trailer is
+known, `finish_scatter` when the bytes are in the blocks. Knows nothing of slots, digests and transports.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from attention.spec import KVCacheSpec
+from baton.errors import InternalError, UnknownLease
+from kvtransfer.coverage import Coverage
+from kvtransfer.segments import LEASE_BITS, Segment, Tag, payload_bytes
+
+
+class Refusal(StrEnum):
+    """Why a message was not scattered."""
+
+    LATE = "its lease has ended"
+    UNKNOWN_SENDER = "no connected peer has that sender number"
+    UNKNOWN_LEASE = "that lease was never given"
+    FOREIGN_SENDER = "another sender fills that lease"
+    DUPLICATE = "that segment has come before"
+    TOO_LARGE = "it is larger than a staging slot"
+    MALFORMED = "it has no readable trailer"
+    WRONG_SIZE = "its payload has another size than its ranges say"
+    DIGEST = "its digest does not match"
+    MISLABELLED = "tag and trailer name different segments"
+    STALE_INCARNATION = "its lease is of another incarnation of this node"
+    OUT_OF_RANGE = "it holds more than the lease was given for"
+    OVERLAP = "some of its tokens have come before"
+    BROKEN = "the transport failed before it was complete"
+
+
+@dataclass(frozen=True)
+class LeaseGrant:
+    """Leave to write tokens [token_start, token_stop) of one request into its blocks.
+
+    Attributes:
+        number: greater than that of every lease granted before in this incarnation.
+        block_ids: of the whole request: token i lies in block_ids[i // block_size].
+
+    Raises:
+        InternalError: a value cannot be.
+    """
+
+    number: int
+    block_ids: tuple[int, ...]
+    token_start: int
+    token_stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < 1 << LEASE_BITS:
+            raise InternalError(f"a lease's number is {self.number}", field="number", value=self.number)
+        if not 0 <= self.token_start <= self.token_stop:
+            raise InternalError(f"a lease is for tokens [{self.token_start}, {self.token_stop})", field="token_stop")
+
+
+@dataclass(frozen=True)
+class LeaseTotals:
+    """What has been scattered under a lease; `seconds` from its first segment's arrival to its last scatter."""
+
+    number: int
+    bytes: int
+    segments: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ScatterDone:
+    """What a finished scatter brought about: the lease is complete now, or could be closed now."""
+
+    filled: LeaseTotals | None = None
+    closed: LeaseTotals | None = None
+
+
+@dataclass
+class _Lease:
+    grant: LeaseGrant
+    coverage: Coverage
+    cells_missing: int
+    sender: int | None = None
+    closing: bool = False
+    scattering: int = 0
+    bytes: int = 0
+    segments: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    seen: set[int] = field(default_factory=set)
+
+    def totals(self) -> LeaseTotals:
+        return LeaseTotals(self.grant.number, self.bytes, self.segments, self.last_s - self.first_s)
+
+
+class LeaseTable:
+    """All leases of one node in one incarnation."""
+
+    def __init__(self, spec: KVCacheSpec, *, incarnation: int) -> None:
+        self._spec = spec
+        self._incarnation = incarnation
+        self._leases: dict[int, _Lease] = {}
+        self._highest = -1
+
+    def open(self, grant: LeaseGrant) -> LeaseTotals | None:
+        """Opens a lease; its totals when there is nothing to wait for, because it covers no token.
+
+        Raises:
+            InternalError: the number is not above all earlier ones, so it might have been used before.
+        """
+        if grant.number <= self._highest:
+            raise InternalError(
+                f"lease {grant.number} was opened after lease {self._highest}",
+                field="number",
+                value=grant.number,
+                allowed=(f"above {self._highest}",),
+            )
+        self._highest = grant.number
+        tokens = grant.token_stop - grant.token_start
+        cells = self._spec.num_layers * tokens * self._spec.num_kv_heads
+        lease = self._leases[grant.number] = _Lease(grant, Coverage(self._spec.num_layers), cells)
+        return lease.totals() if cells == 0 else None
+
+    def arrival(self, tag: Tag, now_s: float) -> Refusal | None:
+        """Whether a message with that tag may have memory. The first one binds the lease to its sender."""
+        if self.has_ended(tag.lease):
+            return Refusal.LATE
+        lease = self._leases.get(tag.lease)
+        if lease is None:
+            return Refusal.UNKNOWN_LEASE
+        if lease.sender is None:
+            lease.sender = tag.sender
+            lease.first_s = lease.last_s = now_s
+        if lease.sender != tag.sender:
+            return Refusal.FOREIGN_SENDER
+        if tag.number in lease.seen:
+            return Refusal.DUPLICATE
+        lease.seen.add(tag.number)
+        return None
+
+    def start_scatter(self, tag: Tag, segment: Segment) -> Refusal | None:
+        """Whether a received segment may be scattered now. None claims its cells: the caller scatters it and then
+        calls `finish_scatter`, whatever happens in between."""
+        lease = self._leases.get(tag.lease)
+        if lease is None or lease.closing:
+            return Refusal.LATE
+        if segment.incarnation != self._incarnation:
+            return Refusal.STALE_INCARNATION
+        if (segment.lease, segment.number) != (tag.lease, tag.number) or tag.sender != lease.sender:
+            return Refusal.MISLABELLED
+        if not self._within(lease.grant, segment):
+            return Refusal.OUT_OF_RANGE
+        if segment.payload_bytes != self._payload_bytes(segment):
+            return Refusal.WRONG_SIZE
+        if not lease.coverage.claim(segment.layers, segment.token_start, segment.token_stop, segment.heads):
+            return Refusal.OVERLAP
+        lease.scattering += 1
+        return None
+
+    def finish_scatter(self, segment: Segment, now_s: float) -> ScatterDone:
+        """The segment's bytes are in the blocks."""
+        lease = self._leases[segment.lease]
+        lease.scattering -= 1
+        lease.cells_missing -= segment.cells
+        lease.bytes += segment.payload_bytes
+        lease.segments += 1
+        lease.last_s = now_s
+        if not lease.closing:
+            return ScatterDone(filled=lease.totals() if lease.cells_missing == 0 else None)
+        return ScatterDone(closed=None if lease.scattering else self._forget(lease))
+
+    def close(self, number: int) -> LeaseTotals | None:
+        """Ends a lease. Its totals when its blocks may be freed now; None when `finish_scatter` will say so.
+
+        Raises:
+            UnknownLease: it is not open.
+        """
+        lease = self._leases.get(number)
+        if lease is None or lease.closing:
+            raise UnknownLease(f"lease {number} is not open", field="number", value=number)
+        lease.closing = True
+        return None if lease.scattering else self._forget(lease)
+
+    def has_ended(self, number: int) -> bool:
+        """Whether a lease of that number was there, and is over or about to be."""
+        lease = self._leases.get(number)
+        return number <= self._highest if lease is None else lease.closing
+
+    def bound_to(self, sender: int) -> tuple[int, ...]:
+        """The open leases that this sender began to fill."""
+        return tuple(number for number, lease in self._leases.items() if lease.sender == sender and not lease.closing)
+
+    @property
+    def open_leases(self) -> int:
+        return len(self._leases)
+
+    def _forget(self, lease: _Lease) -> LeaseTotals:
+        del self._leases[lease.grant.number]
+        return lease.totals()
+
+    def _within(self, grant: LeaseGrant, segment: Segment) -> bool:
+        return (
+            0 <= segment.layer_start < segment.layer_stop <= self._spec.num_layers
+            and grant.token_start <= segment.token_start < segment.token_stop <= grant.token_stop
+            and 0 <= segment.head_start < segment.head_stop <= self._spec.num_kv_heads
+        )
+
+    def _payload_bytes(self, segment: Segment) -> int:
+        tokens = segment.token_stop - segment.token_start
+        return payload_bytes(self._spec, layers=len(segment.layers), tokens=tokens, heads=len(segment.heads))

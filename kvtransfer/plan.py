@@ -1,0 +1,123 @@
+"""Whether two nodes can exchange KV, and in which shape it then travels. Pure values; no torch.
+
+Knows neither how nodes find each other nor what carries the bytes.
+"""
+
+from dataclasses import dataclass
+
+from attention.spec import KVCacheShape, KVCacheSpec
+from baton.errors import PeerRefused
+
+# The wire's meaning: order of a payload, trailer, tag, digest. Raise the newest with every change of one of them.
+WIRE_OLDEST = 1
+WIRE_NEWEST = 1
+
+
+@dataclass(frozen=True)
+class NodeDescription:
+    """What a node tells its peers of itself.
+
+    Model identity, `spec` and an overlapping wire range must be equal on both ends; `shape` and `package_version` may
+    differ.
+    """
+
+    architecture: str
+    config_digest: str
+    weights_digest: str
+    spec: KVCacheSpec
+    shape: KVCacheShape
+    wire_oldest: int
+    wire_newest: int
+    package_version: str
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One reason why two nodes cannot work together, in words for operators."""
+
+    field: str
+    ours: str
+    theirs: str
+    cure: str
+
+
+class PlanRefused(PeerRefused):
+    """Two nodes cannot exchange KV; `mismatches` holds every reason."""
+
+    def __init__(self, mismatches: tuple[Mismatch, ...]) -> None:
+        self.mismatches = mismatches
+        listed = "; ".join(f"{item.field} is {item.ours} here and {item.theirs} there" for item in mismatches)
+        first = mismatches[0]
+        super().__init__(
+            f"the nodes cannot exchange KV: {listed}",
+            field=first.field,
+            value=first.theirs,
+            allowed=(first.ours,),
+            cure="; ".join(dict.fromkeys(item.cure for item in mismatches)),
+        )
+
+
+@dataclass(frozen=True)
+class WirePlan:
+    """How KV travels between two nodes that agreed: the same for both ends, without blocks or layout."""
+
+    wire_version: int
+    spec: KVCacheSpec
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        """Payload of one token in one layer, all heads."""
+        return self.spec.bytes_per_token_layer
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Payload of one token in all layers."""
+        return self.spec.bytes_per_token
+
+
+_SAME_CHECKPOINT = "serve the same checkpoint on both nodes"
+_SAME_DTYPE = "start both nodes with the same --dtype"
+
+_IDENTITY_FIELDS = ("architecture", "config_digest", "weights_digest")
+_SPEC_CURES = {
+    "num_layers": _SAME_CHECKPOINT,
+    "kind": _SAME_CHECKPOINT,
+    "num_kv_heads": _SAME_CHECKPOINT,
+    "head_dim": _SAME_CHECKPOINT,
+    "dtype": _SAME_DTYPE,
+}
+
+
+def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
+    """The plan under which these two nodes exchange KV: the newest wire version that both speak.
+
+    Raises:
+        PlanRefused: they cannot; lists every mismatch, each with its cure.
+    """
+    mismatches = [
+        Mismatch(name, str(getattr(ours, name)), str(getattr(theirs, name)), _SAME_CHECKPOINT)
+        for name in _IDENTITY_FIELDS
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    mismatches += [
+        Mismatch(name, str(getattr(ours.spec, name)), str(getattr(theirs.spec, name)), cure)
+        for name, cure in _SPEC_CURES.items()
+        if getattr(ours.spec, name) != getattr(theirs.spec, name)
+    ]
+    wire_version = min(ours.wire_newest, theirs.wire_newest)
+    if wire_version < max(ours.wire_oldest, theirs.wire_oldest):
+        mismatches.append(_wire_mismatch(ours, theirs))
+    if mismatches:
+        raise PlanRefused(tuple(mismatches))
+    return WirePlan(wire_version, ours.spec)
+
+
+def _wire_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:
+    older = ours if ours.wire_newest < theirs.wire_oldest else theirs
+    whose = "this node" if older is ours else "the other node"
+    return Mismatch(
+        "wire",
+        f"{ours.wire_oldest} to {ours.wire_newest}",
+        f"{theirs.wire_oldest} to {theirs.wire_newest}",
+        f"upgrade {whose} from package version {older.package_version}",
+    )

@@ -1,0 +1,259 @@
+"""The receiving half of the transfer thread: probe, ask the lease table, receive, check, scatter, count.
+
+Memory is offered to a message only after its tag has been looked up, and its bytes reach the cache only after its
+trailer and digest have been checked. Knows nothing of threads: `step` is called again and again.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.cache import PagedKVCache
+from attention.cache_ops import digest, scatter_from_wire
+from baton.errors import BatonError, DataLoss, UnknownLease
+from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.records import Ledger, SegmentRefused
+from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
+from kvtransfer.staging import Slot, StagingPool
+from kvtransfer.transport import Arrival, Request, Transport
+from kvtransfer.warm_up import WarmUpReceiver
+
+_WRONG_REFERENCE = frozenset(
+    {
+        Refusal.UNKNOWN_LEASE,
+        Refusal.UNKNOWN_SENDER,
+        Refusal.FOREIGN_SENDER,
+        Refusal.MISLABELLED,
+        Refusal.STALE_INCARNATION,
+        Refusal.OUT_OF_RANGE,
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reception:
+    tag: Tag
+    slot: Slot
+    num_bytes: int
+    request: Request
+
+
+class Receiver:
+    """Fills leases with what arrives.
+
+    Args:
+        make_pool: makes the staging pool when it is first needed: a node that only sends has none.
+        slot_bytes: size of its slots.
+        on_filled, on_refused: called on the transfer thread.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        transport: Transport,
+        ledger: Ledger,
+        make_pool: Callable[[], StagingPool],
+        *,
+        slot_bytes: int,
+        incarnation: int,
+        digests: bool,
+        on_filled: Callable[[LeaseTotals], None],
+        on_refused: Callable[[SegmentRefused], None],
+    ) -> None:
+        self._cache = cache
+        self._transport = transport
+        self._ledger = ledger
+        self._make_pool = make_pool
+        self._slot_bytes = slot_bytes
+        self._digests = digests
+        self._on_filled = on_filled
+        self._on_refused = on_refused
+        self._pool: StagingPool | None = None
+        self._leases = LeaseTable(cache.spec, incarnation=incarnation)
+        self._block_ids: dict[int, Tensor] = {}
+        self._closing: dict[int, Future[LeaseTotals]] = {}
+        self._receptions: list[_Reception] = []
+        self._held: Counter[int] = Counter()
+        # Arrivals of peers that hold their share of the slots already.
+        self._parked: deque[tuple[Tag, Arrival]] = deque()
+        self.warm_ups = WarmUpReceiver(digests=digests)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._receptions)
+
+    @property
+    def open_leases(self) -> int:
+        return self._leases.open_leases
+
+    def open(self, grant: LeaseGrant) -> None:
+        self._block_ids[grant.number] = torch.tensor(grant.block_ids, dtype=torch.int64, device=self._cache.view.device)
+        filled = self._leases.open(grant)
+        if filled is not None:
+            self._on_filled(filled)
+
+    def close(self, number: int, future: "Future[LeaseTotals]") -> None:
+        """Ends a lease; the future gets its totals when none of its scatters runs or will ever run."""
+        try:
+            totals = self._leases.close(number)
+        except UnknownLease as error:
+            future.set_exception(error)
+            return
+        self._closing[number] = future
+        if totals is not None:
+            self._closed(totals)
+
+    def lost(self, peer: int) -> tuple[int, ...]:
+        """Forgets a peer; the transport is to cancel what is in flight. Its open leases, which it cannot fill."""
+        self.warm_ups.lost(peer)
+        for tag, arrival in self._parked:
+            if tag.sender == peer:
+                self._transport.discard(arrival)
+        self._parked = deque(item for item in self._parked if item[0].sender != peer)
+        return self._leases.bound_to(peer)
+
+    def holds(self, peer: int) -> bool:
+        """Whether anything of that peer is in flight."""
+        return self._held[peer] > 0
+
+    def step(self) -> bool:
+        """Takes what has arrived and finishes what is complete; whether there was anything to do."""
+        accepted = self._accept_all()
+        return self._finish_all() or accepted
+
+    # ---- arrival
+
+    def _accept_all(self) -> bool:
+        accepted = self._unpark()
+        # A message that has been probed needs an answer, so none is probed while no slot could be offered.
+        while self._pool is None or self._pool.available:
+            arrival = self._transport.probe()
+            if arrival is None:
+                break
+            accepted = True
+            tag = Tag.unpack(arrival.tag)
+            refusal = self._look_up(tag, arrival)
+            if refusal is not None:
+                self._transport.discard(arrival)
+                self._refuse(tag, refusal)
+            elif not self._offer(tag, arrival):
+                self._parked.append((tag, arrival))
+        return accepted
+
+    def _look_up(self, tag: Tag, arrival: Arrival) -> Refusal | None:
+        if tag.sender not in self._ledger.peers:
+            return Refusal.LATE if self._leases.has_ended(tag.lease) else Refusal.UNKNOWN_SENDER
+        if arrival.num_bytes > self._slot_bytes:
+            return Refusal.TOO_LARGE
+        if arrival.num_bytes < TRAILER_BYTES:
+            return Refusal.MALFORMED
+        if tag.number == WARM_UP:
+            return None
+        return self._leases.arrival(tag, time.monotonic())
+
+    def _offer(self, tag: Tag, arrival: Arrival) -> bool:
+        """Begins to receive, unless no slot is free or the peer holds its share."""
+        pool = self._staging()
+        if self._held[tag.sender] >= self._ledger.fair_share(pool.slots):
+            return False
+        slot = pool.take()
+        if slot is None:
+            return False
+        request = self._transport.receive(tag.sender, arrival, slot.memory[: arrival.num_bytes])
+        self._held[tag.sender] += 1
+        self._receptions.append(_Reception(tag, slot, arrival.num_bytes, request))
+        return True
+
+    def _unpark(self) -> bool:
+        before = len(self._parked)
+        if before:
+            self._parked = deque(item for item in self._parked if not self._offer(*item))
+        return len(self._parked) < before
+
+    # ---- completion
+
+    def _finish_all(self) -> bool:
+        done = [reception for reception in self._receptions if reception.request.done]
+        if not done:
+            return False
+        self._receptions = [reception for reception in self._receptions if reception not in done]
+        for reception in done:
+            self._finish(reception)
+            self._held[reception.tag.sender] -= 1
+            self._staging().give_back(reception.slot)
+        return True
+
+    def _finish(self, reception: _Reception) -> None:
+        tag = reception.tag
+        failure = reception.request.failure()
+        if failure is not None:
+            # Of a peer that is gone, `lost` has told all there is to tell.
+            if tag.sender in self._ledger.peers:
+                self._refuse(tag, Refusal.BROKEN)
+            return
+        payload = reception.slot.memory[: reception.num_bytes - TRAILER_BYTES]
+        trailer = reception.slot.memory[reception.num_bytes - TRAILER_BYTES : reception.num_bytes]
+        segment = decode_trailer(trailer.cpu().numpy().tobytes())
+        if tag.number == WARM_UP:
+            if tag.sender in self._ledger.peers:
+                self.warm_ups.received(tag.sender, payload, segment, time.monotonic())
+            return
+        if segment is None:
+            self._refuse(tag, Refusal.MALFORMED)
+            return
+        refusal = self._check(segment, payload) or self._leases.start_scatter(tag, segment)
+        if refusal is not None:
+            self._refuse(tag, refusal)
+            return
+        self._scatter(segment, payload)
+        self._ledger.moved(tag.sender, segment.payload_bytes)
+
+    def _check(self, segment: Segment, payload: Tensor) -> Refusal | None:
+        if segment.payload_bytes != payload.numel():
+            return Refusal.WRONG_SIZE
+        if self._digests and segment.sealed(digest(payload)) != segment:
+            return Refusal.DIGEST
+        return None
+
+    def _scatter(self, segment: Segment, payload: Tensor) -> None:
+        scatter_from_wire(
+            self._cache,
+            block_ids=self._block_ids[segment.lease],
+            token_start=segment.token_start,
+            token_stop=segment.token_stop,
+            layers=segment.layers,
+            heads=segment.heads,
+            payload=payload,
+        )
+        outcome = self._leases.finish_scatter(segment, time.monotonic())
+        if outcome.filled is not None:
+            self._on_filled(outcome.filled)
+        if outcome.closed is not None:
+            self._closed(outcome.closed)
+
+    def _closed(self, totals: LeaseTotals) -> None:
+        del self._block_ids[totals.number]
+        self._closing.pop(totals.number).set_result(totals)
+
+    def _refuse(self, tag: Tag, refusal: Refusal) -> None:
+        self._ledger.refusals[refusal] += 1
+        if refusal is Refusal.LATE:
+            return
+        self._on_refused(SegmentRefused(tag.lease, tag.sender, refusal, _to_error(tag, refusal)))
+
+    def _staging(self) -> StagingPool:
+        if self._pool is None:
+            self._pool = self._make_pool()
+        return self._pool
+
+
+def _to_error(tag: Tag, refusal: Refusal) -> BatonError:
+    message = f"segment {tag.number} of lease {tag.lease} from sender {tag.sender} was refused: {refusal}"
+    if refusal in _WRONG_REFERENCE:
+        return UnknownLease(message, field="lease", value=tag.lease)
+    return DataLoss(message, field="segment", value=tag.number)

@@ -1,0 +1,112 @@
+"""What goes between the asyncio side and the transfer thread: plain records, and the counters that both see.
+
+Knows nothing of how either side works.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from kvtransfer.leases import Refusal
+
+
+@dataclass(frozen=True)
+class SendJob:
+    """KV of one request's tokens [token_start, token_stop), all layers, for one lease of a peer.
+
+    Attributes:
+        peer: this node's number for the receiver.
+        sender_number: the receiver's number for this node.
+        incarnation: the receiver's, that gave the lease.
+        first_segment: number of the job's first segment: that of the lease's segments sent before.
+        block_ids: of the whole request in this node's cache; must stay as they are until the job has ended.
+    """
+
+    peer: int
+    sender_number: int
+    lease: int
+    incarnation: int
+    first_segment: int
+    token_start: int
+    token_stop: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SegmentRefused:
+    """A message that was not scattered. `lease` and `sender` are what its tag says, true or not."""
+
+    lease: int
+    sender: int
+    refusal: Refusal
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What a sender sent to warm a link up."""
+
+    messages: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LinkMeasure:
+    """A warm link: what carries the bytes, and how fast a second pass through the staging buffers was."""
+
+    transport: str
+    gigabytes_per_s: float
+
+
+@dataclass(frozen=True)
+class PeerTraffic:
+    """Payload exchanged with one peer, either way."""
+
+    bytes_total: int = 0
+    segments_total: int = 0
+
+
+@dataclass(frozen=True)
+class TransferCounters:
+    """How things stand. `refused` counts what must not happen; `late` what ended leases and lost peers explain."""
+
+    refusals: Mapping[Refusal, int]
+    peers: Mapping[int, PeerTraffic]
+
+    @property
+    def refused(self) -> int:
+        return sum(count for refusal, count in self.refusals.items() if refusal is not Refusal.LATE)
+
+    @property
+    def late(self) -> int:
+        return self.refusals.get(Refusal.LATE, 0)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A connected peer as the thread knows it; `payload_limit` is what one message to it may carry."""
+
+    number: int
+    payload_limit: int
+
+
+@dataclass
+class Ledger:
+    """The thread's own counters and connected peers. Written by the thread alone; `snapshot` may be called anywhere."""
+
+    peers: dict[int, Peer] = field(default_factory=dict)
+    refusals: Counter[Refusal] = field(default_factory=Counter)
+    traffic: dict[int, PeerTraffic] = field(default_factory=dict)
+
+    def moved(self, peer: int, num_bytes: int) -> None:
+        before = self.traffic.get(peer)
+        if before is not None:
+            self.traffic[peer] = PeerTraffic(before.bytes_total + num_bytes, before.segments_total + 1)
+
+    def fair_share(self, slots: int) -> int:
+        """How many staging slots one peer may hold, so that one that stalls leaves room for the others."""
+        return slots if len(self.peers) <= 1 else max(1, slots // 2)
+
+    def snapshot(self) -> TransferCounters:
+        return TransferCounters(refusals=self.refusals.copy(), peers=self.traffic.copy())

@@ -1,0 +1,199 @@
+"""What one message is: its tag, its trailer, and how a token range is cut into messages. Pure; no torch.
+
+A message is a payload in wire order with a trailer behind it, the serialized `baton.v1.Segment`. Knows nothing of
+blocks, leases' states or transports.
+
+Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+from google.protobuf.message import DecodeError
+
+from attention.spec import KVCacheSpec
+from baton.errors import ConfigError, InternalError
+from protos import common_pb2
+
+SENDER_BITS = 12
+LEASE_BITS = 36
+NUMBER_BITS = 16
+# This number marks warm-up messages; their lease field counts messages and means no lease.
+WARM_UP = (1 << NUMBER_BITS) - 1
+
+# Inner cuts fall on multiples of it, so that they hit no block of a usual size in its middle: a gather copies runs.
+_ALIGN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Tag:
+    """Whose message of which lease this is: all that a receiver knows before it offers memory to it.
+
+    Raises:
+        InternalError: a part does not fit into its bits.
+    """
+
+    sender: int
+    lease: int
+    number: int
+
+    def __post_init__(self) -> None:
+        for name, bits in (("sender", SENDER_BITS), ("lease", LEASE_BITS), ("number", NUMBER_BITS)):
+            value = getattr(self, name)
+            if not 0 <= value < 1 << bits:
+                raise InternalError(
+                    f"a tag's {name} is {value}", field=name, value=value, allowed=(f"0 to {(1 << bits) - 1}",)
+                )
+
+    def pack(self) -> int:
+        return (self.sender << LEASE_BITS | self.lease) << NUMBER_BITS | self.number
+
+    @classmethod
+    def unpack(cls, value: int) -> Self:
+        """The tag out of 64 bits; any such number is some tag."""
+        lease_and_number = value & ((1 << (LEASE_BITS + NUMBER_BITS)) - 1)
+        return cls(
+            value >> (LEASE_BITS + NUMBER_BITS),
+            lease_and_number >> NUMBER_BITS,
+            lease_and_number & ((1 << NUMBER_BITS) - 1),
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some layers and heads of some consecutive tokens of one request.
+
+    Attributes:
+        incarnation: of the node that gave the lease.
+        digest: over the payload and all other fields; 0 when the sender has digests off.
+    """
+
+    incarnation: int
+    lease: int
+    number: int
+    layer_start: int
+    layer_stop: int
+    token_start: int
+    token_stop: int
+    head_start: int
+    head_stop: int
+    payload_bytes: int
+    digest: int = 0
+
+    @property
+    def layers(self) -> range:
+        return range(self.layer_start, self.layer_stop)
+
+    @property
+    def heads(self) -> range:
+        return range(self.head_start, self.head_stop)
+
+    @property
+    def cells(self) -> int:
+        """How many (layer, token, head) it holds."""
+        return len(self.layers) * (self.token_stop - self.token_start) * len(self.heads)
+
+    def sealed(self, payload_digest: int) -> "Segment":
+        """The same segment with its digest: over the payload's own digest and every other field."""
+        fields = replace(self, digest=0).to_proto().SerializeToString(deterministic=True)
+        hashed = hashlib.blake2b(fields + payload_digest.to_bytes(8, "little"), digest_size=8).digest()
+        # 0 means that digests are off.
+        return replace(self, digest=int.from_bytes(hashed, "little") or 1)
+
+    def to_proto(self) -> common_pb2.Segment:
+        return common_pb2.Segment(
+            incarnation=self.incarnation,
+            lease=self.lease,
+            number=self.number,
+            layer_start=self.layer_start,
+            layer_stop=self.layer_stop,
+            token_start=self.token_start,
+            token_stop=self.token_stop,
+            head_start=self.head_start,
+            head_stop=self.head_stop,
+            payload_bytes=self.payload_bytes,
+            digest=self.digest,
+        )
+
+    def encode(self) -> bytes:
+        """The trailer: TRAILER_BYTES bytes, whatever the values, because every field is fixed-size and present."""
+        return self.to_proto().SerializeToString(deterministic=True)
+
+
+TRAILER_BYTES = len(Segment(0, 0, 0, 0, 0, 0, 0, 0, 0, 0).encode())
+
+
+def decode_trailer(trailer: bytes) -> Segment | None:
+    """The segment that a trailer describes; None when the bytes are not a whole trailer."""
+    message = common_pb2.Segment()
+    try:
+        message.ParseFromString(trailer)
+    except DecodeError:
+        return None
+    segment = Segment(
+        incarnation=message.incarnation,
+        lease=message.lease,
+        number=message.number,
+        layer_start=message.layer_start,
+        layer_stop=message.layer_stop,
+        token_start=message.token_start,
+        token_stop=message.token_stop,
+        head_start=message.head_start,
+        head_stop=message.head_stop,
+        payload_bytes=message.payload_bytes,
+        digest=message.digest,
+    )
+    # Only one sequence of bytes is the trailer of a segment; this also finds absent fields.
+    return segment if segment.encode() == trailer else None
+
+
+def payload_bytes(spec: KVCacheSpec, *, layers: int, tokens: int, heads: int) -> int:
+    return layers * tokens * spec.kv_factor * heads * spec.head_dim * spec.itemsize
+
+
+def cut(
+    spec: KVCacheSpec, *, segment_bytes: int, token_start: int, token_stop: int
+) -> Iterator[tuple[range, int, int]]:
+    """Cuts a token range into pieces (layers, token_start, token_stop) of at most `segment_bytes` payload each.
+
+    All layers in one piece if they fit; else as many layers of the whole range as fit; else one layer of part of it,
+    because long runs of tokens are what gather and scatter copy fast.
+
+    Raises:
+        ConfigError: not even one token of one layer fits.
+    """
+    check_segment_bytes(spec, segment_bytes)
+    per_layer = spec.bytes_per_token_layer
+    num_tokens = token_stop - token_start
+    if num_tokens <= 0:
+        return
+    layers_each = max(1, min(spec.num_layers, segment_bytes // (per_layer * num_tokens)))
+    tokens_each = segment_bytes // per_layer
+    for layer in range(0, spec.num_layers, layers_each):
+        layers = range(layer, min(layer + layers_each, spec.num_layers))
+        start = token_start
+        while start < token_stop:
+            stop = _next_cut(start, tokens_each, token_stop)
+            yield layers, start, stop
+            start = stop
+
+
+def check_segment_bytes(spec: KVCacheSpec, segment_bytes: int) -> None:
+    """Raises ConfigError unless at least one token of one layer fits into a segment."""
+    if segment_bytes < spec.bytes_per_token_layer:
+        raise ConfigError(
+            f"segment_bytes is {segment_bytes}, and one token of one layer has {spec.bytes_per_token_layer} bytes",
+            field="segment_bytes",
+            value=segment_bytes,
+            allowed=(f"at least {spec.bytes_per_token_layer}",),
+            cure="raise --segment-mib on both nodes",
+        )
+
+
+def _next_cut(start: int, tokens_each: int, token_stop: int) -> int:
+    if token_stop - start <= tokens_each:
+        return token_stop
+    aligned = (start + tokens_each) // _ALIGN_TOKENS * _ALIGN_TOKENS
+    return aligned if aligned > start else start + tokens_each

@@ -1,0 +1,253 @@
+"""The one thread that owns a node's transport, staging, gather, digest and scatter.
+
+Others talk to it by posted calls, which it runs in order; it talks back through futures and callbacks. Knows nothing
+of asyncio.
+"""
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from attention.cache import PagedKVCache
+from baton.errors import BatonError, InternalError
+from kvtransfer.leases import LeaseTotals
+from kvtransfer.receiver import Receiver
+from kvtransfer.records import Ledger, LinkMeasure, Peer, PeerTraffic, SegmentRefused
+from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.sender import Sender
+from kvtransfer.staging import StagingPool
+from kvtransfer.transport import Transport, open_transport
+
+T = TypeVar("T")
+
+log = logging.getLogger("baton")
+
+# While messages are in flight the thread sleeps between looks, a fraction of the time since something last happened.
+# On two busy cores naps of 20 us moved 0.8-2.4 GB/s through shared memory, waiting for UCX's event 0.2, and looking
+# without a pause 0.1-0.2: each message needs both ends to run in turn. Naps also leave the GIL to the other threads.
+_NAP_SHORTEST_S = 20e-6
+_NAP_LONGEST_S = 1e-3
+_NAP_FRACTION = 1 / 8
+# With nothing in flight it goes on looking for that long, because segments come in rows; then it waits for an event.
+_HOT_S = 2e-3
+# The longest wait, should an event get lost: with open leases, and without.
+_WAIT_LEASED_MS = 20
+_WAIT_IDLE_MS = 200
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class TransferThread:
+    """Runs from `start` to `stop`. `sender`, `receiver` and the methods marked "on the thread" are for posted calls."""
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        *,
+        transport: str,
+        incarnation: int,
+        segment_bytes: int,
+        staging_slots: int,
+        digests: bool,
+        on_filled: Callable[[LeaseTotals], None],
+        on_refused: Callable[[SegmentRefused], None],
+    ) -> None:
+        self.ledger = Ledger()
+        self._cache = cache
+        self._transport_name = transport
+        self._incarnation = incarnation
+        self._segment_bytes = segment_bytes
+        self._staging_slots = staging_slots
+        self._digests = digests
+        self._on_filled = on_filled
+        self._on_refused = on_refused
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
+        self._lock = threading.Lock()  # guards `_ended` against a post that comes while the thread ends
+        self._ended: Exception | None = None
+        self._stopping = False
+        self._wake_fd = -1
+        self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
+        self._started: Future[bytes] = Future()
+        self._disconnecting: list[tuple[int, tuple[int, ...], Future[tuple[int, ...]]]] = []
+        self.transport: Transport
+        self.sender: Sender
+        self.receiver: Receiver
+
+    # ---- from other threads
+
+    def start(self) -> "Future[bytes]":
+        """Starts the thread; the future gets the transport's address."""
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread.start()
+        return self._started
+
+    def call(self, function: Callable[["Future[T]"], None]) -> "Future[T]":
+        """Runs a function on the thread; it, or what it begins, completes the future that it gets."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                function(future)
+            except BatonError as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._ended is not None:
+                future.set_exception(self._ended)
+                return future
+            self._pending.add(future)
+            self._calls.put(run)
+            os.eventfd_write(self._wake_fd, 1)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def stop(self) -> None:
+        """Cancels what is in flight, closes the transport and waits for the thread's end."""
+        if self._wake_fd < 0:
+            return
+
+        def end(future: "Future[None]") -> None:
+            self._stopping = True
+            future.set_result(None)
+
+        self.call(end)
+        self._thread.join()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+
+    # ---- on the thread
+
+    def connect(self, peer: int, address: bytes, message_bytes: int, future: "Future[None]") -> None:
+        if peer in self.ledger.peers:
+            raise InternalError(f"peer {peer} is connected already", field="peer", value=peer)
+        self.transport.connect(peer, address)
+        self.ledger.peers[peer] = Peer(peer, min(self._segment_bytes, message_bytes - TRAILER_BYTES))
+        self.ledger.traffic[peer] = PeerTraffic()
+        future.set_result(None)
+
+    def disconnect(self, peer: int, future: "Future[tuple[int, ...]]") -> None:
+        """Closes the link; the future gets the peer's open leases when nothing of it is in flight."""
+        if self.ledger.peers.pop(peer, None) is None:
+            future.set_result(())
+            return
+        self.ledger.traffic.pop(peer)
+        self.sender.lost(peer)
+        leases = self.receiver.lost(peer)
+        self.transport.disconnect(peer)
+        self._disconnecting.append((peer, leases, future))
+
+    def expect_warm_up(self, peer: int, messages: int, num_bytes: int, future: "Future[LinkMeasure]") -> None:
+        if peer not in self.ledger.peers:
+            raise InternalError(f"peer {peer} is not connected", field="peer", value=peer)
+        self.receiver.warm_ups.expect(peer, messages, num_bytes, self.transport.carrier(peer), future)
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except Exception as error:  # noqa: BLE001  (whoever called `start` gets it)
+            self._end(error)
+            return
+        ended: BatonError = InternalError("the transfer is closed")
+        try:
+            self._loop()
+        except Exception as error:
+            log.exception("the transfer thread failed")
+            ended = InternalError(f"the transfer thread failed: {error}", cure="restart the node; its log says why")
+        finally:
+            self._close()
+            self._end(ended)
+
+    def _end(self, error: Exception) -> None:
+        """From here on every call, old or new, gets this error."""
+        with self._lock:
+            self._ended = error
+        if not self._started.done():
+            self._started.set_exception(error)
+        for future in list(self._pending):
+            if not future.done() and not future.cancel():
+                future.set_exception(error)
+
+    def _open(self) -> None:
+        self.transport = open_transport(self._transport_name)
+        self.sender = Sender(self._cache, self.transport, self.ledger, self._make_pool, digests=self._digests)
+        self.receiver = Receiver(
+            self._cache,
+            self.transport,
+            self.ledger,
+            self._make_pool,
+            slot_bytes=self._segment_bytes + TRAILER_BYTES,
+            incarnation=self._incarnation,
+            digests=self._digests,
+            on_filled=self._on_filled,
+            on_refused=self._on_refused,
+        )
+        self._started.set_result(self.transport.address)
+
+    def _make_pool(self) -> StagingPool:
+        return StagingPool(
+            slot_bytes=self._segment_bytes + TRAILER_BYTES, slots=self._staging_slots, device=self._cache.view.device
+        )
+
+    def _loop(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self.transport.fileno(), select.POLLIN)
+        happened_s = time.monotonic()
+        while not self._stopping:
+            if self._advance():
+                happened_s = time.monotonic()
+                continue
+            quiet_s = time.monotonic() - happened_s
+            if self._in_flight or quiet_s < _HOT_S:
+                time.sleep(min(max(quiet_s * _NAP_FRACTION, _NAP_SHORTEST_S), _NAP_LONGEST_S))
+            elif self.transport.arm():
+                poll.poll(_WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS)
+
+    def _advance(self) -> bool:
+        """One look at everything; whether anything happened. Every part is looked at, whatever the others had."""
+        results = (self._run_calls(), self.transport.progress(), self.receiver.step(), self.sender.step())
+        if self._disconnecting:
+            self._finish_disconnects()
+        return any(results)
+
+    def _run_calls(self) -> bool:
+        if self._calls.empty():
+            return False
+        # The call may be there before its wake is.
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        while not self._calls.empty():
+            self._calls.get_nowait()()
+        return True
+
+    @property
+    def _in_flight(self) -> int:
+        return self.sender.in_flight + self.receiver.in_flight
+
+    def _finish_disconnects(self) -> None:
+        waiting = []
+        for peer, leases, future in self._disconnecting:
+            if self.sender.holds(peer) or self.receiver.holds(peer):
+                waiting.append((peer, leases, future))
+            else:
+                future.set_result(leases)
+        self._disconnecting = waiting
+
+    def _close(self) -> None:
+        for peer in list(self.ledger.peers):
+            self.disconnect(peer, Future())
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._in_flight and time.monotonic() < deadline_s:
+            self._advance()
+        self.transport.close()
+        # ucxx's objects must end in the thread that made them.
+        del self.sender, self.receiver, self.transport

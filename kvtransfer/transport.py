@@ -1,0 +1,108 @@
+"""What carries messages between nodes: the Protocol that every transport fulfils, and the table of their names.
+
+Two-sided, tagged, receive on arrival: nothing is posted in advance, a message waits at its sender until the receiver
+has probed it and offered memory to it. A transport knows nothing of leases and segments; tags are 64-bit numbers.
+
+Made, used and closed by one thread. After `disconnect` and some `progress`, every request of that peer is done.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from baton.errors import BatonError, ConfigError
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message taken off the transport's queue: exactly one `receive` or `discard` must follow."""
+
+    tag: int
+    num_bytes: int
+    handle: object
+
+
+class Request(Protocol):
+    """One message on its way out or in. Its memory belongs to the transport until it is done."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def failure(self) -> BatonError | None:
+        """Why it failed, None if it did not; for requests that are done."""
+        ...
+
+
+class Transport(Protocol):
+    """One node's end of all its links.
+
+    Attributes:
+        address: where peers reach it, to be given to their `connect`.
+    """
+
+    @property
+    def address(self) -> bytes: ...
+
+    def connect(self, peer: int, address: bytes) -> None:
+        """Makes the endpoint to a peer, under a number that is this node's own.
+
+        Raises:
+            PeerRefused: that is no address of this transport.
+        """
+        ...
+
+    def disconnect(self, peer: int) -> None:
+        """Closes the peer's endpoint and cancels its requests; works for peers dead, stopped or gone. Unknown: no-op.
+
+        Other peers do not notice. Messages of the peer that still arrive can only be discarded.
+        """
+        ...
+
+    def carrier(self, peer: int) -> str:
+        """What really moves the bulk of the bytes: "cma", "sysv", "posix", "tcp", "cuda_ipc", "loopback"."""
+        ...
+
+    def send(self, peer: int, tag: int, message: Tensor) -> Request: ...
+
+    def probe(self) -> Arrival | None:
+        """The next message that has arrived, from whomever."""
+        ...
+
+    def receive(self, peer: int, arrival: Arrival, into: Tensor) -> Request:
+        """Takes a message into memory of exactly its size."""
+        ...
+
+    def discard(self, arrival: Arrival) -> None:
+        """Takes a message, whoever sent it, without its bytes; its sender sees it as sent."""
+        ...
+
+    def progress(self) -> bool:
+        """Moves messages on; whether anything happened."""
+        ...
+
+    def arm(self) -> bool:
+        """Before a wait on `fileno`: True when it will become readable with the next event, False when there has been
+        one already."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+def open_transport(name: str) -> Transport:
+    """The transport of that name, ready to use from this thread on.
+
+    Raises:
+        ConfigError: there is none; lists the known ones.
+    """
+    # NOTE: imported here because ucxx writes to the environment when it is imported.
+    from kvtransfer.loopback import LoopbackTransport
+    from kvtransfer.ucx import UcxTransport
+
+    table: dict[str, Callable[[], Transport]] = {"ucx": UcxTransport, "loopback": LoopbackTransport}
+    if name not in table:
+        raise ConfigError(f"transport is {name!r}", field="transport", value=name, allowed=tuple(table))
+    return table[name]()

@@ -1,0 +1,266 @@
+"""Owns the recipe of the demo models: tokenizer, shapes, training, and the folder in Hugging Face layout.
+
+It reads what corpus.py wrote. It must not know how that text was found, nor how Baton serves a model.
+"""
+
+import argparse
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, DeepseekV2Config, GenerationConfig, LlamaConfig, PreTrainedConfig
+
+from models.demo.corpus import END_OF_TEXT
+
+VOCAB_SIZE = 4096
+MAX_POSITIONS = 4096
+ROW_LENGTHS = (512, 512, 512, 2048)  # of training steps in turn: mostly short rows, some that reach far positions
+BATCH_TOKENS = 32768
+ROUTER_BALANCE_WEIGHT = 0.01
+EVALUATIONS = 40
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '' if loop.last else '\n\n' }}{% endfor %}"
+
+
+def train_tokenizer(documents: list[str]) -> Tokenizer:
+    """Byte-level BPE whose last id is END_OF_TEXT; it adds nothing at either end of a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """tokenizer.json and the tokenizer_config.json that AutoTokenizer reads."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": MAX_POSITIONS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def shape(arch: str, eos_token_id: int | None) -> PreTrainedConfig:
+    """Configuration of about 5.3 million parameters."""
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "dtype": "bfloat16",
+    }
+    if arch == "llama":
+        return LlamaConfig(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64, **common)
+    return DeepseekV2Config(
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=None,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=96,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,  # transformers does not normalize for this architecture, whatever is said here
+        routed_scaling_factor=1.0,
+        **common,
+    )
+
+
+class Text:
+    """Documents as one row of token ids, each ended by END_OF_TEXT, with the places where one starts."""
+
+    def __init__(self, documents: list[str], tokenizer: Tokenizer, device: torch.device) -> None:
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(documents)]
+        self.tokens = torch.tensor([token for document in ids for token in document], device=device)
+        sizes = torch.tensor([len(document) for document in ids], device=device)
+        self.starts = sizes.cumsum(0) - sizes
+
+    def batch(self, length: int) -> Tensor:
+        """[rows, length] random stretches, half of them from a document's start, as prompts are."""
+        rows = BATCH_TOKENS // length
+        last = len(self.tokens) - length
+        at_starts = self.starts[torch.randint(len(self.starts), (rows // 2,), device=self.starts.device)]
+        anywhere = torch.randint(last + 1, (rows - rows // 2,), device=self.starts.device)
+        offsets = torch.cat([at_starts.clamp(max=last), anywhere])
+        return self.tokens[offsets[:, None] + torch.arange(length, device=offsets.device)]
+
+    def windows(self, length: int) -> Iterator[Tensor]:
+        """The whole text in [rows, length] batches, less the rest that fills no row."""
+        rows = self.tokens[: len(self.tokens) // length * length].view(-1, length)
+        for start in range(0, len(rows), BATCH_TOKENS // length):
+            yield rows[start : start + BATCH_TOKENS // length]
+
+
+def add_dropout(model: nn.Module, probability: float) -> None:
+    """Drops parts of the embeddings and of what each sublayer adds, which the architectures themselves do not."""
+
+    def drop(module: nn.Module, _: object, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (functional.dropout(output[0], probability, module.training), *output[1:])
+        return functional.dropout(output, probability, module.training)
+
+    for name, module in model.named_modules():
+        if name.endswith(("embed_tokens", ".self_attn", ".mlp")):
+            module.register_forward_hook(drop)
+
+
+class RouterBalance:
+    """Collects, during a forward, the auxiliary loss that keeps experts evenly used (Switch Transformer, eq. 4)."""
+
+    def __init__(self, model: nn.Module, top_k: int) -> None:
+        self._top_k = top_k
+        self._losses: list[Tensor] = []
+        for name, module in model.named_modules():
+            if name.endswith(".mlp.gate"):
+                module.register_forward_hook(self._collect)
+
+    def _collect(self, gate: nn.Module, inputs: tuple[Tensor, ...], _: object) -> None:
+        if not gate.training:
+            return
+        hidden = inputs[0].flatten(0, -2).float()
+        probabilities = functional.linear(hidden, gate.get_parameter("weight").float()).softmax(-1)
+        chosen = functional.one_hot(probabilities.topk(self._top_k).indices, probabilities.shape[-1]).sum(1).float()
+        share = chosen.mean(0) / self._top_k
+        self._losses.append(probabilities.shape[-1] * (share * probabilities.mean(0)).sum())
+
+    def take(self) -> Tensor | float:
+        """The mean over layers since the last call; 0 for a model without experts."""
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).mean() if losses else 0.0
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: Text, length: int) -> float:
+    """Mean loss per token in nats over the whole text, in rows of `length` tokens."""
+    model.eval()
+    total = count = 0.0
+    for rows in text.windows(length):
+        total += float(model(input_ids=rows, labels=rows).loss) * len(rows)
+        count += len(rows)
+    model.train()
+    return total / count
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first twentieth, then a cosine down to a hundredth of the peak."""
+    warm_up = max(1, steps // 20)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up))))
+
+
+def optimizer_of(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices alone."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+def train(model: nn.Module, training: Text, held_out: Text, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Trains, leaves the weights of the best held-out loss in the model, and returns the losses on the way."""
+    balance = RouterBalance(model, getattr(model.config, "num_experts_per_tok", 1))
+    add_dropout(model, options.dropout)
+    optimizer = optimizer_of(model, options.weight_decay)
+    autocast = torch.autocast(training.tokens.device.type, torch.bfloat16)
+    losses: list[dict[str, float]] = []
+    best = copy.deepcopy(model.state_dict())
+    best_loss = math.inf
+    recent: list[Tensor] = []
+    progress = tqdm(range(options.steps), desc=options.arch, mininterval=2)
+    for step in progress:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, options.steps, options.lr)
+        rows = training.batch(ROW_LENGTHS[step % len(ROW_LENGTHS)])
+        with autocast:
+            loss = model(input_ids=rows, labels=rows).loss
+        (loss + ROUTER_BALANCE_WEIGHT * balance.take()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(loss.detach())
+        if (step + 1) % max(1, options.steps // EVALUATIONS) and step + 1 != options.steps:
+            continue
+        with autocast:
+            held_out_loss = evaluate(model, held_out, min(ROW_LENGTHS))
+        losses.append({"step": step + 1, "train": torch.stack(recent).mean().item(), "held_out": held_out_loss})
+        progress.set_postfix(losses[-1])
+        recent.clear()
+        if held_out_loss < best_loss:
+            best_loss = held_out_loss
+            best = copy.deepcopy(model.state_dict())
+    model.load_state_dict(best)
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", choices=("llama", "deepseek"), required=True)
+    parser.add_argument("--corpus", type=Path, required=True, help="folder that corpus.py wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+
+    torch.manual_seed(options.seed)
+    device = torch.device(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    documents, kept = (
+        (options.corpus / name).read_text(encoding="utf-8").split(END_OF_TEXT) for name in ("train.txt", "heldout.txt")
+    )
+    tokenizer = train_tokenizer(documents)
+    training, held_out = Text(documents, tokenizer, device), Text(kept, tokenizer, device)
+    eos_token_id = tokenizer.token_to_id(END_OF_TEXT)
+    model = AutoModelForCausalLM.from_config(
+        shape(options.arch, eos_token_id), dtype=torch.float32, experts_implementation="eager"
+    ).to(device)
+    losses = train(model, training, held_out, options)
+
+    model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=eos_token_id)
+    model.save_pretrained(options.out)
+    save_tokenizer(tokenizer, options.out)
+    saved = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "train_tokens": len(training.tokens),
+        "held_out_tokens": len(held_out.tokens),
+        "bfloat16_held_out": {length: evaluate(model, held_out, length) for length in sorted(set(ROW_LENGTHS))},
+    }
+    (options.out / "losses.json").write_text(json.dumps({"saved": saved, "steps": losses}, indent=1) + "\n")
+    print(json.dumps(saved))
+
+
+if __name__ == "__main__":
+    main()

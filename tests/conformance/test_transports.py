@@ -1,0 +1,227 @@
+"""What every transport does, in one suite: two ends in this process, driven by hand."""
+
+import itertools
+import select
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError, DataLoss, PeerRefused
+from kvtransfer.transport import Arrival, Request, Transport, open_transport
+
+NAMES = ("loopback", "ucx")
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """A sender's and a receiver's end; to each other they are peers 1 and 2."""
+
+    sender: Transport
+    receiver: Transport
+
+    def pump(self, until: Callable[[], bool], *, for_s: float = DEADLINE_S) -> bool:
+        """Drives both ends until something holds; False when it does not within that time."""
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            self.sender.progress()
+            self.receiver.progress()
+            if until():
+                return True
+        return False
+
+    def arrivals(self, count: int) -> list[Arrival]:
+        found: list[Arrival] = []
+
+        def probe() -> bool:
+            arrival = self.receiver.probe()
+            if arrival is not None:
+                found.append(arrival)
+            return len(found) == count
+
+        assert self.pump(probe)
+        return found
+
+    def complete(self, *requests: Request) -> None:
+        assert self.pump(lambda: all(request.done for request in requests))
+        assert [request.failure() for request in requests] == [None] * len(requests)
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def link(name: str) -> Iterator[Link]:
+    sender, receiver = open_transport(name), open_transport(name)
+    sender.connect(2, receiver.address)
+    receiver.connect(1, sender.address)
+    yield Link(sender, receiver)
+    sender.close()
+    receiver.close()
+
+
+def message(num_bytes: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 71, 8191, 8192, 100_000, 6 << 20])
+def test_a_message_arrives_with_its_tag_size_and_bytes(link: Link, num_bytes: int) -> None:
+    sent = message(num_bytes)
+    request = link.sender.send(2, 2**64 - num_bytes, sent)
+    (arrival,) = link.arrivals(1)
+    assert (arrival.tag, arrival.num_bytes) == (2**64 - num_bytes, num_bytes)
+    into = torch.zeros(num_bytes, dtype=torch.uint8)
+    link.complete(request, link.receiver.receive(1, arrival, into))
+    assert torch.equal(into, sent)
+
+
+def test_messages_may_be_taken_in_any_order(link: Link) -> None:
+    sizes = [5, 300_000, 70, 20_000, 1 << 20]
+    sent = {tag: message(size, seed=tag) for tag, size in enumerate(sizes)}
+    requests = [link.sender.send(2, tag, sent[tag]) for tag in sent]
+    arrivals = link.arrivals(len(sizes))
+    into = {arrival.tag: torch.zeros(arrival.num_bytes, dtype=torch.uint8) for arrival in arrivals}
+    receives = [link.receiver.receive(1, arrival, into[arrival.tag]) for arrival in reversed(arrivals)]
+    link.complete(*requests, *receives)
+    assert all(torch.equal(into[tag], sent[tag]) for tag in sent)
+
+
+def test_a_large_message_waits_at_its_sender_until_it_is_taken(link: Link) -> None:
+    sent = message(4 << 20)
+    request = link.sender.send(2, 1, sent)
+    (arrival,) = link.arrivals(1)
+    assert not link.pump(lambda: request.done, for_s=0.1)
+    into = torch.zeros(arrival.num_bytes, dtype=torch.uint8)
+    link.complete(request, link.receiver.receive(1, arrival, into))
+    assert torch.equal(into, sent)
+
+
+@pytest.mark.parametrize("num_bytes", [71, 5000, 100_000, 4 << 20])
+def test_a_discarded_message_frees_its_sender(link: Link, num_bytes: int) -> None:
+    request = link.sender.send(2, 1, message(num_bytes))
+    link.receiver.discard(link.arrivals(1)[0])
+    link.complete(request)
+
+
+def test_a_message_of_a_peer_that_was_never_connected_can_be_discarded(link: Link, name: str) -> None:
+    stranger = open_transport(name)
+    stranger.connect(9, link.receiver.address)
+    request = stranger.send(9, 77, message(5000))
+    assert link.pump(lambda: bool(stranger.progress()) or request.done)
+    found: list[Arrival] = []
+
+    def probe() -> bool:
+        stranger.progress()
+        found.extend(arrival for arrival in [link.receiver.probe()] if arrival)
+        return bool(found)
+
+    assert link.pump(probe)
+    assert found[0].tag == 77
+    link.receiver.discard(found[0])
+    assert link.pump(lambda: (stranger.progress(), request.done)[1])
+    stranger.close()
+
+
+def test_disconnecting_cancels_the_sends_that_nobody_takes(link: Link) -> None:
+    requests = [link.sender.send(2, tag, message(1 << 20)) for tag in range(3)]
+    link.arrivals(3)
+    link.sender.disconnect(2)
+    assert link.pump(lambda: all(request.done for request in requests))
+    assert all(isinstance(request.failure(), DataLoss) for request in requests)
+
+
+def test_disconnecting_ends_the_receives_under_way(link: Link) -> None:
+    link.sender.send(2, 1, message(16 << 20))
+    (arrival,) = link.arrivals(1)
+    receive = link.receiver.receive(1, arrival, torch.zeros(arrival.num_bytes, dtype=torch.uint8))
+    link.receiver.disconnect(1)
+    assert link.pump(lambda: receive.done)
+    assert isinstance(receive.failure(), DataLoss)
+
+
+def test_a_message_that_comes_after_its_peer_was_disconnected_can_be_discarded(link: Link) -> None:
+    request = link.sender.send(2, 1, message(1 << 20))
+    (arrival,) = link.arrivals(1)
+    link.receiver.disconnect(1)
+    link.receiver.discard(arrival)
+    link.sender.disconnect(2)
+    assert link.pump(lambda: request.done)
+
+
+def test_other_peers_do_not_notice_a_disconnect(link: Link, name: str) -> None:
+    other = open_transport(name)
+    other.connect(2, link.receiver.address)
+    link.receiver.connect(3, other.address)
+    link.sender.send(2, 1, message(1 << 20))
+    link.arrivals(1)[0]
+    link.receiver.disconnect(1)
+    sent = message(3 << 20, seed=5)
+    request = other.send(2, 2, sent)
+    found: list[Arrival] = []
+
+    def probe() -> bool:
+        other.progress()
+        found.extend(arrival for arrival in [link.receiver.probe()] if arrival)
+        return bool(found)
+
+    assert link.pump(probe)
+    into = torch.zeros(found[0].num_bytes, dtype=torch.uint8)
+    receive = link.receiver.receive(3, found[0], into)
+    assert link.pump(lambda: (other.progress(), request.done and receive.done)[1])
+    assert torch.equal(into, sent)
+    other.close()
+
+
+def test_disconnecting_twice_or_from_a_stranger_is_nothing(link: Link) -> None:
+    link.receiver.disconnect(1)
+    link.receiver.disconnect(1)
+    link.receiver.disconnect(12345)
+
+
+def test_a_peer_can_be_connected_again(link: Link) -> None:
+    link.receiver.disconnect(1)
+    link.sender.disconnect(2)
+    link.sender.connect(2, link.receiver.address)
+    link.receiver.connect(1, link.sender.address)
+    request = link.sender.send(2, 8, message(100_000))
+    (arrival,) = link.arrivals(1)
+    into = torch.zeros(arrival.num_bytes, dtype=torch.uint8)
+    link.complete(request, link.receiver.receive(1, arrival, into))
+
+
+@pytest.mark.parametrize("address", [b"", b"somewhere", b"baton-ucx-1:1234damaged"])
+def test_what_is_no_address_is_refused(link: Link, address: bytes) -> None:
+    with pytest.raises(PeerRefused, match="address"):
+        link.sender.connect(5, address)
+
+
+def test_it_says_what_carries_the_bytes(link: Link, name: str) -> None:
+    known = {"loopback": {"loopback"}, "ucx": {"cma", "sysv", "posix", "tcp"}}
+    assert link.sender.carrier(2) in known[name]
+
+
+def test_a_wait_ends_when_a_message_comes(link: Link) -> None:
+    poll = select.poll()
+    poll.register(link.receiver.fileno(), select.POLLIN)
+    link.pump(lambda: False, for_s=0.1)
+    for tag in range(3):
+        assert link.pump(link.receiver.arm, for_s=1)
+        request = link.sender.send(2, tag, message(300))
+        waited = itertools.takewhile(lambda _: not poll.poll(0), iter(link.sender.progress, None))
+        end_s = time.monotonic() + DEADLINE_S
+        assert all(time.monotonic() < end_s for _ in waited)
+        (arrival,) = link.arrivals(1)
+        into = torch.zeros(arrival.num_bytes, dtype=torch.uint8)
+        link.complete(request, link.receiver.receive(1, arrival, into))
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="ucx") as error:
+        open_transport("pigeon")
+    assert set(error.value.allowed) == set(NAMES)

@@ -1,0 +1,49 @@
+"""Every kustomization, rendered once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.manifests import BASE, CPU_DEMO, KUSTOMIZE, NVIDIA, Rendered, render
+
+
+@pytest.fixture(scope="session")
+def base() -> Rendered:
+    return render(BASE)
+
+
+@pytest.fixture(scope="session")
+def cpu_demo() -> Rendered:
+    return render(CPU_DEMO)
+
+
+@pytest.fixture(scope="session")
+def nvidia() -> Rendered:
+    return render(NVIDIA)
+
+
+@pytest.fixture(scope="session")
+def rdma(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """What a user gets who adds the component to the NVIDIA overlay."""
+    overlay = tmp_path_factory.mktemp("rdma")
+    # Kustomize takes relative paths only, and looks them up with symbolic links resolved.
+    here = overlay.resolve()
+    (overlay / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        f"resources: [{os.path.relpath(NVIDIA, here)}]\n"
+        f"components: [{os.path.relpath(KUSTOMIZE / 'components' / 'rdma', here)}]\n"
+    )
+    return render(here)
+
+
+@pytest.fixture(scope="session", params=["base", "cpu_demo", "nvidia", "rdma"])
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Rendered)
+    return found
+
+
+@pytest.fixture(scope="session")
+def dockerfile() -> Path:
+    return Path(__file__).resolve().parents[2] / "deploy" / "Dockerfile"

@@ -1,0 +1,89 @@
+"""Renders a kustomization with kubectl and finds things in what comes out. Knows nothing of what is right."""
+
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from baton.config import CommonSettings, DecodeSettings, GatewaySettings, PrefillSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+KUSTOMIZE = ROOT / "deploy" / "kustomize"
+BASE = KUSTOMIZE / "base"
+CPU_DEMO = KUSTOMIZE / "overlays" / "cpu-demo"
+NVIDIA = KUSTOMIZE / "overlays" / "nvidia"
+
+ROLE_LABEL = "app.kubernetes.io/component"
+SETTINGS: Mapping[str, type[CommonSettings]] = {
+    "gateway": GatewaySettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+ROLES = tuple(SETTINGS)
+NODE_ROLES = ("prefill", "decode")
+
+# What the kubelet would put in place of fields that are only known in the cluster.
+FIELDS = {"status.podIP": "10.0.0.7", "metadata.name": "the-pod"}
+
+# The manifests are plain data of any shape.
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """All objects of one kustomization."""
+
+    objects: tuple[Manifest, ...]
+
+    def of_kind(self, kind: str) -> list[Manifest]:
+        return [item for item in self.objects if item["kind"] == kind]
+
+    def find(self, kind: str, name: str) -> Manifest:
+        (found,) = [item for item in self.of_kind(kind) if item["metadata"]["name"] == name]
+        return found
+
+    def deployment(self, role: str) -> Manifest:
+        return self.find("Deployment", f"baton-{role}")
+
+    def pod(self, role: str) -> Manifest:
+        pod: Manifest = self.deployment(role)["spec"]["template"]["spec"]
+        return pod
+
+    def container(self, role: str) -> Manifest:
+        (container,) = self.pod(role)["containers"]
+        found: Manifest = container
+        return found
+
+    def environment(self, role: str) -> dict[str, str]:
+        """What the role's process would find in its environment."""
+        container = self.container(role)
+        values: dict[str, str] = {}
+        for source in container["envFrom"]:
+            values.update(self.find("ConfigMap", source["configMapRef"]["name"])["data"])
+        for item in container["env"]:
+            text = item["value"] if "value" in item else FIELDS[item["valueFrom"]["fieldRef"]["fieldPath"]]
+            for name, value in values.items():
+                text = text.replace(f"$({name})", value)
+            values[item["name"]] = text
+        return values
+
+    def settings(self, role: str) -> dict[str, str]:
+        """The part of the environment that is meant for Baton, by the setting's name."""
+        environment = self.environment(role)
+        return {name[6:].lower(): value for name, value in environment.items() if name.startswith("BATON_")}
+
+    def pods(self) -> Iterator[tuple[str, Manifest]]:
+        for role in ROLES:
+            yield role, self.pod(role)
+
+
+def render(directory: Path) -> Rendered:
+    """What `kubectl apply --kustomize` would send, and no warning on the way there."""
+    kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
+    done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return Rendered(tuple(yaml.safe_load_all(done.stdout)))

@@ -1,0 +1,150 @@
+"""The Dockerfile, read as text: no container engine is needed to see that it says what the manifests rely on."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from baton import __version__
+from tests.deploy.manifests import ROLES, ROOT, Rendered
+
+PROGRAMS = {
+    "gateway": "gateway",
+    "prefill": "prefill_node",
+    "decode": "decode_node",
+    "prefill-cuda": "prefill_node",
+    "decode-cuda": "decode_node",
+}
+COMPILERS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|cmake|make)\b")
+
+# Every module, because the program imports most of them only once its settings are read.
+IMPORT_GATEWAY = """
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys(sys.argv[1:]))
+import gateway
+for module in pkgutil.walk_packages(gateway.__path__, "gateway."):
+    importlib.import_module(module.name)
+"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One FROM with what follows it."""
+
+    name: str
+    parent: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read_stages(dockerfile: Path) -> dict[str, Stage]:
+    text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    stages: dict[str, Stage] = {}
+    for line in text.splitlines():
+        keyword, _, rest = line.strip().partition(" ")
+        if keyword == "FROM":
+            parent, name = rest.split(" AS ")
+            stages[name] = Stage(name, parent)
+        elif keyword and stages:
+            list(stages.values())[-1].instructions.append((keyword, rest.strip()))
+    return stages
+
+
+@pytest.fixture(scope="module")
+def stages(dockerfile: Path) -> dict[str, Stage]:
+    return read_stages(dockerfile)
+
+
+def lineage(stages: dict[str, Stage], name: str) -> list[Stage]:
+    """The stage and what it is made from, outermost first."""
+    chain: list[Stage] = []
+    while name in stages:
+        chain.insert(0, stages[name])
+        name = stages[name].parent
+    return chain
+
+
+def instructions(stages: dict[str, Stage], name: str) -> list[tuple[str, str]]:
+    return [instruction for stage in lineage(stages, name) for instruction in stage.instructions]
+
+
+def test_the_linter_has_nothing_to_say(dockerfile: Path) -> None:
+    hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
+    done = subprocess.run([hadolint, dockerfile], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("target", PROGRAMS)
+def test_a_target_starts_its_process_as_a_numbered_user(stages: dict[str, Stage], target: str) -> None:
+    found = dict(instructions(stages, target))
+    assert found["ENTRYPOINT"] == f'["python", "-m", "{PROGRAMS[target]}"]'
+    assert found["USER"] == "65532:65532"
+    assert (ROOT / PROGRAMS[target] / "__main__.py").is_file()
+
+
+@pytest.mark.parametrize("target", PROGRAMS)
+def test_a_target_has_no_compiler_and_installs_nothing_itself(stages: dict[str, Stage], target: str) -> None:
+    runs = " ".join(text for keyword, text in instructions(stages, target) if keyword == "RUN")
+    assert not COMPILERS.search(runs)
+    assert not re.search(r"\b(pip|apt-get)\b", runs)
+
+
+def test_every_image_of_every_manifest_is_a_target(rendered: Rendered, stages: dict[str, Stage]) -> None:
+    for role in ROLES:
+        name, _, tag = rendered.container(role)["image"].partition(":")
+        assert name.removeprefix("baton-") in stages
+        assert tag == __version__
+
+
+def test_image_and_manifest_agree_on_the_port(base: Rendered, stages: dict[str, Stage]) -> None:
+    for target in PROGRAMS:
+        (port,) = base.container(target.removesuffix("-cuda"))["ports"]
+        found = instructions(stages, target)
+        assert ("EXPOSE", str(port["containerPort"])) in found
+        assert ("ENV", f"BATON_LISTEN=0.0.0.0:{port['containerPort']}") in found
+
+
+def test_no_base_image_floats(stages: dict[str, Stage], dockerfile: Path) -> None:
+    outside = {stage.parent for stage in stages.values()} - set(stages)
+    assert outside == {"${PYTHON_IMAGE}"}
+    (image,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile.read_text(), flags=re.MULTILINE)
+    assert re.fullmatch(r"python:3\.1[12][\w.]*-slim-\w+", image)
+
+
+def test_dependencies_are_held_to_the_constraints(stages: dict[str, Stage]) -> None:
+    installs = [text for stage in stages.values() for keyword, text in stage.instructions if "pip install" in text]
+    assert installs
+    for text in installs:
+        assert "--constraint constraints.txt" in text or "--no-deps --no-index" in text
+
+
+def test_the_gateway_runs_without_what_its_image_leaves_out(dockerfile: Path) -> None:
+    (pattern,) = re.findall(r"grep -vE '(\^\(.*\)\\b)' node\.txt > gateway\.txt", dockerfile.read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    left_out = [re.split(r"[<>=~! -]", text)[0] for text in project["dependencies"] if re.match(pattern, text)]
+    assert left_out == ["numpy", "safetensors", "torch", "ucxx"]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_GATEWAY, *left_out],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_package_reaches_the_build(dockerfile: Path) -> None:
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    files = {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
+    assert let_in == packages | files
+    on_disk = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "bench"}
+    assert packages == on_disk

@@ -1,0 +1,246 @@
+"""What holds for every kustomization: Kubernetes accepts it, and it says what the processes understand."""
+
+import re
+
+import kubernetes_validate
+import pytest
+
+from attention.layout import parse_layout
+from baton.config import CommonSettings
+from baton.rpc.server import Address
+from protos import decode_pb2, generation_pb2, prefill_pb2
+from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
+
+# The oldest release with `preStop.sleep` on by default, and the newest one with schemas at hand.
+KUBERNETES = ("1.30", "1.37")
+SERVICES = {
+    "gateway": generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
+    "prefill": prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name,
+    "decode": decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name,
+}
+# From the end of a drain to the end of the process: typed errors for what is left, closing, exit.
+CLOSING_S = 10
+
+
+def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_accepts_every_object(rendered: Rendered, version: str) -> None:
+    for item in rendered.objects:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_a_misspelt_field_would_not_be_accepted(base: Rendered) -> None:
+    wrong = base.deployment("decode") | {"spec": base.deployment("decode")["spec"] | {"replica": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES[0], strict=True)
+
+
+def test_everything_is_in_the_namespace_that_comes_along(rendered: Rendered) -> None:
+    (namespace,) = rendered.of_kind("Namespace")
+    others = [item for item in rendered.objects if item["kind"] != "Namespace"]
+    assert {item["metadata"]["namespace"] for item in others} == {namespace["metadata"]["name"]}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_variable_is_a_setting_of_its_role(rendered: Rendered, role: str) -> None:
+    assert set(rendered.settings(role)) <= set(SETTINGS[role].model_fields)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_value_is_one_that_the_process_takes(rendered: Rendered, role: str) -> None:
+    given = rendered.settings(role)
+    settings = SETTINGS[role].model_validate(given)
+    assert isinstance(settings, CommonSettings)
+    Address.parse(given["advertise"], field="advertise")
+    Address.parse(given["listen"], field="listen")
+
+
+@pytest.mark.parametrize("role", NODE_ROLES)
+def test_the_layout_is_known_whatever_the_model(rendered: Rendered, role: str) -> None:
+    for mla in (False, True):
+        parse_layout(rendered.settings(role)["kv_cache_layout"], mla=mla)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_others_are_told_the_pods_own_address(rendered: Rendered, role: str) -> None:
+    (port,) = rendered.container(role)["ports"]
+    given = rendered.settings(role)
+    assert given["advertise"] == f"10.0.0.7:{port['containerPort']}"
+    assert given["listen"] == f"0.0.0.0:{port['containerPort']}"
+
+
+@pytest.mark.parametrize("role", NODE_ROLES)
+def test_gateways_find_every_node_by_a_headless_service(rendered: Rendered, role: str) -> None:
+    name, _, port = rendered.settings("gateway")[role].partition(":")
+    service = rendered.find("Service", name)["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"] is True
+    assert [item["port"] for item in service["ports"]] == [int(port)]
+    assert labels_match(service["selector"], rendered.deployment(role)["spec"]["template"]["metadata"]["labels"])
+
+
+def test_clients_may_balance_or_not(rendered: Rendered) -> None:
+    services = [
+        item["spec"] for item in rendered.of_kind("Service") if item["spec"]["selector"][ROLE_LABEL] == "gateway"
+    ]
+    assert sorted(service.get("clusterIP", "one address") for service in services) == ["None", "one address"]
+
+
+def test_a_service_port_is_a_container_port_that_speaks_grpc(rendered: Rendered) -> None:
+    for service in rendered.of_kind("Service"):
+        (port,) = service["spec"]["ports"]
+        (open_port,) = rendered.container(service["spec"]["selector"][ROLE_LABEL])["ports"]
+        assert (port["port"], port["targetPort"]) == (open_port["containerPort"], open_port["name"])
+        assert port["appProtocol"] == "kubernetes.io/h2c"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_everything_of_a_role_selects_its_pods_and_no_others(rendered: Rendered, role: str) -> None:
+    name = f"baton-{role}"
+    deployment = rendered.deployment(role)["spec"]
+    selectors = [
+        deployment["selector"]["matchLabels"],
+        rendered.find("PodDisruptionBudget", name)["spec"]["selector"]["matchLabels"],
+        rendered.find("NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"],
+        *(item["labelSelector"]["matchLabels"] for item in deployment["template"]["spec"]["topologySpreadConstraints"]),
+    ]
+    for other in ROLES:
+        labels = rendered.deployment(other)["spec"]["template"]["metadata"]["labels"]
+        assert [labels_match(selector, labels) for selector in selectors] == [other == role] * len(selectors)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_live_is_the_empty_service_and_ready_the_roles_own(rendered: Rendered, role: str) -> None:
+    container = rendered.container(role)
+    (port,) = container["ports"]
+    live = {"port": port["containerPort"]}
+    assert container["startupProbe"]["grpc"] == live
+    assert container["livenessProbe"]["grpc"] == live
+    assert container["readinessProbe"]["grpc"] == live | {"service": SERVICES[role]}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_drain_ends_before_the_pod_is_killed(rendered: Rendered, role: str) -> None:
+    pod = rendered.pod(role)
+    before_s = rendered.container(role).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    drain_s = float(rendered.settings(role)["drain_grace_s"])
+    assert pod["terminationGracePeriodSeconds"] >= before_s + drain_s + CLOSING_S
+
+
+def test_a_gateway_stays_as_long_as_its_decode_nodes(rendered: Rendered) -> None:
+    gateway, decode = (float(rendered.settings(role)["drain_grace_s"]) for role in ("gateway", "decode"))
+    assert gateway >= decode
+
+
+def test_only_stateless_pods_leave_before_their_successor_is_there(rendered: Rendered) -> None:
+    updates = {role: rendered.deployment(role)["spec"]["strategy"]["rollingUpdate"] for role in ROLES}
+    surge_first = {"maxSurge": 1, "maxUnavailable": 0}
+    in_place = {"maxSurge": 0, "maxUnavailable": 1}
+    assert updates == {"gateway": surge_first, "decode": surge_first, "prefill": in_place}
+
+
+def test_pods_run_with_the_least_that_the_restricted_profile_asks(rendered: Rendered) -> None:
+    (namespace,) = rendered.of_kind("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for role, pod in rendered.pods():
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["runAsGroup"] == 65532
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert rendered.container(role)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+
+
+def test_pods_get_no_token_and_no_variables_of_services(rendered: Rendered) -> None:
+    for role, pod in rendered.pods():
+        account = rendered.find("ServiceAccount", pod["serviceAccountName"])
+        assert account["metadata"]["labels"][ROLE_LABEL] == role
+        assert account["automountServiceAccountToken"] is False
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("role", NODE_ROLES)
+def test_shared_memory_is_memory_and_fits_the_limit(rendered: Rendered, role: str) -> None:
+    volumes = {volume["name"]: volume for volume in rendered.pod(role)["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in rendered.container(role)["volumeMounts"]}
+    shm = volumes[mounts["/dev/shm"]]["emptyDir"]
+    assert shm["medium"] == "Memory"
+    assert mebibytes(shm["sizeLimit"]) < mebibytes(rendered.container(role)["resources"]["limits"]["memory"])
+    assert "emptyDir" in volumes[mounts["/tmp"]]
+
+
+@pytest.mark.parametrize("role", NODE_ROLES)
+def test_a_cache_in_main_memory_leaves_room_for_the_rest(rendered: Rendered, role: str) -> None:
+    settings = rendered.settings(role)
+    resources = rendered.container(role)["resources"]
+    cache_mib = 0.0 if settings.get("device") == "cuda" else float(settings["kv_cache_mib"])
+    staging_mib = 2 * float(settings["segment_mib"]) * float(settings["staging_slots"])
+    assert cache_mib + staging_mib < 0.5 * mebibytes(resources["limits"]["memory"])
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
+def test_a_changed_setting_rolls_the_pods_that_read_it(base: Rendered, cpu_demo: Rendered) -> None:
+    maps = [
+        {source["configMapRef"]["name"] for source in rendered.container("decode")["envFrom"]}
+        for rendered in (base, cpu_demo)
+    ]
+    assert not maps[0] & maps[1]
+    assert all(re.fullmatch(r"baton(-decode)?-[0-9a-z]{10}", name) for name in maps[0] | maps[1])
+
+
+def test_a_node_is_reached_by_gateways_and_peers_alone(rendered: Rendered) -> None:
+    assert allowed_into(rendered, "prefill") == {("gateway", 7001, 7001), ("decode", 20000, 20999)}
+    assert allowed_into(rendered, "decode") == {
+        ("gateway", 7002, 7002),
+        ("prefill", 7002, 7002),
+        ("prefill", 20000, 20999),
+    }
+    assert allowed_into(rendered, "gateway") == {("*", 7000, 7000)}
+
+
+def test_who_may_be_reached_may_be_called(rendered: Rendered) -> None:
+    for role in NODE_ROLES:
+        for source, first, last in allowed_into(rendered, role):
+            assert (role, first, last) in allowed_out_of(rendered, source)
+
+
+@pytest.mark.parametrize("role", NODE_ROLES)
+def test_ucx_listens_where_the_policy_lets_peers_in(rendered: Rendered, role: str) -> None:
+    first, last = map(int, rendered.environment(role)["UCX_TCP_PORT_RANGE"].split("-"))
+    peer = "decode" if role == "prefill" else "prefill"
+    assert (peer, first, last) in allowed_into(rendered, role)
+
+
+def allowed_into(rendered: Rendered, role: str) -> set[tuple[str, int, int]]:
+    """Who may connect to which ports of the role: (role or *, first port, last port)."""
+    policy = rendered.find("NetworkPolicy", f"baton-{role}")["spec"]
+    assert "Ingress" in policy["policyTypes"]
+    return _edges(policy["ingress"], "from")
+
+
+def allowed_out_of(rendered: Rendered, role: str) -> set[tuple[str, int, int]]:
+    policy = rendered.find("NetworkPolicy", f"baton-{role}")["spec"]
+    assert "Egress" in policy["policyTypes"]
+    return _edges(policy["egress"], "to")
+
+
+def _edges(rules: list[Manifest], side: str) -> set[tuple[str, int, int]]:
+    return {
+        (peer, port["port"], port.get("endPort", port["port"]))
+        for rule in rules
+        for peer in [item["podSelector"]["matchLabels"][ROLE_LABEL] for item in rule.get(side, ())] or ["*"]
+        for port in rule["ports"]
+    }
+
+
+def mebibytes(quantity: str) -> float:
+    """Of the two units that our manifests use."""
+    units = {"Mi": 1, "Gi": 1024}
+    return float(quantity[:-2]) * units[quantity[-2:]]

@@ -1,0 +1,70 @@
+"""What each overlay is for: how it differs from the base, and in nothing else that matters."""
+
+from tests.deploy.manifests import NODE_ROLES, ROLES, Rendered
+
+
+def test_the_base_serves_the_demo_model_in_the_images(base: Rendered) -> None:
+    for role, pod in base.pods():
+        assert "model" not in base.settings(role)
+        assert {volume["name"] for volume in pod["volumes"]} <= {"tmp", "shm"}
+
+
+def test_the_base_has_no_single_point_of_failure(base: Rendered) -> None:
+    assert [base.deployment(role)["spec"]["replicas"] for role in ROLES] == [2, 2, 2]
+    assert {item["spec"]["maxUnavailable"] for item in base.of_kind("PodDisruptionBudget")} == {1}
+
+
+def test_the_cpu_demo_asks_for_little(cpu_demo: Rendered) -> None:
+    millicores = 0
+    for role in ROLES:
+        request = cpu_demo.container(role)["resources"]["requests"]["cpu"]
+        millicores += int(request.removesuffix("m")) * cpu_demo.deployment(role)["spec"]["replicas"]
+    assert millicores <= 1500
+
+
+def test_the_cpu_demo_shows_that_nodes_may_differ(cpu_demo: Rendered) -> None:
+    prefill, decode = (cpu_demo.settings(role) for role in NODE_ROLES)
+    assert prefill["kv_cache_layout"] != decode["kv_cache_layout"]
+    assert prefill["block_size"] != decode["block_size"]
+
+
+def test_the_cpu_demo_needs_no_device_and_no_volume(cpu_demo: Rendered) -> None:
+    assert not cpu_demo.of_kind("PersistentVolumeClaim")
+    for role in NODE_ROLES:
+        assert set(cpu_demo.container(role)["resources"]["limits"]) == {"memory"}
+        assert cpu_demo.settings(role).get("device", "cpu") == "cpu"
+
+
+def test_nvidia_nodes_have_a_gpu_each_and_gateways_none(nvidia: Rendered) -> None:
+    for role in NODE_ROLES:
+        assert nvidia.container(role)["resources"]["limits"]["nvidia.com/gpu"] == 1
+        assert nvidia.settings(role)["device"] == "cuda"
+        assert nvidia.container(role)["image"].startswith(f"baton-{role}-cuda:")
+    assert "nvidia.com/gpu" not in nvidia.container("gateway")["resources"]["limits"]
+
+
+def test_nvidia_serves_one_model_from_a_volume_in_every_pod(nvidia: Rendered) -> None:
+    (claim,) = nvidia.of_kind("PersistentVolumeClaim")
+    for role, pod in nvidia.pods():
+        (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "model"]
+        assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"], "readOnly": True}
+        (mount,) = [mount for mount in nvidia.container(role)["volumeMounts"] if mount["name"] == "model"]
+        assert mount["readOnly"] is True
+        assert nvidia.settings(role)["model"].startswith(f"{mount['mountPath']}/")
+    assert len({nvidia.settings(role)["model"] for role in ROLES}) == 1
+
+
+def test_nvidia_has_large_segments_and_time_to_load(base: Rendered, nvidia: Rendered) -> None:
+    for role in NODE_ROLES:
+        assert float(nvidia.settings(role)["segment_mib"]) > float(base.settings(role)["segment_mib"])
+        probe, usual = (rendered.container(role)["startupProbe"] for rendered in (nvidia, base))
+        assert probe["failureThreshold"] * probe["periodSeconds"] >= 3600
+        assert probe["grpc"] == usual["grpc"]
+
+
+def test_rdma_adds_an_adapter_and_the_ucx_that_knows_it(nvidia: Rendered, rdma: Rendered) -> None:
+    for role in NODE_ROLES:
+        before, after = (rendered.container(role) for rendered in (nvidia, rdma))
+        assert after["resources"]["limits"] == before["resources"]["limits"] | {"rdma/hca": 1}
+        assert rdma.environment(role) == nvidia.environment(role) | {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
+    assert rdma.deployment("gateway") == nvidia.deployment("gateway")

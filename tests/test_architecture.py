@@ -1,0 +1,325 @@
+"""The rules that keep the packages apart: who may import whom, who may read the environment, what importing may do.
+
+The first half reads the source as text; the second half imports it in a fresh interpreter.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE_LINES_MAX = 350
+
+# What each package may import besides itself.
+MODEL_SIDE = {"models", "attention", "baton", "protos"}
+NODE_SIDE = {"node", "engine", "kvtransfer"} | MODEL_SIDE
+MAY_IMPORT = {
+    "protos": set[str](),
+    "baton": {"protos"},
+    "attention": {"baton", "protos"},
+    "models": {"attention", "baton", "protos"},
+    "engine": MODEL_SIDE,
+    "kvtransfer": {"attention", "baton", "protos"},
+    "node": {"engine", "kvtransfer"} | MODEL_SIDE,
+    "prefill_node": NODE_SIDE,
+    "decode_node": NODE_SIDE,
+    "gateway": {"engine", "kvtransfer"} | MODEL_SIDE,
+}
+OF_ATTENTION_FOR_KVTRANSFER = {"attention.layout", "attention.spec", "attention.cache", "attention.cache_ops"}
+
+GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
+GRPC_IN_PACKAGES = {"node", "prefill_node", "decode_node", "gateway"}
+GRPC_IN_BATON = ("baton.client", "baton.rpc")
+
+WITHOUT_TORCH = ("baton", "gateway", "protos")
+WITHOUT_TORCH_MODULES = {
+    "attention.layout",
+    "attention.spec",
+    "kvtransfer.plan",
+    "kvtransfer.segments",
+    "kvtransfer.leases",
+}
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+READS_ENVIRONMENT = "baton.config"
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of one package."""
+
+    name: str
+    path: Path
+
+    @property
+    def package(self) -> str:
+        return self.name.partition(".")[0]
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(), filename=str(self.path))
+
+    def imports(self) -> Iterator[str]:
+        """Every module that it names in an import, at the top or inside of a function."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from self._imported_from(node)
+
+    def _imported_from(self, node: ast.ImportFrom) -> Iterator[str]:
+        assert node.level == 0, f"{self.name} has a relative import"
+        source = node.module or ""
+        for alias in node.names:
+            # `from attention import layout` names a module, `from attention.layout import parse_layout` does not.
+            is_module = (ROOT / source.replace(".", "/") / f"{alias.name}.py").is_file()
+            is_package = (ROOT / source.replace(".", "/") / alias.name / "__init__.py").is_file()
+            yield f"{source}.{alias.name}" if is_module or is_package or _is_generated(alias.name) else source
+
+
+def _is_generated(name: str) -> bool:
+    return name.endswith(("_pb2", "_pb2_grpc"))
+
+
+def _modules() -> tuple[Module, ...]:
+    found = []
+    for package in MAY_IMPORT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if not _is_generated(path.stem):
+                found.append(Module(".".join(part for part in parts if part != "__init__"), path))
+    return tuple(found)
+
+
+MODULES = _modules()
+
+
+def test_every_package_has_its_rules() -> None:
+    on_disk = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests"}
+    assert on_disk == set(MAY_IMPORT)
+
+
+def test_imports_go_one_way() -> None:
+    ours = MAY_IMPORT.keys() | {"bench", "tests"}
+    wrong = [
+        f"{module.name} imports {name}"
+        for module in MODULES
+        for name in module.imports()
+        if name.partition(".")[0] in ours - MAY_IMPORT[module.package] - {module.package}
+    ]
+    assert wrong == []
+
+
+def test_kvtransfer_knows_only_layout_and_cache() -> None:
+    known = {name for module in MODULES if module.package == "kvtransfer" for name in module.imports()}
+    assert {name for name in known if name.partition(".")[0] == "attention"} <= OF_ATTENTION_FOR_KVTRANSFER
+
+
+def test_grpc_is_spoken_at_the_doors_only() -> None:
+    wrong = [
+        f"{module.name} imports {name}"
+        for module in MODULES
+        if module.package not in GRPC_IN_PACKAGES and not module.name.startswith(GRPC_IN_BATON)
+        for name in module.imports()
+        if name.partition(".")[0] in GRPC or name.endswith("_pb2_grpc")
+    ]
+    assert wrong == []
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    wrong = [
+        f"{module.name}:{line}"
+        for module in MODULES
+        if module.name != READS_ENVIRONMENT
+        for line in _lines_with_environment(module.tree)
+    ]
+    assert wrong == []
+
+
+def _lines_with_environment(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            names = {node.attr}
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+        else:
+            continue
+        if names & ENVIRONMENT:
+            yield node.lineno
+
+
+def test_no_state_hides_in_a_module() -> None:
+    wrong = [f"{module.name}:{line}" for module in MODULES for line in _lines_with_state(module.tree)]
+    assert wrong == []
+
+
+def _lines_with_state(tree: ast.Module) -> Iterator[int]:
+    """`global` statements, and cached functions without arguments, which are globals by another name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            has_arguments = node.args.args or node.args.kwonlyargs or node.args.posonlyargs
+            if not has_arguments and any(_caches(decorator) for decorator in node.decorator_list):
+                yield node.lineno
+
+
+def _caches(decorator: ast.expr) -> bool:
+    target = decorator.func if isinstance(decorator, ast.Call) else decorator
+    name = target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
+    return name in ("cache", "lru_cache")
+
+
+def test_a_file_holds_one_idea() -> None:
+    paths = [*(module.path for module in MODULES), *ROOT.glob("bench/**/*.py")]
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    assert {path: count for path, count in lines.items() if count > FILE_LINES_MAX} == {}
+
+
+def test_every_module_says_what_it_owns() -> None:
+    assert [module.name for module in MODULES if ast.get_docstring(module.tree) is None] == []
+
+
+# ---- what importing does
+
+IMPORT_ALL = """
+import importlib, json, sys
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+"""
+
+BLOCK = """
+import sys
+for name in {names}:
+    sys.modules[name] = None
+"""
+
+# Third-party modules are imported before the watch begins: what those do is their business. From then on, whoever
+# starts a thread, asks for a device or reads a variable is looked up on the stack, innermost frame first: ours, or a
+# third party's import that ours only triggered. Libraries read variables of their own when a class or a message is
+# defined; only ours count there, and those that our own code asks for.
+WATCH = """
+import importlib, json, os, sys, threading
+ours, theirs, roots = json.loads(sys.argv[1]), json.loads(sys.argv[2]), tuple(json.loads(sys.argv[3]))
+for name in theirs:
+    importlib.import_module(name)
+import torch
+seen = []
+OF_THE_MAPPING = ("<frozen os>", "<frozen _collections_abc>", os.__file__)
+
+def to_blame(*, at_once=False):
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(roots) and not path.endswith("_pb2.py"):
+            return f"{path}:{frame.f_lineno}"
+        if "importlib._bootstrap" in path or (at_once and path not in OF_THE_MAPPING):
+            return None
+        frame = frame.f_back
+    return None
+
+def watch(owner, name, what):
+    real = getattr(owner, name)
+    def watched(*args, **kwargs):
+        where = to_blame()
+        if where is not None:
+            seen.append(f"{where} {what}")
+        return real(*args, **kwargs)
+    setattr(owner, name, watched)
+
+def watch_environment(name):
+    real = getattr(type(os.environ), name)
+    def watched(self, *args):
+        where = to_blame(at_once=not str(args[:1]).startswith("('BATON_"))
+        if where is not None:
+            seen.append(f"{where} touches the environment")
+        return real(self, *args)
+    setattr(type(os.environ), name, watched)
+
+for name in ("__getitem__", "__iter__", "__len__", "__setitem__", "__delitem__"):
+    watch_environment(name)
+watch(threading.Thread, "start", "starts a thread")
+for name in ("is_available", "device_count", "current_device", "init", "_lazy_init", "get_device_properties"):
+    watch(torch.cuda, name, "asks for a device")
+watch(torch, "set_num_threads", "sets the number of threads")
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+before = threads()
+for name in ours:
+    importlib.import_module(name)
+if threads() != before:
+    seen.append(f"{threads() - before} threads more than before")
+if torch.cuda.is_initialized():
+    seen.append("a device was initialized")
+print(json.dumps(seen))
+"""
+
+
+def run_python(program: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        # A settings object made at import would pick this up.
+        env=os.environ | {"BATON_LOG_LEVEL": "info"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_gateway_and_the_pure_parts_need_no_torch() -> None:
+    names = [
+        module.name for module in MODULES if module.package in WITHOUT_TORCH or module.name in WITHOUT_TORCH_MODULES
+    ]
+    assert set(names) >= WITHOUT_TORCH_MODULES
+    block = BLOCK.format(names=["torch", "transformers", "safetensors", "ucxx"])
+    run_python(block + IMPORT_ALL, json.dumps(names))
+
+
+@pytest.mark.slow
+def test_importing_touches_no_device_no_variable_and_no_thread() -> None:
+    """I7."""
+    ours = [module.name for module in MODULES]
+    theirs = sorted(
+        {name for module in MODULES for name in module.imports() if _is_third_party(name)}
+        # Submodules that these load on first use.
+        | {"google.protobuf.internal.builder", "torch.nn.functional"}
+    )
+    roots = [f"{ROOT / package}/" for package in MAY_IMPORT]
+    assert json.loads(run_python(WATCH, json.dumps(ours), json.dumps(theirs), json.dumps(roots))) == []
+
+
+def _is_third_party(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top not in MAY_IMPORT and top not in sys.stdlib_module_names and top not in ("bench", "tests")
+
+
+@pytest.mark.slow
+def test_the_watch_sees_what_it_is_for(tmp_path: Path) -> None:
+    (tmp_path / "guilty.py").write_text(
+        "import os, threading, torch\n"
+        "os.environ.get('HOME')\n"
+        "'HOME' in os.environ\n"
+        "torch.cuda.is_available()\n"
+        "threading.Thread(target=int, daemon=True).start()\n"
+        "from baton.config import GatewaySettings\n"
+        "GatewaySettings()\n"
+    )
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WATCH}"
+    theirs = json.dumps(["torch", "baton.config"])
+    seen = json.loads(run_python(program, '["guilty"]', theirs, json.dumps([f"{tmp_path}/"])))
+    lines = {int(text.partition(" ")[0].rpartition(":")[2]) for text in seen if text.startswith(str(tmp_path))}
+    assert lines == {2, 3, 4, 5, 7}

@@ -1,0 +1,144 @@
+"""The digest is the sum that its definition says, and damage or reordering changes it."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention.digest import LENGTH_WEIGHT, TILE_WORDS, digest, tile_weights, word_weights
+
+TILE_BYTES = 4 * TILE_WORDS
+SIGN_BITS = b"\x00\x00\x00\x80"
+
+
+def payload_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def by_definition(data: bytes) -> int:
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), dtype="<u4").tolist()
+    of_words = word_weights(TILE_WORDS).tolist()
+    of_tiles = tile_weights(len(words) // TILE_WORDS + 1).tolist()
+    total = LENGTH_WEIGHT * len(data)
+    for i, word in enumerate(words):
+        total += word * of_tiles[i // TILE_WORDS] * of_words[i % TILE_WORDS]
+    return total % 2**64
+
+
+def random_payload(size: int) -> Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+@given(st.binary(max_size=100))
+def test_short_payloads_have_the_digest_of_the_definition(data: bytes) -> None:
+    assert digest(payload_of(data)) == by_definition(data)
+
+
+@pytest.mark.parametrize("excess", [-5, -4, -1, 0, 1, 4, 7, 8])
+def test_payloads_around_a_tile_have_the_digest_of_the_definition(excess: int) -> None:
+    payload = random_payload(TILE_BYTES + excess)
+    assert digest(payload) == by_definition(payload.numpy().tobytes())
+
+
+def test_the_digest_is_part_of_the_wire_and_stays_what_it_is() -> None:
+    assert digest(payload_of(b"")) == 0
+    assert digest(payload_of(bytes(range(256)))) == 0x26DA4007AC0CF360
+
+
+def test_weights_are_the_outputs_of_splitmix64() -> None:
+    """The first three for seed 0, as published with the generator's implementations."""
+    assert word_weights(3).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F5, 0x06C45D188009454F]
+
+
+def test_a_payload_may_start_at_any_byte() -> None:
+    payload = random_payload(3 * TILE_BYTES + 5)
+    for start in (1, 3, 4):
+        assert digest(payload[start:]) == digest(payload[start:].clone())
+
+
+@given(st.integers(0, 8 * (2 * TILE_BYTES + 4) - 1))
+def test_a_flipped_bit_always_shows(bit: int) -> None:
+    payload = random_payload(2 * TILE_BYTES + 4)
+    before = digest(payload)
+    payload[bit // 8] ^= 1 << (bit % 8)
+    assert digest(payload) != before
+
+
+@given(st.binary(min_size=8, max_size=64), st.data())
+def test_swapped_words_of_any_width_show(data: bytes, draw: st.DataObject) -> None:
+    width = draw.draw(st.sampled_from([1, 2, 4]))
+    places = len(data) // width
+    i, j = draw.draw(st.integers(0, places - 1)), draw.draw(st.integers(0, places - 1))
+    cut = [data[place * width : (place + 1) * width] for place in range(places)]
+    assume(cut[i] != cut[j])
+    cut[i], cut[j] = cut[j], cut[i]
+    swapped = b"".join(cut) + data[places * width :]
+    assert digest(payload_of(swapped)) != digest(payload_of(data))
+
+
+@given(st.integers(0, 3 * TILE_WORDS - 1), st.integers(0, 3 * TILE_WORDS - 1))
+def test_a_sign_moved_to_any_other_word_shows(i: int, j: int) -> None:
+    """The weakest error there is: one bit, the top one of its word, that only changes its place."""
+    assume(i != j)
+    zeros = bytes(4 * 3 * TILE_WORDS)
+    payloads = (payload_of(zeros[: 4 * place] + SIGN_BITS + zeros[4 * place + 4 :]) for place in (i, j))
+    assert len({digest(payload) for payload in payloads}) == 2
+
+
+def test_weights_are_odd_and_within_a_tile_no_swap_of_words_can_hide() -> None:
+    weights = word_weights(TILE_WORDS)
+    assert (weights % 2 == 1).all()
+    assert len(np.unique(weights % 2**33)) == TILE_WORDS
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda payload: payload.view(-1, 64).flip(0).flatten(),
+        lambda payload: payload.roll(64),
+        lambda payload: payload.roll(TILE_BYTES),
+        lambda payload: payload.roll(1),
+        lambda payload: torch.cat((payload[:-64], torch.zeros(64, dtype=torch.uint8))),
+        lambda payload: torch.cat((payload[:64], payload[:64], payload[128:])),
+        lambda payload: payload[:-1],
+        lambda payload: torch.cat((payload, torch.zeros(1, dtype=torch.uint8))),
+        lambda payload: torch.cat((payload, torch.zeros(TILE_BYTES, dtype=torch.uint8))),
+        lambda payload: torch.zeros_like(payload),
+    ],
+    ids=[
+        "rows reversed",
+        "rows rotated",
+        "tiles rotated",
+        "bytes rotated",
+        "tail zeroed",
+        "row repeated",
+        "a byte short",
+        "a zero byte more",
+        "zero tile more",
+        "all zero",
+    ],
+)
+def test_rows_and_tails_out_of_place_show(damage: Callable[[Tensor], Tensor]) -> None:
+    payload = random_payload(2 * TILE_BYTES)
+    assert digest(damage(payload)) != digest(payload)
+
+
+def test_payloads_of_zeros_differ_by_their_length() -> None:
+    digests = {digest(torch.zeros(size, dtype=torch.uint8)) for size in range(100)}
+    assert len(digests) == 100
+
+
+def test_every_swap_of_two_rows_shows() -> None:
+    payload = random_payload(16 * 64)
+    rows = payload.view(16, 64)
+    digests = {digest(payload)}
+    for i in range(16):
+        for j in range(i):
+            order = torch.arange(16)
+            order[i], order[j] = j, i
+            digests.add(digest(rows[order].flatten()))
+    assert len(digests) == 1 + 16 * 15 // 2

@@ -1,0 +1,107 @@
+"""A batch's metadata against the same things worked out one token at a time."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention.metadata import (
+    build_common_metadata,
+    reorder_batch_to_split_decodes_and_prefills,
+    split_decodes_and_prefills,
+)
+from baton.errors import InternalError
+
+SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7)
+
+
+def tables_for(sizes: list[tuple[int, int]], block_size: int) -> list[list[int]]:
+    """Block tables with a block more than needed, of numbers that tell request and place apart."""
+    return [
+        [100 * request + place for place in range(sum(size) // block_size + 2)] for request, size in enumerate(sizes)
+    ]
+
+
+@given(SIZES, st.sampled_from([1, 3, 4, 16]))
+def test_the_builder_agrees_with_counting_tokens(sizes: list[tuple[int, int]], block_size: int) -> None:
+    tables = tables_for(sizes, block_size)
+    query_lens, context_lens = [size[0] for size in sizes], [size[1] for size in sizes]
+    common, positions = build_common_metadata(
+        query_lens=query_lens, context_lens=context_lens, block_tables=tables, block_size=block_size
+    )
+    expected_positions, expected_slots, starts = [], [], [0]
+    for request, (query_len, context_len) in enumerate(sizes):
+        for position in range(context_len, context_len + query_len):
+            expected_positions.append(position)
+            expected_slots.append(tables[request][position // block_size] * block_size + position % block_size)
+        starts.append(len(expected_slots))
+    assert positions.tolist() == expected_positions
+    assert common.slot_mapping.tolist() == expected_slots
+    assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == starts
+    assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [sum(size) for size in sizes]
+    assert common.num_computed_tokens_cpu.tolist() == context_lens
+    assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (
+        len(sizes),
+        len(expected_slots),
+        max(query_lens),
+    )
+    for row, blocks in zip(common.block_table_tensor.tolist(), tables, strict=True):
+        assert row[: len(blocks)] == blocks
+
+
+def test_the_slot_mapping_behind_the_tokens_is_minus_one() -> None:
+    common, _ = build_common_metadata(query_lens=[2], context_lens=[1], block_tables=[[5]], block_size=4)
+    common.slot_mapping = torch.tensor([21, 22, 0, 7])
+    common.__post_init__()
+    assert common.slot_mapping.tolist() == [21, 22, -1, -1]
+
+
+@given(SIZES, st.integers(1, 4))
+def test_split_counts_decodes_and_prefills(sizes: list[tuple[int, int]], threshold: int) -> None:
+    sizes.sort(key=lambda size: size[0] > threshold)
+    common, _ = build_common_metadata(
+        query_lens=[size[0] for size in sizes],
+        context_lens=[size[1] for size in sizes],
+        block_tables=tables_for(sizes, 4),
+        block_size=4,
+    )
+    decodes = [size[0] for size in sizes if size[0] <= threshold]
+    prefills = [size[0] for size in sizes if size[0] > threshold]
+    assert split_decodes_and_prefills(common, threshold) == (len(decodes), len(prefills), sum(decodes), sum(prefills))
+
+
+@given(st.lists(st.integers(1, 6), max_size=12), st.integers(1, 4))
+def test_reordering_brings_decodes_to_the_front_by_the_fewest_swaps(query_lens: list[int], threshold: int) -> None:
+    rows = list(enumerate(query_lens))
+    swaps = []
+
+    def swap(i: int, j: int) -> None:
+        swaps.append((i, j))
+        rows[i], rows[j] = rows[j], rows[i]
+
+    reordered = reorder_batch_to_split_decodes_and_prefills(query_lens, swap, threshold)
+    is_prefill = [query_len > threshold for _, query_len in rows]
+    assert is_prefill == sorted(is_prefill)
+    assert sorted(rows) == list(enumerate(query_lens))
+    num_decodes = is_prefill.count(False)
+    assert len(swaps) == sum(query_len > threshold for query_len in query_lens[:num_decodes])
+    assert reordered == bool(swaps)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "block_tables"),
+    [
+        ([1], [4], [[0]]),
+        ([5], [0], [[0]]),
+        ([0], [4], [[0]]),
+        ([1], [-1], [[0]]),
+        ([1, 1], [0], [[0]]),
+        ([], [], []),
+    ],
+    ids=["context too long", "prompt too long", "nothing new", "negative", "uneven", "empty"],
+)
+def test_a_batch_that_cannot_be_is_refused(
+    query_lens: list[int], context_lens: list[int], block_tables: list[list[int]]
+) -> None:
+    with pytest.raises(InternalError):
+        build_common_metadata(query_lens=query_lens, context_lens=context_lens, block_tables=block_tables, block_size=4)

@@ -1,0 +1,106 @@
+"""What goes over the wire comes back the same."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton import convert
+from baton.errors import InvalidRequest
+from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
+from protos import common_pb2 as pb
+
+numbers = st.integers(0, 2**32 - 1)
+seconds = st.floats(0, 1e6)
+
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(10, 2**32 - 1),
+    min_tokens=st.integers(0, 10),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0.01, 1),
+    top_k=numbers,
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.01, 10),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(numbers, st.floats(-100, 100), max_size=3),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(numbers, max_size=3).map(tuple),
+    stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    include_stop=st.booleans(),
+)
+
+
+@given(samplings)
+def test_sampling_params(params: SamplingParams) -> None:
+    assert convert.sampling_from_proto(convert.sampling_to_proto(params)) == params
+
+
+def test_absent_sampling_fields_take_the_defaults() -> None:
+    assert convert.sampling_from_proto(pb.SamplingParams()) == SamplingParams()
+
+
+def test_zero_is_not_absent() -> None:
+    params = convert.sampling_from_proto(pb.SamplingParams(temperature=0.0, seed=0, logprobs=0))
+    assert (params.temperature, params.seed, params.logprobs) == (0.0, 0, 0)
+
+
+def test_both_worlds_have_the_same_sampling_fields() -> None:
+    assert {field.name for field in fields(SamplingParams)} == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_a_wrong_value_is_found_by_converting_it() -> None:
+    with pytest.raises(InvalidRequest, match="top_p is 7"):
+        convert.sampling_from_proto(pb.SamplingParams(top_p=7.0))
+
+
+def test_a_number_too_large_for_the_wire_is_the_callers_error() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        convert.sampling_to_proto(SamplingParams(max_tokens=2**40))
+
+
+@given(
+    st.builds(
+        TokenOutput,
+        token_id=numbers,
+        index=numbers,
+        logprob=st.none() | st.floats(-1000, 0),
+        top_logprobs=st.lists(st.tuples(numbers, st.floats(-1000, 0)), max_size=3).map(tuple),
+    )
+)
+def test_token(token: TokenOutput) -> None:
+    assert convert.token_from_proto(convert.token_to_proto(token)) == token
+
+
+@given(st.none() | st.sampled_from(FinishReason))
+def test_finish_reason(reason: FinishReason | None) -> None:
+    assert convert.finish_reason_from_proto(convert.finish_reason_to_proto(reason)) == reason
+
+
+@given(st.builds(Usage, numbers, numbers, numbers))
+def test_usage(usage: Usage) -> None:
+    assert convert.usage_from_proto(convert.usage_to_proto(usage)) == usage
+
+
+@given(
+    st.builds(
+        Receipt,
+        path=st.sampled_from(Path),
+        prompt_tokens_sent=numbers,
+        bytes_sent=st.integers(0, 2**64 - 1),
+        segments=numbers,
+        queue_s=seconds,
+        prefill_s=seconds,
+        transfer_s=seconds,
+        first_token_s=seconds,
+        total_s=seconds,
+        attempts=numbers,
+        prefill_cached_tokens=numbers,
+    )
+)
+def test_receipt(receipt: Receipt) -> None:
+    assert convert.receipt_from_proto(convert.receipt_to_proto(receipt)) == receipt

@@ -1,0 +1,79 @@
+"""From settings to a runner: sizes, layouts and dtypes, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError
+from engine.build import build_runner
+from tests.unit.engine.tiny import greedy, prompt_of, request, running, transformers_greedy
+from tests.unit.models.tiny import save_tiny
+
+Llama = tuple[Path, Any]
+# Keys and values of 2 layers, 2 heads, 8 channels of 4 bytes.
+BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("layout", ["NHD", "hnd", "BLNHC", "BLHNC"])
+@pytest.mark.parametrize("block_size", [1, 5])
+async def test_every_layout_and_block_size_gives_the_same_tokens(llama: Llama, layout: str, block_size: int) -> None:
+    built = build_runner(directory=llama[0], kv_cache_layout=layout, block_size=block_size, num_blocks=60)
+    assert (built.layout.get_kv_cache_layout().name, built.layout.source) == (layout.upper(), "environment")
+    async with running(built, max_batch_tokens=7) as (engine, heard):
+        engine.submit(request("a", prompt_of(17), greedy(6)))
+        await heard.finished("a")
+    assert heard.ids("a") == transformers_greedy(llama[1], prompt_of(17), 6)
+
+
+async def test_a_latent_cache_runs_the_same_way(tmp_path: Path) -> None:
+    reference = save_tiny("deepseek-v3", tmp_path)
+    built = build_runner(directory=tmp_path, kv_cache_layout="BLNC", block_size=4, num_blocks=40)
+    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (3, 18)}
+    async with running(built, max_batch_tokens=8) as (engine, heard):
+        for name, prompt in prompts.items():
+            engine.submit(request(name, prompt, greedy(6)))
+        await heard.finished(*prompts)
+    for name, prompt in prompts.items():
+        assert heard.ids(name) == transformers_greedy(reference, prompt, 6)
+
+
+def test_the_cache_has_as_many_blocks_as_its_memory_holds(llama: Llama) -> None:
+    built = build_runner(directory=llama[0], block_size=4, kv_cache_bytes=BYTES_PER_TOKEN * 4 * 10 + 100)
+    assert built.runner.facts.num_blocks == built.cache.shape.num_blocks == 10
+    assert built.cache.size_bytes == BYTES_PER_TOKEN * 4 * 10
+
+
+def test_on_a_cpu_auto_means_float32_and_a_dtype_can_be_chosen(llama: Llama) -> None:
+    auto = build_runner(directory=llama[0], num_blocks=4)
+    half = build_runner(directory=llama[0], num_blocks=4, dtype="bfloat16")
+    assert (auto.cache.spec.dtype, half.cache.spec.dtype) == ("float32", "bfloat16")
+    assert auto.identity == half.identity
+    assert auto.runner.facts.identity != half.runner.facts.identity
+
+
+def test_dummy_weights_need_no_checkpoint(llama: Llama, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((llama[0] / "config.json").read_text())
+    built = build_runner(directory=tmp_path, num_blocks=4, load_format="dummy")
+    assert built.identity.weights_digest == "dummy"
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "told"),
+    [
+        ({"kv_cache_bytes": 100}, "kv_cache_mib", "at least 4096 bytes"),
+        ({}, "num_blocks", "neither num_blocks nor kv_cache_bytes"),
+        ({"num_blocks": 4, "device": "gpu"}, "device", "cuda"),
+        ({"num_blocks": 4, "dtype": "int8"}, "dtype", "bfloat16"),
+        ({"num_blocks": 4, "kv_cache_layout": "DHN"}, "kv_cache_layout", "BLNHC"),
+        ({"num_blocks": 4, "attention_backend": "FASTEST"}, "attention_backend", "TORCH_SDPA"),
+        ({"num_blocks": 4, "attention_backend": "TORCH_MLA"}, "attention_backend", "TORCH_SDPA"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(
+    llama: Llama, settings: dict[str, Any], field: str, told: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_runner(directory=llama[0], **settings)
+    assert refused.value.field == field
+    assert told in str(refused.value)

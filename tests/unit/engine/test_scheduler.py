@@ -1,0 +1,493 @@
+"""Scheduling: what runs in a step, who waits, who is sent back, and how requests end."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from baton.errors import Cancelled, InternalError, InvalidRequest, Overloaded, UnknownLease
+from baton.types import FinishReason, SamplingParams, TokenOutput
+from engine.batch import Batch
+from engine.events import StepEvents
+from engine.request import EngineLimits, EngineRequest, ModelFacts
+from engine.scheduler import Scheduler
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 1000
+EOS = 999
+
+
+def make(
+    *, num_blocks: int = 32, tokens: int = 16, requests: int = 8, waiting: int = 8, prefix_cache: bool = True
+) -> Scheduler:
+    limits = EngineLimits(
+        max_batch_tokens=tokens, max_batch_requests=requests, max_waiting=waiting, prefix_cache=prefix_cache
+    )
+    facts = ModelFacts(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+        max_context_tokens=100,
+        eos_token_ids=(EOS,),
+        identity="m",
+    )
+    return Scheduler(limits, facts)
+
+
+def request(
+    name: str,
+    prompt: Sequence[int] | int,
+    *,
+    output: tuple[int, ...] = (),
+    prefill_only: bool = False,
+    sampling: SamplingParams | None = None,
+) -> EngineRequest:
+    """`prompt` as a number means that many tokens that no other request begins with."""
+    tokens = tuple([ord(name[0]) + 100] * prompt) if isinstance(prompt, int) else tuple(prompt)
+    return EngineRequest(
+        name,
+        tokens,
+        sampling or SamplingParams(max_tokens=50, temperature=0.0),
+        output=output,
+        prefill_only=prefill_only,
+    )
+
+
+def finish(scheduler: Scheduler, batch: Batch, token_id: int = 5) -> StepEvents:
+    """Ends the step in flight; every row that samples draws `token_id`."""
+    results = [TokenOutput(token_id, row.sample.output_index) if row.sample else None for row in batch.rows]
+    return scheduler.complete(results, 0.0)
+
+
+def step(scheduler: Scheduler, token_id: int = 5) -> tuple[dict[str, int], StepEvents]:
+    """One whole step: tokens computed per request, and what was told."""
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    return {row.request_id: len(row.token_ids) for row in batch.rows}, finish(scheduler, batch, token_id)
+
+
+def test_a_prompt_is_cut_to_the_budget_and_samples_with_its_last_chunk() -> None:
+    scheduler = make(tokens=16)
+    scheduler.submit(request("a", 40), 1.0)
+    batch = scheduler.schedule(3.5)
+    assert batch is not None
+    events = finish(scheduler, batch)
+    assert [(start.request_id, start.cached_tokens, start.queue_s) for start in events.started] == [("a", 0, 2.5)]
+    assert [(chunk.token_start, chunk.token_stop) for chunk in events.chunks] == [(0, 16)]
+    assert len(events.chunks[0].block_ids) == 11
+    _, second = step(scheduler)
+    assert (second.started, second.tokens) == ((), ())
+    computed, third = step(scheduler)
+    assert computed == {"a": 8}
+    assert [(told.token.index, told.finish_reason) for told in third.tokens] == [(0, None)]
+    computed, fourth = step(scheduler)
+    assert computed == {"a": 1}
+    assert fourth.chunks == ()
+
+
+def test_several_prompts_share_a_step() -> None:
+    scheduler = make(tokens=16)
+    for name in "abc":
+        scheduler.submit(request(name, 7), 0.0)
+    assert step(scheduler)[0] == {"a": 7, "b": 7, "c": 2}
+    assert step(scheduler)[0] == {"a": 1, "b": 1, "c": 5}
+
+
+def test_decodes_come_first_and_prompts_get_the_rest_of_the_budget() -> None:
+    scheduler = make(tokens=4, requests=8)
+    for name in "abc":
+        scheduler.submit(request(name, 1), 0.0)
+    step(scheduler)
+    scheduler.submit(request("d", 9), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    assert [(row.request_id, len(row.token_ids)) for row in batch.rows] == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+
+
+def test_single_token_rows_come_before_longer_ones() -> None:
+    scheduler = make(tokens=8)
+    scheduler.submit(request("a", 5), 0.0)
+    scheduler.submit(request("b", 1), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    assert [row.request_id for row in batch.rows] == ["b", "a"]
+
+
+def test_no_more_requests_run_than_there_are_seats() -> None:
+    scheduler = make(requests=2)
+    for name in "abc":
+        scheduler.submit(request(name, 2, sampling=SamplingParams(max_tokens=2, temperature=0.0)), 0.0)
+    assert set(step(scheduler)[0]) == {"a", "b"}
+    assert set(step(scheduler)[0]) == {"a", "b"}
+    assert set(step(scheduler)[0]) == {"c"}
+
+
+def test_a_reserved_request_has_its_seat() -> None:
+    scheduler = make(requests=1)
+    scheduler.reserve(request("a", 2), 0.0)
+    assert not scheduler.can_reserve(request("b", 2))
+    scheduler.submit(request("c", 2), 0.0)
+    assert scheduler.schedule(0.0) is None
+    scheduler.abort("a")
+    assert set(step(scheduler)[0]) == {"c"}
+
+
+def test_a_prompt_waits_until_all_its_blocks_are_there_and_nobody_passes_it() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.submit(request("a", 12, prefill_only=True), 0.0)
+    step(scheduler)
+    scheduler.submit(request("b", 20), 0.0)
+    scheduler.submit(request("c", 2), 0.0)
+    assert scheduler.schedule(0.0) is None
+    scheduler.release("a")
+    assert step(scheduler)[0] == {"b": 16}
+
+
+def test_the_latest_request_is_sent_back_and_recomputed_without_drawing_again() -> None:
+    scheduler = make(num_blocks=5, prefix_cache=False)
+    scheduler.submit(request("a", 7), 0.0)
+    scheduler.submit(request("b", 6), 0.0)
+    step(scheduler, token_id=11)
+    given = [11]
+    while scheduler.load().preemptions == 0:
+        computed, events = step(scheduler, token_id=12)
+        given += [told.token.token_id for told in events.tokens if told.request_id == "b"]
+    assert computed == {"a": 1}
+    assert scheduler.load().requests_waiting == 1
+    scheduler.abort("a")
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    (row,) = batch.rows
+    assert list(row.token_ids) == [*request("b", 6).prompt, *given]
+    assert row.sample is not None
+    assert row.sample.output_index == len(given)
+    events = finish(scheduler, batch)
+    assert events.started == ()
+    assert [told.token.index for told in events.tokens] == [len(given)]
+
+
+def test_a_decode_goes_back_itself_rather_than_taking_the_blocks_of_a_prefill_only_request() -> None:
+    scheduler = make(num_blocks=4, prefix_cache=False)
+    scheduler.submit(request("a", 3), 0.0)
+    step(scheduler)
+    scheduler.submit(request("b", 8, prefill_only=True), 0.0)
+    while scheduler.load().requests_running:
+        assert scheduler.load().preemptions == 0
+        batch = scheduler.schedule(0.0)
+        if batch is not None:
+            finish(scheduler, batch)
+    load = scheduler.load()
+    assert (load.preemptions, load.requests_waiting, load.blocks_leased, load.blocks_free) == (1, 1, 2, 2)
+
+
+def test_a_prefill_only_request_holds_its_blocks_until_release() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", 8, prefill_only=True), 0.0)
+    _, events = step(scheduler)
+    assert [told.finish_reason for told in events.tokens] == [None]
+    assert scheduler.schedule(0.0) is None
+    assert (scheduler.load().blocks_leased, scheduler.load().requests_running) == (2, 0)
+    scheduler.release("a")
+    scheduler.release("a")
+    assert scheduler.load().blocks_free == 32
+
+
+def test_release_of_a_running_request_is_refused() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", 8), 0.0)
+    with pytest.raises(InternalError, match="abort it instead"):
+        scheduler.release("a")
+
+
+def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", range(16), prefill_only=True), 0.0)
+    step(scheduler)
+    scheduler.submit(request("b", range(16)), 0.0)
+    computed, events = step(scheduler)
+    assert computed == {"b": 4}
+    assert events.started[0].cached_tokens == 12
+    assert [(chunk.token_start, chunk.token_stop) for chunk in events.chunks] == [(12, 16)]
+
+
+def test_decoded_blocks_are_cached_too() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", range(6), sampling=SamplingParams(max_tokens=4, temperature=0.0)), 0.0)
+    for _ in range(4):
+        step(scheduler, token_id=5)
+    reservation = scheduler.reserve(request("b", (*range(6), 5, 5, 5, 5, 5)), 0.0)
+    assert reservation.cached_tokens == 8
+
+
+def test_blocks_of_a_chunk_are_not_shared_before_they_are_computed() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", range(16)), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    assert scheduler.reserve(request("b", range(16)), 0.0).cached_tokens == 0
+    finish(scheduler, batch)
+    assert scheduler.reserve(request("c", range(16)), 0.0).cached_tokens == 12
+
+
+def test_reserved_blocks_are_matched_by_nobody_before_admit() -> None:
+    scheduler = make()
+    reservation = scheduler.reserve(request("a", range(9)), 0.0)
+    assert (len(reservation.block_ids), reservation.cached_tokens) == (3, 0)
+    assert scheduler.reserve(request("b", range(9)), 0.0).cached_tokens == 0
+    scheduler.admit("a", TokenOutput(7, 0))
+    assert scheduler.reserve(request("c", range(9)), 0.0).cached_tokens == 8
+
+
+def test_an_admitted_request_decodes_behind_its_first_token() -> None:
+    scheduler = make()
+    scheduler.reserve(request("a", 9, output=(3, 4)), 0.0)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.admit("a", TokenOutput(7, 2)) is None
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    (row,) = batch.rows
+    assert (list(row.token_ids), row.token_start) == ([7], 11)
+    events = finish(scheduler, batch)
+    assert [told.token.index for told in events.tokens] == [3]
+    assert (events.started, events.chunks) == ((), ())
+
+
+def test_a_first_token_that_is_also_the_last_ends_the_request() -> None:
+    scheduler = make()
+    scheduler.reserve(request("a", 9), 0.0)
+    assert scheduler.admit("a", TokenOutput(EOS, 0)) is FinishReason.STOP
+    assert scheduler.load().blocks_free == 32
+
+
+@pytest.mark.parametrize("first", [TokenOutput(7, 1), TokenOutput(VOCAB_SIZE, 0)])
+def test_a_first_token_that_is_not_the_next_one_is_refused(first: TokenOutput) -> None:
+    scheduler = make()
+    scheduler.reserve(request("a", 9), 0.0)
+    with pytest.raises(InvalidRequest, match=r"first.token"):
+        scheduler.admit("a", first)
+    assert scheduler.load().blocks_leased == 3
+
+
+def test_without_a_reservation_nothing_is_admitted() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", 9), 0.0)
+    for name in ("a", "unknown"):
+        with pytest.raises(UnknownLease):
+            scheduler.admit(name, TokenOutput(7, 0))
+        with pytest.raises(UnknownLease):
+            scheduler.prefill_here(name, (), 0.0)
+        with pytest.raises(UnknownLease):
+            scheduler.extend_reserved(name, ())
+
+
+def test_prefill_here_computes_all_but_the_cached_tokens_and_the_given_output() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", range(8), prefill_only=True), 0.0)
+    step(scheduler)
+    scheduler.reserve(request("b", range(10)), 0.0)
+    scheduler.prefill_here("b", (3, 4), 1.0)
+    batch = scheduler.schedule(5.0)
+    assert batch is not None
+    (row,) = batch.rows
+    assert (list(row.token_ids), row.token_start) == ([8, 9, 3, 4], 8)
+    events = finish(scheduler, batch)
+    assert (events.started[0].cached_tokens, events.started[0].queue_s) == (8, 4.0)
+    assert events.tokens[0].token.index == 2
+
+
+def test_prefill_here_waits_when_its_output_needs_a_block_that_is_not_there() -> None:
+    scheduler = make(num_blocks=4)
+    scheduler.reserve(request("a", 7), 0.0)
+    scheduler.reserve(request("b", 7), 0.0)
+    scheduler.prefill_here("a", (1, 2), 0.0)
+    assert (scheduler.load().requests_waiting, scheduler.load().blocks_free) == (1, 2)
+    assert scheduler.schedule(0.0) is None
+    scheduler.abort("b")
+    assert step(scheduler)[0] == {"a": 9}
+
+
+def test_a_reservation_grows_with_the_output_and_keeps_its_blocks() -> None:
+    scheduler = make(num_blocks=4)
+    first = scheduler.reserve(request("a", 7), 0.0)
+    grown = scheduler.extend_reserved("a", (1,))
+    assert grown.block_ids[:2] == first.block_ids
+    assert len(grown.block_ids) == 3
+    scheduler.reserve(request("b", 3), 0.0)
+    with pytest.raises(Overloaded):
+        scheduler.extend_reserved("a", (1, 2, 3, 4, 5))
+    assert scheduler.extend_reserved("a", (1,)) == grown
+    with pytest.raises(InvalidRequest, match="does not begin with"):
+        scheduler.extend_reserved("a", (2,))
+
+
+def test_reserve_leaves_room_for_those_who_wait_and_a_block_for_each_decode() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.submit(request("a", 6), 0.0)
+    step(scheduler)
+    # Six blocks are free: one is for a's next block, so five can be reserved.
+    assert not scheduler.can_reserve(request("b", 23))
+    assert scheduler.can_reserve(request("b", 19))
+    scheduler.submit(request("c", 6), 0.0)
+    assert not scheduler.can_reserve(request("b", 19))
+    with pytest.raises(Overloaded) as refused:
+        scheduler.reserve(request("b", 19), 0.0)
+    assert refused.value.retry_after_s == 1.0
+
+
+def test_more_than_max_waiting_are_refused_but_those_who_find_room_are_not() -> None:
+    scheduler = make(num_blocks=8, waiting=0)
+    scheduler.submit(request("a", 6), 0.0)
+    scheduler.submit(request("b", 6), 0.0)
+    with pytest.raises(Overloaded, match="wait for room"):
+        scheduler.submit(request("c", 20), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (request("a", 0), "prompt"),
+        (request("a", 100), "prompt"),
+        (request("a", (1, VOCAB_SIZE)), "prompt"),
+        (request("a", (1, -1)), "prompt"),
+        (request("a", 3, output=(VOCAB_SIZE,)), "output"),
+        (request("a", 3, output=(1, 2), sampling=SamplingParams(max_tokens=2)), "output"),
+        (request("a", 3, sampling=SamplingParams(stop_token_ids=(-4,))), "stop_token_ids"),
+        (request("a", 3, sampling=SamplingParams(logit_bias={VOCAB_SIZE: 1.0})), "logit_bias"),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused_by_name(bad: EngineRequest, field: str) -> None:
+    scheduler = make()
+    with pytest.raises(InvalidRequest) as by_submit:
+        scheduler.submit(bad, 0.0)
+    with pytest.raises(InvalidRequest) as by_reserve:
+        scheduler.can_reserve(bad)
+    assert by_submit.value.field == by_reserve.value.field == field
+
+
+def test_the_refusal_of_a_long_prompt_names_the_longest_that_fits() -> None:
+    scheduler = make(num_blocks=3)
+    with pytest.raises(InvalidRequest, match="at most 11 tokens"):
+        scheduler.submit(request("a", 12), 0.0)
+    scheduler.submit(request("a", 11), 0.0)
+    _, events = step(scheduler)
+    assert events.tokens[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_second_request_of_one_id_is_refused() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", 3), 0.0)
+    with pytest.raises(InvalidRequest, match="here already"):
+        scheduler.reserve(request("a", 3), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drawn", "reasons", "stop_reason"),
+    [
+        (SamplingParams(max_tokens=2), [5, 5], [None, FinishReason.LENGTH], ""),
+        (SamplingParams(max_tokens=9), [EOS], [FinishReason.STOP], ""),
+        (SamplingParams(max_tokens=2, ignore_eos=True), [EOS, EOS], [None, FinishReason.LENGTH], ""),
+        (SamplingParams(max_tokens=9, stop_token_ids=(7,)), [5, 7], [None, FinishReason.STOP], "7"),
+        (SamplingParams(max_tokens=9, min_tokens=2), [5, 5, EOS], [None, None, FinishReason.STOP], ""),
+        (SamplingParams(max_tokens=1), [EOS], [FinishReason.STOP], ""),
+    ],
+)
+def test_finish_rules(
+    sampling: SamplingParams, drawn: list[int], reasons: list[FinishReason | None], stop_reason: str
+) -> None:
+    scheduler = make()
+    scheduler.submit(request("a", 3, sampling=sampling), 0.0)
+    told = [step(scheduler, token_id)[1].tokens[0] for token_id in drawn]
+    assert [token.finish_reason for token in told] == reasons
+    assert told[-1].stop_reason == stop_reason
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.load().blocks_free == 32
+
+
+def test_end_tokens_are_forbidden_until_min_tokens_are_given() -> None:
+    scheduler = make()
+    sampling = SamplingParams(max_tokens=9, min_tokens=1, stop_token_ids=(7,))
+    scheduler.submit(request("a", 3, sampling=sampling), 0.0)
+    forbidden = []
+    for _ in range(2):
+        batch = scheduler.schedule(0.0)
+        assert batch is not None
+        assert batch.rows[0].sample is not None
+        forbidden.append(batch.rows[0].sample.forbidden)
+        finish(scheduler, batch)
+    assert forbidden == [(7, EOS), ()]
+
+
+def test_the_context_ends_a_request() -> None:
+    scheduler = make(num_blocks=2)
+    scheduler.submit(request("a", 6), 0.0)
+    assert step(scheduler)[1].tokens[0].finish_reason is None
+    assert step(scheduler)[1].tokens[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_request_in_the_step_in_flight_is_freed_after_it_and_told_of_no_more() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", 6), 0.0)
+    scheduler.submit(request("b", 6), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    assert scheduler.abort("a")
+    assert scheduler.abort("a")
+    assert scheduler.load().blocks_free == 28
+    events = finish(scheduler, batch)
+    assert [told.request_id for told in events.started] == ["b"]
+    assert [told.request_id for told in events.chunks] == ["b"]
+    assert [told.request_id for told in events.tokens] == ["b"]
+    assert scheduler.load().blocks_free == 30
+    assert not scheduler.abort("a")
+
+
+def test_requests_come_and_go_while_a_step_is_in_flight() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.submit(request("a", 4), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    scheduler.submit(request("b", 4), 0.0)
+    reserved = scheduler.reserve(request("c", 4), 0.0)
+    assert set(reserved.block_ids).isdisjoint(batch.rows[0].block_ids)
+    assert not scheduler.abort("b")
+    assert scheduler.admit("c", TokenOutput(5, 0)) is None
+    assert not scheduler.abort("c")
+    finish(scheduler, batch)
+    assert set(step(scheduler)[0]) == {"a"}
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    scheduler = make(tokens=6)
+    scheduler.submit(request("a", 6), 0.0)
+    scheduler.submit(request("b", 6), 0.0)
+    assert scheduler.schedule(0.0) is not None
+    error = InternalError("the step failed")
+    events = scheduler.fail(error, 0.0)
+    assert [(failed.request_id, failed.error) for failed in events.failed] == [("a", error)]
+    assert set(step(scheduler)[0]) == {"b"}
+    # KV of a failed step is never shared.
+    assert scheduler.reserve(request("c", [ord("a") + 100] * 6), 0.0).cached_tokens == 0
+
+
+def test_fail_all_ends_every_request_once() -> None:
+    scheduler = make(tokens=6)
+    scheduler.submit(request("h", 2, prefill_only=True), 0.0)
+    step(scheduler)
+    scheduler.reserve(request("r", 2), 0.0)
+    for name in "abc":
+        scheduler.submit(request(name, 4), 0.0)
+    assert scheduler.schedule(0.0) is not None
+    scheduler.abort("a")
+    events = scheduler.fail_all(Cancelled("closing"))
+    assert {failed.request_id for failed in events.failed} == {"r", "b", "c"}
+    assert scheduler.load().blocks_free == 32
+
+
+def test_load_tells_what_waits() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.submit(request("a", 20), 0.0)
+    scheduler.submit(request("b", 10), 0.0)
+    assert scheduler.load().tokens_waiting == 30
+    step(scheduler)
+    load = scheduler.load()
+    assert (load.tokens_waiting, load.requests_running, load.requests_waiting) == (14, 1, 1)
+    assert (load.blocks_total, load.blocks_free, load.blocks_leased, load.requests_total) == (8, 2, 0, 2)

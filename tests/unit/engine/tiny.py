@@ -1,0 +1,110 @@
+"""A tiny random Llama on disk, engines on it, and transformers' greedy tokens to compare with."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from baton.errors import BatonError
+from baton.types import FinishReason, SamplingParams, TokenOutput
+from engine.build import Built, build_runner
+from engine.engine import Engine
+from engine.events import ChunkComputed, RequestStarted, StepEvents
+from engine.request import EngineLimits, EngineRequest
+from tests.unit.models.tiny import VOCAB_SIZE
+
+BLOCK_SIZE = 4
+
+
+def build(directory: Path, *, num_blocks: int = 64, block_size: int = BLOCK_SIZE) -> Built:
+    return build_runner(directory=directory, num_blocks=num_blocks, block_size=block_size)
+
+
+def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+
+
+def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+def transformers_greedy(
+    model: Any, prompt: Sequence[int], max_tokens: int, *, min_tokens: int = 0, eos_token_id: int = VOCAB_SIZE
+) -> list[int]:
+    """By default no token of the vocabulary ends the sequence; to leave the id out would mean the model's own."""
+    config = transformers.GenerationConfig(
+        max_new_tokens=max_tokens, min_new_tokens=min_tokens, do_sample=False, eos_token_id=eos_token_id, pad_token_id=0
+    )
+    ids = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+class Listener:
+    """Collects what an engine tells, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepEvents] = []
+        self.tokens: dict[str, list[TokenOutput]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.errors: dict[str, BatonError] = {}
+        self.started: dict[str, RequestStarted] = {}
+        self.chunks: dict[str, list[ChunkComputed]] = {}
+        self._changed = asyncio.Event()
+
+    def __call__(self, events: StepEvents) -> None:
+        self.steps.append(events)
+        for start in events.started:
+            assert start.request_id not in self.started
+            self.started[start.request_id] = start
+        for chunk in events.chunks:
+            self.chunks.setdefault(chunk.request_id, []).append(chunk)
+        for told in events.tokens:
+            self.tokens.setdefault(told.request_id, []).append(told.token)
+            if told.finish_reason is not None:
+                assert told.request_id not in self.reasons
+                self.reasons[told.request_id] = told.finish_reason
+        for failed in events.failed:
+            assert failed.request_id not in self.errors
+            self.errors[failed.request_id] = failed.error
+        self._changed.set()
+
+    def ids(self, request_id: str) -> list[int]:
+        return [token.token_id for token in self.tokens.get(request_id, [])]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def finished(self, *request_ids: str) -> None:
+        await self.until(lambda: all(name in self.reasons or name in self.errors for name in request_ids))
+
+
+@asynccontextmanager
+async def running(built: Built, **limits: Any) -> AsyncIterator[tuple[Engine, Listener]]:
+    """An engine that has every block free when the test is over."""
+    heard = Listener()
+    async with Engine(built.runner, EngineLimits(**limits), on_step=heard) as engine:
+        yield engine, heard
+        load = engine.load()
+        assert (load.blocks_free, load.requests_running, load.requests_waiting) == (load.blocks_total, 0, 0)
+
+
+def request(
+    name: str,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    *,
+    output: tuple[int, ...] = (),
+    prefill_only: bool = False,
+) -> EngineRequest:
+    return EngineRequest(name, prompt, sampling, output=output, prefill_only=prefill_only)

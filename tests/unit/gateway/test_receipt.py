@@ -1,0 +1,52 @@
+"""The receipt tells the way that the request took in the end, and what failed before."""
+
+from baton.types import Path
+from gateway.receipt import ReceiptDraft
+from protos import common_pb2, decode_pb2, prefill_pb2
+
+
+def reserved() -> decode_pb2.Reserved:
+    return decode_pb2.Reserved(ticket=common_pb2.Ticket(token_start=16, token_stop=100), cached_tokens=16, queue_s=0.5)
+
+
+def remote() -> ReceiptDraft:
+    draft = ReceiptDraft()
+    draft.reserved("decode-0", reserved())
+    draft.calling("prefill-0", "cma")
+    draft.scheduled(prefill_pb2.PrefillScheduled(queue_s=0.25, cached_tokens=32))
+    draft.prefilled(0.125)
+    return draft
+
+
+def test_a_remote_prefill() -> None:
+    draft = remote()
+    draft.sent(prefill_pb2.PrefillSent(tokens_sent=84, bytes_sent=4096, segments=2, transport="tcp"))
+    draft.admitted(decode_pb2.Admitted(transfer_s=0.01, bytes_received=4096, segments=2))
+    receipt = draft.finish(first_token_s=1.0, total_s=2.0)
+    assert receipt.path is Path.REMOTE
+    assert receipt.why == "prompt prefilled on prefill-0"
+    assert (receipt.prefill_node, receipt.decode_node, receipt.transport) == ("prefill-0", "decode-0", "tcp")
+    assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.segments) == (84, 4096, 2)
+    assert (receipt.queue_s, receipt.prefill_s, receipt.transfer_s) == (0.75, 0.125, 0.01)
+    assert (receipt.attempts, receipt.prefill_cached_tokens, draft.cached_tokens) == (1, 32, 16)
+
+
+def test_a_prefill_node_that_could_not_say_what_it_sent() -> None:
+    draft = remote()
+    draft.admitted(decode_pb2.Admitted(bytes_received=4096, segments=3))
+    receipt = draft.finish(first_token_s=1.0, total_s=2.0)
+    assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.segments) == (84, 4096, 3)
+    assert receipt.transport == "cma"
+
+
+def test_a_local_prefill_after_a_failure_has_nothing_of_the_hand_over() -> None:
+    draft = remote()
+    draft.trouble("prefill-0 failed (gone)")
+    draft.accepted("decode-0", decode_pb2.Accepted(why="no prefill node could do it", cached_tokens=0, queue_s=0.5))
+    draft.prefilled(0.75)
+    receipt = draft.finish(first_token_s=1.0, total_s=2.0)
+    assert receipt.path is Path.LOCAL
+    assert receipt.why == "prefill-0 failed (gone), then prompt prefilled on decode-0: no prefill node could do it"
+    assert (receipt.prefill_node, receipt.transport) == ("", "")
+    assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.attempts) == (0, 0, 2)
+    assert (receipt.queue_s, receipt.prefill_s) == (0.5, 0.75)

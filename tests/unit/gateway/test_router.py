@@ -1,0 +1,121 @@
+"""Who gets a request: a node that can take it, and among those the one with the least to do."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.types import LocalPolicy
+from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
+
+MODEL = ("Llama", "config", "weights")
+
+
+def node(number: int, **changes: object) -> NodeView:
+    view = NodeView(
+        address=f"node-{number}",
+        incarnation=number,
+        model=MODEL,
+        open=True,
+        max_context_tokens=1000,
+        block_size=16,
+        blocks_free=100,
+        requests=0,
+        tokens_waiting=0,
+        ready_peers=frozenset(),
+    )
+    return replace(view, **changes)  # type: ignore[arg-type]
+
+
+def prefill(number: int, *peers: int, **changes: object) -> NodeView:
+    return node(number, ready_peers=frozenset(peers), **changes)
+
+
+def wanted(policy: LocalPolicy = LocalPolicy.PREFER, **changes: object) -> Wanted:
+    return replace(Wanted(num_tokens=100, policy=policy), **changes)  # type: ignore[arg-type]
+
+
+def address(picked: NodeView | None) -> str | None:
+    return None if picked is None else picked.address
+
+
+def test_the_least_loaded_decode_node_is_picked() -> None:
+    assert address(pick_decode([node(1, requests=3), node(2, requests=2)], [], wanted())) == "node-2"
+
+
+def test_requests_sent_since_the_report_count() -> None:
+    assert address(pick_decode([node(1, requests_since=3), node(2, requests=2)], [], wanted())) == "node-2"
+
+
+def test_idle_nodes_take_turns() -> None:
+    assert address(pick_decode([node(1, picks=1), node(2)], [], wanted())) == "node-2"
+
+
+def test_room_comes_before_load() -> None:
+    full, busy = node(1, blocks_free=6), node(2, requests=9)
+    assert address(pick_decode([full, busy], [], wanted())) == "node-2"
+    assert address(pick_decode([full], [], wanted())) == "node-1"  # it may queue there
+
+
+def test_a_paired_decode_node_is_preferred() -> None:
+    decodes = [node(1), node(2, requests=5)]
+    assert address(pick_decode(decodes, [prefill(9, 2)], wanted())) == "node-2"
+    assert address(pick_decode(decodes, [prefill(9, 2)], wanted(LocalPolicy.LOCAL))) == "node-1"
+
+
+def test_strict_takes_only_paired_nodes() -> None:
+    assert pick_decode([node(1)], [prefill(9, 2)], wanted(LocalPolicy.STRICT)) is None
+    assert address(pick_decode([node(1), node(2)], [prefill(9, 2)], wanted(LocalPolicy.STRICT))) == "node-2"
+    assert pick_decode([node(2)], [prefill(9, 2, open=False)], wanted(LocalPolicy.STRICT)) is None
+
+
+def test_closed_small_excluded_and_foreign_nodes_are_out() -> None:
+    out = [node(1, open=False), node(2, max_context_tokens=100), node(3), node(4, model=("Llama", "config", "other"))]
+    request = wanted(excluded_decode=frozenset([3]), model=MODEL)
+    assert pick_decode(out, [], request) is None
+
+
+def test_the_prefill_node_with_the_least_to_compute_is_picked() -> None:
+    prefills = [prefill(1, 9, tokens_waiting=500), prefill(2, 9, tokens_waiting=100, tokens_since=300), prefill(3, 8)]
+    assert address(pick_prefill(prefills, node(9), wanted())) == "node-2"
+    assert address(pick_prefill(prefills, node(9), wanted(excluded_prefill=frozenset([2])))) == "node-1"
+    assert pick_prefill(prefills, node(9), wanted(excluded_prefill=frozenset([1, 2]))) is None
+
+
+views = st.builds(
+    node,
+    st.integers(1, 6),
+    open=st.booleans(),
+    max_context_tokens=st.sampled_from([50, 1000]),
+    blocks_free=st.integers(0, 20),
+    requests=st.integers(0, 3),
+    model=st.sampled_from([MODEL, ("Llama", "config", "other")]),
+    ready_peers=st.frozensets(st.integers(1, 6)),
+)
+
+
+@given(
+    st.lists(views, max_size=5),
+    st.lists(views, max_size=5),
+    st.sampled_from(LocalPolicy),
+    st.sampled_from([None, MODEL]),
+)
+def test_a_pick_is_always_usable(
+    decodes: Sequence[NodeView], prefills: Sequence[NodeView], policy: LocalPolicy, model: tuple[str, ...] | None
+) -> None:
+    request = wanted(policy, model=model, excluded_decode=frozenset([1]), excluded_prefill=frozenset([2]))
+    decode = pick_decode(decodes, prefills, request)
+    if decode is None:
+        return
+    assert decode.open
+    assert decode.max_context_tokens > request.num_tokens
+    assert decode.incarnation != 1
+    assert model in (None, decode.model)
+    partner = pick_prefill(prefills, decode, request)
+    if partner is None:
+        assert policy is not LocalPolicy.STRICT
+    else:
+        assert partner.open
+        assert decode.incarnation in partner.ready_peers
+        assert partner.incarnation != 2

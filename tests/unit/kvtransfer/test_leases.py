@@ -1,0 +1,298 @@
+"""The lease table: what may be scattered, when blocks may be freed. I1 to I3, first by example, then model-checked."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from attention.spec import KVCacheSpec, KVKind
+from baton.errors import InternalError, UnknownLease
+from kvtransfer.leases import LeaseGrant, LeaseTable, Refusal
+from kvtransfer.segments import Segment, Tag, payload_bytes
+
+SPEC = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
+OURS = 0xABCDEF
+
+
+def segment(
+    lease: int,
+    number: int,
+    *,
+    layers: tuple[int, int] = (0, 2),
+    tokens: tuple[int, int] = (0, 8),
+    heads: tuple[int, int] = (0, 2),
+    incarnation: int = OURS,
+) -> Segment:
+    size = payload_bytes(SPEC, layers=layers[1] - layers[0], tokens=tokens[1] - tokens[0], heads=heads[1] - heads[0])
+    return Segment(incarnation, lease, number, *layers, *tokens, *heads, size)
+
+
+def table_with(*grants: LeaseGrant) -> LeaseTable:
+    table = LeaseTable(SPEC, incarnation=OURS)
+    for grant in grants:
+        table.open(grant)
+    return table
+
+
+LEASE = LeaseGrant(4, (0, 1), 0, 8)
+
+
+def test_a_lease_is_filled_when_every_layer_token_and_head_has_come_once() -> None:
+    table = table_with(LEASE)
+    parts = [
+        segment(4, 0, layers=(0, 1)),
+        segment(4, 1, layers=(1, 2), tokens=(0, 3)),
+        segment(4, 2, layers=(1, 2), tokens=(3, 8), heads=(1, 2)),
+        segment(4, 3, layers=(1, 2), tokens=(3, 8), heads=(0, 1)),
+    ]
+    for part in parts:
+        assert table.arrival(Tag(1, 4, part.number), 10.0 + part.number) is None
+        assert table.start_scatter(Tag(1, 4, part.number), part) is None
+        done = table.finish_scatter(part, 20.0 + part.number)
+        assert (done.filled is not None) == (part is parts[-1])
+    assert done.filled is not None
+    assert (done.filled.bytes, done.filled.segments, done.filled.seconds) == (8 * SPEC.bytes_per_token, 4, 13.0)
+
+
+def test_a_lease_without_tokens_is_filled_at_once() -> None:
+    table = table_with()
+    totals = table.open(LeaseGrant(0, (), 16, 16))
+    assert totals is not None
+    assert (totals.bytes, totals.segments, totals.seconds) == (0, 0, 0.0)
+    assert table.close(0) == totals
+
+
+def test_closing_waits_for_the_scatter_that_runs() -> None:
+    table = table_with(LEASE)
+    one, other = segment(4, 0, tokens=(0, 4)), segment(4, 1, tokens=(4, 8))
+    for part in (one, other):
+        assert table.arrival(Tag(1, 4, part.number), 0.0) is None
+    assert table.start_scatter(Tag(1, 4, 0), one) is None
+    assert table.close(4) is None
+    assert table.start_scatter(Tag(1, 4, 1), other) is Refusal.LATE
+    done = table.finish_scatter(one, 1.0)
+    assert done.filled is None
+    assert done.closed is not None
+    assert done.closed.segments == 1
+
+
+@pytest.mark.parametrize(
+    ("tag", "refusal"),
+    [
+        (Tag(1, 5, 0), Refusal.UNKNOWN_LEASE),
+        (Tag(1, 3, 0), Refusal.LATE),
+        (Tag(2, 4, 1), Refusal.FOREIGN_SENDER),
+        (Tag(1, 4, 0), Refusal.DUPLICATE),
+    ],
+)
+def test_a_tag_that_cannot_be_right_gets_no_memory(tag: Tag, refusal: Refusal) -> None:
+    table = table_with(LeaseGrant(3, (0,), 0, 4), LEASE)
+    table.close(3)
+    assert table.arrival(Tag(1, 4, 0), 0.0) is None
+    assert table.arrival(tag, 0.0) is refusal
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        (segment(4, 0, incarnation=OURS + 1), Refusal.STALE_INCARNATION),
+        (segment(5, 0), Refusal.MISLABELLED),
+        (segment(4, 1), Refusal.MISLABELLED),
+        (segment(4, 0, tokens=(0, 9)), Refusal.OUT_OF_RANGE),
+        (segment(4, 0, layers=(1, 3)), Refusal.OUT_OF_RANGE),
+        (segment(4, 0, heads=(0, 3)), Refusal.OUT_OF_RANGE),
+        (segment(4, 0, tokens=(5, 5)), Refusal.OUT_OF_RANGE),
+        (replace(segment(4, 0), payload_bytes=8), Refusal.WRONG_SIZE),
+        (segment(4, 0, tokens=(2, 3)), Refusal.OVERLAP),
+    ],
+)
+def test_a_trailer_that_cannot_be_right_is_not_scattered(wrong: Segment, refusal: Refusal) -> None:
+    table = table_with(LEASE, LeaseGrant(5, (0,), 0, 8))
+    before = segment(4, 9, tokens=(2, 3))
+    assert table.arrival(Tag(1, 4, 9), 0.0) is None
+    assert table.start_scatter(Tag(1, 4, 9), before) is None
+    assert table.arrival(Tag(1, 4, 0), 0.0) is None
+    assert table.start_scatter(Tag(1, 4, 0), wrong) is refusal
+
+
+def test_a_number_is_never_used_again() -> None:
+    table = table_with(LEASE)
+    table.close(4)
+    with pytest.raises(InternalError, match="lease 4"):
+        table.open(LEASE)
+
+
+def test_closing_what_is_not_open_is_an_error() -> None:
+    table = table_with(LEASE)
+    table.close(4)
+    for number in (4, 5):
+        with pytest.raises(UnknownLease):
+            table.close(number)
+
+
+def test_a_lost_peer_leaves_the_leases_that_it_had_begun_to_fill() -> None:
+    table = table_with(LeaseGrant(1, (0,), 0, 4), LeaseGrant(2, (0,), 0, 4), LeaseGrant(3, (0,), 0, 4))
+    for sender, lease in ((7, 1), (8, 2), (7, 3)):
+        table.arrival(Tag(sender, lease, 0), 0.0)
+    table.close(3)
+    assert table.bound_to(7) == (1,)
+
+
+@pytest.mark.parametrize("values", [(-1, (), 0, 0), (2**36, (), 0, 0), (0, (), 3, 2), (0, (), -1, 2)])
+def test_a_grant_that_cannot_be_is_an_error(values: tuple[int, tuple[int, ...], int, int]) -> None:
+    with pytest.raises(InternalError):
+        LeaseGrant(*values)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Senders, honest and not, against the table; a model of the blocks says what may happen.
+
+    Each lease holds its own block. `owner` says which lease a block is held by: the model frees it when, and only
+    when, the table says so, and gives it to a later lease. I3: a scatter only ever writes to the block of a lease that
+    holds it, each cell at most once. I2: a lease is filled exactly when all its cells were written under its number.
+    """
+
+    TOKENS = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable(SPEC, incarnation=OURS)
+        self.next_number = 0
+        self.owner: dict[int, int] = {}  # block -> lease
+        self.block_of: dict[int, int] = {}
+        self.received: list[tuple[Tag, Segment]] = []
+        self.running: list[Segment] = []
+        self.written: dict[int, set[tuple[int, int, int]]] = {}
+        self.filled: set[int] = set()
+        self.closing: set[int] = set()
+        self.now_s = 0.0
+
+    def _clock(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+    @precondition(lambda self: len(self.owner) < 3)
+    @rule(tokens=st.integers(0, TOKENS))
+    def open(self, tokens: int) -> None:
+        number = self.next_number
+        self.next_number += 1
+        block = min(set(range(3)) - set(self.owner))
+        self.owner[block] = number
+        self.block_of[number] = block
+        self.written[number] = set()
+        totals = self.table.open(LeaseGrant(number, (block,), 0, tokens))
+        assert (totals is not None) == (tokens == 0)
+        if totals is not None:
+            self.filled.add(number)
+
+    @rule(
+        sender=st.integers(1, 2),
+        lease=st.integers(0, 8),
+        number=st.integers(0, 5),
+        layers=st.sampled_from([(0, 1), (1, 2), (0, 2)]),
+        tokens=st.sampled_from([(0, 2), (2, 4), (0, 4), (1, 3), (0, 1), (4, 6)]),
+        heads=st.sampled_from([(0, 1), (1, 2), (0, 2)]),
+        incarnation=st.sampled_from([OURS, OURS, OURS, OURS + 1]),
+        said_lease=st.none() | st.integers(0, 8),
+    )
+    def arrive(
+        self,
+        sender: int,
+        lease: int,
+        number: int,
+        layers: tuple[int, int],
+        tokens: tuple[int, int],
+        heads: tuple[int, int],
+        incarnation: int,
+        said_lease: int | None,
+    ) -> None:
+        """Any message at all: right, repeated, foreign, late, stale, mislabelled, too long."""
+        tag = Tag(sender, lease, number)
+        said = lease if said_lease is None else said_lease
+        refusal = self.table.arrival(tag, self._clock())
+        if refusal is None:
+            assert lease in self.block_of
+            assert lease not in self.closing
+            self.received.append(
+                (tag, segment(said, number, layers=layers, tokens=tokens, heads=heads, incarnation=incarnation))
+            )
+        elif lease >= self.next_number:
+            assert refusal is Refusal.UNKNOWN_LEASE
+        elif lease not in self.block_of or lease in self.closing:
+            assert refusal is Refusal.LATE
+
+    @precondition(lambda self: self.received)
+    @rule(data=st.data())
+    def start_scatter(self, data: st.DataObject) -> None:
+        tag, arrived = self.received.pop(data.draw(st.integers(0, len(self.received) - 1)))
+        refusal = self.table.start_scatter(tag, arrived)
+        if refusal is not None:
+            return
+        assert arrived.incarnation == OURS
+        assert arrived.lease == tag.lease
+        assert self.owner[self.block_of[arrived.lease]] == arrived.lease
+        assert arrived.lease not in self.closing
+        cells = self._cells(arrived)
+        claimed = self.written[arrived.lease].union(
+            *(self._cells(other) for other in self.running if other.lease == arrived.lease)
+        )
+        assert not cells & claimed
+        self.running.append(arrived)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish_scatter(self, data: st.DataObject) -> None:
+        scattered = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        assert self.owner[self.block_of[scattered.lease]] == scattered.lease
+        self.written[scattered.lease] |= self._cells(scattered)
+        done = self.table.finish_scatter(scattered, self._clock())
+        if done.filled is not None:
+            assert done.filled.number not in self.filled
+            self.filled.add(done.filled.number)
+        if done.closed is not None:
+            self._free(done.closed.number)
+
+    @precondition(lambda self: set(self.block_of) - self.closing)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(set(self.block_of) - self.closing)))
+        if self.table.close(number) is not None:
+            self._free(number)
+        else:
+            self.closing.add(number)
+
+    @rule(sender=st.integers(1, 2))
+    def lose_peer(self, sender: int) -> None:
+        """Its receives are cancelled, at whatever point; the node closes its leases."""
+        self.received = [item for item in self.received if item[0].sender != sender]
+        for number in self.table.bound_to(sender):
+            if self.table.close(number) is not None:
+                self._free(number)
+            else:
+                self.closing.add(number)
+        assert self.table.bound_to(sender) == ()
+
+    def _free(self, number: int) -> None:
+        assert all(scatter.lease != number for scatter in self.running)
+        del self.owner[self.block_of.pop(number)]
+        self.closing.discard(number)
+
+    def _cells(self, box: Segment) -> set[tuple[int, int, int]]:
+        return {
+            (layer, token, head)
+            for layer in box.layers
+            for token in range(box.token_start, box.token_stop)
+            for head in box.heads
+        }
+
+    @invariant()
+    def the_table_holds_exactly_the_leases_that_hold_blocks(self) -> None:
+        assert self.table.open_leases == len(self.block_of) == len(self.owner)
+
+    @invariant()
+    def closing_leases_are_those_with_a_scatter_running(self) -> None:
+        assert all(any(scatter.lease == number for scatter in self.running) for number in self.closing)
+
+
+TestLeaseMachine = LeaseMachine.TestCase

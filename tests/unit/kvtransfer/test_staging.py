@@ -1,0 +1,37 @@
+"""Staging slots."""
+
+import torch
+
+from kvtransfer.staging import StagingPool
+
+
+def test_slots_are_equal_apart_and_aligned() -> None:
+    pool = StagingPool(slot_bytes=5000, slots=3, device=torch.device("cpu"))
+    slots = [pool.take() for _ in range(3)]
+    for value, slot in enumerate(slots):
+        assert slot is not None
+        assert slot.memory.shape == (5000,)
+        assert slot.memory.data_ptr() % 4096 == 0
+        slot.memory.fill_(value)
+    assert [int(slot.memory.sum()) for slot in slots if slot is not None] == [0, 5000, 10000]
+
+
+def test_an_empty_pool_gives_none_until_a_slot_comes_back() -> None:
+    pool = StagingPool(slot_bytes=10, slots=2, device=torch.device("cpu"))
+    first, second = pool.take(), pool.take()
+    assert first is not None
+    assert second is not None
+    assert (pool.take(), pool.available) == (None, 0)
+    pool.give_back(first)
+    assert pool.take() is first
+
+
+def test_slots_are_handed_out_in_turn() -> None:
+    pool = StagingPool(slot_bytes=10, slots=3, device=torch.device("cpu"))
+    seen = []
+    for _ in range(6):
+        slot = pool.take()
+        assert slot is not None
+        seen.append(slot.index)
+        pool.give_back(slot)
+    assert seen == [0, 1, 2, 0, 1, 2]

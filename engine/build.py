@@ -75,7 +75,8 @@ def build_runner(
         block_size=block_size,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_context_tokens,
-        eos_token_ids=config.eos_token_ids,
+        # Some checkpoints name ids that their vocabulary lacks; those cannot be drawn, so they need not be forbidden.
+        eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
         identity=f"{identity.config_digest} {identity.weights_digest} {dtype}",
     )
     return Built(ModelRunner(model, backend, cache, facts), cache, layout, identity, config)

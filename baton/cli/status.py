@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from baton.client import Client
 from protos import common_pb2, generation_pb2
+
+_WIDTH_IN_FILES = 160
 
 
 def status(
@@ -24,6 +27,8 @@ def status(
         print(json.dumps(to_json(cluster)))
         return
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_IN_FILES
     nodes = cluster.nodes
     console.print(
         f"{cluster.gateway}: {cluster.requests_running} running, {cluster.requests_finished} finished, "
@@ -110,23 +115,18 @@ def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
 
 
 def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
-    table = Table(
-        "node", "address", "role", "state", "model", "dtype", "layout", "block", "blocks used", "running", "waiting"
-    )
+    table = Table("node", "role", "address", "state", "model", "KV", "blocks used", "running", "waiting", box=SIMPLE)
     for node in nodes:
-        said, info = node.status, node.status.info
+        said, shape = node.status, node.status.info.cache_shape
         state = "draining" if said.draining else "ready"
-        used = f"{said.blocks_total - said.blocks_free} of {said.blocks_total}"
         cells = (
             _name(node),
-            node.address,
             _role(node),
+            node.address,
             state if node.reachable else node.detail,
-            info.model.name,
-            info.cache_spec.dtype,
-            info.cache_shape.layout,
-            str(info.cache_shape.block_size),
-            used,
+            said.info.model.name,
+            f"{shape.layout} x {shape.block_size}",
+            f"{said.blocks_total - said.blocks_free} of {said.blocks_total}",
             str(said.requests_running),
             str(said.requests_waiting),
         )
@@ -135,7 +135,7 @@ def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
 
 
 def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]]) -> Table:
-    table = Table("prefill", "decode", "state", "transport", "GB/s", "sent MiB", "segments")
+    table = Table("prefill", "decode", "state", "transport", "GB/s", "sent MiB", "segments", box=SIMPLE)
     for node, peer in pairs:
         state = _phase(peer)
         cells = (

@@ -125,14 +125,14 @@ async def test_segments_of_a_lease_that_has_ended_are_scrapped(pair: tuple[Proce
     assert nothing_held(after)
 
 
-async def test_segments_under_a_foreign_lease_number_are_scrapped(pair: tuple[Process, Process]) -> None:
+async def test_segments_under_a_lease_number_never_given_are_refused(pair: tuple[Process, Process]) -> None:
     node, decode = pair
     async with session(decode) as call:
         ticket = (await reserved(call)).ticket
         before = await until_status(decode, lambda last: last.blocks_leased > 0)
         ticket.lease.number += 1000
         await prefill(node, ticket)
-        after = await until_status(decode, lambda last: last.segments_late > before.segments_late)
+        after = await until_status(decode, lambda last: last.segments_refused > before.segments_refused)
         assert after.blocks_leased == before.blocks_leased
     await until_status(decode, nothing_held)
 

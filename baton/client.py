@@ -20,7 +20,7 @@ from baton.convert import (
     token_from_proto,
     usage_from_proto,
 )
-from baton.errors import InternalError, InvalidRequest, NoNode
+from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.types import FinishReason, Receipt, SamplingParams, TokenOutput, Usage
@@ -205,8 +205,11 @@ def _typed_errors(target: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         said = from_rpc_error(error)
-        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in said.message:
+        from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not from_gateway:
             why = said.message.rpartition(": ")[2]
             cure = "see that a gateway serves there"
             raise NoNode(f"cannot reach {target}: {why}", field="target", value=target, cure=cure) from None
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not from_gateway:
+            raise DeadlineExceeded("the request was not finished in time", cure="allow it more time") from None
         raise said from None

@@ -11,6 +11,7 @@ one line on stderr that names the setting, the value and what is allowed; exit c
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
@@ -142,6 +143,11 @@ def describe_validation_error(cls: type[CommonSettings], error: ValidationError)
         said = item["msg"][:1].lower() + item["msg"][1:]
         lines.append(f"{where} is {item['input']!r}; {said}")
     return lines
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """This process's environment for a child, with some variables added."""
+    return {**os.environ, **more}
 
 
 def variable(name: str) -> str:

@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvtransfer.node import LeaseFilled, LeaseGrant
-
 from baton.convert import sampling_from_proto, token_from_proto
 from baton.errors import BatonError, DeadlineExceeded, InternalError
 from baton.rpc.status import to_detail
@@ -19,6 +17,7 @@ from baton.types import TokenOutput
 from decode_node.session import Session
 from engine.events import TokenSampled
 from engine.request import EngineRequest, Reservation
+from kvtransfer.node import LeaseFilled, LeaseGrant
 from protos import common_pb2
 from protos import decode_pb2 as pb
 

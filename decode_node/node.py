@@ -4,8 +4,6 @@ import asyncio
 import itertools
 import logging
 
-from kvtransfer.node import LeaseFilled, SegmentRefused
-
 from baton.config import DecodeSettings
 from baton.errors import BatonError, Draining
 from baton.rpc.status import to_detail
@@ -14,6 +12,7 @@ from decode_node.pairs import Pairs
 from decode_node.room import Room
 from decode_node.session import Session
 from engine.events import StepEvents
+from kvtransfer.node import LeaseFilled, SegmentRefused
 from node.assembly import Listener, Node
 from protos import decode_pb2 as pb
 from protos import node_pb2

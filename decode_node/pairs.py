@@ -10,10 +10,9 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from kvtransfer.plan import PlanRefused, WirePlan, agree
-
 from baton.errors import BatonError, PeerRefused
 from baton.rpc.status import from_detail
+from kvtransfer.plan import PlanRefused, WirePlan, agree
 from node.assembly import Node
 from node.describe import describe_mismatches, from_info, to_mismatches
 from protos import common_pb2

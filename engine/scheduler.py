@@ -26,7 +26,7 @@ from engine.request import (
     context_limit,
 )
 from engine.request_blocks import RequestBlocks
-from engine.state import Phase, RequestState
+from engine.state import Phase, RequestState, num_leased, tokens_waiting
 
 
 class _Scheduled(NamedTuple):
@@ -227,18 +227,13 @@ class Scheduler:
         return StepEvents(self._steps, seconds, failed=tuple(failed))
 
     def load(self) -> EngineLoad:
-        leased: set[int] = set()
-        for state in self._requests.values():
-            if state.phase in (Phase.RESERVED, Phase.HELD):
-                leased.update(state.blocks)
-        prefilling = [state for state in self._running if state.prefilling]
         return EngineLoad(
             blocks_total=self._blocks.num_blocks,
             blocks_free=self._blocks.num_free,
-            blocks_leased=len(leased),
+            blocks_leased=num_leased(self._requests.values()),
             requests_running=len(self._running),
             requests_waiting=len(self._waiting),
-            tokens_waiting=sum(state.num_remaining for state in (*self._waiting, *prefilling)),
+            tokens_waiting=tokens_waiting(self._waiting, self._running),
             requests_total=self._arrivals,
             preemptions=self._preemptions,
         )

@@ -1,5 +1,6 @@
 """What the scheduler keeps of one live request: its tokens, its blocks, how far its KV is, when it ends. Pure."""
 
+from collections.abc import Iterable
 from enum import Enum
 
 from baton.types import FinishReason
@@ -128,3 +129,18 @@ class RequestState:
             history=self.tokens[:] if self._penalised else int_array(),
             prompt_tokens=len(self.request.prompt),
         )
+
+
+def num_leased(states: Iterable[RequestState]) -> int:
+    """Distinct blocks of requests whose KV is on its way, in or out."""
+    leased: set[int] = set()
+    for state in states:
+        if state.phase in (Phase.RESERVED, Phase.HELD):
+            leased.update(state.blocks)
+    return len(leased)
+
+
+def tokens_waiting(waiting: Iterable[RequestState], running: Iterable[RequestState]) -> int:
+    """Prompt tokens that are still to be computed."""
+    prefilling = (state for state in running if state.prefilling)
+    return sum(state.num_remaining for state in (*waiting, *prefilling))

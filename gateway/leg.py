@@ -6,7 +6,6 @@ do next; that is `handover`.
 
 import asyncio
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DataLoss, DeadlineExceeded, Draining, NoNode, Overloaded, PeerRefused, UnknownLease
@@ -59,7 +58,7 @@ class Leg:
         self._first_token_passed = False  # of the last call, also when that has been dropped since
         self._loop = asyncio.get_running_loop()
         self._messages: deque[Message] = deque()
-        self._some = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._line = node.session().submit(submission, self._put)
 
     # ---- what the gateway does
@@ -112,12 +111,7 @@ class Leg:
             ends_at = self._patience_ends_at(since)
             if self._loop.time() >= ends_at:
                 return self._stalled()
-            self._some.clear()
-            try:
-                async with asyncio.timeout_at(ends_at):
-                    await self._some.wait()
-            except TimeoutError:
-                continue  # it may have shown a sign of life elsewhere in the meantime
+            await self._wait(until=ends_at)  # whoever owes may show a sign of life elsewhere: look again then
 
     def more_tokens(self) -> list[decode_pb2.StepToken]:
         """Tokens that have come already, up to the first other word."""
@@ -131,11 +125,9 @@ class Leg:
 
     async def until_sent(self, *, timeout_s: float) -> list[prefill_pb2.PrefillEvent]:
         """What the prefill node still says, until everything has been sent or the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.call is not None and self.call.running and not self.call.sent:
-                    self._some.clear()
-                    await self._some.wait()
+        ends_at = self._loop.time() + timeout_s
+        while self.call is not None and self.call.running and not self.call.sent and self._loop.time() < ends_at:
+            await self._wait(until=ends_at)
         return [item.event for item in self._messages if isinstance(item, PrefillSaid) and item.call is self.call]
 
     @property
@@ -151,7 +143,21 @@ class Leg:
 
     def _put(self, message: Message) -> None:
         self._messages.append(message)
-        self._some.set()
+        self._wake()
+
+    async def _wait(self, *, until: float) -> None:
+        """Returns at the next message, or at that time of the loop's clock."""
+        self._waiter = self._loop.create_future()
+        # NOTE: asyncio.timeout costs several times as much, and this is done for every token.
+        timer = self._loop.call_at(until, self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _concerns_now(self, message: Message) -> bool:
         match message:

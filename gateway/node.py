@@ -98,7 +98,8 @@ class Node:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
-        self._gone("the gateway let go of it")
+        self.reachable, self.detail = False, "the gateway has let go of it"
+        self._drop_connections(self.detail)
         await self._channel.close()
 
     # ---- staying in touch
@@ -125,7 +126,7 @@ class Node:
                 self._hear(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error).message
+            return from_rpc_error(error).message.rpartition(": ")[2]  # of a chain of causes the last one
         except TimeoutError:
             return f"connected, and silent for {_FIRST_WORD_TIMEOUT_S:g} s"
         finally:

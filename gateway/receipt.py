@@ -24,6 +24,11 @@ class ReceiptDraft:
         """Something failed and is being made up for."""
         self._troubles.append(what)
 
+    @property
+    def troubles(self) -> str:
+        """What has failed so far, as one sentence."""
+        return ", then ".join(self._troubles)
+
     def reserved(self, decode_node: str, message: decode_pb2.Reserved) -> None:
         self._decode_node = decode_node
         self._ticket = message.ticket

@@ -60,9 +60,10 @@ class Serving:
         with self._admitted() as task:
             limit_s = self._settings.request_timeout_s
             timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
+            draft = ReceiptDraft()
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    await self._serve(request, write, timeout_s)
+                    await self._serve(request, write, draft, timeout_s)
             except asyncio.CancelledError:
                 ended_by = self._running[task]
                 if ended_by is None:
@@ -72,9 +73,9 @@ class Serving:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                raise DeadlineExceeded(
-                    f"the request was not finished within its {timeout_s:.3g} s", cure="allow it more time"
-                ) from None
+                what = f"the request was not finished within its {timeout_s:.3g} s"
+                why = f" ({draft.troubles})" if draft.troubles else ""
+                raise DeadlineExceeded(what + why, cure="allow it more time") from None
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""
@@ -116,13 +117,12 @@ class Serving:
             self.counters.finished += finished
             self.counters.failed += not finished
 
-    async def _serve(self, message: pb.GenerateRequest, write: Write, timeout_s: float) -> None:
+    async def _serve(self, message: pb.GenerateRequest, write: Write, draft: ReceiptDraft, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         request = await self._check(message, deadline=started_at + timeout_s)
         detokenizer = self.model.codec.detokenizer(request.prompt)
         reply = Reply(request.request_id, request.sampling, detokenizer, write, loop.time)
-        draft = ReceiptDraft()
         finish = await HandOver(request, self._settings, self._cluster, reply, draft).run()
         self.counters.remote += draft.path is Path.REMOTE
         self.counters.local += draft.path is Path.LOCAL

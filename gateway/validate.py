@@ -33,8 +33,7 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
     InvalidRequest: the prompt is empty, too long, or has token ids that the model does not know.
     """
     if not prompt:
-        cure = "give a text or token ids"
-        raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure=cure)
+        raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("1 token or more",))
     if len(prompt) >= max_context_tokens:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens",
@@ -48,11 +47,15 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
 
 def check_prompt_given(request: pb.GenerateRequest) -> None:
     """Raises:
-    InvalidRequest: neither text nor token ids.
+    InvalidRequest: neither text nor token ids, or nothing in them.
     """
-    if request.WhichOneof("prompt") is None:
+    given = request.WhichOneof("prompt")
+    if given is None:
         cure = "set `text` or `token_ids`"
         raise InvalidRequest("the prompt is missing", field="prompt", allowed=("text", "token_ids"), cure=cure)
+    # A tokenizer may make a token of no text at all; a client that sends none has made a mistake all the same.
+    if not (request.text if given == "text" else request.token_ids.ids):
+        raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure="give some text")
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:

@@ -50,6 +50,8 @@ class Receiver:
         make_pool: makes the staging pool when it is first needed: a node that only sends has none.
         slot_bytes: size of its slots.
         on_filled, on_refused: called on the transfer thread.
+        catch_up: runs the calls posted so far. A lease may have been granted, and its first segment have come, since
+            that was last done.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Receiver:
         digests: bool,
         on_filled: Callable[[LeaseTotals], None],
         on_refused: Callable[[SegmentRefused], None],
+        catch_up: Callable[[], object],
     ) -> None:
         self._cache = cache
         self._transport = transport
@@ -73,6 +76,7 @@ class Receiver:
         self._digests = digests
         self._on_filled = on_filled
         self._on_refused = on_refused
+        self._catch_up = catch_up
         self._pool: StagingPool | None = None
         self._leases = LeaseTable(cache.spec, incarnation=incarnation)
         self._block_ids: dict[int, Tensor] = {}
@@ -138,6 +142,9 @@ class Receiver:
             accepted = True
             tag = Tag.unpack(arrival.tag)
             refusal = self._look_up(tag, arrival)
+            if refusal in (Refusal.UNKNOWN_LEASE, Refusal.UNKNOWN_SENDER):
+                self._catch_up()
+                refusal = self._look_up(tag, arrival)
             if refusal is not None:
                 self._transport.discard(arrival)
                 self._refuse(tag, refusal)

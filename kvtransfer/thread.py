@@ -189,6 +189,7 @@ class TransferThread:
             digests=self._digests,
             on_filled=self._on_filled,
             on_refused=self._on_refused,
+            catch_up=self._run_calls,
         )
         self._started.set_result(self.transport.address)
 
@@ -211,6 +212,9 @@ class TransferThread:
                 time.sleep(min(max(quiet_s * _NAP_FRACTION, _NAP_SHORTEST_S), _NAP_LONGEST_S))
             elif self.transport.arm():
                 poll.poll(_WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS)
+                # Here and not with the calls: a call may have been run before its wake came.
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
 
     def _advance(self) -> bool:
         """One look at everything; whether anything happened. Every part is looked at, whatever the others had."""
@@ -222,9 +226,6 @@ class TransferThread:
     def _run_calls(self) -> bool:
         if self._calls.empty():
             return False
-        # The call may be there before its wake is.
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
         while not self._calls.empty():
             self._calls.get_nowait()()
         return True

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from engine.build import Built, build_runner
-from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
-from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
-
 import torch
 
 from attention.spec import KVCacheShape
 from baton import __version__
 from baton.config import NodeSettings
+from engine.build import Built, build_runner
 from engine.engine import Engine
 from engine.events import StepEvents
 from engine.request import EngineLimits
+from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
+from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
 from models.identity import ModelIdentity
 from node.describe import to_info
 from protos import common_pb2, node_pb2

@@ -1,9 +1,8 @@
 """A node in messages and in plain values, both ways. Pure."""
 
-from kvtransfer.plan import Mismatch, NodeDescription
-
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.plan import Mismatch, NodeDescription
 from protos import common_pb2 as pb
 
 _KINDS = {KVKind.GQA: pb.KV_KIND_GQA, KVKind.MLA: pb.KV_KIND_MLA}

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
-from engine.build import Built
 
 from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
+from engine.build import Built
 from node.assembly import Node, load
 from node.service import SERVICE_NAME, NodeService
 from node.waiting import until

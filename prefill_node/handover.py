@@ -10,14 +10,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvtransfer.node import KVTransfer, SendJob, SentSegment
-
 from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.errors import BatonError, Cancelled, InternalError, InvalidRequest
 from baton.rpc.status import to_detail
 from engine.engine import Engine
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
+from kvtransfer.node import KVTransfer, SendJob, SentSegment
 from prefill_node.pairs import Pair
 from protos import common_pb2, decode_pb2
 from protos import prefill_pb2 as pb

@@ -4,11 +4,10 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 
-from kvtransfer.node import LeaseFilled, SegmentRefused
-
 from baton.config import PrefillSettings
 from baton.errors import Cancelled, Draining, NoNode
 from engine.events import StepEvents
+from kvtransfer.node import LeaseFilled, SegmentRefused
 from node.assembly import Listener, Node
 from node.waiting import until
 from prefill_node.handover import Event, HandOver

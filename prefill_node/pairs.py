@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable
 
 import grpc
-from kvtransfer.plan import PlanRefused, agree
 
 from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
+from kvtransfer.plan import PlanRefused, agree
 from node.assembly import Node
 from node.describe import describe_mismatches, from_info, to_mismatches
 from protos import common_pb2, decode_pb2_grpc

@@ -76,21 +76,27 @@ def generate(
 
 async def stream_to_terminal(
     target: str, prompt: Prompt, params: SamplingParams, *, timeout_s: float | None = None
-) -> None:
-    """Prints text as it comes; then, on a terminal, what the receipt says, to stderr."""
+) -> Finished:
+    """Prints text as it comes; then, on a terminal, what the receipt says, to stderr. Returns how it ended."""
     finished: Finished | None = None
-    async with Client(target) as client:
-        async for event in client.generate(prompt, params, timeout_s=timeout_s):
-            print(event.text, end="", flush=True)
-            if isinstance(event, Finished):
-                finished = event
-    print()
+    shown = False
+    try:
+        async with Client(target) as client:
+            async for event in client.generate(prompt, params, timeout_s=timeout_s):
+                print(event.text, end="", flush=True)
+                shown = True
+                if isinstance(event, Finished):
+                    finished = event
+    finally:
+        if shown:
+            print(flush=True)  # whatever follows, an error perhaps, begins a line
     if finished is None:
         raise InternalError("the stream ended without its last message", cure="see the gateway's log")
     if sys.stderr.isatty():
         Console(stderr=True, highlight=False).print(
             summary(finished.usage, finished.receipt), style="dim", markup=False
         )
+    return finished
 
 
 def summary(usage: Usage, receipt: Receipt) -> str:

@@ -1,7 +1,6 @@
 """Starts the processes of a local cluster, waits until they serve, and ends them. Knows them as programs only."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from baton.config import child_environment
 from baton.errors import ConfigError
 
 _READY_TIMEOUT_S = 120.0
@@ -58,7 +58,7 @@ class Processes:
             [sys.executable, "-m", program, *arguments, "--ready-file", str(ready_file)],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=child_environment(OMP_NUM_THREADS="1"),  # a process each for few cores
             start_new_session=True,  # Ctrl-C reaches us alone, and we drain them in order
         )
         process = Process(program, popen, ready_file)

@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from baton.cli.generate import stream_to_terminal
-from baton.client import Client
 
+from baton.cli.generate import stream_to_terminal
 from baton.cli.processes import Process, Processes
 from baton.cli.signals import Stopped, stop_on_signals
+from baton.client import Client
 from baton.config import DEMO_MODELS
 from baton.errors import BatonError, ConfigError
 from baton.types import LocalPolicy, SamplingParams
@@ -193,7 +193,10 @@ def demo(
         with stop_on_signals(), local_cluster(options, _say) as cluster:
             _say("prompt:")
             print(prompt, end="", flush=True)
-            asyncio.run(stream_to_terminal(cluster.gateway.address, prompt, params))
+            finished = asyncio.run(stream_to_terminal(cluster.gateway.address, prompt, params))
+            _say("receipt:")
+            for name, value in asdict(finished.receipt).items():
+                print(f"  {name:<22} {value:.6f}" if isinstance(value, float) else f"  {name:<22} {value}")
     except Stopped:
         _say("stopped")
         raise typer.Exit(130) from None

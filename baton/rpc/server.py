@@ -43,7 +43,7 @@ def connect(address: str, *, keepalive_s: float = 10.0) -> grpc.aio.Channel:
     options = [
         *channel_options(keepalive_s=keepalive_s),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2000),  # also the time that an attempt may take; on a busy machine it does
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_retries", 0),
         # NOTE: with the shared global pool a new incarnation at a known address would inherit a dead connection.

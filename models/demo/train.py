@@ -7,7 +7,7 @@ import argparse
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DeepseekV2Config, GenerationConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from models.demo.corpus import END_OF_TEXT
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
-ROW_LENGTHS = (512, 512, 512, 2048)  # of training steps in turn: mostly short rows, some that reach far positions
+SHORT = 256  # tokens of a row that holds one document
+LONG = 2048  # tokens of a row that holds many
+LONG_EVERY = 8  # steps
 BATCH_TOKENS = 32768
+IGNORED = -100  # the label that transformers' loss leaves out
 ROUTER_BALANCE_WEIGHT = 0.01
 EVALUATIONS = 40
+Batch = tuple[Tensor, Tensor]  # ids and labels, both [rows, length]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '' if loop.last else '\n\n' }}{% endfor %}"
 
 
@@ -39,20 +50,6 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
     tokenizer.train_from_iterator(documents, trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json and the tokenizer_config.json that AutoTokenizer reads."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
-        "model_max_length": MAX_POSITIONS,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def shape(arch: str, eos_token_id: int | None) -> PreTrainedConfig:
@@ -94,29 +91,51 @@ def shape(arch: str, eos_token_id: int | None) -> PreTrainedConfig:
 
 
 class Text:
-    """Documents as one row of token ids, each ended by END_OF_TEXT, with the places where one starts."""
+    """Documents as one row of token ids, each ended by END_OF_TEXT, and the paragraphs in it."""
 
     def __init__(self, documents: list[str], tokenizer: Tokenizer, device: torch.device) -> None:
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(documents)]
-        self.tokens = torch.tensor([token for document in ids for token in document], device=device)
-        sizes = torch.tensor([len(document) for document in ids], device=device)
-        self.starts = sizes.cumsum(0) - sizes
+        end = tokenizer.encode(END_OF_TEXT).ids
+        gap = tokenizer.encode("\n\n").ids
+        tokens: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        for document in documents:
+            before = len(starts)
+            for encoding in tokenizer.encode_batch(document.split("\n\n")):
+                tokens += gap if len(starts) > before else []
+                starts.append(len(tokens))
+                tokens += encoding.ids
+            tokens += end
+            ends += [len(tokens)] * (len(starts) - before)
+        self.tokens = torch.tensor(tokens, device=device)
+        self._starts = torch.tensor(starts, device=device)  # of each paragraph
+        self._ends = torch.tensor(ends, device=device)  # of the document that each paragraph is in
 
-    def batch(self, length: int) -> Tensor:
-        """[rows, length] random stretches, half of them from a document's start, as prompts are."""
-        rows = BATCH_TOKENS // length
-        last = len(self.tokens) - length
-        at_starts = self.starts[torch.randint(len(self.starts), (rows // 2,), device=self.starts.device)]
-        anywhere = torch.randint(last + 1, (rows - rows // 2,), device=self.starts.device)
-        offsets = torch.cat([at_starts.clamp(max=last), anywhere])
-        return self.tokens[offsets[:, None] + torch.arange(length, device=offsets.device)]
+    def _rows(self, starts: Tensor, ends: Tensor, length: int) -> Batch:
+        positions = starts[:, None] + torch.arange(length, device=starts.device)
+        ids = self.tokens[positions.clamp(max=len(self.tokens) - 1)]
+        return ids, ids.masked_fill(positions >= ends[:, None], IGNORED)
 
-    def windows(self, length: int) -> Iterator[Tensor]:
-        """The whole text in [rows, length] batches, less the rest that fills no row."""
-        rows = self.tokens[: len(self.tokens) // length * length].view(-1, length)
-        for start in range(0, len(rows), BATCH_TOKENS // length):
-            yield rows[start : start + BATCH_TOKENS // length]
+    def random_documents(self) -> Batch:
+        """Rows that start at a random paragraph, as a prompt does, and count up to their document's end."""
+        chosen = torch.randint(len(self._starts), (BATCH_TOKENS // SHORT,), device=self.tokens.device)
+        return self._rows(self._starts[chosen], self._ends[chosen], SHORT)
+
+    def random_stretches(self) -> Batch:
+        """Long rows over many documents, so that far positions are trained too."""
+        last = len(self.tokens) - LONG
+        starts = torch.randint(last + 1, (BATCH_TOKENS // LONG,), device=self.tokens.device)
+        return self._rows(starts, starts + LONG, LONG)
+
+    def all_documents(self) -> Iterator[Batch]:
+        """Every paragraph's row as in `random_documents`, once."""
+        for starts, ends in zip(self._starts.split(128), self._ends.split(128), strict=True):
+            yield self._rows(starts, ends, SHORT)
+
+    def all_stretches(self) -> Iterator[Batch]:
+        """The whole text in long rows."""
+        starts = torch.arange(0, len(self.tokens), LONG, device=self.tokens.device)
+        yield self._rows(starts, (starts + LONG).clamp(max=len(self.tokens)), LONG)
 
 
 def add_dropout(model: nn.Module, probability: float) -> None:
@@ -158,13 +177,14 @@ class RouterBalance:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: Text, length: int) -> float:
-    """Mean loss per token in nats over the whole text, in rows of `length` tokens."""
+def evaluate(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Mean loss per token in nats."""
     model.eval()
     total = count = 0.0
-    for rows in text.windows(length):
-        total += float(model(input_ids=rows, labels=rows).loss) * len(rows)
-        count += len(rows)
+    for ids, labels in batches:
+        tokens = int((labels[:, 1:] != IGNORED).sum())
+        total += float(model(input_ids=ids, labels=labels).loss) * tokens
+        count += tokens
     model.train()
     return total / count
 
@@ -186,7 +206,7 @@ def optimizer_of(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 
 
 def train(model: nn.Module, training: Text, held_out: Text, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Trains, leaves the weights of the best held-out loss in the model, and returns the losses on the way."""
+    """Trains, leaves the weights to keep in the model, and returns the losses of documents on the way."""
     balance = RouterBalance(model, getattr(model.config, "num_experts_per_tok", 1))
     add_dropout(model, options.dropout)
     optimizer = optimizer_of(model, options.weight_decay)
@@ -199,26 +219,44 @@ def train(model: nn.Module, training: Text, held_out: Text, options: argparse.Na
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, options.steps, options.lr)
-        rows = training.batch(ROW_LENGTHS[step % len(ROW_LENGTHS)])
+        long = step % LONG_EVERY == LONG_EVERY - 1
+        ids, labels = training.random_stretches() if long else training.random_documents()
         with autocast:
-            loss = model(input_ids=rows, labels=rows).loss
+            loss = model(input_ids=ids, labels=labels).loss
         (loss + ROUTER_BALANCE_WEIGHT * balance.take()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        recent.append(loss.detach())
+        if not long:
+            recent = [*recent[-49:], loss.detach()]
         if (step + 1) % max(1, options.steps // EVALUATIONS) and step + 1 != options.steps:
             continue
         with autocast:
-            held_out_loss = evaluate(model, held_out, min(ROW_LENGTHS))
+            held_out_loss = evaluate(model, held_out.all_documents())
         losses.append({"step": step + 1, "train": torch.stack(recent).mean().item(), "held_out": held_out_loss})
         progress.set_postfix(losses[-1])
-        recent.clear()
-        if held_out_loss < best_loss:
+        if options.keep == "last" or held_out_loss < best_loss:
             best_loss = held_out_loss
             best = copy.deepcopy(model.state_dict())
     model.load_state_dict(best)
     return losses
+
+
+def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """The folder that transformers loads: weights, configurations and tokenizer."""
+    eos_token_id = tokenizer.token_to_id(END_OF_TEXT)
+    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": MAX_POSITIONS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -230,6 +268,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--weight-decay", type=float, default=0.3)
+    parser.add_argument("--keep", choices=("best", "last"), default="last", help="which weights: best on held-out text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -248,15 +287,13 @@ def main() -> None:
     ).to(device)
     losses = train(model, training, held_out, options)
 
-    model.to(torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=eos_token_id)
-    model.save_pretrained(options.out)
-    save_tokenizer(tokenizer, options.out)
+    save(model.to(torch.bfloat16), tokenizer, options.out)
     saved = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "train_tokens": len(training.tokens),
         "held_out_tokens": len(held_out.tokens),
-        "bfloat16_held_out": {length: evaluate(model, held_out, length) for length in sorted(set(ROW_LENGTHS))},
+        "held_out_documents": evaluate(model, held_out.all_documents()),
+        "held_out_stretches": evaluate(model, held_out.all_stretches()),
     }
     (options.out / "losses.json").write_text(json.dumps({"saved": saved, "steps": losses}, indent=1) + "\n")
     print(json.dumps(saved))

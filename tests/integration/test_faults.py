@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.integration.generation import generate
 from tests.integration.reference import Reference
 
 # 16 tokens a step: a prompt of 600 takes 38 steps, time enough to do something to it.
-SLOW = {"model": LLAMA, "max_batch_tokens": 16, "num_blocks": 256, "keepalive_s": 2}
+SLOW = {"model": LLAMA, "max_batch_tokens": 16, "num_blocks": 256, "keepalive_s": 2, "prefix_cache": False}
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
 RELEASE_BOUND_S = 3.0
@@ -50,6 +51,17 @@ async def until_decoding(node: Process) -> None:
     await until_status(node, lambda last: last.requests_running > 0 and last.blocks_leased == 0)
 
 
+async def first_of(condition: Callable[[Process], Coroutine[Any, Any, None]], *nodes: Process) -> Process:
+    """The node for which the condition holds first."""
+    waits = {asyncio.create_task(condition(node)): node for node in nodes}
+    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    task = done.pop()
+    await task
+    return waits[task]
+
+
 async def until_released(*nodes: Process) -> None:
     for node in nodes:
         await until_status(node, nothing_held, within_s=RELEASE_BOUND_S)
@@ -64,23 +76,13 @@ async def test_a_prefill_node_killed_in_the_middle_is_replaced_by_another(
     first, second, decode = start.nodes(("prefill", SLOW), ("prefill", SLOW), ("decode", SLOW))
     gateway = start.gateway([first, second], [decode], model=LLAMA, local_policy="strict")
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
-    busy = await which_is_prefilling(first, second)
+    busy = await first_of(until_prefilling, first, second)
     start.kill(busy)
     result = await request
     assert result.token_ids == reference.greedy(prompts[0], 12).token_ids
     assert result.proof.path is RequestPath.REMOTE
     assert result.proof.attempts == 2
     await until_released(decode, second if busy is first else first)
-
-
-async def which_is_prefilling(*nodes: Process) -> Process:
-    waits = {asyncio.create_task(until_prefilling(node)): node for node in nodes}
-    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    (task, *_) = done
-    task.result()
-    return waits[task]
 
 
 async def test_the_last_prefill_node_killed_in_the_middle_is_replaced_by_the_decode_node(
@@ -167,15 +169,11 @@ async def test_a_decode_node_killed_while_decoding_is_continued_elsewhere(
     prefill, first, second = start.nodes(("prefill", SLOW), ("decode", SLOW), ("decode", SLOW))
     gateway = start.gateway([prefill], [first, second], model=LLAMA)
     request = asyncio.create_task(generate(gateway, prompts[0], LONG))
-    waits = {asyncio.create_task(until_decoding(node)): node for node in (first, second)}
-    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    (task, *_) = done
-    start.kill(waits[task])
+    killed = await first_of(until_decoding, first, second)
+    start.kill(killed)
     result = await request
     assert result.token_ids == reference.greedy(prompts[0], LONG.max_tokens).token_ids
-    await until_released(prefill, second if waits[task] is first else first)
+    await until_released(prefill, second if killed is first else first)
 
 
 # ---- gateways
@@ -323,15 +321,14 @@ async def test_a_drained_decode_node_out_of_time_hands_its_requests_over(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
     short = {**SLOW, "drain_grace_s": 0.2}
-    prefill, first = start.nodes(("prefill", SLOW), ("decode", short))
-    (second,) = start.nodes(("decode", SLOW))
+    prefill, first, second = start.nodes(("prefill", SLOW), ("decode", short), ("decode", short))
     gateway = start.gateway([prefill], [first, second], model=LLAMA)
     request = asyncio.create_task(generate(gateway, prompts[0], LONG))
-    await until_status(first, lambda last: last.requests_running > 0 or last.blocks_leased > 0)
-    await asyncio.to_thread(start.end, first)
+    drained = await first_of(until_decoding, first, second)
+    assert await asyncio.to_thread(start.end, drained) == 0
     result = await request
     assert result.token_ids == reference.greedy(prompts[0], LONG.max_tokens).token_ids
-    await until_released(prefill, second)
+    await until_released(prefill, second if drained is first else first)
 
 
 async def test_cancelled_is_what_a_cancelling_client_sees(

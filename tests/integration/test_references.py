@@ -49,7 +49,7 @@ async def reserved(call: Session, key: int = 1) -> decode_pb2.Reserved:
         prefill_available=True,
     )
     await call.write(decode_pb2.SessionRequest(submit=submit))
-    response = await call.read()
+    response = await read(call)
     assert response.WhichOneof("message") == "reserved", response
     return response.reserved
 
@@ -66,11 +66,17 @@ async def failure_of(node: Process, ticket: common_pb2.Ticket) -> BatonError:
     return from_rpc_error(caught.value)
 
 
+async def read(call: Session) -> decode_pb2.SessionResponse:
+    response = await call.read()
+    assert isinstance(response, decode_pb2.SessionResponse), "the session ended"
+    return response
+
+
 async def tokens(call: Session) -> list[int]:
     """Token ids that the decode node streams until it releases the request."""
     found: list[int] = []
     while True:
-        response = await call.read()
+        response = await read(call)
         match response.WhichOneof("message"):
             case "step":
                 found += [item.token.token_id for item in response.step.tokens]
@@ -153,7 +159,7 @@ async def test_a_renewed_ticket_has_a_new_lease_and_the_old_one_is_dead(pair: tu
         old = (await reserved(call)).ticket
         renew = decode_pb2.RenewTicket(key=1, failed_lease=old.lease.number)
         await call.write(decode_pb2.SessionRequest(renew=renew))
-        new = (await call.read()).reserved.ticket
+        new = (await read(call)).reserved.ticket
         assert new.lease.number != old.lease.number
         before = await until_status(decode, lambda last: last.blocks_leased > 0)
         await prefill(node, old)
@@ -168,6 +174,6 @@ async def test_cancel_is_answered_once_everything_is_free(pair: tuple[Process, P
     async with session(decode) as call:
         await reserved(call)
         await call.write(decode_pb2.SessionRequest(cancel=decode_pb2.CancelRequest(key=1)))
-        response = await call.read()
+        response = await read(call)
         assert response.WhichOneof("message") == "released"
         assert nothing_held(await until_status(decode, lambda last: True))

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,11 +92,10 @@ async def test_sampled_tokens_equal_one_process(
     start, _, decode, gateway = pair
     alone = start.gateway([], [decode], model=model, local_policy="local")
     prompts = references[model].prompts(LENGTHS[:10])
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3}]
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=seed, ignore_eos=True, **extra)
-        for seed, extra in enumerate(
-            [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3}] * 2
-        )
+        for seed, extra in enumerate(kinds * 2)
     ]
     handed = await asyncio.gather(*(generate(gateway, p, s) for p, s in zip(prompts, params, strict=True)))
     single = await asyncio.gather(*(generate(alone, p, s) for p, s in zip(prompts, params, strict=True)))

@@ -60,7 +60,7 @@ def test_a_wrong_sampling_parameter_is_named(model: ServedModel, sampling: dict[
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "the prompt is empty"), ([1] * 64, "the prompt has 64 tokens"), ([3, 320], "prompt has token id 320")],
+    [([], "the prompt has no tokens"), ([1] * 64, "the prompt has 64 tokens"), ([3, 320], "prompt has token id 320")],
 )
 def test_a_wrong_prompt_is_named(model: ServedModel, prompt: list[int], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as raised:
@@ -77,7 +77,14 @@ def test_a_request_without_prompt_is_told_both_ways_to_give_one() -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_prompt_given(pb.GenerateRequest())
     assert raised.value.allowed == ("text", "token_ids")
-    check_prompt_given(pb.GenerateRequest(text=""))  # given, if empty
+    check_prompt_given(pb.GenerateRequest(text="a"))
+    check_prompt_given(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0])))
+
+
+@pytest.mark.parametrize("empty", [pb.GenerateRequest(text=""), pb.GenerateRequest(token_ids=pb.TokenIds())])
+def test_an_empty_prompt_is_refused(empty: pb.GenerateRequest) -> None:
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        check_prompt_given(empty)
 
 
 def test_an_unknown_model_is_answered_with_the_known_one(model: ServedModel) -> None:

@@ -37,7 +37,7 @@ def test_layout_block_size_number_of_blocks_and_package_version_may_differ() -> 
 @pytest.mark.parametrize("field", ["architecture", "config_digest", "weights_digest"])
 def test_another_model_is_refused(field: str) -> None:
     with pytest.raises(PlanRefused) as refused:
-        agree(NODE, replace(NODE, **{field: "other"}))
+        agree(NODE, replace(NODE, **{field: "other"}))  # type: ignore[arg-type]
     (mismatch,) = refused.value.mismatches
     assert (mismatch.field, mismatch.theirs) == (field, "other")
     assert "checkpoint" in mismatch.cure

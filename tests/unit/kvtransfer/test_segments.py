@@ -76,7 +76,7 @@ def test_pieces_fit_and_cover_every_layer_and_token_once(
     spec: KVCacheSpec, token_start: int, num_tokens: int, spare_bytes: int
 ) -> None:
     segment_bytes = spec.bytes_per_token_layer + spare_bytes
-    covered = set()
+    covered: set[tuple[int, int]] = set()
     for layers, start, stop in cut(
         spec, segment_bytes=segment_bytes, token_start=token_start, token_stop=token_start + num_tokens
     ):

@@ -1,0 +1,159 @@
+"""The UCX transport alone, between two processes, beside ucx_perftest over the same lanes and beside memcpy."""
+
+import multiprocessing
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import libucx
+import torch
+
+from bench.table import Row
+from kvtransfer.transport import Request, Transport, open_transport
+
+MIB = 1 << 20
+SIZES_MIB = (1, 4, 16, 64)
+BYTES_PER_ROUND = 512 * MIB
+ROUNDS = 3
+WINDOW = 3
+# As the transfer thread does while messages are in flight.
+NAP_S = 20e-6
+TIMEOUT_S = 120.0
+
+
+def run(progress: Callable[[str], None]) -> list[Row]:
+    """Best of several rounds for every message size."""
+    rows = []
+    memcpy = memcpy_gigabytes_per_s()
+    for size_mib in SIZES_MIB:
+        progress(f"transport: messages of {size_mib} MiB")
+        ours, lanes = transport_gigabytes_per_s(size_mib * MIB)
+        work = f"{size_mib} MiB messages over {lanes}"
+        rival = perftest_gigabytes_per_s(size_mib * MIB)
+        rows.append(Row("transport", work, ours, "GB/s", "ucx_perftest", rival, goal=0.8))
+        rows.append(Row("transport", work, ours, "GB/s", "memcpy", memcpy))
+    return rows
+
+
+def memcpy_gigabytes_per_s(num_bytes: int = 64 * MIB) -> float:
+    """Copying memory that fits into no cache, one thread."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    return max(num_bytes / _seconds(lambda: target.copy_(source)) for _ in range(10)) / 1e9
+
+
+def transport_gigabytes_per_s(num_bytes: int) -> tuple[float, str]:
+    """Best round of messages of that size from another process, and what carried them."""
+    messages = max(4, BYTES_PER_ROUND // num_bytes)
+    with _sender(num_bytes, messages) as connection:
+        transport = open_transport("ucx")
+        transport.connect(1, connection.recv())
+        connection.send(transport.address)
+        lanes = transport.carrier(1)
+        slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(WINDOW)]
+        seconds = []
+        for _ in range(1 + ROUNDS):  # the first one maps the buffers
+            connection.send("go")
+            seconds.append(_seconds(lambda: _receive_all(transport, slots, messages)))
+        transport.close()
+    return messages * num_bytes / min(seconds[1:]) / 1e9, lanes
+
+
+def perftest_gigabytes_per_s(num_bytes: int) -> float:
+    """ucx_perftest's tagged bandwidth. Over shared memory without single-copy lanes, because those stand no peer's
+    death and Baton's endpoints do not use them."""
+    program = Path(libucx.__file__).parent / "bin" / "ucx_perftest"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {
+        "LD_LIBRARY_PATH": str(program.parent.parent / "lib"),
+        "UCX_TLS": "sysv,posix,tcp,self",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+    }
+    server = subprocess.Popen([program, "-p", port], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        _wait_for_port(int(port))
+        count = str(max(8, BYTES_PER_ROUND // num_bytes))
+        client = [str(program), "127.0.0.1", "-p", port, "-t", "tag_bw", "-s", str(num_bytes), "-n", count, "-w", "4"]
+        output = subprocess.run(
+            [*client, "-f", "-v"], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+    finally:
+        server.kill()
+        server.wait()
+    # Comma-separated: iterations, three latencies, average and overall MiB/s, two message rates.
+    fields = output.stdout.strip().splitlines()[-1].split(",")
+    return float(fields[5]) * MIB / 1e9
+
+
+def _wait_for_port(port: int) -> None:
+    """Until the server listens. A connection would be taken for its client, so only the kernel's table is read."""
+    wanted = f":{port:04X} "
+    end_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end_s:
+        tables = [Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
+        if any(wanted in line and " 0A " in line for table in tables for line in table):
+            return
+        time.sleep(0.01)
+    raise TimeoutError("ucx_perftest does not listen")
+
+
+def _receive_all(transport: Transport, slots: list[torch.Tensor], messages: int) -> None:
+    free, receiving, received = list(range(len(slots))), list[tuple[Request, int]](), 0
+    while received < messages:
+        moved = transport.progress()
+        while free and (arrival := transport.probe()) is not None:
+            moved = True
+            slot = free.pop()
+            receiving.append((transport.receive(1, arrival, slots[slot]), slot))
+        for item in [item for item in receiving if item[0].done]:
+            receiving.remove(item)
+            free.append(item[1])
+            received += 1
+        if not moved:
+            time.sleep(NAP_S)
+
+
+def _send_all(transport: Transport, slots: list[torch.Tensor], messages: int) -> None:
+    sending: list[Request] = []
+    for number in range(messages):
+        sending.append(transport.send(1, number, slots[number % len(slots)]))
+        while len(sending) == len(slots) or (number == messages - 1 and sending):
+            if not transport.progress():
+                time.sleep(NAP_S)
+            sending = [request for request in sending if not request.done]
+
+
+def _serve(connection: Connection, num_bytes: int, messages: int) -> None:
+    transport = open_transport("ucx")
+    connection.send(transport.address)
+    transport.connect(1, connection.recv())
+    slots = [torch.full((num_bytes,), index, dtype=torch.uint8) for index in range(WINDOW)]
+    while connection.recv() == "go":
+        _send_all(transport, slots, messages)
+    transport.close()
+
+
+@contextmanager
+def _sender(num_bytes: int, messages: int) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, num_bytes, messages), daemon=True)
+    process.start()
+    try:
+        yield ours
+        ours.send("end")
+        process.join(TIMEOUT_S)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

@@ -1,0 +1,140 @@
+"""Caches with planted values, and linked pairs of KVTransfer, for the conformance tests."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attention.cache import PagedKVCache
+from attention.layout import KVCacheLayout
+from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused, SendJob
+
+GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
+MLA = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=6, dtype="bfloat16")
+
+PREFILL_INCARNATION = 0x1111
+DECODE_INCARNATION = 0x2222
+# On D the peer is the sender number that it drew for P; on P it is P's own number for D.
+SENDER = 7
+PEER = 3
+DEADLINE_S = 10.0
+
+
+def make_cache(spec: KVCacheSpec, layout: KVCacheLayout, block_size: int, num_tokens: int = 64) -> PagedKVCache:
+    return PagedKVCache(spec, KVCacheShape(layout, block_size, num_blocks=2 * num_tokens // block_size))
+
+
+def scattered_blocks(cache: PagedKVCache, num_tokens: int, seed: int) -> tuple[int, ...]:
+    """Blocks for that many tokens, in no order."""
+    order = torch.randperm(cache.shape.num_blocks, generator=torch.Generator().manual_seed(seed))
+    return tuple(order[: cache.shape.blocks_for(num_tokens)].tolist())
+
+
+def tokens_of(cache: PagedKVCache, block_ids: tuple[int, ...], num_tokens: int) -> Tensor:
+    """A request's KV as [L, K, T, H, C], read slot by slot: independent of gather and scatter."""
+    size = cache.shape.block_size
+    return torch.stack([cache.view[:, :, block_ids[token // size], token % size] for token in range(num_tokens)], dim=2)
+
+
+def plant(cache: PagedKVCache, block_ids: tuple[int, ...], num_tokens: int) -> None:
+    """Gives every (layer, k/v, token, head, channel) of a request bytes of its own."""
+    size = cache.shape.block_size
+    layers, kv, _, _, heads, channels = cache.view.shape
+    generator = torch.Generator().manual_seed(99)
+    for token in range(num_tokens):
+        values = torch.randn(layers, kv, heads, channels, generator=generator).to(cache.view.dtype)
+        cache.view[:, :, block_ids[token // size], token % size] = values
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+@dataclass
+class Heard:
+    """What a node's callbacks were told."""
+
+    filled: list[LeaseFilled] = field(default_factory=list)
+    refused: list[SegmentRefused] = field(default_factory=list)
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Polls, because what it waits for may happen in another thread or process."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.001)
+
+
+def make_transfer(
+    cache: PagedKVCache,
+    heard: Heard,
+    *,
+    transport: str,
+    incarnation: int = DECODE_INCARNATION,
+    segment_bytes: int = 1000,
+    staging_slots: int = 3,
+    digests: bool = True,
+) -> KVTransfer:
+    return KVTransfer(
+        cache,
+        incarnation=incarnation,
+        transport=transport,
+        segment_bytes=segment_bytes,
+        staging_slots=staging_slots,
+        digests=digests,
+        on_filled=heard.filled.append,
+        on_refused=heard.refused.append,
+    )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill node's and a decode node's transfer, connected."""
+
+    prefill: KVTransfer
+    decode: KVTransfer
+    heard: Heard
+
+
+@asynccontextmanager
+async def linked(
+    prefill: PagedKVCache, decode: PagedKVCache, *, transport: str, segment_bytes: int = 1000
+) -> AsyncIterator[Pair]:
+    heard = Heard()
+    async with (
+        make_transfer(
+            prefill, Heard(), transport=transport, incarnation=PREFILL_INCARNATION, segment_bytes=segment_bytes
+        ) as sender,
+        make_transfer(decode, heard, transport=transport, segment_bytes=segment_bytes) as receiver,
+    ):
+        await receiver.connect(SENDER, sender.address)
+        await sender.connect(PEER, receiver.address, message_bytes=receiver.message_bytes)
+        yield Pair(sender, receiver, heard)
+
+
+def job(
+    lease: int,
+    block_ids: tuple[int, ...],
+    token_start: int,
+    token_stop: int,
+    *,
+    first_segment: int = 0,
+    peer: int = PEER,
+    sender_number: int = SENDER,
+) -> SendJob:
+    return SendJob(
+        peer=peer,
+        sender_number=sender_number,
+        lease=lease,
+        incarnation=DECODE_INCARNATION,
+        first_segment=first_segment,
+        token_start=token_start,
+        token_stop=token_stop,
+        block_ids=block_ids,
+    )

@@ -1,0 +1,105 @@
+"""A KVTransfer in a process of its own, to be killed and stopped by tests: commands in over a pipe, answers out."""
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from attention.cache import PagedKVCache
+from attention.layout import KVCacheLayout
+from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.errors import BatonError
+from kvtransfer.node import KVTransfer
+from tests.conformance.kv import DEADLINE_S, Heard
+
+# 1 MiB for 128 tokens of one layer, so that a request takes many messages that do not fit into any queue.
+BIG = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=8, head_dim=128, dtype="float32")
+SHAPE = KVCacheShape(KVCacheLayout.NHD, block_size=16, num_blocks=64)
+SEGMENT_BYTES = 1 << 20
+STAGING_SLOTS = 4
+ALL_BLOCKS = tuple(range(SHAPE.num_blocks))
+
+
+def make_big(heard: Heard, *, incarnation: int) -> tuple[PagedKVCache, KVTransfer]:
+    cache = PagedKVCache(BIG, SHAPE)
+    transfer = KVTransfer(
+        cache,
+        incarnation=incarnation,
+        transport="ucx",
+        segment_bytes=SEGMENT_BYTES,
+        staging_slots=STAGING_SLOTS,
+        digests=True,
+        on_filled=heard.filled.append,
+        on_refused=heard.refused.append,
+    )
+    return cache, transfer
+
+
+def serve(connection: Connection) -> None:
+    """The child's main: runs methods of its transfer by name until it is killed."""
+    torch.set_num_threads(1)
+    asyncio.run(_serve(connection))
+
+
+async def _serve(connection: Connection) -> None:
+    cache, transfer = make_big(Heard(), incarnation=0xC)
+    cache.view.fill_(3.5)
+    async with transfer:
+        connection.send(transfer.address)
+        running = set()
+        while True:
+            method, arguments = await asyncio.to_thread(connection.recv)
+            running.add(asyncio.create_task(_answer(connection, transfer, method, arguments)))
+
+
+async def _answer(connection: Connection, transfer: KVTransfer, method: str, arguments: tuple[Any, ...]) -> None:
+    try:
+        result = getattr(transfer, method)(*arguments)
+        connection.send((method, await result if asyncio.iscoroutine(result) else result))
+    except BatonError as error:
+        connection.send((method, error))
+
+
+@dataclass(frozen=True)
+class Child:
+    pid: int
+    connection: Connection
+    address: bytes
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        self.connection.send((method, arguments))
+
+    async def answer(self) -> tuple[str, Any]:
+        """The next method to return, and what it returned or raised."""
+        assert await asyncio.to_thread(self.connection.poll, DEADLINE_S)
+        answer: tuple[str, Any] = self.connection.recv()
+        return answer
+
+    async def call(self, method: str, *arguments: Any) -> None:
+        self.begin(method, *arguments)
+        answered, result = await self.answer()
+        assert answered == method
+        assert not isinstance(result, BatonError)
+
+
+@asynccontextmanager
+async def child() -> AsyncIterator[Child]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert await asyncio.to_thread(ours.poll, 30.0)
+        assert process.pid is not None
+        yield Child(process.pid, ours, ours.recv())
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.join)
+        process.close()
+        ours.close()

@@ -1,0 +1,93 @@
+"""Peers that die or stall in mid-transfer over UCX: real processes, SIGKILL and SIGSTOP."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from baton.errors import DataLoss
+from kvtransfer.node import LeaseGrant, SendJob
+from tests.conformance.kv import DECODE_INCARNATION, Heard, eventually
+from tests.conformance.kv_child import ALL_BLOCKS, BIG, SHAPE, child, make_big
+
+CHILD_SENDER, OTHER_SENDER = 7, 8
+PEER = 3
+TOKENS = SHAPE.num_slots
+# A disconnect is a few calls of UCX, whatever the peer does; the rest is a loaded machine's.
+DISCONNECT_S = 2.0
+
+pytestmark = pytest.mark.slow
+
+
+def big_job(lease: int, sender_number: int) -> SendJob:
+    return SendJob(
+        peer=PEER,
+        sender_number=sender_number,
+        lease=lease,
+        incarnation=DECODE_INCARNATION,
+        first_segment=0,
+        token_start=0,
+        token_stop=TOKENS,
+        block_ids=ALL_BLOCKS,
+    )
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(fault: signal.Signals) -> None:
+    heard = Heard()
+    cache, decode = make_big(heard, incarnation=DECODE_INCARNATION)
+    source, other = make_big(Heard(), incarnation=0xA)
+    source.view.fill_(1.25)
+    async with decode, other, child() as victim:
+        await decode.connect(CHILD_SENDER, victim.address)
+        await decode.connect(OTHER_SENDER, other.address)
+        await victim.call("connect", PEER, decode.address)
+        await other.connect(PEER, decode.address)
+        decode.open_lease(LeaseGrant(0, ALL_BLOCKS, 0, TOKENS))
+        decode.open_lease(LeaseGrant(1, ALL_BLOCKS, 0, TOKENS))
+        victim.begin("send", big_job(0, CHILD_SENDER))
+        await eventually(lambda: decode.counters().peers[CHILD_SENDER].segments_total >= 2)
+        os.kill(victim.pid, fault)
+
+        # Its messages under way hold some slots; the other sender has the rest.
+        await other.send(big_job(1, OTHER_SENDER))
+        await eventually(lambda: [filled.number for filled in heard.filled] == [1])
+
+        started_s = time.monotonic()
+        assert await decode.disconnect(CHILD_SENDER) == (0,)
+        assert time.monotonic() - started_s < DISCONNECT_S
+        totals = await decode.close_lease(0)
+        assert 2 <= totals.segments < BIG.num_layers * 8
+        cache.view.fill_(0.0)
+
+        if fault is signal.SIGSTOP:
+            os.kill(victim.pid, signal.SIGCONT)
+            victim.begin("disconnect", PEER)
+            answers = dict([await victim.answer(), await victim.answer()])
+            assert answers["disconnect"] == ()
+            assert isinstance(answers["send"], DataLoss)
+            assert not cache.view.any()
+        decode.open_lease(LeaseGrant(2, ALL_BLOCKS, 0, TOKENS))
+        await other.send(big_job(2, OTHER_SENDER))
+        await eventually(lambda: len(heard.filled) == 2)
+        assert torch.equal(cache.view, source.view)
+        assert heard.refused == []
+
+
+async def test_a_receiver_that_dies_fails_the_send_once_its_link_is_closed() -> None:
+    source, prefill = make_big(Heard(), incarnation=0xA)
+    source.view.fill_(1.25)
+    async with prefill, child() as victim:
+        await prefill.connect(PEER, victim.address)
+        await victim.call("connect", CHILD_SENDER, prefill.address)
+        await victim.call("open_lease", LeaseGrant(0, ALL_BLOCKS, 0, TOKENS))
+        sending = asyncio.create_task(prefill.send(big_job(0, CHILD_SENDER)))
+        await eventually(lambda: prefill.counters().peers[PEER].segments_total >= 2)
+        os.kill(victim.pid, signal.SIGKILL)
+        await prefill.disconnect(PEER)
+        with pytest.raises(DataLoss):
+            await sending
+        await prefill.quiet(PEER, 0)

@@ -1,0 +1,257 @@
+"""Messages that must not reach a cache: each is refused, counted and reported, and not one byte is written.
+
+A bare transport plays the sender, so that every message can be made wrong on purpose.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.cache import PagedKVCache
+from attention.cache_ops import digest, gather_to_wire
+from attention.layout import KVCacheLayout
+from kvtransfer.node import KVTransfer, LeaseGrant, Refusal
+from kvtransfer.segments import Segment, Tag
+from kvtransfer.transport import Transport, open_transport
+from tests.conformance.kv import (
+    DECODE_INCARNATION,
+    GQA,
+    PEER,
+    SENDER,
+    Heard,
+    as_bytes,
+    eventually,
+    make_cache,
+    make_transfer,
+    plant,
+    scattered_blocks,
+    tokens_of,
+)
+
+LEASE = 4
+TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Forger:
+    """A sender that says whatever a test wants, and the decode node that it talks to."""
+
+    transport: Transport
+    decode: KVTransfer
+    cache: PagedKVCache
+    blocks: tuple[int, ...]
+    source: PagedKVCache
+    source_blocks: tuple[int, ...]
+    heard: Heard
+
+    def right(self, number: int, start: int, stop: int) -> tuple[Segment, Tensor]:
+        """A segment as it should be, sealed, with its payload."""
+        size = (stop - start) * GQA.bytes_per_token
+        payload = torch.empty(size, dtype=torch.uint8)
+        gather_to_wire(
+            self.source,
+            block_ids=torch.tensor(self.source_blocks),
+            token_start=start,
+            token_stop=stop,
+            layers=range(GQA.num_layers),
+            heads=range(GQA.num_kv_heads),
+            out=payload,
+        )
+        segment = Segment(DECODE_INCARNATION, LEASE, number, 0, GQA.num_layers, start, stop, 0, GQA.num_kv_heads, size)
+        return segment.sealed(digest(payload)), payload
+
+    async def send(self, segment: Segment, payload: Tensor, tag: Tag | None = None) -> None:
+        tag = tag or Tag(SENDER, segment.lease, segment.number)
+        await self.send_raw(tag, payload.numpy().tobytes() + segment.encode())
+
+    async def send_raw(self, tag: Tag, message: bytes) -> None:
+        request = self.transport.send(PEER, tag.pack(), torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+        def sent() -> bool:
+            self.transport.progress()
+            return request.done
+
+        await eventually(sent)
+        assert request.failure() is None
+
+    async def assert_refused(self, refusal: Refusal) -> None:
+        await eventually(lambda: len(self.heard.refused) == 1)
+        (refused,) = self.heard.refused
+        assert refused.refusal is refusal
+        assert str(refusal) in str(refused.error)
+        counters = self.decode.counters()
+        assert (counters.refused, counters.late) == (1, 0)
+        assert counters.refusals == {refusal: 1}
+
+    def assert_untouched(self) -> None:
+        assert not as_bytes(self.cache.view).any()
+
+
+@pytest.fixture(params=["loopback", "ucx"])
+async def forger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
+    cache, source = make_cache(GQA, KVCacheLayout.HND, 4), make_cache(GQA, KVCacheLayout.NHD, 8)
+    blocks, source_blocks = scattered_blocks(cache, TOKENS, 1), scattered_blocks(source, TOKENS, 2)
+    plant(source, source_blocks, TOKENS)
+    heard = Heard()
+    transport = open_transport(request.param)
+    async with make_transfer(cache, heard, transport=request.param, segment_bytes=4096) as decode:
+        transport.connect(PEER, decode.address)
+        await decode.connect(SENDER, transport.address)
+        decode.open_lease(LeaseGrant(LEASE, blocks, 0, TOKENS))
+        yield Forger(transport, decode, cache, blocks, source, source_blocks, heard)
+        transport.close()
+
+
+async def test_a_right_message_is_taken(forger: Forger) -> None:
+    await forger.send(*forger.right(0, 0, TOKENS))
+    await eventually(lambda: len(forger.heard.filled) == 1)
+    assert torch.equal(
+        tokens_of(forger.cache, forger.blocks, TOKENS), tokens_of(forger.source, forger.source_blocks, TOKENS)
+    )
+
+
+@pytest.mark.parametrize("position", [0, 77, -1])
+async def test_a_flipped_bit(forger: Forger, position: int) -> None:
+    segment, payload = forger.right(0, 0, TOKENS)
+    payload[position] ^= 0x10
+    await forger.send(segment, payload)
+    await forger.assert_refused(Refusal.DIGEST)
+    forger.assert_untouched()
+
+
+async def test_two_payloads_swapped(forger: Forger) -> None:
+    (one, first), (other, second) = forger.right(0, 0, 3), forger.right(1, 3, 6)
+    await forger.send(one, second)
+    await forger.send(other, first)
+    await eventually(lambda: len(forger.heard.refused) == 2)
+    assert forger.decode.counters().refusals == {Refusal.DIGEST: 2}
+    forger.assert_untouched()
+
+
+async def test_ranges_changed_on_the_way(forger: Forger) -> None:
+    segment, payload = forger.right(0, 0, 3)
+    await forger.send(replace(segment, token_start=3, token_stop=6), payload)
+    await forger.assert_refused(Refusal.DIGEST)
+    forger.assert_untouched()
+
+
+async def test_no_digest(forger: Forger) -> None:
+    segment, payload = forger.right(0, 0, TOKENS)
+    await forger.send(replace(segment, digest=0), payload)
+    await forger.assert_refused(Refusal.DIGEST)
+    forger.assert_untouched()
+
+
+async def test_a_lease_that_was_never_given(forger: Forger) -> None:
+    segment, payload = forger.right(0, 0, TOKENS)
+    await forger.send(segment, payload, Tag(SENDER, LEASE + 1, 0))
+    await forger.assert_refused(Refusal.UNKNOWN_LEASE)
+    forger.assert_untouched()
+
+
+async def test_a_tag_that_names_another_lease_than_the_trailer(forger: Forger) -> None:
+    forger.decode.open_lease(LeaseGrant(LEASE + 1, forger.blocks, 0, TOKENS))
+    segment, payload = forger.right(0, 0, TOKENS)
+    await forger.send(segment, payload, Tag(SENDER, LEASE + 1, 0))
+    await forger.assert_refused(Refusal.MISLABELLED)
+    forger.assert_untouched()
+
+
+async def test_another_incarnation(forger: Forger) -> None:
+    segment, payload = forger.right(0, 0, TOKENS)
+    await forger.send(replace(segment, incarnation=DECODE_INCARNATION - 1).sealed(digest(payload)), payload)
+    await forger.assert_refused(Refusal.STALE_INCARNATION)
+    forger.assert_untouched()
+
+
+async def test_more_tokens_than_the_lease_has(forger: Forger) -> None:
+    segment, payload = forger.right(0, 0, TOKENS)
+    wrong = replace(segment, token_start=1, token_stop=TOKENS + 1)
+    await forger.send(wrong.sealed(digest(payload)), payload)
+    await forger.assert_refused(Refusal.OUT_OF_RANGE)
+    forger.assert_untouched()
+
+
+async def test_a_payload_of_another_size_than_its_ranges(forger: Forger) -> None:
+    segment, payload = forger.right(0, 0, TOKENS)
+    await forger.send(replace(segment, token_stop=TOKENS - 1).sealed(digest(payload)), payload)
+    await forger.assert_refused(Refusal.WRONG_SIZE)
+    forger.assert_untouched()
+
+
+async def test_a_sender_that_no_peer_has(forger: Forger) -> None:
+    segment, payload = forger.right(0, 0, TOKENS)
+    await forger.send(segment, payload, Tag(SENDER + 1, LEASE, 0))
+    await forger.assert_refused(Refusal.UNKNOWN_SENDER)
+    forger.assert_untouched()
+
+
+@pytest.mark.parametrize("size", [1, 70, 71, 500])
+async def test_a_message_without_a_trailer(forger: Forger, size: int) -> None:
+    await forger.send_raw(Tag(SENDER, LEASE, 0), b"\xff" * size)
+    await forger.assert_refused(Refusal.MALFORMED)
+    forger.assert_untouched()
+
+
+@pytest.mark.parametrize("size", [5_000, 3 << 20])
+async def test_a_message_larger_than_a_slot(forger: Forger, size: int) -> None:
+    await forger.send_raw(Tag(SENDER, LEASE, 0), bytes(size))
+    await forger.assert_refused(Refusal.TOO_LARGE)
+    forger.assert_untouched()
+
+
+async def test_a_duplicate(forger: Forger) -> None:
+    await forger.send(*forger.right(0, 0, 3))
+    segment, payload = forger.right(0, 3, 6)
+    await forger.send(segment, payload)
+    await forger.assert_refused(Refusal.DUPLICATE)
+    assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
+
+
+async def test_tokens_that_have_come_before(forger: Forger) -> None:
+    await forger.send(*forger.right(0, 0, 3))
+    segment, _ = forger.right(1, 2, 6)
+    other = torch.full((segment.payload_bytes,), 5, dtype=torch.uint8)
+    await forger.send(segment.sealed(digest(other)), other)
+    await forger.assert_refused(Refusal.OVERLAP)
+    expected = tokens_of(forger.source, forger.source_blocks, TOKENS)
+    assert torch.equal(tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, :3], expected[:, :, :3])
+    assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
+
+
+async def test_a_segment_after_the_lease_was_closed_is_late_and_no_alarm(forger: Forger) -> None:
+    await forger.decode.close_lease(LEASE)
+    await forger.send(*forger.right(0, 0, TOKENS))
+    await eventually(lambda: forger.decode.counters().late == 1)
+    assert forger.decode.counters().refused == 0
+    assert forger.heard.refused == []
+    forger.assert_untouched()
+
+
+async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
+    await forger.decode.connect(SENDER + 1, forger.transport.address)
+    await forger.send(*forger.right(0, 0, 3))
+    segment, payload = forger.right(1, 3, 6)
+    await forger.send(segment, payload, Tag(SENDER + 1, LEASE, 1))
+    await forger.assert_refused(Refusal.FOREIGN_SENDER)
+    assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
+
+
+async def test_with_digests_off_only_the_digest_is_not_checked(forger: Forger) -> None:
+    async with make_transfer(
+        forger.cache, forger.heard, transport="loopback", digests=False, segment_bytes=4096
+    ) as trusting:
+        transport = open_transport("loopback")
+        transport.connect(PEER, trusting.address)
+        await trusting.connect(SENDER, transport.address)
+        trusting.open_lease(LeaseGrant(LEASE, forger.blocks, 0, TOKENS))
+        pair = replace(forger, transport=transport, decode=trusting)
+        segment, payload = forger.right(0, 0, TOKENS)
+        await pair.send(replace(segment, digest=0, incarnation=1), payload)
+        await pair.assert_refused(Refusal.STALE_INCARNATION)
+        await pair.send(replace(segment, digest=0, number=1), payload)
+        await eventually(lambda: len(forger.heard.filled) == 1)
+        transport.close()

@@ -1,0 +1,152 @@
+"""The command line's own part: flags, exit codes, what is printed. The rest is tested on real processes."""
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli import main
+from baton.cli.generate import summary, to_json
+from baton.cli.status import to_json as status_to_json
+from baton.client import Completion
+from baton.types import FinishReason, Receipt, TokenOutput, Usage
+from baton.types import Path as Way
+from protos import common_pb2, generation_pb2, node_pb2
+
+RECEIPT = Receipt(
+    path=Way.REMOTE,
+    why="prompt prefilled on prefill-0",
+    prefill_node="prefill-0",
+    decode_node="decode-0",
+    prompt_tokens_sent=84,
+    bytes_sent=4096,
+    segments=2,
+    transport="cma",
+    queue_s=0.0,
+    prefill_s=0.1,
+    transfer_s=0.002,
+    first_token_s=0.2,
+    total_s=1.2,
+    attempts=1,
+    prefill_cached_tokens=0,
+)
+USAGE = Usage(prompt_tokens=84, completion_tokens=11, cached_tokens=0)
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    """The exit code of `baton` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "-1", "x"], "--temperature"),
+        (["--temperature", "nan", "x"], "--temperature"),
+        (["--top-p", "0", "x"], "--top-p"),
+        (["--max-tokens", "0", "x"], "--max-tokens"),
+        (["--max-tokens", "many", "x"], "--max-tokens"),
+        (["--timeout", "0", "x"], "--timeout"),
+        (["--token-ids", "1,b"], "--token-ids"),
+        (["--token-ids", "1,-2"], "--token-ids"),
+        (["--token-ids", "1", "x"], "PROMPT"),
+        (["--file", "/does/not/exist"], "--file"),
+        (["--nonsense", "x"], "--nonsense"),
+        ([], "PROMPT"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert run(monkeypatch, "generate", *arguments) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "x"], ["generate", "--json", "x"], ["status"], ["status", "--json"]]
+)
+def test_a_gateway_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nobody: str, arguments: list[str]
+) -> None:
+    assert run(monkeypatch, arguments[0], "--target", nobody, *arguments[1:]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"baton: cannot reach {nobody}")
+    assert said.err.count("\n") == 1
+
+
+def test_each_failed_prompt_of_a_file_has_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nobody: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("one\n\ntwo\n")
+    assert run(monkeypatch, "generate", "--target", nobody, "--file", str(file), "--json") == 1
+    said = capsys.readouterr()
+    assert [set(entry) for entry in json.loads(said.out)] == [{"error"}, {"error"}]
+    assert "prompt 1: cannot reach" in said.err
+    assert "prompt 2: cannot reach" in said.err
+
+
+def test_help_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch) == 0
+    assert run(monkeypatch, "generate", "--help") == 0
+    assert "generate" in capsys.readouterr().out
+
+
+def test_json_of_a_completion() -> None:
+    tokens = (TokenOutput(7, 0, -0.5, ((7, -0.5), (8, -1.5))), TokenOutput(9, 1, -0.25))
+    printed = to_json(Completion("ab", tokens, FinishReason.STOP, "", USAGE, RECEIPT))
+    assert set(printed) == {"text", "token_ids", "logprobs", "finish_reason", "usage", "receipt"}
+    assert (printed["text"], printed["token_ids"], printed["finish_reason"]) == ("ab", [7, 9], "stop")
+    assert printed["logprobs"] == [
+        {
+            "token_id": 7,
+            "logprob": -0.5,
+            "top": [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -1.5}],
+        },
+        {"token_id": 9, "logprob": -0.25, "top": []},
+    ]
+    assert json.loads(json.dumps(printed))["receipt"]["path"] == "remote"
+
+
+def test_json_without_logprobs_says_null() -> None:
+    tokens = (TokenOutput(7, 0),)
+    assert to_json(Completion("a", tokens, FinishReason.LENGTH, "", USAGE, RECEIPT))["logprobs"] is None
+
+
+def test_the_summary_tells_path_speed_and_transfer() -> None:
+    said = summary(USAGE, RECEIPT)
+    assert "remote: prompt prefilled on prefill-0" in said
+    assert "the first after 200 ms, then 10 per second" in said
+    assert "4096 bytes in 2 segment(s) over cma" in said
+
+
+def test_json_of_a_status_has_why_a_pair_was_refused() -> None:
+    mismatch = common_pb2.Mismatch(field="dtype", ours="float32", theirs="bfloat16", cure="start both alike")
+    peer = common_pb2.PeerState(name="decode-0", phase=common_pb2.PEER_PHASE_REFUSED, mismatches=[mismatch])
+    info = common_pb2.NodeInfo(name="prefill-0", role=common_pb2.ROLE_PREFILL, incarnation=2**64 - 1)
+    said = node_pb2.NodeStatus(info=info, blocks_total=8, blocks_free=3, peers=[peer])
+    report = generation_pb2.NodeReport(address="127.0.0.1:5", reachable=True, status=said)
+    printed = json.loads(json.dumps(status_to_json(generation_pb2.ClusterStatusResponse(nodes=[report]))))
+    [node] = printed["nodes"]
+    assert (node["role"], node["blocks_used"], node["incarnation"]) == ("prefill", 5, "f" * 16)
+    assert node["peers"][0]["state"] == "refused"
+    assert node["peers"][0]["mismatches"] == [
+        {"field": "dtype", "ours": "float32", "theirs": "bfloat16", "cure": "start both alike"}
+    ]

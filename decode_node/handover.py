@@ -87,6 +87,7 @@ class HandOver:
         self.engine_id = f"{session.number}.{submit.key}"
         self.inbox: asyncio.Queue[Message] = asyncio.Queue()
         self.lease: int | None = None
+        self._closing: asyncio.Future[LeaseFilled] | None = None
         self.decoded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submitted_at = time.monotonic()
         self.prefilling_since: float | None = None
@@ -234,11 +235,16 @@ class HandOver:
         return number
 
     async def _close_lease(self) -> LeaseFilled:
-        """Ends the open lease; afterwards nothing is ever scattered into its blocks."""
+        """Ends the open lease; afterwards nothing is ever scattered into its blocks.
+
+        May be cancelled, and is then to be called again: the lease is closed once.
+        """
         assert self.lease is not None
-        totals = await self.node.transfer.close_lease(self.lease)
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self.node.transfer.close_lease(self.lease))
+        totals = await asyncio.shield(self._closing)
         self.node.forget_lease(self.lease)
-        self.lease = None
+        self.lease = self._closing = None
         return totals
 
     def _send_ticket(self, lease: int, reservation: Reservation, token_stop: int, queue_s: float) -> None:

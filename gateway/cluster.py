@@ -80,7 +80,7 @@ class Cluster:
     @property
     def max_context_tokens(self) -> int:
         """Longest prompt plus output that some decode node can hold; the model's own limit while none is known."""
-        known = [node.view().max_context_tokens for node in self._decodes.values() if node.reachable]
+        known = [node.view().max_context_tokens for node in self._decodes.values() if not node.detail]
         return min(self._model.max_context_tokens, max(known, default=self._model.max_context_tokens))
 
     def explain(self) -> str:
@@ -159,7 +159,7 @@ async def _let_go(nodes: dict[str, AnyNode], listed: frozenset[str]) -> None:
 
 
 def _explain(node: Node) -> str:
-    if not node.reachable:
+    if node.detail:
         return f"{node.name} cannot be used ({node.detail})"
     if node.status.draining:
         return f"{node.name} is draining"

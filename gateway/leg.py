@@ -219,6 +219,7 @@ class Leg:
             assert self.prefill_node is not None
             reason = f"no sign of life for {self._patience.prefill_stall_s:g} s"
             self.prefill_node.lose(reason)
+            self.call.close()
             return PrefillFailed(self.call, NoNode(reason))
         reason = f"no sign of life for {self._patience.decode_stall_s:g} s"
         self.node.lose(reason)

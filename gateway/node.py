@@ -67,7 +67,7 @@ class Node:
     @property
     def open(self) -> bool:
         """Whether it may get new requests."""
-        return self.reachable and not self.status.draining and not self.retired
+        return self.reachable and not (self.detail or self.status.draining or self.retired)
 
     @property
     def busy(self) -> bool:
@@ -135,37 +135,38 @@ class Node:
 
     def _hear(self, status: node_pb2.NodeStatus) -> None:
         self.heard_at = self._loop.time()
-        if problem := self._problem(status.info):
-            if self.detail != problem:
-                log.warning("%s is not used: %s", self.address, problem)
-            self._gone(problem)
+        if status.info.role != self.role:
+            wrong = f"it is no {_role_name(self.role)} node but a {_role_name(status.info.role)} node"
+            if self.detail != wrong:
+                log.warning("%s is not used: %s", self.address, wrong)
+            self._gone(wrong)
             return
         if not self.reachable or status.info.incarnation != self.incarnation:
-            shape = status.info.cache_shape
-            log.info("%s is there: %s, KV %s x %d", status.info.name, self.address, shape.layout, shape.block_size)
+            self._greet(status.info)
         if status.info.incarnation != self.incarnation:
             self._drop_connections("it was restarted")
         self.status = status
         self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
         self._requests_since = self._tokens_since = 0
-        self.reachable, self.detail = True, ""
+        self.reachable, self.detail = True, self._foreign(status.info.model)
         self._view = _to_view(self.address, status, self.peers)
         self._on_change()
 
-    def _problem(self, info: common_pb2.NodeInfo) -> str:
-        """Why a node that answers cannot be used; empty when it can."""
-        if info.role != self.role:
-            is_one, wanted = (
-                common_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in (info.role, self.role)
-            )
-            return f"it is a {is_one} node, listed as a {wanted} node"
-        if info.model.config_digest != self._model.config_digest:
-            theirs, ours = info.model.config_digest[:12], self._model.config_digest[:12]
-            return (
-                f"it serves {info.model.name or info.model.architecture} (config digest {theirs}), this gateway "
-                f"{self._model.name} (config digest {ours}); start both with the same model"
-            )
-        return ""
+    def _greet(self, info: common_pb2.NodeInfo) -> None:
+        shape = info.cache_shape
+        log.info("%s is there: %s, KV %s x %d", info.name, self.address, shape.layout, shape.block_size)
+        if foreign := self._foreign(info.model):
+            log.warning("%s gets no requests: %s", info.name, foreign)
+
+    def _foreign(self, theirs: common_pb2.ModelIdentity) -> str:
+        """Why requests to this gateway's model are not for this node; empty when they are."""
+        ours = self._model
+        if theirs.config_digest == ours.config_digest:
+            return ""
+        return (
+            f"it serves {theirs.name} ({theirs.architecture}, config digest {theirs.config_digest[:12]}), this gateway "
+            f"{ours.name} ({ours.architecture}, config digest {ours.config_digest[:12]}); start both with one model"
+        )
 
     def _gone(self, reason: str) -> None:
         if self.reachable:
@@ -253,6 +254,10 @@ class DecodeNode(Node):
     def _drop_connections(self, reason: str) -> None:
         if self._session is not None:
             self._session.lose(reason)
+
+
+def _role_name(role: common_pb2.Role.ValueType) -> str:
+    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
 
 
 def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:

@@ -1,5 +1,6 @@
 """The Generation service over gRPC: hands each call on, and turns errors into statuses."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,9 +92,22 @@ async def _errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> As
     except BatonError as error:
         if not isinstance(error, InvalidRequest):
             log.info("a request failed: %s", error)
-        await abort(context, error)
+        await _answer(context, error)
+    except grpc.aio.InternalError:
+        raise _client_is_gone() from None
     except Exception as error:
-        if context.cancelled():
-            raise  # the client is gone: nobody reads a status
         log.exception("a request failed")
-        await abort(context, InternalError(f"{type(error).__name__} in the gateway", cure="see its log"))
+        await _answer(context, InternalError(f"{type(error).__name__} in the gateway", cure="see its log"))
+
+
+async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
+    try:
+        await abort(context, error)
+    except grpc.aio.InternalError:
+        raise _client_is_gone() from None
+
+
+def _client_is_gone() -> asyncio.CancelledError:
+    """gRPC refuses to write to a call that is over, as when its deadline passed this moment; nobody reads what we say.
+    It logs every way of leaving a handler as an error, except this one."""
+    return asyncio.CancelledError()

@@ -107,12 +107,12 @@ class HandOver:
 
     async def _follow_engine(self, sending: asyncio.Task[Sent]) -> TokenSampled:
         """Tells the gateway what the engine does, until the first token is there."""
-        started_at = time.monotonic()
+        submitted_at = started_at = time.monotonic()
         while True:
             event = await self._next_event(sending)
             match event:
                 case RequestStarted(cached_tokens=cached_tokens, queue_s=queue_s):
-                    started_at = time.monotonic()
+                    started_at = submitted_at + queue_s  # told when that step is over
                     scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
                     await self.tell(pb.PrefillEvent(scheduled=scheduled))
                 case ChunkComputed(token_stop=token_stop):

@@ -1,6 +1,6 @@
 """Claims on cells, against a set of cells."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.coverage import Coverage
@@ -10,6 +10,7 @@ boxes = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(boxes, max_size=30))
 def test_a_box_is_claimed_exactly_when_none_of_its_cells_was(
     claims: list[tuple[int, int, int, int, int, int]],

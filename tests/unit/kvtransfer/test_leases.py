@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -159,6 +160,7 @@ class LeaseMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = LeaseTable(SPEC, incarnation=OURS)
         self.next_number = 0
+        self.next_segment = 100  # apart from the numbers of `arrive_anything`
         self.owner: dict[int, int] = {}  # block -> lease
         self.block_of: dict[int, int] = {}
         self.received: list[tuple[Tag, Segment]] = []
@@ -186,6 +188,33 @@ class LeaseMachine(RuleBasedStateMachine):
         if totals is not None:
             self.filled.add(number)
 
+    @precondition(lambda self: set(self.block_of) - self.closing)
+    @rule(
+        data=st.data(),
+        layers=st.sampled_from([(0, 1), (1, 2), (0, 2)]),
+        tokens=st.sampled_from([(0, 2), (2, 4), (0, 4), (1, 3)]),
+        heads=st.sampled_from([(0, 1), (1, 2), (0, 2)]),
+        incarnation=st.sampled_from([OURS, OURS, OURS + 1]),
+    )
+    def arrive_for_an_open_lease(
+        self,
+        data: st.DataObject,
+        layers: tuple[int, int],
+        tokens: tuple[int, int],
+        heads: tuple[int, int],
+        incarnation: int,
+    ) -> None:
+        """A new segment, though perhaps stale or of tokens that have come before."""
+        lease = data.draw(st.sampled_from(sorted(set(self.block_of) - self.closing)))
+        self.next_segment += 1
+        tag = Tag(1 + lease % 2, lease, self.next_segment)
+        refusal = self.table.arrival(tag, self._clock())
+        assert refusal in (None, Refusal.FOREIGN_SENDER)
+        if refusal is None:
+            self.received.append(
+                (tag, segment(lease, tag.number, layers=layers, tokens=tokens, heads=heads, incarnation=incarnation))
+            )
+
     @rule(
         sender=st.integers(1, 2),
         lease=st.integers(0, 8),
@@ -196,7 +225,7 @@ class LeaseMachine(RuleBasedStateMachine):
         incarnation=st.sampled_from([OURS, OURS, OURS, OURS + 1]),
         said_lease=st.none() | st.integers(0, 8),
     )
-    def arrive(
+    def arrive_anything(
         self,
         sender: int,
         lease: int,
@@ -262,6 +291,13 @@ class LeaseMachine(RuleBasedStateMachine):
         else:
             self.closing.add(number)
 
+    @precondition(lambda self: {scatter.lease for scatter in self.running} - self.closing)
+    @rule()
+    def close_while_a_scatter_runs(self) -> None:
+        number = min({scatter.lease for scatter in self.running} - self.closing)
+        assert self.table.close(number) is None
+        self.closing.add(number)
+
     @rule(sender=st.integers(1, 2))
     def lose_peer(self, sender: int) -> None:
         """Its receives are cancelled, at whatever point; the node closes its leases."""
@@ -296,3 +332,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

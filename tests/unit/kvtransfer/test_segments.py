@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.spec import KVCacheSpec, KVKind
@@ -18,6 +18,7 @@ u64 = st.integers(0, 2**64 - 1)
 segments = st.builds(Segment, u64, u64, u32, u32, u32, u32, u32, u32, u32, u64, u64)
 
 
+@settings(deadline=None)
 @given(tags, tags)
 def test_different_tags_are_different_numbers_and_come_back_whole(one: Tag, other: Tag) -> None:
     assert Tag.unpack(one.pack()) == one
@@ -31,12 +32,14 @@ def test_a_part_that_does_not_fit_is_an_error(parts: tuple[int, int, int]) -> No
         Tag(*parts)
 
 
+@settings(deadline=None)
 @given(segments)
 def test_every_trailer_has_the_same_size_and_comes_back_whole(segment: Segment) -> None:
     assert len(segment.encode()) == TRAILER_BYTES
     assert decode_trailer(segment.encode()) == segment
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=2 * TRAILER_BYTES))
 def test_bytes_that_are_no_trailer_are_found_out(noise: bytes) -> None:
     segment = decode_trailer(noise)
@@ -71,6 +74,7 @@ specs = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(specs, st.integers(0, 300), st.integers(0, 300), st.integers(0, 20_000))
 def test_pieces_fit_and_cover_every_layer_and_token_once(
     spec: KVCacheSpec, token_start: int, num_tokens: int, spare_bytes: int

@@ -217,8 +217,7 @@ class Receiver:
         if refusal is not None:
             self._refuse(tag, refusal)
             return
-        self._scatter(segment, payload)
-        self._ledger.moved(tag.sender, segment.payload_bytes)
+        self._scatter(tag.sender, segment, payload)
 
     def _check(self, segment: Segment, payload: Tensor) -> Refusal | None:
         if segment.payload_bytes != payload.numel():
@@ -227,7 +226,7 @@ class Receiver:
             return Refusal.DIGEST
         return None
 
-    def _scatter(self, segment: Segment, payload: Tensor) -> None:
+    def _scatter(self, sender: int, segment: Segment, payload: Tensor) -> None:
         scatter_from_wire(
             self._cache,
             block_ids=self._block_ids[segment.lease],
@@ -237,6 +236,7 @@ class Receiver:
             heads=segment.heads,
             payload=payload,
         )
+        self._ledger.moved(sender, segment.payload_bytes)
         outcome = self._leases.finish_scatter(segment, time.monotonic())
         if outcome.filled is not None:
             self._on_filled(outcome.filled)

@@ -1,0 +1,256 @@
+"""`baton up`, `generate`, `status`: what users type, on a real cluster."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from baton.errors import BatonError, InvalidRequest, UnknownModel
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error
+from protos import generation_pb2 as pb
+from protos.generation_pb2_grpc import GenerationStub
+from tests.integration.cluster import LLAMA
+
+PROMPT = (
+    "Return a list of the names of the attributes of the object, and of its class, and of the classes from which its "
+    "class is derived, in the order in which they were defined. If the object has no attributes, the list is empty. "
+)
+BATON = [sys.executable, "-c", "from baton.cli import main; main()"]
+RECEIPT = {
+    "path", "why", "prefill_node", "decode_node", "prompt_tokens_sent", "bytes_sent", "segments", "transport",
+    "queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s",
+}  # fmt: skip
+
+
+def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BATON, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@dataclass(frozen=True)
+class Up:
+    """A running `baton up` and the line that it printed."""
+
+    popen: subprocess.Popen[str]
+    line: dict[str, object]
+
+    @property
+    def gateway(self) -> str:
+        return str(self.line["gateway"])
+
+    @property
+    def pids(self) -> list[int]:
+        pids = self.line["pids"]
+        assert isinstance(pids, dict)
+        return [pids["gateway"], *pids["prefill"], *pids["decode"]]
+
+
+def start_up(*arguments: str) -> Up:
+    popen = subprocess.Popen(
+        [*BATON, "up", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    assert popen.stdout is not None
+    return Up(popen, json.loads(popen.stdout.readline()))
+
+
+def interrupt(up: Up) -> int:
+    """Ctrl-C; returns the exit code."""
+    os.kill(up.popen.pid, signal.SIGINT)
+    up.popen.communicate(timeout=40)
+    return up.popen.returncode
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Up]:
+    started = start_up(
+        "--model", str(LLAMA), "--prefill", "2", "--prefill-kv-cache-layout", "HND", "--prefill-block-size", "8",
+        "--decode-kv-cache-layout", "BLNHC", "--decode-block-size", "32",
+    )  # fmt: skip
+    yield started
+    assert interrupt(started) == 0
+
+
+def as_json(up: Up, *arguments: str) -> dict[str, object]:
+    finished = baton("generate", "--target", up.gateway, "--json", *arguments)
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def complaint(finished: subprocess.CompletedProcess[str], code: int) -> str:
+    """The one line on stderr."""
+    assert finished.returncode == code, finished.stderr
+    assert "Traceback" not in finished.stderr
+    lines = [line for line in finished.stderr.splitlines() if line]
+    assert len(lines) == 1, finished.stderr
+    return lines[0]
+
+
+def test_up_prints_where_everything_is(up: Up) -> None:
+    assert set(up.line) == {"gateway", "http", "prefill", "decode", "pids"}
+    assert isinstance(up.line["prefill"], list)
+    assert len(up.line["prefill"]) == 2
+    assert all(psutil.pid_exists(pid) for pid in up.pids)
+
+
+def test_generate_streams_text(up: Up) -> None:
+    finished = baton("generate", "--target", up.gateway, "--max-tokens", "20", "--temperature", "0", PROMPT)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.strip()
+    found = as_json(up, "--max-tokens", "20", "--temperature", "0", PROMPT)
+    assert finished.stdout.rstrip("\n") == str(found["text"]).rstrip("\n")
+
+
+def test_json_has_everything(up: Up) -> None:
+    arguments = (
+        "--max-tokens",
+        "12",
+        "--temperature",
+        "0",
+        "--ignore-eos",
+        "--logprobs",
+        "2",
+        f"Nobody has asked this before. {PROMPT}",
+    )
+    found = as_json(up, *arguments)
+    assert set(found) == {"text", "token_ids", "logprobs", "finish_reason", "usage", "receipt"}
+    receipt, usage, logprobs = found["receipt"], found["usage"], found["logprobs"]
+    assert isinstance(receipt, dict)
+    assert isinstance(usage, dict)
+    assert isinstance(logprobs, list)
+    assert set(receipt) >= RECEIPT
+    assert receipt["path"] == "remote"
+    assert receipt["transport"] not in ("", "loopback")
+    assert usage["completion_tokens"] == 12
+    assert found["finish_reason"] == "length"
+    assert len(logprobs) == 12
+    assert all(len(each["top"]) == 2 for each in logprobs)
+    assert all(each["logprob"] == pytest.approx(each["top"][0]["logprob"]) for each in logprobs)  # greedy
+
+
+def test_a_seed_gives_the_same_text_again(up: Up) -> None:
+    sampled = ("--max-tokens", "16", "--temperature", "1", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01")
+    one, again, other = (
+        as_json(up, *sampled, "--ignore-eos", "--seed", seed, PROMPT)["token_ids"] for seed in ("5", "5", "6")
+    )
+    assert one == again
+    assert one != other
+
+
+def test_token_ids_in_place_of_text(up: Up) -> None:
+    found = as_json(up, "--max-tokens", "4", "--temperature", "0", "--ignore-eos", "--token-ids", "5,6,7,8")
+    assert isinstance(found["token_ids"], list)
+    assert len(found["token_ids"]) == 4
+    receipt = found["receipt"]
+    assert isinstance(receipt, dict)
+    assert receipt["path"] == "local"  # too short to be worth a hand-over, and it says so
+    assert "threshold" in receipt["why"]
+
+
+def test_a_stop_string_ends_the_text(up: Up) -> None:
+    whole = str(as_json(up, "--max-tokens", "40", "--temperature", "0", "--ignore-eos", PROMPT)["text"])
+    stop = whole[10:14]
+    found = as_json(up, "--max-tokens", "40", "--temperature", "0", "--ignore-eos", "--stop", stop, PROMPT)
+    assert found["text"] == whole[: whole.index(stop)]
+    assert found["finish_reason"] == "stop"
+
+
+def test_a_file_of_prompts_gives_results_in_order(up: Up, tmp_path: Path) -> None:
+    prompts = [f"{PROMPT} Number {index}." for index in range(6)]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts) + "\n")
+    options = ("--max-tokens", "6", "--temperature", "0", "--ignore-eos")
+    finished = baton("generate", "--target", up.gateway, "--json", "--file", str(file), *options)
+    assert finished.returncode == 0, finished.stderr
+    found = [each["token_ids"] for each in json.loads(finished.stdout)]
+    assert found == [as_json(up, *options, prompt)["token_ids"] for prompt in prompts]
+
+
+def test_status_names_nodes_and_the_transport_of_each_pair(up: Up) -> None:
+    text = baton("status", "--target", up.gateway)
+    assert text.returncode == 0, text.stderr
+    for word in ("prefill-0", "prefill-1", "decode-0", "HND", "BLNHC", "GB/s"):
+        assert word in text.stdout
+    found = json.loads(baton("status", "--target", up.gateway, "--json").stdout)
+    assert "decode-0" in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-tokens", "4", ""), ("prompt", "empty")),
+        (("--token-ids", "1,99999999"), ("99999999",)),
+        (("--max-tokens", "4", "--token-ids", ",".join(["7"] * 5000)), ("5000", "4095")),
+    ],
+)
+def test_wrong_requests_get_one_clear_line(up: Up, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    line = complaint(baton("generate", "--target", up.gateway, *arguments), 1)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [
+        ("--max-tokens", "0", "at least 1"),
+        ("--temperature", "nan", "0 (greedy) to 100"),
+        ("--top-p", "1.5", "up to 1"),
+        ("--no-such-flag", "1", "--no-such-flag"),
+    ],
+)
+def test_wrong_flags_get_one_clear_line_and_exit_code_2(flag: str, value: str, allowed: str) -> None:
+    line = complaint(baton("generate", flag, value, "x"), 2)
+    assert flag in line
+    assert allowed in line
+
+
+def test_nobody_at_the_target() -> None:
+    line = complaint(baton("generate", "--target", "127.0.0.1:9", "x"), 1)
+    assert "127.0.0.1:9" in line
+
+
+async def failure(stub: GenerationStub, request: pb.GenerateRequest) -> BatonError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.Generate(request):
+            pass
+    return from_rpc_error(caught.value)
+
+
+async def test_a_client_that_speaks_grpc_gets_details(up: Up) -> None:
+    wrong = pb.GenerateRequest(text="x")
+    wrong.sampling.temperature = math.nan
+    async with connect(up.gateway) as channel:
+        stub = GenerationStub(channel)
+        error = await failure(stub, pb.GenerateRequest(text="x", model="gpt-5"))
+        assert isinstance(error, UnknownModel)
+        assert error.allowed == ("llama",)
+        error = await failure(stub, wrong)
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "temperature"
+        models = await stub.ListModels(pb.ListModelsRequest())
+        assert [card.name for card in models.models] == ["llama"]
+        ids = (await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == PROMPT
+
+
+def test_ctrl_c_ends_every_process() -> None:
+    up = start_up("--model", str(LLAMA))
+    assert interrupt(up) == 0
+    assert not any(psutil.pid_exists(pid) for pid in up.pids)
+
+
+def test_up_says_in_one_line_what_is_wrong() -> None:
+    finished = baton("up", "--model", str(LLAMA), "--decode-kv-cache-layout", "sideways")
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stderr
+    assert "'sideways'" in finished.stderr

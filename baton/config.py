@@ -92,7 +92,7 @@ class DecodeSettings(NodeSettings):
     local_prefill_tokens: int = Field(
         32, ge=0, description="a prompt with fewer uncached tokens is prefilled on the decode node itself"
     )
-    lease_s: float = Field(60.0, gt=0, description="how long blocks are held for KV that is on its way")
+    lease_s: float = Field(300.0, gt=0, description="how long blocks are held for KV that is on its way")
 
 
 class GatewaySettings(CommonSettings):

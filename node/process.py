@@ -5,6 +5,8 @@ A role brings a `Role`: its services, its part of the status, and how it drains.
 
 import asyncio
 import logging
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -51,6 +53,8 @@ def run_node(
 ) -> None:
     """The whole process: model, server, role. Ends with exit code 2 on a setting that cannot work, else 0."""
     set_up_logging(settings.log_level, program)
+    # NOTE: the first process of a container ignores signals that it does not handle, and loading takes long.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         Address.parse(settings.listen, field="listen")
         built = load(settings)
@@ -86,7 +90,8 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
         role.fill_status(message)
         return message
 
-    node_pb2_grpc.add_NodeServicer_to_server(NodeService(status=status, drain=drain), server.grpc)
+    service = NodeService(status=status, drain=drain)
+    node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     role.add_to(server.grpc)
     services: Sequence[str] = (SERVICE_NAME, role.service_name)
     await server.start(services)
@@ -101,4 +106,5 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
         await until(lambda: not role.busy, timeout_s=grace_s)
     finally:
         await role.close()
+        service.close()
     log.info("drained")

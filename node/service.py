@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import grpc
 
@@ -24,6 +25,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
     def __init__(self, *, status: Callable[[], pb.NodeStatus], drain: Callable[[float | None], None]) -> None:
         self._status = status
         self._drain = drain
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends every Watch stream."""
+        self._closed.set()
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.NodeStatus]
@@ -35,12 +41,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> AsyncIterator[pb.NodeStatus]:
         interval_s = max(_INTERVAL_S_MIN, request.interval_s) if request.HasField("interval_s") else 1.0
         last = None
-        while True:
+        while not self._closed.is_set():
             status = self._status()
             if status != last:
                 yield status
                 last = status
-            await asyncio.sleep(interval_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), interval_s)
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]

@@ -8,7 +8,6 @@ import argparse
 import ast
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import io
 import re
@@ -17,7 +16,7 @@ import sysconfig
 import textwrap
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
@@ -176,14 +175,6 @@ def sources(root: Path) -> Iterator[tuple[str, list[str]]]:
         yield name, texts_of_file(path)
 
 
-def package_sources(package: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, texts) of every file of an installed package, which is not imported."""
-    spec = importlib.util.find_spec(package)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in files(Path(folder)):
-            yield f"{package}/{path.relative_to(folder).as_posix()}", texts_of_file(path)
-
-
 def documents(texts: list[str], seen: Seen) -> Iterator[str]:
     """New prose of one source, neighbouring pieces joined to documents of at least MIN_DOCUMENT_CHARS."""
     pending: list[str] = []
@@ -201,28 +192,22 @@ def held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
 
 
-def extract(root: Path, packages: Sequence[str]) -> tuple[list[str], list[str]]:
+def extract(root: Path) -> tuple[list[str], list[str]]:
     """(training, held-out) documents of the library below `root`."""
     seen = Seen()
     training: list[str] = []
     kept: list[str] = []
     for name, texts in sources(root):
         (kept if held_out(name) else training).extend(documents(texts, seen))
-    for package in packages:
-        for _, texts in package_sources(package):
-            training.extend(documents(texts, seen))
     return training, kept
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write train.txt and heldout.txt from the running Python's library.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--also", nargs="*", default=[], help="installed packages to add to the training text")
-    options = parser.parse_args()
-    out: Path = options.out
+    out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    found_of = extract(Path(sysconfig.get_path("stdlib")), options.also)
-    for name, found in zip(("train.txt", "heldout.txt"), found_of, strict=True):
+    for name, found in zip(("train.txt", "heldout.txt"), extract(Path(sysconfig.get_path("stdlib"))), strict=True):
         (out / name).write_text(END_OF_TEXT.join(found), encoding="utf-8")
         print(f"{name}: {len(found)} documents, {sum(map(len, found))} characters")
 

@@ -214,6 +214,10 @@ class KVTransfer:
     def counters(self) -> TransferCounters:
         return self._thread.ledger.snapshot()
 
+    def stuck(self, *, after_s: float) -> str:
+        """Where the thread has been stuck for that long, as a Python stack; empty while all is well."""
+        return self._thread.where() if self._thread.stalled_s > after_s else ""
+
     def _check_grant(self, lease: LeaseGrant) -> None:
         shape = self._cache.shape
         if lease.number <= self._highest_lease:

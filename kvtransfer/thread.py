@@ -8,8 +8,10 @@ import logging
 import os
 import queue
 import select
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -72,6 +74,7 @@ class TransferThread:
         self._lock = threading.Lock()  # guards `_ended` against a post that comes while the thread ends
         self._ended: Exception | None = None
         self._stopping = False
+        self._turned_s = time.monotonic()
         self._wake_fd = -1
         self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
         self._started: Future[bytes] = Future()
@@ -123,6 +126,16 @@ class TransferThread:
         self._thread.join()
         os.close(self._wake_fd)
         self._wake_fd = -1
+
+    @property
+    def stalled_s(self) -> float:
+        """How long ago the thread began its present turn; far under a second while all is well."""
+        return time.monotonic() - self._turned_s if self._thread.is_alive() else 0.0
+
+    def where(self) -> str:
+        """The thread's Python stack, for a log line about a thread that is stuck."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
     # ---- on the thread
 
@@ -204,6 +217,7 @@ class TransferThread:
         poll.register(self.transport.fileno(), select.POLLIN)
         happened_s = time.monotonic()
         while not self._stopping:
+            self._turned_s = time.monotonic()
             if self._advance():
                 happened_s = time.monotonic()
                 continue

@@ -25,6 +25,8 @@ Settings = TypeVar("Settings", bound=NodeSettings)
 
 log = logging.getLogger("baton")
 
+_STUCK_AFTER_S = 4.0
+
 
 class Role(Protocol):
     """What a role adds to a node."""
@@ -98,8 +100,10 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     await server.set_ready(ready=True)
     write_ready_file(settings.ready_file, address=server.address)
     log.info("ready on %s: %s", server.address, node.summary)
+    watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
     try:
         await stop.wait()
+        watch.cancel()
         log.info("draining, for at most %.0f s", grace_s)
         role.stop_admission()
         await server.set_ready(ready=False)
@@ -108,3 +112,16 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
         await role.close()
         service.close()
     log.info("drained")
+
+
+async def _watch_transfer(node: Node, server: GrpcServer) -> None:
+    """Health reflects progress: a node whose transfer thread is stuck is not ready, and says where it is stuck."""
+    ready = True
+    while True:
+        await asyncio.sleep(_STUCK_AFTER_S / 4)
+        stack = node.transfer.stuck(after_s=_STUCK_AFTER_S)
+        if stack and ready:
+            log.error("the transfer thread has been stuck for %.0f s:\n%s", _STUCK_AFTER_S, stack)
+        if ready != (not stack):
+            ready = not stack
+            await server.set_ready(ready=ready)

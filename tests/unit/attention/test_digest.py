@@ -9,9 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention.digest import LENGTH_WEIGHT, TILE_WORDS, digest, tile_weights, word_weights
+from attention.digest import COLUMNS, LENGTH_WEIGHT, ROW_BYTES, column_weights, digest, row_weights
 
-TILE_BYTES = 4 * TILE_WORDS
 SIGN_BITS = b"\x00\x00\x00\x80"
 
 
@@ -20,12 +19,14 @@ def payload_of(data: bytes) -> Tensor:
 
 
 def by_definition(data: bytes) -> int:
-    words = np.frombuffer(data + b"\0" * (-len(data) % 4), dtype="<u4").tolist()
-    of_words = word_weights(TILE_WORDS).tolist()
-    of_tiles = tile_weights(len(words) // TILE_WORDS + 1).tolist()
+    rows = [data[start : start + ROW_BYTES].ljust(ROW_BYTES, b"\0") for start in range(0, len(data), ROW_BYTES)]
+    row, column = row_weights(len(rows)).tolist(), column_weights().tolist()
+    words = [np.frombuffer(content, dtype="<u4").tolist() for content in rows]
     total = LENGTH_WEIGHT * len(data)
-    for i, word in enumerate(words):
-        total += word * of_tiles[i // TILE_WORDS] * of_words[i % TILE_WORDS]
+    for i, content in enumerate(words):
+        total += row[i] * (sum(content) % 2**32)
+    for j in range(COLUMNS):
+        total += column[j] * (sum(content[j] for content in words) % 2**32)
     return total % 2**64
 
 
@@ -39,30 +40,31 @@ def test_short_payloads_have_the_digest_of_the_definition(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("excess", [-5, -4, -1, 0, 1, 4, 7, 8])
-def test_payloads_around_a_tile_have_the_digest_of_the_definition(excess: int) -> None:
-    payload = random_payload(TILE_BYTES + excess)
+def test_payloads_around_a_row_have_the_digest_of_the_definition(excess: int) -> None:
+    payload = random_payload(ROW_BYTES + excess)
     assert digest(payload) == by_definition(payload.numpy().tobytes())
 
 
 def test_the_digest_is_part_of_the_wire_and_stays_what_it_is() -> None:
     assert digest(payload_of(b"")) == 0
-    assert digest(payload_of(bytes(range(256)))) == 0x26DA4007AC0CF360
+    assert digest(payload_of(bytes(range(256)))) == 0x402C339178B2F9C0
 
 
 def test_weights_are_the_outputs_of_splitmix64() -> None:
     """The first three for seed 0, as published with the generator's implementations."""
-    assert word_weights(3).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F5, 0x06C45D188009454F]
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert column_weights(3).tolist() == [2 * (number | 1) % 2**64 for number in published]
 
 
 def test_a_payload_may_start_at_any_byte() -> None:
-    payload = random_payload(3 * TILE_BYTES + 5)
+    payload = random_payload(3 * ROW_BYTES + 5)
     for start in (1, 3, 4):
         assert digest(payload[start:]) == digest(payload[start:].clone())
 
 
-@given(st.integers(0, 8 * (2 * TILE_BYTES + 4) - 1))
+@given(st.integers(0, 8 * (2 * ROW_BYTES + 4) - 1))
 def test_a_flipped_bit_always_shows(bit: int) -> None:
-    payload = random_payload(2 * TILE_BYTES + 4)
+    payload = random_payload(2 * ROW_BYTES + 4)
     before = digest(payload)
     payload[bit // 8] ^= 1 << (bit % 8)
     assert digest(payload) != before
@@ -80,19 +82,21 @@ def test_swapped_words_of_any_width_show(data: bytes, draw: st.DataObject) -> No
     assert digest(payload_of(swapped)) != digest(payload_of(data))
 
 
-@given(st.integers(0, 3 * TILE_WORDS - 1), st.integers(0, 3 * TILE_WORDS - 1))
+@given(st.integers(0, 3 * COLUMNS - 1), st.integers(0, 3 * COLUMNS - 1))
 def test_a_sign_moved_to_any_other_word_shows(i: int, j: int) -> None:
     """The weakest error there is: one bit, the top one of its word, that only changes its place."""
     assume(i != j)
-    zeros = bytes(4 * 3 * TILE_WORDS)
+    zeros = bytes(4 * 3 * COLUMNS)
     payloads = (payload_of(zeros[: 4 * place] + SIGN_BITS + zeros[4 * place + 4 :]) for place in (i, j))
     assert len({digest(payload) for payload in payloads}) == 2
 
 
-def test_weights_are_odd_and_within_a_tile_no_swap_of_words_can_hide() -> None:
-    weights = word_weights(TILE_WORDS)
-    assert (weights % 2 == 1).all()
-    assert len(np.unique(weights % 2**33)) == TILE_WORDS
+def test_no_two_weights_are_alike_where_it_counts() -> None:
+    rows, columns = row_weights(1 << 14), column_weights()
+    assert (rows % 2 == 1).all()
+    assert (columns % 4 == 2).all()
+    assert len(np.unique(rows % 2**33)) == len(rows)
+    assert len(np.unique(columns % 2**33)) == len(columns)
 
 
 @pytest.mark.parametrize(
@@ -100,30 +104,30 @@ def test_weights_are_odd_and_within_a_tile_no_swap_of_words_can_hide() -> None:
     [
         lambda payload: payload.view(-1, 64).flip(0).flatten(),
         lambda payload: payload.roll(64),
-        lambda payload: payload.roll(TILE_BYTES),
+        lambda payload: payload.roll(ROW_BYTES),
         lambda payload: payload.roll(1),
         lambda payload: torch.cat((payload[:-64], torch.zeros(64, dtype=torch.uint8))),
         lambda payload: torch.cat((payload[:64], payload[:64], payload[128:])),
         lambda payload: payload[:-1],
         lambda payload: torch.cat((payload, torch.zeros(1, dtype=torch.uint8))),
-        lambda payload: torch.cat((payload, torch.zeros(TILE_BYTES, dtype=torch.uint8))),
+        lambda payload: torch.cat((payload, torch.zeros(ROW_BYTES, dtype=torch.uint8))),
         lambda payload: torch.zeros_like(payload),
     ],
     ids=[
         "rows reversed",
         "rows rotated",
-        "tiles rotated",
+        "whole rows rotated",
         "bytes rotated",
         "tail zeroed",
         "row repeated",
         "a byte short",
         "a zero byte more",
-        "zero tile more",
+        "zero row more",
         "all zero",
     ],
 )
 def test_rows_and_tails_out_of_place_show(damage: Callable[[Tensor], Tensor]) -> None:
-    payload = random_payload(2 * TILE_BYTES)
+    payload = random_payload(2 * ROW_BYTES)
     assert digest(damage(payload)) != digest(payload)
 
 

@@ -219,24 +219,25 @@ def test_nobody_at_the_target() -> None:
     assert "127.0.0.1:9" in line
 
 
-async def failure(stub: GenerationStub, request: pb.GenerateRequest) -> BatonError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stub.Generate(request):
-            pass
+async def failure(gateway: str, request: pb.GenerateRequest) -> BatonError:
+    async with connect(gateway) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in GenerationStub(channel).Generate(request):
+                pass
     return from_rpc_error(caught.value)
 
 
 async def test_a_client_that_speaks_grpc_gets_details(up: Up) -> None:
     wrong = pb.GenerateRequest(text="x")
     wrong.sampling.temperature = math.nan
+    error = await failure(up.gateway, pb.GenerateRequest(text="x", model="gpt-5"))
+    assert isinstance(error, UnknownModel)
+    assert error.allowed == ("llama",)
+    error = await failure(up.gateway, wrong)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "temperature"
     async with connect(up.gateway) as channel:
         stub = GenerationStub(channel)
-        error = await failure(stub, pb.GenerateRequest(text="x", model="gpt-5"))
-        assert isinstance(error, UnknownModel)
-        assert error.allowed == ("llama",)
-        error = await failure(stub, wrong)
-        assert isinstance(error, InvalidRequest)
-        assert error.field == "temperature"
         models = await stub.ListModels(pb.ListModelsRequest())
         assert [card.name for card in models.models] == ["llama"]
         ids = (await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids

@@ -19,6 +19,7 @@ weights at worst, one in 2**64 for most. What always goes unseen are contrived p
 equal errors of alternating sign on the corners of a rectangle.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -27,27 +28,35 @@ from torch import Tensor
 
 ROW_BYTES = 4096
 COLUMNS = ROW_BYTES // 4
+_TILE_BYTES = 64 * ROW_BYTES  # fits into a second-level cache
 LENGTH_WEIGHT = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def digest(payload: Tensor) -> int:
+def digest(payload: Tensor, *, between: Callable[[], object] | None = None) -> int:
     """The digest of a contiguous uint8 tensor on the CPU; unsigned, 64 bits.
 
-    Two passes of additions: 8 GB/s on one core of a 2.5 GHz Xeon for 4 MB, where a copy takes place at 11.5 GB/s, and a
-    sum with one multiplication per 32-bit word at 2.2.
+    Two passes of additions, tile by tile so that the second one finds the tile in the cache: 8 GB/s on one core of a
+    2.5 GHz Xeon for 4 MB, where a copy takes place at 11.5 and a sum with one multiplication per word at 2.2.
+
+    Args:
+        between: called after each tile, by callers who have something else to keep going.
     """
     data = payload.numpy()
     whole = data.size // ROW_BYTES * ROW_BYTES
-    of_rows, of_columns = _sums(data[:whole])
-    if whole < data.size:
-        tail = np.zeros(ROW_BYTES, dtype=np.uint8)
-        tail[: data.size - whole] = data[whole:]
-        of_tail_row, of_tail_columns = _sums(tail)
-        of_rows, of_columns = np.concatenate((of_rows, of_tail_row)), of_columns + of_tail_columns
-    by_row = of_rows.astype(np.uint64) * row_weights(len(of_rows))
-    by_column = of_columns.astype(np.uint64) * column_weights()
-    return (LENGTH_WEIGHT * data.size + int(by_row.sum()) + int(by_column.sum())) & _MASK
+    of_rows, of_columns = [], np.zeros(COLUMNS, dtype=np.uint32)
+    for start in range(0, data.size, _TILE_BYTES):
+        tile = data[start : start + _TILE_BYTES] if start + _TILE_BYTES <= whole else _padded(data[start:])
+        words = tile.view(np.uint32).reshape(-1, COLUMNS)
+        of_rows.append(words.sum(axis=1, dtype=np.uint32))
+        of_columns += words.sum(axis=0, dtype=np.uint32)
+        if between is not None:
+            between()
+    total = LENGTH_WEIGHT * data.size + _weigh(of_columns, column_weights())
+    if of_rows:
+        rows = np.concatenate(of_rows)
+        total += _weigh(rows, row_weights(len(rows)))
+    return total & _MASK
 
 
 def row_weights(count: int) -> NDArray[np.uint64]:
@@ -60,10 +69,15 @@ def column_weights(count: int = COLUMNS) -> NDArray[np.uint64]:
     return (_mix(np.arange(count, dtype=np.uint64)) | np.uint64(1)) << np.uint64(1)
 
 
-def _sums(rows: NDArray[np.uint8]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """R of each row and C of each column."""
-    words = rows.view(np.uint32).reshape(-1, COLUMNS)
-    return words.sum(axis=1, dtype=np.uint32), words.sum(axis=0, dtype=np.uint32)
+def _weigh(sums: NDArray[np.uint32], weights: NDArray[np.uint64]) -> int:
+    return int((sums.astype(np.uint64) * weights).sum())
+
+
+def _padded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The last tile, zero-padded to whole rows."""
+    padded = np.zeros(-(-data.size // ROW_BYTES) * ROW_BYTES, dtype=np.uint8)
+    padded[: data.size] = data
+    return padded
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

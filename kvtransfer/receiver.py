@@ -222,7 +222,7 @@ class Receiver:
     def _check(self, segment: Segment, payload: Tensor) -> Refusal | None:
         if segment.payload_bytes != payload.numel():
             return Refusal.WRONG_SIZE
-        if self._digests and segment.sealed(digest(payload)) != segment:
+        if self._digests and segment.sealed(digest(payload, between=self._transport.progress)) != segment:
             return Refusal.DIGEST
         return None
 

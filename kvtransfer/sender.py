@@ -197,7 +197,7 @@ class Sender:
         payload = slot.memory[:end]
         job.fill(segment, payload)
         if self._digests:
-            segment = segment.sealed(digest(payload))
+            segment = segment.sealed(digest(payload, between=self._transport.progress))
         trailer = torch.frombuffer(bytearray(segment.encode()), dtype=torch.uint8)
         slot.memory[end : end + TRAILER_BYTES].copy_(trailer)
         tag = Tag(job.sender_number, segment.lease, segment.number).pack()

@@ -23,6 +23,8 @@ _ADDRESS_MAGIC = b"baton-ucx-1:"
 _BULK_LANES = ("cuda_ipc", "xpmem", "knem", "cma")
 _TRANSPORTS_FIELD = 1 << 3
 _LANES_MAX = 32
+# Events handled at one look, so that the thread's other work gets its turn.
+_EVENTS_MAX = 256
 
 
 class _Request:
@@ -103,7 +105,14 @@ class UcxTransport:
     def progress(self) -> bool:
         if self._discarding:
             self._discarding = [request for request in self._discarding if not request.done]
-        return bool(self._worker.progress())
+        # NOTE: not `worker.progress`, which does not say whether there was anything to do, goes on for as long as there
+        # is, and may wait for seconds for cancelled requests.
+        moved = False
+        for _ in range(_EVENTS_MAX):
+            if not self._worker.progress_once():
+                break
+            moved = True
+        return moved
 
     def arm(self) -> bool:
         return bool(self._worker.arm())
@@ -114,7 +123,7 @@ class UcxTransport:
     def close(self) -> None:
         for peer in list(self._endpoints):
             self.disconnect(peer)
-        while self._worker.progress():
+        while self.progress():
             pass
         # The order matters: requests, then endpoints (gone by now), then the worker, then the context.
         self._discarding.clear()

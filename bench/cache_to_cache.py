@@ -52,6 +52,10 @@ def run(progress: Callable[[str], None]) -> list[Row]:
         rival = "memcpy and ucx_perftest imply"
         rows.append(Row("cache to cache", work, figures.gigabytes_per_s, "GB/s", rival, copies, goal=0.8))
         rows.append(Row("cache to cache", work, figures.gigabytes_per_s, "GB/s", "its parts allow", limit))
+    progress("cache to cache: without digests")
+    plain = asyncio.run(_measure(4 * MIB, digests=False))
+    work = f"{TOKENS} tokens, {SPEC.num_layers} layers fp32, 4 MiB segments"
+    rows.append(Row("cache to cache, digests off", work, plain.gigabytes_per_s, "GB/s"))
     rows.append(Row("send to filled", "one token, receiver idle", figures.latency_ms, "ms"))
     rows.append(Row("waiting", "open lease, nothing arrives", figures.idle_percent, "% of a core"))
     return rows
@@ -64,11 +68,14 @@ class Figures:
     idle_percent: float
 
 
-async def _measure(segment_bytes: int) -> Figures:
+async def _measure(segment_bytes: int, *, digests: bool = True) -> Figures:
     cache = PagedKVCache(SPEC, SHAPE)
     filled: asyncio.Queue[LeaseFilled] = asyncio.Queue()
     blocks = tuple(torch.randperm(SHAPE.num_blocks, generator=torch.Generator().manual_seed(2)).tolist())
-    async with _transfer(cache, segment_bytes, filled) as decode, _prefill_process(segment_bytes) as connection:
+    async with (
+        _transfer(cache, segment_bytes, filled, digests=digests) as decode,
+        _prefill_process(segment_bytes, digests=digests) as connection,
+    ):
         await decode.connect(SENDER, await asyncio.to_thread(connection.recv))
         connection.send(decode.address)
         messages, num_bytes = await asyncio.to_thread(connection.recv)
@@ -156,14 +163,14 @@ def _best_s(action: Callable[[int], object], rounds: range) -> float:
 
 @asynccontextmanager
 async def _transfer(
-    cache: PagedKVCache, segment_bytes: int, filled: "asyncio.Queue[LeaseFilled]"
+    cache: PagedKVCache, segment_bytes: int, filled: "asyncio.Queue[LeaseFilled]", *, digests: bool
 ) -> AsyncIterator[KVTransfer]:
     async with KVTransfer(
         cache,
         incarnation=INCARNATION,
         segment_bytes=segment_bytes,
         staging_slots=STAGING_SLOTS,
-        digests=True,
+        digests=digests,
         on_filled=filled.put_nowait,
         on_refused=_fail,
     ) as transfer:
@@ -174,11 +181,11 @@ def _fail(refused: object) -> None:
     raise RuntimeError(f"a benchmark's segment was refused: {refused}")
 
 
-async def _prefill(connection: Connection, segment_bytes: int) -> None:
+async def _prefill(connection: Connection, segment_bytes: int, *, digests: bool) -> None:
     cache = PagedKVCache(SPEC, SHAPE)
     cache.view.normal_()
     blocks = tuple(torch.randperm(SHAPE.num_blocks, generator=torch.Generator().manual_seed(1)).tolist())
-    async with _transfer(cache, segment_bytes, asyncio.Queue()) as prefill:
+    async with _transfer(cache, segment_bytes, asyncio.Queue(), digests=digests) as prefill:
         connection.send(prefill.address)
         await prefill.connect(PEER, await asyncio.to_thread(connection.recv))
         warm = await prefill.warm_up(PEER, SENDER)
@@ -190,16 +197,16 @@ async def _prefill(connection: Connection, segment_bytes: int) -> None:
             connection.send(start_s)
 
 
-def _serve(connection: Connection, segment_bytes: int) -> None:
+def _serve(connection: Connection, segment_bytes: int, digests: bool) -> None:
     torch.set_num_threads(1)
-    asyncio.run(_prefill(connection, segment_bytes))
+    asyncio.run(_prefill(connection, segment_bytes, digests=digests))
 
 
 @asynccontextmanager
-async def _prefill_process(segment_bytes: int) -> AsyncIterator[Connection]:
+async def _prefill_process(segment_bytes: int, *, digests: bool) -> AsyncIterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, segment_bytes), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, segment_bytes, digests), daemon=True)
     process.start()
     try:
         yield ours

@@ -34,6 +34,7 @@ class Pairs:
         self._requests = requests
         self._sender_numbers = itertools.count(1)
         self._states: dict[str, common_pb2.PeerState] = {}  # by address: a restarted peer takes its own line over
+        self._numbers: dict[str, int] = {}  # by address: the present sender number
         self._outboxes: dict[int, asyncio.Queue[pb.PairResponse | None]] = {}
 
     async def serve(
@@ -96,6 +97,7 @@ class Pairs:
         state.transport = measure.transport
         state.gigabytes_per_s = measure.gigabytes_per_s
         state.phase = common_pb2.PEER_PHASE_READY
+        self._numbers[state.address] = number
         log.info("paired with %s over %s at %.1f GB/s", state.name, measure.transport, measure.gigabytes_per_s)
         return pb.PairReady(transport=measure.transport, gigabytes_per_s=measure.gigabytes_per_s)
 
@@ -125,6 +127,11 @@ class Pairs:
             outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
 
     def states(self) -> list[common_pb2.PeerState]:
+        """One line for each peer, with what it has sent so far."""
+        traffic = self._node.transfer.counters().peers
+        for address, state in self._states.items():
+            if sent := traffic.get(self._numbers.get(address, 0)):
+                state.bytes_total, state.segments_total = sent.bytes_total, sent.segments_total
         return list(self._states.values())
 
     def _keep(self, state: common_pb2.PeerState) -> None:
@@ -132,6 +139,7 @@ class Pairs:
         lost = [key for key, old in self._states.items() if old.phase == common_pb2.PEER_PHASE_LOST]
         for key in lost[:-_LOST_KEPT]:
             del self._states[key]
+            self._numbers.pop(key, None)
 
     async def close(self) -> None:
         for outbox in self._outboxes.values():

@@ -1,10 +1,12 @@
-"""Writes docs/configuration.md from the settings classes; `make docs` calls it and a test holds the page to it."""
+"""Writes docs/configuration.md and the README's table from the settings classes; `make docs` calls it, a test checks."""
 
 from pathlib import Path
 
 from baton.config import CommonSettings, DecodeSettings, GatewaySettings, NodeSettings, PrefillSettings, settings_table
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
+README = PAGE.parent.parent / "README.md"
+BEGIN, END = "<!-- settings, made by `make docs` -->\n", "<!-- end of settings -->\n"
 
 _INTRODUCTION = """# Configuration
 
@@ -28,16 +30,27 @@ _SECTIONS: tuple[tuple[str, type[CommonSettings], type[CommonSettings] | None], 
 
 def page() -> str:
     """The page's text."""
-    parts = [_INTRODUCTION]
+    return "\n".join([_INTRODUCTION, *_tables("##")])
+
+
+def readme() -> str:
+    """The README with its tables as they should be."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n" + "\n".join(_tables("###")) + "\n" + END + after
+
+
+def _tables(heading: str) -> list[str]:
+    tables = []
     for title, cls, inherited in _SECTIONS:
         known = set(inherited.model_fields) if inherited else set()
         rows = [row for name, row in zip(cls.model_fields, settings_table(cls), strict=True) if name not in known]
         lines = [f"| `{flag}` | `{variable}` | {default} | {meaning} |" for flag, variable, default, meaning in rows]
-        parts.append(
-            "\n".join([f"## {title}", "", "| flag | variable | default | meaning |", "|---|---|---|---|", *lines, ""])
-        )
-    return "\n".join(parts)
+        head = ["| flag | variable | default | meaning |", "|---|---|---|---|"]
+        tables.append("\n".join([f"{heading} {title}", "", *head, *lines, ""]))
+    return tables
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    README.write_text(readme())

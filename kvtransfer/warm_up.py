@@ -25,9 +25,9 @@ def warm_up_segments(slots: int, payload_bytes: int) -> Iterator[Segment]:
 
 
 def pattern(index: int, num_bytes: int, device: torch.device) -> Tensor:
-    """The payload of one warm-up message: uint8, different for each of 256 indices."""
-    period = torch.arange(256, dtype=torch.uint8, device=device).roll(index % 256)
-    return period.repeat(-(-num_bytes // 256))[:num_bytes]
+    """The payload of one warm-up message: uint8, never zero, different for each of 255 indices, and quick to make, so
+    that the link is what is timed."""
+    return torch.full((num_bytes,), index % 255 + 1, dtype=torch.uint8, device=device)
 
 
 @dataclass

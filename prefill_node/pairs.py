@@ -209,6 +209,11 @@ class Pairs:
         return pair
 
     def states(self) -> list[common_pb2.PeerState]:
+        """One line for each pair, with what was sent over it so far."""
+        traffic = self._node.transfer.counters().peers
+        for pair in self._by_address.values():
+            if sent := traffic.get(pair.number):
+                pair.state.bytes_total, pair.state.segments_total = sent.bytes_total, sent.segments_total
         return [pair.state for pair in self._by_address.values()]
 
     def _pair(self, address: str) -> Pair:

@@ -25,9 +25,8 @@ from protos import common_pb2
 _PAIRED_TIMEOUT_S = 60.0
 
 DEMO_PROMPT = (
-    "Return the value of the named attribute of object. The name must be a string. If the string is the name of one "
-    "of the object's attributes, the result is the value of that attribute. If the named attribute does not exist, "
-    "the default is returned"
+    "Write the given bytes to the file, and return the number of bytes written, which is always the length of the "
+    "bytes. The file must be open for writing. If the file is not open, an error is raised. The method"
 )
 
 
@@ -44,6 +43,7 @@ class ClusterOptions:
     prefill_block_size: int | None = None
     decode_block_size: int | None = None
     local_policy: LocalPolicy | None = None
+    log_level: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,13 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
     layout = options.prefill_kv_cache_layout if role == "prefill" else options.decode_kv_cache_layout
     block_size = options.prefill_block_size if role == "prefill" else options.decode_block_size
     return _flags(
-        {"name": f"{role}-{index}", "model": options.model, "kv-cache-layout": layout, "block-size": block_size}
+        {
+            "name": f"{role}-{index}",
+            "model": options.model,
+            "kv-cache-layout": layout,
+            "block-size": block_size,
+            "log-level": options.log_level,
+        }
     )
 
 
@@ -108,6 +114,7 @@ def _gateway_arguments(options: ClusterOptions, prefill: list[Process], decode: 
             "prefill": ",".join(process.address for process in prefill),
             "decode": ",".join(process.address for process in decode),
             "local-policy": options.local_policy,
+            "log-level": options.log_level,
         }
     )
 
@@ -187,7 +194,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 80,
 ) -> None:
     """Start a gateway, a prefill node and a decode node, send them one prompt, print text and receipt, stop."""
-    options = ClusterOptions(model=model or DEMO_MODELS / "deepseek")
+    options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:
         with stop_on_signals(), local_cluster(options, _say) as cluster:

@@ -5,3 +5,7 @@ from docs import configuration
 
 def test_the_configuration_page_is_made_from_the_settings() -> None:
     assert configuration.PAGE.read_text() == configuration.page(), "run `make docs`"
+
+
+def test_so_is_the_readme() -> None:
+    assert configuration.README.read_text() == configuration.readme(), "run `make docs`"

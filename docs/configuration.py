@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and the README's table from the settings classes; `make docs` calls it, a test checks."""
+"""Writes docs/configuration.md and the README's tables from the settings classes; `make docs` calls it."""
 
 from pathlib import Path
 

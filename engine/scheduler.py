@@ -7,11 +7,10 @@ that follows it one step is in flight; requests may come and go meanwhile, and t
 import bisect
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded, UnknownLease
 from baton.types import FinishReason, TokenOutput
-from engine.batch import Batch, BatchRow
+from engine.batch import Batch
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
 from engine.request import (
     EngineLimits,
@@ -19,20 +18,12 @@ from engine.request import (
     EngineRequest,
     ModelFacts,
     Reservation,
-    check_continuation,
     check_first_token,
-    check_output,
     check_request,
     context_limit,
 )
 from engine.request_blocks import RequestBlocks
-from engine.state import Phase, RequestState, num_leased, tokens_waiting
-
-
-class _Scheduled(NamedTuple):
-    state: RequestState
-    row: BatchRow
-    started: RequestStarted | None
+from engine.state import Phase, RequestState, Scheduled, num_leased, tokens_waiting
 
 
 class Scheduler:
@@ -55,7 +46,7 @@ class Scheduler:
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []  # in order of arrival
         self._num_reserved = 0
-        self._in_flight: list[_Scheduled] = []
+        self._in_flight: list[Scheduled] = []
         self._steps = 0
         self._arrivals = 0
         self._preemptions = 0
@@ -94,7 +85,7 @@ class Scheduler:
         state.phase = Phase.RESERVED
         self._num_reserved += 1
         self._enter(state)
-        return _reservation(state)
+        return state.reservation()
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
         """The reserved request goes on behind `output`, which is all of its output so far; blocks may be added.
@@ -105,11 +96,11 @@ class Scheduler:
             Overloaded: no block left; the reservation stays as it was.
         """
         state = self._reserved_state(request_id)
-        self._check_continuation(state, output)
+        state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         if not self._blocks.extend(state, len(state.request.prompt) + len(output) + 1):
             raise self._overloaded("no room for another block")
         state.replace_output(output)
-        return _reservation(state)
+        return state.reservation()
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
         """The KV of all known tokens of a reserved request is in its blocks: it decodes behind `first` from now on.
@@ -136,7 +127,7 @@ class Scheduler:
             InvalidRequest: `output` does not continue what the request had, or leaves nothing to decode.
         """
         state = self._reserved_state(request_id)
-        self._check_continuation(state, output)
+        state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         state.replace_output(output)
         state.queued_at = now
         self._run(state)
@@ -290,13 +281,6 @@ class Scheduler:
             raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
         return state
 
-    def _check_continuation(self, state: RequestState, output: tuple[int, ...]) -> None:
-        had = tuple(state.tokens[len(state.request.prompt) :])
-        check_continuation(had, output)
-        check_output(
-            state.request, output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens
-        )
-
     def _enter(self, state: RequestState) -> None:
         state.arrival = self._arrivals
         self._arrivals += 1
@@ -348,15 +332,11 @@ class Scheduler:
 
     def _add_row(self, state: RequestState, num_tokens: int, started: RequestStarted | None) -> None:
         row = state.row(num_tokens, block_size=self._block_size)
-        self._in_flight.append(_Scheduled(state, row, started))
+        self._in_flight.append(Scheduled(state, row, started))
 
-    def _take_in_flight(self) -> list[_Scheduled]:
+    def _take_in_flight(self) -> list[Scheduled]:
         in_flight, self._in_flight = self._in_flight, []
         return in_flight
 
     def _overloaded(self, message: str) -> Overloaded:
         return Overloaded(message, cure="try again later", retry_after_s=self._limits.retry_after_s)
-
-
-def _reservation(state: RequestState) -> Reservation:
-    return Reservation(state.request_id, tuple(state.blocks), state.num_cached)

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from enum import Enum
+from typing import NamedTuple
 
 from baton.types import FinishReason
 from engine.batch import BatchRow, SampleRow
 from engine.block_manager import KeyChain
-from engine.request import EngineRequest, IntArray, int_array
+from engine.events import RequestStarted
+from engine.request import EngineRequest, IntArray, Reservation, check_continuation, check_output, int_array
 
 
 class Phase(Enum):
@@ -107,6 +109,14 @@ class RequestState:
             sample=self._sample_row() if stop == len(self.tokens) else None,
         )
 
+    def reservation(self) -> Reservation:
+        return Reservation(self.request_id, tuple(self.blocks), self.num_cached)
+
+    def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
+        """Raises InvalidRequest when `output`, all of it so far, does not continue what the request had."""
+        check_continuation(tuple(self.tokens[len(self.request.prompt) :]), output)
+        check_output(self.request, output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+
     def end_of(self, token_id: int, *, max_context_tokens: int) -> tuple[FinishReason | None, str]:
         """Whether `token_id`, already the last of `tokens`, ends the request, and which stop token did."""
         sampling = self.request.sampling
@@ -129,6 +139,12 @@ class RequestState:
             history=self.tokens[:] if self._penalised else int_array(),
             prompt_tokens=len(self.request.prompt),
         )
+
+
+class Scheduled(NamedTuple):
+    state: RequestState
+    row: BatchRow
+    started: RequestStarted | None
 
 
 def num_leased(states: Iterable[RequestState]) -> int:

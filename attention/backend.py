@@ -1,46 +1,96 @@
-"""What an attention backend is: what it can do, and the three calls that the layers make.
+"""What an attention backend is: what it can do, its metadata builder, and the calls that the layers make.
 
-`plan` once per batch turns the common metadata into what this backend's kernels want; it may read tensors in CPU
-memory and may fill persistent buffers. `forward` once per layer touches only tensors, never their values, so that it
-can be captured in a CUDA graph where `capabilities.cudagraph` says so.
+The builder runs once per batch, may read tensors in CPU memory and fills persistent buffers. `forward` runs once per
+layer and touches only tensors, never their values, so that it can be captured in a CUDA graph where the capabilities
+say so. Legend: T tokens, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
+from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from attention.cache_ops import TokenIndex, WriteIndex
+from attention.cache_ops import TokenIndex
 from attention.layout import KVCacheLayout
-from attention.metadata import CommonAttentionMetadata
+from attention.metadata import AttentionMetadata
+from attention.metadata_builder import AttentionMetadataBuilder
+from attention.parameters import AttentionParameters
 from attention.spec import KVKind
 
 
 class AttentionFeature(StrEnum):
-    """What a model asks for beyond causal attention."""
+    """What a model asks for beyond causal attention; `attention.parameters` defines each."""
 
     SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
+    SOFT_CAP = "soft_cap"
+    ALIBI = "alibi"
+    SINKS = "sinks"
+    BLOCK_SPARSE = "block_sparse"
+    ENCODER = "encoder"  # ENCODER, ENCODER_ONLY and ENCODER_DECODER
+    QUANTIZED_QUERY = "quantized_query"  # queries in fp8; offered, never needed
+    CASCADE = "cascade"  # a shared prefix is computed once; offered, never needed
 
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """None for sizes means any."""
+    """None for sizes means any.
+
+    Attributes:
+        devices: "cuda"; "cpu" for plain torch; Triton's interpreter counts as "cuda".
+        dtypes: of queries and activations.
+        kv_dtypes: of the cache.
+        cudagraph: a decode step can be captured and replayed with other lengths.
+        min_compute_capability: of the GPU.
+        package: that must be installed, by the name that imports it.
+        install: the command that installs it.
+        uniform_layers: all layers must share window, soft cap and scale.
+    """
 
     name: str
     kind: KVKind
     devices: frozenset[str]
     dtypes: frozenset[str]
+    kv_dtypes: frozenset[str]
     head_sizes: frozenset[int] | None
     block_sizes: frozenset[int] | None
     layouts: frozenset[KVCacheLayout]
     features: frozenset[AttentionFeature]
     cudagraph: bool
+    min_compute_capability: tuple[int, int] | None = None
+    package: str | None = None
+    install: str = ""
+    uniform_layers: bool = False
+
+
+@dataclass(frozen=True)
+class MLADims:
+    """Head sizes of a model with latent attention."""
+
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
 
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model on a node asks of a backend. `head_size` is the cache's channels; for MLA latent plus rotary."""
+    """What a model on a node asks of a backend.
+
+    Attributes:
+        device: torch's name, with the index where there is one.
+        dtype: of queries and activations.
+        head_size: the cache's channels; for MLA latent plus rotary.
+        kv_dtype: of the cache; "" means as `dtype`.
+        num_heads, num_kv_heads: of this rank.
+        max_num_reqs, max_model_len: bounds of any batch, for buffers that are allocated once.
+        layers: what each attention layer asks, by name; without tensors, which do not exist yet.
+        mla: of latent attention; None otherwise.
+    """
 
     kind: KVKind
     device: str
@@ -49,42 +99,70 @@ class AttentionNeeds:
     block_size: int
     layout: KVCacheLayout
     features: frozenset[AttentionFeature] = frozenset()
+    kv_dtype: str = ""
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    max_num_reqs: int = 256
+    max_model_len: int = 8192
+    layers: Mapping[str, AttentionParameters] = field(default_factory=lambda: MappingProxyType({}))
+    mla: MLADims | None = None
 
-
-@dataclass(frozen=True)
-class AttentionMetadata:
-    """What the layers themselves need of a planned batch; each backend adds its own.
-
-    Attributes:
-        new_tokens: where the batch's KV goes.
-        num_actual_tokens: rows of the query that count; outputs past them are left as they are.
-    """
-
-    new_tokens: WriteIndex
-    num_actual_tokens: int
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
 
 
 class AttentionBackend(Protocol):
     capabilities: ClassVar[BackendCapabilities]
 
-    def plan(self, common: CommonAttentionMetadata) -> AttentionMetadata: ...
+    @property
+    def builder(self) -> AttentionMetadataBuilder[AttentionMetadata]: ...
 
     def forward(
         self,
         q_THD: Tensor,
+        k_THD: Tensor | None,
+        v_THV: Tensor | None,
         kv_layer: Tensor,
         metadata: AttentionMetadata,
         *,
-        scale: float,
-        sliding_window: int | None,
+        layer: AttentionParameters,
         out: Tensor,
     ) -> None:
         """Attends to one layer [K, B, N, H, C], in which the batch's own KV is already written; writes into `out`.
 
-        GQA: all tokens of the batch. MLA: the decodes, whose queries are latent, [T, H, C]; the values are the first
-        `out.shape[-1]` channels of the latent.
+        GQA: all tokens of the batch. k and v are the batch's own keys and values, which a kernel may read in place of
+        the cache's copies; for ENCODER and ENCODER_ONLY they are the only ones, and `kv_layer` is not read; None where
+        the layer has none of its own (a shared cache, an encoder's keys of an earlier step).
+        MLA: the decodes, whose queries are latent, [T, H, C]; the values are the first `out.shape[-1]` channels of the
+        latent; k and v are None.
         """
         ...
+
+
+@dataclass(frozen=True)
+class RaggedLens:
+    """Queries and keys of several requests, side by side.
+
+    Attributes:
+        query_start_loc, key_start_loc: [R + 1] int32 on the device, where each request's begin, from 0.
+        query_start_loc_cpu, key_start_loc_cpu: the same numbers.
+    """
+
+    query_start_loc: Tensor
+    key_start_loc: Tensor
+    query_start_loc_cpu: tuple[int, ...]
+    key_start_loc_cpu: tuple[int, ...]
+
+    @property
+    def max_query_len(self) -> int:
+        starts = self.query_start_loc_cpu
+        return max(stop - start for start, stop in pairwise(starts))
+
+    @property
+    def max_key_len(self) -> int:
+        starts = self.key_start_loc_cpu
+        return max(stop - start for start, stop in pairwise(starts))
 
 
 @dataclass(frozen=True)
@@ -95,27 +173,26 @@ class ContextChunk:
         tokens: where that context lies in the cache, request after request.
         num_tokens: how many tokens that is.
         query_start, query_stop: the queries of these prefills, counted from the first prefill token.
-        query_start_loc, key_start_loc: where each of these prefills' queries and keys start, from 0.
+        lens: of these prefills' queries, and of their keys in this chunk.
     """
 
     tokens: TokenIndex
     num_tokens: int
     query_start: int
     query_stop: int
-    query_start_loc: tuple[int, ...]
-    key_start_loc: tuple[int, ...]
+    lens: RaggedLens
 
 
 @dataclass(frozen=True)
 class MLAMetadata(AttentionMetadata):
     """Attributes:
     num_decode_tokens: the first tokens of the batch; all others are prefill tokens.
-    prefill_start_loc: where each prefill's queries start, counted from the first prefill token; () without prefills.
+    prefill: the prefills' own tokens as queries and as keys; None without prefills.
     context_chunks: the prefills' context, in order.
     """
 
     num_decode_tokens: int
-    prefill_start_loc: tuple[int, ...]
+    prefill: RaggedLens | None
     context_chunks: tuple[ContextChunk, ...]
 
 
@@ -129,20 +206,14 @@ class MLABackend(AttentionBackend, Protocol):
 
     workspace: Tensor
 
-    def plan(self, common: CommonAttentionMetadata) -> MLAMetadata: ...
+    @property
+    def builder(self) -> AttentionMetadataBuilder[MLAMetadata]: ...
 
     def attend(
-        self,
-        q_THD: Tensor,
-        k_SHD: Tensor,
-        v_SHV: Tensor,
-        *,
-        query_start_loc: tuple[int, ...],
-        key_start_loc: tuple[int, ...],
-        causal: bool,
-        scale: float,
+        self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Each request's queries over its own keys: output [T, H, V] and log-sum-exp [H, T], both float32.
+        """Each request's queries over its own keys: output [T, H, V] in the queries' dtype or float32, and natural
+        log-sum-exp [H, T] float32; a request without keys has output 0 and log-sum-exp -inf.
 
         Causal: a request's last query sees all of its keys, the one before it all but one, and so on.
         """

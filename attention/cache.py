@@ -9,7 +9,13 @@ from torch import Tensor
 from attention.layout import LOGICAL_AXES
 from attention.spec import KVCacheShape, KVCacheSpec
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
 
 
 class PagedKVCache:

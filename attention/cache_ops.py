@@ -9,7 +9,7 @@ one `index_select` moves any set of tokens in any layout. Legend: T new tokens, 
 `attention.layout`.
 """
 
-from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 
 import numpy as np
@@ -56,22 +56,27 @@ class TokenIndex:
         return (extent - run + 1, run), torch.from_numpy(rows)
 
 
-@dataclass(frozen=True)
 class WriteIndex:
-    """Where a batch's new tokens go. `rows` picks the tokens that are written at all; None: every one."""
+    """Where a batch's new tokens go: a slot for each, -1 writes nothing. On a CPU its runs are worked out only once.
 
-    tokens: TokenIndex
-    rows: Tensor | None
+    Attributes:
+        slot_mapping: [T] int64, on the cache's device.
+    """
 
+    def __init__(self, slot_mapping: Tensor, block_size: int) -> None:
+        self.slot_mapping = slot_mapping
+        self._block_size = block_size
 
-def write_index(slot_mapping_T: Tensor, block_size: int) -> WriteIndex:
-    """What a slot mapping says, worked out once per batch; slot -1 writes nothing."""
-    slots_T = slot_mapping_T.numpy()
-    rows_T = None
-    if slots_T.min() < 0:
-        rows_T = np.flatnonzero(slots_T >= 0)
-        slots_T = slots_T[rows_T]
-    return WriteIndex(TokenIndex(*np.divmod(slots_T, block_size)), None if rows_T is None else torch.from_numpy(rows_T))
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Of a CPU's batch the tokens that are written at all; None: every one."""
+        slots_T = self.slot_mapping.numpy()
+        return torch.from_numpy(np.flatnonzero(slots_T >= 0)) if slots_T.min() < 0 else None
+
+    @cached_property
+    def tokens(self) -> TokenIndex:
+        slots_T = self.slot_mapping if self.rows is None else self.slot_mapping[self.rows]
+        return TokenIndex(*np.divmod(slots_T.numpy(), self._block_size))
 
 
 def store_kv(kv_layer: Tensor, k_THC: Tensor, v_THC: Tensor, index: WriteIndex) -> None:

@@ -6,9 +6,11 @@ Holds no weights, no cache and no batch: cache and metadata come with each call.
 import torch
 from torch import Tensor, nn
 
-from attention.backend import AttentionBackend, AttentionMetadata
+from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.cache_ops import store_kv
+from attention.metadata import AttentionMetadata
+from attention.parameters import AttentionParameters
 from baton.errors import ConfigError
 
 
@@ -56,6 +58,7 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         self.backend = backend
         self.sliding_window = sliding_window
+        self.asked = AttentionParameters(scale=scale, sliding_window=sliding_window)
 
     def forward(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
@@ -64,7 +67,7 @@ class Attention(nn.Module):
         kv_layer = kv_cache.layer(self.layer_index)
         store_kv(kv_layer, k_THD, v_THD, metadata.new_tokens)
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        self.backend.forward(q_THD, kv_layer, metadata, scale=self.scale, sliding_window=self.sliding_window, out=out)
+        self.backend.forward(q_THD, k_THD, v_THD, kv_layer, metadata, layer=self.asked, out=out)
         return out
 
     def extra_repr(self) -> str:

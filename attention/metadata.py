@@ -10,7 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.cache_ops import WriteIndex
 from baton.errors import InternalError
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What the layers themselves need of a planned batch; each backend adds its own.
+
+    Attributes:
+        new_tokens: where the batch's KV goes.
+        num_actual_tokens: rows of the query that count; outputs past them are left as they are.
+    """
+
+    new_tokens: WriteIndex
+    num_actual_tokens: int
 
 
 @dataclass
@@ -23,7 +37,9 @@ class CommonAttentionMetadata:
         num_computed_tokens_cpu: [R] int32, tokens whose KV was in the cache before this batch.
         num_actual_tokens: without padding.
         block_table_tensor: [R, blocks] int32; entries past a request's own blocks are never read.
-        slot_mapping: int64, a slot for each token; what lies past `num_actual_tokens` is set to -1 here.
+        slot_mapping: int64, a slot for each token; what lies past `num_actual_tokens` is set to -1 here, so that a full
+            CUDA graph that was captured for more tokens writes nothing for them.
+        causal: whether a query sees only keys up to its own position; False for an encoder's keys.
     """
 
     query_start_loc: Tensor
@@ -36,6 +52,7 @@ class CommonAttentionMetadata:
     max_query_len: int
     block_table_tensor: Tensor
     slot_mapping: Tensor
+    causal: bool = True
 
     def __post_init__(self) -> None:
         self.slot_mapping[self.num_actual_tokens :].fill_(-1)

@@ -16,6 +16,7 @@ from attention.backend import AttentionBackend, ContextChunk, MLABackend, MLAMet
 from attention.cache import PagedKVCache
 from attention.cache_ops import gather_tokens, store_latent
 from attention.lse import merge_attn_states
+from attention.parameters import AttentionParameters
 from baton.errors import ConfigError
 
 
@@ -54,6 +55,7 @@ class MLAAttention(nn.Module):
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
         self.kv_lora_rank = kv_lora_rank
+        self.parameters_of_decodes = AttentionParameters(scale=scale)
         self.scale = scale
         self.layer_index = layer_index
         self.kv_b_proj = kv_b_proj
@@ -84,7 +86,7 @@ class MLAAttention(nn.Module):
         prefills = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
         if decodes.stop:
             self._decode(q_THD[decodes], kv_layer, metadata, out_THV[decodes])
-        if metadata.prefill_start_loc:
+        if metadata.prefill is not None:
             out_THV[prefills] = self._prefill(q_THD[prefills], kv_c_TL[prefills], k_pe_TR[prefills], kv_layer, metadata)
         return out_THV
 
@@ -96,10 +98,11 @@ class MLAAttention(nn.Module):
         attended_THL = torch.empty_like(q_latent_THL, memory_format=torch.contiguous_format)
         self.backend.forward(
             torch.cat((q_latent_THL, q_pe_THR), dim=-1),
+            None,
+            None,
             kv_layer,
             metadata,
-            scale=self.scale,
-            sliding_window=None,
+            layer=self.parameters_of_decodes,
             out=attended_THL,
         )
         out_THV.copy_(torch.bmm(attended_THL.transpose(0, 1), self._w_uv_HLV).transpose(0, 1))
@@ -107,17 +110,9 @@ class MLAAttention(nn.Module):
     def _prefill(
         self, q_THD: Tensor, kv_c_TL: Tensor, k_pe_TR: Tensor, kv_layer: Tensor, metadata: MLAMetadata
     ) -> Tensor:
-        start_loc = metadata.prefill_start_loc
+        assert metadata.prefill is not None
         k_THD, v_THV = self._decompress(kv_c_TL, k_pe_TR)
-        out_THV, lse_HT = self.backend.attend(
-            q_THD,
-            k_THD,
-            v_THV,
-            query_start_loc=start_loc,
-            key_start_loc=start_loc,
-            causal=True,
-            scale=self.scale,
-        )
+        out_THV, lse_HT = self.backend.attend(q_THD, k_THD, v_THV, lens=metadata.prefill, causal=True, scale=self.scale)
         for chunk in metadata.context_chunks:
             queries = slice(chunk.query_start, chunk.query_stop)
             context_out_THV, context_lse_HT = self._attend_context(q_THD[queries], kv_layer, chunk)
@@ -130,15 +125,7 @@ class MLAAttention(nn.Module):
         latents_SC = self.backend.workspace[: chunk.num_tokens]
         gather_tokens(kv_layer, chunk.tokens, out=latents_SC)
         k_SHD, v_SHV = self._decompress(latents_SC[:, : self.kv_lora_rank], latents_SC[:, self.kv_lora_rank :])
-        return self.backend.attend(
-            q_THD,
-            k_SHD,
-            v_SHV,
-            query_start_loc=chunk.query_start_loc,
-            key_start_loc=chunk.key_start_loc,
-            causal=False,
-            scale=self.scale,
-        )
+        return self.backend.attend(q_THD, k_SHD, v_SHV, lens=chunk.lens, causal=False, scale=self.scale)
 
     def _decompress(self, kv_c_SL: Tensor, k_pe_SR: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [S, H, P + R] and values [S, H, V] of latents."""

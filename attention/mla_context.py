@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from attention.backend import ContextChunk
+from attention.backend import ContextChunk, RaggedLens
 from attention.cache_ops import TokenIndex
 from attention.metadata import CommonAttentionMetadata
 
@@ -18,12 +21,14 @@ class _Part:
     stop: int
 
 
-def plan_prefill_start_loc(common: CommonAttentionMetadata, num_decodes: int) -> tuple[int, ...]:
-    """Where each prefill's queries start, counted from the first prefill token; () without prefills."""
+def plan_prefill(common: CommonAttentionMetadata, num_decodes: int) -> RaggedLens | None:
+    """The prefills' own tokens as queries and as keys, counted from the first prefill token; None without prefills."""
     if num_decodes == common.num_reqs:
-        return ()
-    starts = common.query_start_loc_cpu[num_decodes:]
-    return tuple((starts - starts[0]).tolist())
+        return None
+    starts_R = common.query_start_loc_cpu[num_decodes:] - common.query_start_loc_cpu[num_decodes]
+    starts_on_device_R = starts_R.to(common.query_start_loc.device, non_blocking=True)
+    starts = tuple(starts_R.tolist())
+    return RaggedLens(starts_on_device_R, starts_on_device_R, starts, starts)
 
 
 def plan_context_chunks(
@@ -35,8 +40,10 @@ def plan_context_chunks(
     chunk without context of its own.
     """
     context_lens = common.num_computed_tokens_cpu[num_decodes:].tolist()
-    start_loc = plan_prefill_start_loc(common, num_decodes)
-    block_table = common.block_table_tensor[num_decodes:].cpu().numpy()
+    if not any(context_lens):
+        return ()
+    start_loc = (common.query_start_loc_cpu[num_decodes:] - common.query_start_loc_cpu[num_decodes]).numpy()
+    block_table = common.block_table_tensor[num_decodes:]
     return tuple(
         _plan_chunk(parts, start_loc, block_table, block_size) for parts in _cut(context_lens, workspace_tokens)
     )
@@ -58,26 +65,27 @@ def _cut(context_lens: list[int], workspace_tokens: int) -> list[list[_Part]]:
     return chunks
 
 
-def _plan_chunk(
-    parts: list[_Part],
-    start_loc: tuple[int, ...],
-    block_table: np.ndarray[tuple[int, int], np.dtype[np.int32]],
-    block_size: int,
-) -> ContextChunk:
+def _plan_chunk(parts: list[_Part], start_loc: NDArray[np.int32], block_table: Tensor, block_size: int) -> ContextChunk:
     # Prefills without context may lie between the first and the last; they get no keys.
     first, last = parts[0].prefill, parts[-1].prefill
-    num_keys = np.zeros(last - first + 1, dtype=np.int64)
+    num_keys = np.zeros(last - first + 1, dtype=np.int32)
     for part in parts:
         num_keys[part.prefill - first] = part.stop - part.start
     positions_S = np.concatenate([np.arange(part.start, part.stop) for part in parts])
     prefills_S = np.repeat(np.arange(first, last + 1), num_keys)
     blocks_S, offsets_S = np.divmod(positions_S, block_size)
-    block_ids_S = block_table[prefills_S, blocks_S].astype(np.int64)
+    block_ids_S = block_table.cpu().numpy()[prefills_S, blocks_S].astype(np.int64)
+    query_starts = torch.from_numpy(start_loc[first : last + 2] - start_loc[first])
+    key_starts = torch.from_numpy(np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32))
     return ContextChunk(
         tokens=TokenIndex(block_ids_S, offsets_S),
         num_tokens=len(positions_S),
-        query_start=start_loc[first],
-        query_stop=start_loc[last + 1],
-        query_start_loc=tuple(start - start_loc[first] for start in start_loc[first : last + 2]),
-        key_start_loc=(0, *np.cumsum(num_keys).tolist()),
+        query_start=int(start_loc[first]),
+        query_stop=int(start_loc[last + 1]),
+        lens=RaggedLens(
+            query_start_loc=query_starts.to(block_table.device),
+            key_start_loc=key_starts.to(block_table.device),
+            query_start_loc_cpu=tuple(query_starts.tolist()),
+            key_start_loc_cpu=tuple(key_starts.tolist()),
+        ),
     )

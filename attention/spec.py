@@ -6,7 +6,11 @@ from enum import StrEnum
 from attention.layout import KVCacheLayout
 from baton.errors import ConfigError
 
+# Of activations, and of a cache that keeps KV as it was computed.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of a cache that keeps KV in 8 bits, with one scale per tensor (`attention.scales`).
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(FP8_DTYPES, 1)}
 
 
 class KVKind(StrEnum):
@@ -36,7 +40,7 @@ class KVCacheSpec:
 
     @property
     def itemsize(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return KV_DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_token_layer(self) -> int:

@@ -43,7 +43,7 @@ class ModelRunner:
             block_size=self.facts.block_size,
             device=self._device,
         )
-        metadata = self._backend.plan(common)
+        metadata = self._backend.builder.build(0, common)
         hidden_TD = self._model(token_ids_T, positions_T, self._cache, metadata)
         return self._sample(rows, hidden_TD, common.query_start_loc)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from attention.backend import AttentionMetadata
 from attention.cache import PagedKVCache
+from attention.metadata import AttentionMetadata
 from models.config import ModelConfig
 from models.layers import Embedding, Linear, RMSNorm
 from models.rotary import Rotary

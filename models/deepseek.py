@@ -7,8 +7,9 @@ R rotary channel, C latent channel, V value channel.
 import torch
 from torch import Tensor, nn
 
-from attention.backend import AttentionBackend, AttentionMetadata
+from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
+from attention.metadata import AttentionMetadata
 from attention.mla import MLAAttention
 from models.causal_lm import CausalLM
 from models.config import MLAConfig, ModelConfig

@@ -7,9 +7,10 @@ K kv head, X heads of several kinds side by side, C head channel.
 import torch
 from torch import Tensor, nn
 
-from attention.backend import AttentionBackend, AttentionMetadata
+from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.layer import Attention
+from attention.metadata import AttentionMetadata
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig
 from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm

@@ -10,13 +10,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionMetadata, AttentionNeeds, BackendCapabilities, MLAMetadata
+from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.cache import TORCH_DTYPES
-from attention.cache_ops import write_index
+from attention.cache_ops import WriteIndex
 from attention.layout import MLA_LAYOUTS
-from attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
-from attention.mla_context import plan_context_chunks, plan_prefill_start_loc
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata_builder import AttentionMetadataBuilder
+from attention.mla_context import plan_context_chunks, plan_prefill
+from attention.parameters import AttentionParameters
+from attention.platform import Platform
 from attention.spec import DTYPE_BYTES, KVKind
 from baton.errors import ConfigError
 
@@ -29,6 +32,35 @@ class TorchMLAMetadata(MLAMetadata):
     decodes: tuple[DecodeGroup, ...]
 
 
+class TorchMLABuilder(AttentionMetadataBuilder[TorchMLAMetadata]):
+    def __init__(self, *, block_size: int, workspace_tokens: int, mask_dtype: torch.dtype) -> None:
+        self._block_size = block_size
+        self._workspace_tokens = workspace_tokens
+        self._mask_dtype = mask_dtype
+
+    def build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
+    ) -> TorchMLAMetadata:
+        del common_prefix_len, fast_build
+        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
+        return TorchMLAMetadata(
+            new_tokens=WriteIndex(common.slot_mapping, self._block_size),
+            num_actual_tokens=common.num_actual_tokens,
+            num_decode_tokens=num_decode_tokens,
+            prefill=plan_prefill(common, num_decodes),
+            context_chunks=plan_context_chunks(
+                common, num_decodes, workspace_tokens=self._workspace_tokens, block_size=self._block_size
+            ),
+            decodes=plan_decodes(
+                common.seq_lens_cpu[:num_decodes].numpy(),
+                common.block_table_tensor[:num_decodes].numpy(),
+                block_size=self._block_size,
+                sliding_window=None,
+                mask_dtype=self._mask_dtype,
+            ),
+        )
+
+
 class TorchMLA:
     """Raises:
     ConfigError: a workspace below one block.
@@ -39,6 +71,7 @@ class TorchMLA:
         kind=KVKind.MLA,
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPE_BYTES),
+        kv_dtypes=frozenset(DTYPE_BYTES),
         head_sizes=None,
         block_sizes=None,
         layouts=frozenset(MLA_LAYOUTS),
@@ -46,7 +79,8 @@ class TorchMLA:
         cudagraph=False,
     )
 
-    def __init__(self, needs: AttentionNeeds, *, context_workspace_tokens: int) -> None:
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
+        del platform
         if context_workspace_tokens < 1:
             raise ConfigError(
                 f"context_workspace_tokens is {context_workspace_tokens}",
@@ -54,60 +88,36 @@ class TorchMLA:
                 value=context_workspace_tokens,
                 allowed=("an integer of at least 1",),
             )
-        self._block_size = needs.block_size
-        self._dtype = TORCH_DTYPES[needs.dtype]
-        self.workspace = torch.empty(context_workspace_tokens, needs.head_size, dtype=self._dtype)
-
-    def plan(self, common: CommonAttentionMetadata) -> TorchMLAMetadata:
-        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
-        return TorchMLAMetadata(
-            new_tokens=write_index(common.slot_mapping, self._block_size),
-            num_actual_tokens=common.num_actual_tokens,
-            num_decode_tokens=num_decode_tokens,
-            prefill_start_loc=plan_prefill_start_loc(common, num_decodes),
-            context_chunks=plan_context_chunks(
-                common, num_decodes, workspace_tokens=self.workspace.shape[0], block_size=self._block_size
-            ),
-            decodes=plan_decodes(
-                common.seq_lens_cpu[:num_decodes].numpy(),
-                common.block_table_tensor[:num_decodes].numpy(),
-                block_size=self._block_size,
-                sliding_window=None,
-                mask_dtype=self._dtype,
-            ),
+        dtype = TORCH_DTYPES[needs.dtype]
+        self.workspace = torch.empty(context_workspace_tokens, needs.head_size, dtype=dtype)
+        self.builder = TorchMLABuilder(
+            block_size=needs.block_size, workspace_tokens=context_workspace_tokens, mask_dtype=dtype
         )
 
     def forward(
         self,
         q_THD: Tensor,
+        k_THD: Tensor | None,
+        v_THV: Tensor | None,
         kv_layer: Tensor,
         metadata: AttentionMetadata,
         *,
-        scale: float,
-        sliding_window: int | None,
+        layer: AttentionParameters,
         out: Tensor,
     ) -> None:
         assert isinstance(metadata, TorchMLAMetadata)
-        assert sliding_window is None, "not among the capabilities"
-        attend_decodes(q_THD, kv_layer, metadata.decodes, scale=scale, out=out)
+        del k_THD, v_THV
+        attend_decodes(q_THD, kv_layer, metadata.decodes, scale=layer.scale, out=out)
 
     def attend(
-        self,
-        q_THD: Tensor,
-        k_SHD: Tensor,
-        v_SHV: Tensor,
-        *,
-        query_start_loc: tuple[int, ...],
-        key_start_loc: tuple[int, ...],
-        causal: bool,
-        scale: float,
+        self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         num_queries, num_heads, _ = q_THD.shape
         out_THV = torch.zeros(num_queries, num_heads, v_SHV.shape[-1])
         lse_HT = torch.full((num_heads, num_queries), -torch.inf)
-        for request in range(len(query_start_loc) - 1):
-            query_start, query_stop = query_start_loc[request : request + 2]
-            key_start, key_stop = key_start_loc[request : request + 2]
+        for request in range(len(lens.query_start_loc_cpu) - 1):
+            query_start, query_stop = lens.query_start_loc_cpu[request : request + 2]
+            key_start, key_stop = lens.key_start_loc_cpu[request : request + 2]
             if key_start == key_stop:
                 continue
             k_HDS = k_SHD[key_start:key_stop].permute(1, 2, 0).float()

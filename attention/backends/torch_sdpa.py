@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.backend import AttentionFeature, AttentionMetadata, AttentionNeeds, BackendCapabilities
+from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.cache import TORCH_DTYPES
-from attention.cache_ops import TokenIndex, gather_tokens, write_index
+from attention.cache_ops import TokenIndex, WriteIndex, gather_tokens
 from attention.layout import GQA_LAYOUTS
-from attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata_builder import AttentionMetadataBuilder
+from attention.parameters import AttentionParameters
+from attention.platform import Platform
 from attention.spec import DTYPE_BYTES, KVKind
 
 # Queries per SDPA call of a prefill: bounds the mask, and the scores above the diagonal that are computed in vain.
@@ -61,12 +64,30 @@ class TorchSDPAMetadata(AttentionMetadata):
     plans: dict[int | None, _WindowPlan] = field(default_factory=dict)
 
 
+class TorchSDPABuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
+    ) -> TorchSDPAMetadata:
+        del common_prefix_len, fast_build  # no cascade attention; the plans are made by the layers
+        num_decodes, _, _, _ = split_decodes_and_prefills(common)
+        return TorchSDPAMetadata(
+            new_tokens=WriteIndex(common.slot_mapping, self._block_size),
+            num_actual_tokens=common.num_actual_tokens,
+            common=common,
+            num_decodes=num_decodes,
+        )
+
+
 class TorchSDPA:
     capabilities: ClassVar = BackendCapabilities(
         name="TORCH_SDPA",
         kind=KVKind.GQA,
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPE_BYTES),
+        kv_dtypes=frozenset(DTYPE_BYTES),
         head_sizes=None,
         block_sizes=None,
         layouts=frozenset(GQA_LAYOUTS),
@@ -74,31 +95,26 @@ class TorchSDPA:
         cudagraph=False,
     )
 
-    def __init__(self, needs: AttentionNeeds, *, context_workspace_tokens: int) -> None:
-        del context_workspace_tokens  # MLA's; keys and values are gathered as they are
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
+        del platform, context_workspace_tokens  # the latter is MLA's; keys and values are gathered as they are
         self._block_size = needs.block_size
         self._dtype = TORCH_DTYPES[needs.dtype]
-
-    def plan(self, common: CommonAttentionMetadata) -> TorchSDPAMetadata:
-        num_decodes, _, _, _ = split_decodes_and_prefills(common)
-        return TorchSDPAMetadata(
-            new_tokens=write_index(common.slot_mapping, self._block_size),
-            num_actual_tokens=common.num_actual_tokens,
-            common=common,
-            num_decodes=num_decodes,
-        )
+        self.builder = TorchSDPABuilder(needs.block_size)
 
     def forward(
         self,
         q_THD: Tensor,
+        k_THD: Tensor | None,
+        v_THV: Tensor | None,
         kv_layer: Tensor,
         metadata: AttentionMetadata,
         *,
-        scale: float,
-        sliding_window: int | None,
+        layer: AttentionParameters,
         out: Tensor,
     ) -> None:
         assert isinstance(metadata, TorchSDPAMetadata)
+        del k_THD, v_THV  # the cache holds them already
+        sliding_window, scale = layer.sliding_window, layer.scale
         plan = metadata.plans.get(sliding_window)
         if plan is None:
             plan = metadata.plans[sliding_window] = self._plan_window(metadata, sliding_window)

@@ -10,6 +10,7 @@ from attention.backend import AttentionBackend, AttentionFeature, AttentionNeeds
 from attention.cache import TORCH_DTYPES, PagedKVCache
 from attention.layer import Attention
 from attention.layout import GQA_LAYOUTS, KVCacheLayout
+from attention.parameters import AttentionParameters
 from attention.selection import select_backend
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.conformance.attention_batches import (
@@ -53,7 +54,7 @@ class GQACase:
         v_THD = torch.cat([v[rows] for v, rows in zip(self.v, new, strict=True)])
         pad = (0, 0, 0, 0, 0, padding)
         tensors = (nn.functional.pad(tensor, pad, value=torch.nan) for tensor in (self.q_THD, k_THD, v_THD))
-        out: Tensor = layer(*tensors, self.cache, self.backend.plan(self.batch.common))
+        out: Tensor = layer(*tensors, self.cache, self.backend.builder.build(0, self.batch.common))
         return out[: self.q_THD.shape[0]]
 
     def expected(self, sliding_window: int | None = None) -> Tensor:
@@ -133,11 +134,12 @@ def test_a_token_sees_itself_and_the_window_minus_one_before_it(
 @pytest.mark.parametrize("name", GQA_BACKENDS)
 def test_layers_with_and_without_a_window_share_a_plan(name: str) -> None:
     case = gqa_case(name, BATCHES["decodes and prefills"])
-    metadata = case.backend.plan(case.batch.common)
+    metadata = case.backend.builder.build(0, case.batch.common)
     case.run()
     for window in (None, 3, None):
         out = torch.empty_like(case.q_THD)
-        case.backend.forward(case.q_THD, case.cache.layer(LAYER), metadata, scale=0.3, sliding_window=window, out=out)
+        layer = AttentionParameters(scale=0.3, sliding_window=window)
+        case.backend.forward(case.q_THD, None, None, case.cache.layer(LAYER), metadata, layer=layer, out=out)
         torch.testing.assert_close(out.double(), case.expected(window), atol=2e-5, rtol=0)
 
 

@@ -41,7 +41,9 @@ class MLACase:
         new = [latents[context:] for latents, context in zip(self.latents, self.batch.context_lens, strict=True)]
         new_TC = torch.cat(new)
         kv_c_TL, k_pe_TR = new_TC[:, :RANK], new_TC[:, RANK:]
-        out: Tensor = self.layer(self.q_THD, kv_c_TL, k_pe_TR, self.cache, self.layer.backend.plan(self.batch.common))
+        out: Tensor = self.layer(
+            self.q_THD, kv_c_TL, k_pe_TR, self.cache, self.layer.backend.builder.build(0, self.batch.common)
+        )
         return out
 
     def expected(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import gather_to_wire, scatter_from_wire, store_kv, store_latent, write_index
+from attention.cache_ops import WriteIndex, gather_to_wire, scatter_from_wire, store_kv, store_latent
 from attention.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import InternalError
@@ -162,7 +162,7 @@ def test_slot_minus_one_writes_nothing(layout: KVCacheLayout) -> None:
     expected = cache.view.clone()
     expected[1, :, 2, 3] = torch.stack((k_THC[0], v_THC[0]))
     expected[1, :, 0, 0] = torch.stack((k_THC[2], v_THC[2]))
-    store_kv(cache.layer(1), k_THC, v_THC, write_index(torch.tensor([11, -1, 0, -1]), 4))
+    store_kv(cache.layer(1), k_THC, v_THC, WriteIndex(torch.tensor([11, -1, 0, -1]), 4))
     assert torch.equal(cache.view, expected)
 
 
@@ -172,5 +172,5 @@ def test_a_latent_lies_before_its_rotary_part(layout: KVCacheLayout) -> None:
     kv_c_TL, k_pe_TR = torch.randn(2, 4, dtype=torch.bfloat16), torch.randn(2, 2, dtype=torch.bfloat16)
     expected = cache.view.clone()
     expected[2, 0, 1, 1, 0] = torch.cat((kv_c_TL[1], k_pe_TR[1]))
-    store_latent(cache.layer(2), kv_c_TL, k_pe_TR, write_index(torch.tensor([-1, 5]), 4))
+    store_latent(cache.layer(2), kv_c_TL, k_pe_TR, WriteIndex(torch.tensor([-1, 5]), 4))
     assert torch.equal(cache.view, expected)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.metadata import build_common_metadata
-from attention.mla_context import plan_context_chunks, plan_prefill_start_loc
+from attention.mla_context import plan_context_chunks, plan_prefill
 
 PREFILLS = st.lists(st.tuples(st.integers(2, 5), st.integers(0, 30)), min_size=1, max_size=6)
 
@@ -21,15 +21,19 @@ def test_chunks_cover_the_context_exactly(
         block_size=4,
     )
     chunks = plan_context_chunks(common, num_decodes, workspace_tokens=workspace_tokens, block_size=4)
-    start_loc = plan_prefill_start_loc(common, num_decodes)
+    own = plan_prefill(common, num_decodes)
+    assert own is not None
+    start_loc = own.query_start_loc_cpu
     covered = [0] * len(prefills)
     for chunk in chunks:
         first = start_loc.index(chunk.query_start)
         last = start_loc.index(chunk.query_stop)
-        assert chunk.query_start_loc == tuple(start - chunk.query_start for start in start_loc[first : last + 1])
-        assert chunk.key_start_loc[-1] == chunk.num_tokens <= workspace_tokens
+        assert chunk.lens.query_start_loc_cpu == tuple(
+            start - chunk.query_start for start in start_loc[first : last + 1]
+        )
+        assert chunk.lens.key_start_loc_cpu[-1] == chunk.num_tokens <= workspace_tokens
         for place, prefill in enumerate(range(first, last)):
-            covered[prefill] += chunk.key_start_loc[place + 1] - chunk.key_start_loc[place]
+            covered[prefill] += chunk.lens.key_start_loc_cpu[place + 1] - chunk.lens.key_start_loc_cpu[place]
             assert covered[prefill + 1 :] == [0] * (len(prefills) - prefill - 1)
     assert covered == [context_len for _, context_len in prefills]
     assert all(chunk.num_tokens == workspace_tokens for chunk in chunks[:-1])
@@ -37,5 +41,5 @@ def test_chunks_cover_the_context_exactly(
 
 def test_a_batch_of_decodes_has_no_prefills() -> None:
     common, _ = build_common_metadata(query_lens=[1], context_lens=[9], block_tables=[[0, 1, 2]], block_size=4)
-    assert plan_prefill_start_loc(common, 1) == ()
+    assert plan_prefill(common, 1) is None
     assert plan_context_chunks(common, 1, workspace_tokens=4, block_size=4) == ()

@@ -6,6 +6,7 @@ import pytest
 
 from attention.backend import AttentionFeature, AttentionNeeds
 from attention.layout import KVCacheLayout
+from attention.platform import Platform
 from attention.selection import select_backend
 from attention.spec import KVKind
 from baton.errors import ConfigError
@@ -36,14 +37,16 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_when_none_fits_every_backend_is_listed_with_every_reason() -> None:
     needs = replace(DEEPSEEK, device="cuda", dtype="int4", features=frozenset({AttentionFeature.SLIDING_WINDOW}))
     with pytest.raises(ConfigError) as error:
-        select_backend(needs)
+        select_backend(needs, platform=Platform("cuda", compute_capability=(9, 0)))
     sdpa, mla = error.value.message.split(": ", 1)[1].split(" | ")
     assert sdpa == (
         "TORCH_SDPA: kind mla is not gqa; device cuda is not among cpu; "
-        "dtype int4 is not among bfloat16, float16, float32; layout BLNC is not among BLHNC, BLNHC, HND, NHD"
+        "dtype int4 is not among bfloat16, float16, float32; kv_dtype int4 is not among bfloat16, float16, float32; "
+        "layout BLNC is not among BLHNC, BLNHC, HND, NHD"
     )
     assert mla == (
-        "TORCH_MLA: device cuda is not among cpu; dtype int4 is not among bfloat16, float16, float32; no sliding_window"
+        "TORCH_MLA: device cuda is not among cpu; dtype int4 is not among bfloat16, float16, float32; "
+        "kv_dtype int4 is not among bfloat16, float16, float32; no sliding_window"
     )
     assert error.value.allowed == ()
 

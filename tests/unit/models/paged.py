@@ -57,6 +57,6 @@ class PagedDriver:
             block_size=BLOCK_SIZE,
         )
         token_ids_T = torch.tensor([token for tokens in batch.values() for token in tokens])
-        hidden_TD = self.model(token_ids_T, positions_T, self.cache, self.backend.plan(common))
+        hidden_TD = self.model(token_ids_T, positions_T, self.cache, self.backend.builder.build(0, common))
         logits_TV = self.model.compute_logits(hidden_TD)
         return dict(zip(batch, torch.split(logits_TV, lengths), strict=True))

@@ -1,0 +1,62 @@
+"""What turns a batch's common metadata into what one backend's kernels want. One builder per backend, for all layers.
+
+Knows no layer and no request. Whatever a captured CUDA graph reads lies either in the common metadata, whose tensors
+the caller keeps in place, or in buffers that the builder allocates once and fills in place at every `build`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata
+
+M_co = TypeVar("M_co", bound=AttentionMetadata, covariant=True)
+
+
+class AttentionMetadataBuilder(ABC, Generic[M_co]):
+    """The defaults are those of a backend without CUDA graphs, cascade attention, or wishes about the batch's order.
+
+    Attributes:
+        full_cudagraph_supported: a whole decode step with this backend can be captured.
+    """
+
+    full_cudagraph_supported: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False) -> M_co:
+        """Args:
+        common_prefix_len: leading tokens, a multiple of the block size, whose blocks all requests share; 0 turns
+            cascade attention off. The caller asks `use_cascade_attention` first.
+        fast_build: a quick build matters more than the speed of the few layers that will use it.
+        """
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> M_co:
+        """The metadata with which a graph is captured; a later `build` of as many requests and tokens refills the
+        same memory, so that the graph replays with the new lengths."""
+        return self.build(0, common)
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        """Whether this batch may run as a replayed graph."""
+        del common
+        return False
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Sequence[int],
+        *,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        num_sms: int,
+    ) -> bool:
+        """Whether computing the shared prefix once, for all queries together, is worth it for this batch."""
+        del common_prefix_len, query_lens, num_query_heads, num_kv_heads, use_alibi, use_sliding_window, num_sms
+        return False
+
+    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
+        """Brings the batch into the order that the backend wants; True if anything moved. `swap` exchanges two rows of
+        the caller's batch; `query_lens` is as the rows lay before."""
+        del query_lens, swap
+        return False

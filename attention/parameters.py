@@ -1,0 +1,96 @@
+"""What one attention layer asks of a backend on top of the batch. Values only; what they mean is defined here.
+
+A score is, in this order: q.k * scale, capped, plus the ALiBi bias, or -inf where the query does not see the key.
+Legend: H query heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+from attention.blocksparse import BlocksparseParams
+from attention.scales import KVScales
+from baton.errors import ConfigError
+
+
+class AttentionType(StrEnum):
+    """DECODER: causal, over the cache. ENCODER and ENCODER_ONLY: every token of a request sees every other; the keys
+    are those of the call, and no cache is touched. ENCODER_DECODER: decoder queries over an encoder's keys, which lie
+    in the cache; not causal."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+@dataclass(frozen=True)
+class AttentionParameters:
+    """Attributes:
+    sliding_window: a token sees itself and the `sliding_window - 1` before it; None: all before it.
+    attention_chunk_size: chunked local attention: a token sees those before it in its own chunk, where the chunks are
+        [0, size), [size, 2 * size), ... of its sequence.
+    logits_soft_cap: scores become cap * tanh(score / cap).
+    alibi_slopes_H: float32; slope * (key position - query position) is added to the score.
+    sinks_H: float32; a further score per head that takes part in the softmax and has no value.
+    blocksparse: which blocks of keys each block of queries sees, per head.
+    scales: of an fp8 cache, and of queries that come in fp8; None: 1.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    attn_type: AttentionType = AttentionType.DECODER
+    alibi_slopes_H: Tensor | None = None
+    sinks_H: Tensor | None = None
+    blocksparse: BlocksparseParams | None = None
+    scales: KVScales | None = None
+
+
+@dataclass(frozen=True)
+class PerLayerParameters:
+    """The parameters that some backends must know before the first layer runs, and need to be the same in all layers.
+
+    window_left: how many tokens before itself a token sees; -1: all.
+    """
+
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float
+
+
+def get_per_layer_parameters(layers: Mapping[str, AttentionParameters]) -> dict[str, PerLayerParameters]:
+    """By layer name, what `infer_global_hyperparameters` compares."""
+    return {
+        name: PerLayerParameters(
+            window_left=-1 if layer.sliding_window is None else layer.sliding_window - 1,
+            logits_soft_cap=layer.logits_soft_cap,
+            sm_scale=layer.scale,
+        )
+        for name, layer in layers.items()
+    }
+
+
+def infer_global_hyperparameters(per_layer: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
+    """The parameters that all layers share.
+
+    Raises:
+        ConfigError: there are no layers, or they disagree; names the layers on each side.
+    """
+    groups: dict[PerLayerParameters, list[str]] = {}
+    for name, parameters in per_layer.items():
+        groups.setdefault(parameters, []).append(name)
+    if len(groups) == 1:
+        return next(iter(groups))
+    if not groups:
+        raise ConfigError("the model has no attention layers", field="layers", value=())
+    described = "; ".join(f"{parameters} in {', '.join(names)}" for parameters, names in groups.items())
+    raise ConfigError(
+        f"layers disagree about what this backend needs to be the same in all: {described}",
+        field="layers",
+        value=tuple(per_layer),
+        cure="take a backend that reads these parameters per layer, such as TRITON_ATTN",
+    )

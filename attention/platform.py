@@ -1,0 +1,44 @@
+"""What the machine offers to attention backends, found out once by whoever builds a node; selection stays pure."""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+import triton
+
+# Packages that some backends need, by the name that imports them.
+OPTIONAL_PACKAGES = ("flash_attn", "flashinfer", "xformers")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Attributes:
+    device_type: "cpu" or "cuda".
+    compute_capability: of the GPU, such as (9, 0); None without one.
+    num_sms: multiprocessors of the GPU; 1 without one.
+    packages: of the optional packages those that are installed.
+    triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
+    """
+
+    device_type: str
+    compute_capability: tuple[int, int] | None = None
+    num_sms: int = 1
+    packages: frozenset[str] = frozenset()
+    triton_interpreted: bool = False
+
+
+def probe_platform(device: torch.device | str) -> Platform:
+    """Asks the GPU, the installed packages and Triton; imports none of the optional packages."""
+    device = torch.device(device)
+    packages = frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None)
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if device.type != "cuda":
+        return Platform(device.type, packages=packages, triton_interpreted=interpreted)
+    properties = torch.cuda.get_device_properties(device)
+    return Platform(
+        device_type="cuda",
+        compute_capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
+        packages=packages,
+        triton_interpreted=interpreted,
+    )

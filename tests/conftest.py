@@ -1,7 +1,14 @@
-"""What all tests share: one thread per process, so that two cores serve several processes."""
+"""What all tests share: one thread per process, so that two cores serve several processes; Triton's interpreter where
+there is no GPU."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 GENERATED := protos/common_pb2.pyi
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos run test check format bench docs clean
+.PHONY: help install protos run test test-gpu check format bench docs clean
 
 help:  ## Show these verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -30,6 +30,10 @@ $(GENERATED): $(PROTOS) protos/generate.py | $(STAMP)
 run: install  ## Start a gateway, a prefill and a decode node, send a prompt, show the receipt, stop
 	@$(BIN)/baton demo
 
+test-gpu: install  ## Run on a GPU what needs one, kernels compiled, and write the conformance table
+	@$(BIN)/python -m pytest -n 8 tests/conformance/attention tests/unit/attention tests/gpu \
+		--attention-table bench/results/attention_conformance.md
+
 test: install  ## Run every test but the GPU's
 	@$(BIN)/python -m pytest -m "not gpu"
 
@@ -45,8 +49,9 @@ format: install  ## Format and fix what can be fixed
 bench: install  ## Measure transport, hand-over and latency; writes bench/results
 	@$(BIN)/python -m bench
 
-docs: install  ## Write docs/configuration.md from the settings classes
+docs: install  ## Write the pages and tables that are made from the code
 	@$(BIN)/python -m docs.configuration
+	@$(BIN)/python -m docs.attention
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from attention.cache_ops import TokenIndex
+from attention.cache_ops import TokenRanges
 from attention.layout import KVCacheLayout
 from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
@@ -176,7 +176,7 @@ class ContextChunk:
         lens: of these prefills' queries, and of their keys in this chunk.
     """
 
-    tokens: TokenIndex
+    tokens: TokenRanges
     num_tokens: int
     query_start: int
     query_stop: int
@@ -202,19 +202,33 @@ class MLABackend(AttentionBackend, Protocol):
 
     Attributes:
         workspace: [tokens, C] memory for one context chunk's latents, shared by all layers.
+        pads_v: `attend` needs values as wide as keys; the layer then pads them with zeros and cuts the output.
     """
 
     workspace: Tensor
+    pads_v: ClassVar[bool]
 
     @property
     def builder(self) -> AttentionMetadataBuilder[MLAMetadata]: ...
 
     def attend(
-        self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, scale: float
+        self,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        v_SHV: Tensor,
+        *,
+        lens: RaggedLens,
+        causal: bool,
+        scale: float,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Each request's queries over its own keys: output [T, H, V] in the queries' dtype or float32, and natural
         log-sum-exp [H, T] float32; a request without keys has output 0 and log-sum-exp -inf.
 
         Causal: a request's last query sees all of its keys, the one before it all but one, and so on.
+
+        Args:
+            out: memory for the output, of the queries' dtype, channels adjacent, which is then what is returned; None:
+                the backend allocates.
         """
         ...

@@ -1,31 +1,111 @@
 """Which blocks of keys a block of queries sees: local blocks and vertical stripes. Pure values and their pattern.
 
-Semantics of BLOCKSPARSE_FLASH_ATTN, which Phi-3-small was trained with. Knows no kernel and no cache.
+Semantics of BLOCKSPARSE_FLASH_ATTN, which Phi-3-small was trained with. Knows no kernel and no cache. Legend: H query
+heads of this rank, I query blocks, J key blocks, T queries, S keys.
 """
 
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class BlocksparseParams:
     """Query block i and key block j are `block_size` tokens each, counted from the sequence's start.
 
-    Head h sees, causally within the block on the diagonal, key block j <= i if it is local, i - j < local_blocks, or on
-    a vertical stripe, (j + offset(h) + 1) % vert_stride == 0. offset(h) is 0 where heads are alike (homo_head);
-    otherwise each head, or each run of them, begins elsewhere, as `head_sliding_step` says.
+    A head sees, causally within the block on the diagonal, key block j <= i if it is local, i - j < local_blocks, or on
+    one of the head's stripes, (j + offset + 1) % vert_stride == 0, where `head_offsets` says each head's offset.
 
     Attributes:
-        max_seqlen: the longest sequence the pattern is asked for.
-        num_heads, num_kv_heads: of this rank.
-        active_head_range: of the whole model's heads those that this rank computes, [start, stop); None: all.
+        max_seqlen: the longest sequence that the model is meant for; the pattern itself goes on.
+        num_heads, num_kv_heads: of one tensor-parallel rank.
+        homo_head: all heads have the same stripes; goes before `homo_head_group`.
+        homo_head_group: the query heads of a kv head have the same stripes.
+        tp_rank, tp_size: this rank among those that share the model's heads.
+
+    Raises:
+        ConfigError: a value is out of its range, or the kv heads do not divide the heads.
     """
 
     max_seqlen: int
     num_heads: int
     num_kv_heads: int
-    block_size: int = 64
-    local_blocks: int = 16
-    vert_stride: int = 8
+    block_size: int
+    local_blocks: int
+    vert_stride: int
     homo_head: bool = False
-    head_sliding_step: int = 0
-    active_head_range: tuple[int, int] | None = None
+    homo_head_group: bool = False
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, minimum in (
+            ("max_seqlen", 1),
+            ("num_heads", 1),
+            ("num_kv_heads", 1),
+            ("block_size", 1),
+            ("local_blocks", 0),
+            ("vert_stride", 1),
+            ("tp_size", 1),
+        ):
+            if getattr(self, name) < minimum:
+                raise self._refuse(name, f"an integer of at least {minimum}")
+        if self.num_heads % self.num_kv_heads:
+            raise self._refuse("num_kv_heads", f"a divisor of num_heads ({self.num_heads})")
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise self._refuse("tp_rank", f"0 to {self.tp_size - 1}, one of tp_size ranks")
+
+    @property
+    def head_sliding_step(self) -> int:
+        """By how many blocks the stripes of one head lie before those of the head in front of it; 0: all heads are
+        alike. Negative: from kv head to kv head, its size says by how many."""
+        if self.homo_head:
+            return 0
+        heads = self.num_kv_heads if self.homo_head_group else self.num_heads
+        step = max(1, self.vert_stride // (self.tp_size * heads))
+        return -step if self.homo_head_group else step
+
+    @property
+    def active_head_range(self) -> tuple[int, int]:
+        """Of the whole model's query heads those of this rank, [start, stop)."""
+        return self.tp_rank * self.num_heads, (self.tp_rank + 1) * self.num_heads
+
+    @property
+    def head_offsets(self) -> tuple[int, ...]:
+        """By how many blocks the stripes of each of this rank's heads lie before those of offset 0."""
+        step = self.head_sliding_step
+        if step >= 0:
+            return tuple(head * step for head in range(*self.active_head_range))
+        first_kv_head, group = self.tp_rank * self.num_kv_heads, self.num_heads // self.num_kv_heads
+        return tuple((first_kv_head + head // group) * -step for head in range(self.num_heads))
+
+    def _refuse(self, name: str, allowed: str) -> ConfigError:
+        value = getattr(self, name)
+        return ConfigError(f"blocksparse {name} is {value}", field=name, value=value, allowed=(allowed,))
+
+
+def block_mask(params: BlocksparseParams, num_query_blocks: int, num_key_blocks: int) -> NDArray[np.bool_]:
+    """[H, I, J], which key blocks each query block sees, wholly or, on the diagonal, in part.
+
+    The last query block is the last key block: fewer query blocks are the end of a sequence.
+    """
+    assert num_query_blocks <= num_key_blocks
+    i_I1 = np.arange(num_key_blocks - num_query_blocks, num_key_blocks)[:, None]
+    j_J = np.arange(num_key_blocks)
+    offset_H11 = np.array(params.head_offsets)[:, None, None]
+    on_stripe_H1J = (j_J + offset_H11 + 1) % params.vert_stride == 0
+    mask_HIJ: NDArray[np.bool_] = (j_J <= i_I1) & ((i_I1 - j_J < params.local_blocks) | on_stripe_H1J)
+    return mask_HIJ
+
+
+def token_mask(params: BlocksparseParams, positions_T: NDArray[np.int64], num_keys: int) -> NDArray[np.bool_]:
+    """[H, T, S], which of a sequence's first `num_keys` keys the queries at `positions_T` see."""
+    key_positions_S = np.arange(num_keys)
+    num_blocks = max(int(positions_T.max()) + 1, num_keys) // params.block_size + 1
+    blocks_HIJ = block_mask(params, num_blocks, num_blocks)
+    blocks_HTS = blocks_HIJ[:, positions_T[:, None] // params.block_size, key_positions_S // params.block_size]
+    mask_HTS: NDArray[np.bool_] = blocks_HTS & (key_positions_S <= positions_T[:, None])
+    return mask_HTS

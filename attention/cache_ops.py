@@ -1,34 +1,41 @@
 """Reading and writing the paged cache by strides alone, so for every layout and block size.
 
-Knows nothing of requests and transfers: blocks, offsets and token ranges in, tensors or bytes out. The transfer
-functions are for caches in CPU memory.
+Knows nothing of requests and transfers: slots and positions in, tensors out; `attention.wire` moves whole requests.
 
-Everything here moves runs: the longest pieces that are contiguous both in the cache and where they go. A run is named
-by the place of its first element, and a table of all possible runs is a view with strides (1, 1) over the memory, so
-one `index_select` moves any set of tokens in any layout. Legend: T new tokens, S tokens to read, K L B N H C as in
-`attention.layout`.
+On a GPU everything is a Triton kernel. On a CPU runs are moved, the longest pieces that are contiguous both in the
+cache and where they go: a run is named by the place of its first element, and a table of all possible runs is a view
+with strides (1, 1) over the memory, so one `index_select` moves any set of tokens in any layout.
+
+Legend: T new tokens, S tokens to read, R requests, K L B N H C as in `attention.layout`.
 """
 
 from functools import cached_property
-from math import gcd
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.cache import PagedKVCache
 from attention.digest import digest as digest
-from baton.errors import InternalError
+from attention.fp8 import dequantize, is_fp8, quantize
+from attention.kernels.gather import gather_ranges, gather_slots
+from attention.kernels.store import store
+from attention.wire import gather_to_wire as gather_to_wire
+from attention.wire import scatter_from_wire as scatter_from_wire
 
 
 class TokenIndex:
-    """Where some tokens lie in each layer. Made once per batch; the runs are worked out at the first layer."""
+    """Where some tokens lie in each layer, one by one. Made once per batch; what the cache's device needs is worked out
+    at the first layer. On a GPU `TokenRanges` costs less: it needs no numbers from the device."""
 
     def __init__(self, block_S: NDArray[np.int64], offset_S: NDArray[np.int64]) -> None:
         self._block_S = block_S
         self._offset_S = offset_S
         self._worked_out: dict[tuple[bool, tuple[int, ...]], tuple[tuple[int, int], Tensor]] = {}
+        self._slots: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self._block_S)
 
     def runs(self, kv_layer: Tensor, *, heads_first: bool) -> tuple[Tensor, Tensor]:
         """A table whose row i is the run that starts at the layer's element i, and the rows that are these tokens: in
@@ -43,6 +50,13 @@ class TokenIndex:
         size, rows = worked_out
         return kv_layer.as_strided(size, (1, 1)), rows
 
+    def slots(self, kv_layer: Tensor) -> Tensor:
+        """[S] int64 on the layer's device; copied there once."""
+        if self._slots is None or self._slots.device != kv_layer.device:
+            slots_S = torch.from_numpy(self._block_S * kv_layer.shape[2] + self._offset_S)
+            self._slots = slots_S.to(kv_layer.device, non_blocking=True)
+        return self._slots
+
     def _work_out(self, kv_layer: Tensor, *, heads_first: bool) -> tuple[tuple[int, int], Tensor]:
         num_k, _, _, num_heads, channels = kv_layer.shape
         stride_K, stride_B, stride_N, stride_H, _ = kv_layer.stride()
@@ -54,6 +68,38 @@ class TokenIndex:
             runs_S = np.add.outer(heads_H, runs_S) if heads_first else np.add.outer(runs_S, heads_H)
         rows = np.add.outer(np.arange(num_k) * stride_K, runs_S).reshape(-1)
         return (extent - run + 1, run), torch.from_numpy(rows)
+
+
+class TokenRanges:
+    """Consecutive tokens of several requests, request after request: what a GPU gathers without the host knowing a
+    single block. On a CPU it is worked out once.
+
+    Attributes:
+        block_table: [R, blocks] int32.
+        start_loc: [R + 1] int32, where each request's tokens begin among the gathered; the last is their number.
+        first_position: [R] int32, the position of each request's first token. All three on the cache's device.
+        num_tokens: of all requests.
+    """
+
+    def __init__(self, block_table: Tensor, start_loc: Tensor, first_position: Tensor, *, num_tokens: int) -> None:
+        self.block_table = block_table
+        self.start_loc = start_loc
+        self.first_position = first_position
+        self.num_tokens = num_tokens
+        self._index: TokenIndex | None = None
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def index(self, block_size: int) -> TokenIndex:
+        """The same tokens one by one; reads the tensors, which must be on the CPU."""
+        if self._index is None:
+            starts_R = self.start_loc.numpy()
+            requests_S = np.repeat(np.arange(len(starts_R) - 1), np.diff(starts_R))
+            positions_S = np.arange(self.num_tokens) + (self.first_position.numpy() - starts_R[:-1])[requests_S]
+            blocks_S, offsets_S = np.divmod(positions_S, block_size)
+            self._index = TokenIndex(self.block_table.numpy()[requests_S, blocks_S].astype(np.int64), offsets_S)
+        return self._index
 
 
 class WriteIndex:
@@ -71,7 +117,7 @@ class WriteIndex:
     def rows(self) -> Tensor | None:
         """Of a CPU's batch the tokens that are written at all; None: every one."""
         slots_T = self.slot_mapping.numpy()
-        return torch.from_numpy(np.flatnonzero(slots_T >= 0)) if slots_T.min() < 0 else None
+        return torch.from_numpy(np.flatnonzero(slots_T >= 0)) if len(slots_T) and slots_T.min() < 0 else None
 
     @cached_property
     def tokens(self) -> TokenIndex:
@@ -79,144 +125,138 @@ class WriteIndex:
         return TokenIndex(*np.divmod(slots_T.numpy(), self._block_size))
 
 
-def store_kv(kv_layer: Tensor, k_THC: Tensor, v_THC: Tensor, index: WriteIndex) -> None:
-    """Writes the new tokens' keys and values into one layer [2, B, N, H, C]."""
-    if index.rows is not None:
-        k_THC, v_THC = k_THC[index.rows], v_THC[index.rows]
-    _store(kv_layer, torch.cat((k_THC, v_THC)), index.tokens)
+def store_kv(
+    kv_layer: Tensor,
+    k_THC: Tensor,
+    v_THC: Tensor,
+    index: WriteIndex,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes the new tokens' keys and values into one layer [2, B, N, H, C], converted to its dtype.
+
+    Rows past the index's slots are padding and not written; slots past the rows must be -1. Captured in a CUDA graph it
+    reads rows and slots anew at each replay.
+
+    Args:
+        k_THC, v_THC: any strides, channels adjacent.
+        k_scale, v_scale: float32 scalars on the device, of an fp8 cache: what is stored is the number divided by it,
+            saturating. None is 1.
+    """
+    if kv_layer.is_cuda:
+        store(
+            k_THC,
+            v_THC,
+            kv_layer,
+            index.slot_mapping,
+            second_offset=kv_layer.stride(0),
+            first_scale=k_scale,
+            second_scale=v_scale,
+        )
+        return
+    k_THC, v_THC = _written(k_THC, index), _written(v_THC, index)
+    _store(
+        kv_layer,
+        torch.cat((quantize(k_THC, k_scale, kv_layer.dtype), quantize(v_THC, v_scale, kv_layer.dtype))),
+        index.tokens,
+    )
 
 
-def store_latent(kv_layer: Tensor, kv_c_TC: Tensor, k_pe_TR: Tensor, index: WriteIndex) -> None:
-    """Writes the new tokens' latents, each followed by its rotary part, into one layer [1, B, N, 1, C + R]."""
-    if index.rows is not None:
-        kv_c_TC, k_pe_TR = kv_c_TC[index.rows], k_pe_TR[index.rows]
-    _store(kv_layer, torch.cat((kv_c_TC, k_pe_TR), dim=-1), index.tokens)
+def store_latent(
+    kv_layer: Tensor, kv_c_TC: Tensor, k_pe_TR: Tensor, index: WriteIndex, *, scale: Tensor | None = None
+) -> None:
+    """Writes the new tokens' latents, each followed by its rotary part, into one layer [1, B, N, 1, C + R].
+
+    Otherwise as `store_kv`, with one scale for both.
+    """
+    if kv_layer.is_cuda:
+        store(
+            kv_c_TC.unsqueeze(1),
+            k_pe_TR.unsqueeze(1),
+            kv_layer,
+            index.slot_mapping,
+            second_offset=kv_c_TC.shape[1],
+            first_scale=scale,
+            second_scale=scale,
+        )
+        return
+    latents = torch.cat((_written(kv_c_TC, index), _written(k_pe_TR, index)), dim=-1)
+    _store(kv_layer, quantize(latents, scale, kv_layer.dtype), index.tokens)
 
 
-def gather_tokens(kv_layer: Tensor, tokens: TokenIndex, *, out: Tensor | None = None) -> Tensor:
-    """Copies tokens out of one layer: [K, S, H, C], strided as suits attention. `out`: memory to use, [S, C] of MLA.
+def gather_tokens(
+    kv_layer: Tensor,
+    tokens: TokenIndex | TokenRanges,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Copies tokens out of one layer: [K, S, H, C], strided as suits attention.
 
     Reads these tokens and no others, not even the rest of their blocks.
+
+    Args:
+        out: contiguous memory to use, [S, C] of MLA or [K, S, H, C]; the numbers become of its dtype.
+        dtype: of what is returned where no `out` is given; None: as the cache.
+        scale, v_scale: float32 scalars on the device that an fp8 cache's numbers are multiplied by when they become of
+            another dtype: keys or latents by `scale`, values by `v_scale`. None is 1.
     """
+    num_k, _, block_size, num_heads, channels = kv_layer.shape
+    shape_KSHC = (num_k, len(tokens), num_heads, channels)
+    if kv_layer.is_cuda:
+        if out is None:
+            out = kv_layer.new_empty(shape_KSHC, dtype=dtype or kv_layer.dtype)
+        out_KSHC = out.view(shape_KSHC)
+        if isinstance(tokens, TokenIndex):
+            gather_slots(kv_layer, tokens.slots(kv_layer), out_KSHC=out_KSHC, scale=scale, v_scale=v_scale)
+        else:
+            gather_ranges(
+                kv_layer,
+                tokens.block_table,
+                tokens.start_loc,
+                tokens.first_position,
+                tokens.num_tokens,
+                out_KSHC=out_KSHC,
+                scale=scale,
+                v_scale=v_scale,
+            )
+        return out_KSHC
+    index = tokens if isinstance(tokens, TokenIndex) else tokens.index(block_size)
+    wanted = out.dtype if out is not None else dtype or kv_layer.dtype
+    if wanted == kv_layer.dtype and not is_fp8(kv_layer):
+        return _gather(kv_layer, index, out=out)
+    gathered_KSHC = _gather(_as_bytes(kv_layer), index).view(kv_layer.dtype)
+    scales = (scale, v_scale)
+    converted = torch.stack([dequantize(gathered_KSHC[k], scales[k], wanted) for k in range(num_k)])
+    return converted if out is None else out.view(shape_KSHC).copy_(converted)
+
+
+def _gather(kv_layer: Tensor, index: TokenIndex, *, out: Tensor | None = None) -> Tensor:
     num_k, _, _, num_heads, channels = kv_layer.shape
-    table, rows = tokens.runs(kv_layer, heads_first=True)
-    gathered = table.index_select(0, rows) if out is None else torch.index_select(table, 0, rows, out=out)
+    if out is not None:
+        table, rows = index.runs(kv_layer, heads_first=False)
+        torch.index_select(table, 0, rows, out=out.view(-1, table.shape[1]))
+        return out.view(num_k, -1, num_heads, channels)
+    table, rows = index.runs(kv_layer, heads_first=True)
+    gathered = table.index_select(0, rows)
     if table.shape[1] == channels and num_heads > 1:
         return gathered.view(num_k, num_heads, -1, channels).transpose(1, 2)
     return gathered.view(num_k, -1, num_heads, channels)
 
 
-def gather_to_wire(
-    cache: PagedKVCache,
-    *,
-    block_ids: Tensor,
-    token_start: int,
-    token_stop: int,
-    layers: range,
-    heads: range,
-    out: Tensor,
-) -> None:
-    """Copies a request's tokens [token_start, token_stop) into `out` in wire order [layer, k/v, token, head, channel].
-
-    4 MB out of a 96 MB cache on one core of a 2.5 GHz Xeon: 7-9 GB/s in every layout at 4 KiB per token and layer,
-    5.4-8.7 at 512 bytes; copying 4 MB that lie together: 12.
-
-    Args:
-        block_ids: int64; block_ids[i] holds the request's tokens [i * block_size, (i + 1) * block_size).
-        out: contiguous uint8 of exactly the payload's size; may start at any byte.
-
-    Raises:
-        InternalError: a block outside of the cache, a range outside of the blocks, or an `out` of another size.
-    """
-    runs, run_bytes = _wire_runs(cache, block_ids, token_start, token_stop, layers, heads, out.numel())
-    memory = cache.storage.view(-1).view(torch.uint8)
-    table = memory.as_strided((memory.numel() - run_bytes + 1, run_bytes), (1, 1))
-    torch.index_select(table, 0, torch.from_numpy(runs), out=out.view(-1, run_bytes))
-
-
-def scatter_from_wire(
-    cache: PagedKVCache,
-    *,
-    block_ids: Tensor,
-    token_start: int,
-    token_stop: int,
-    layers: range,
-    heads: range,
-    payload: Tensor,
-) -> None:
-    """Copies a payload of `gather_to_wire`, from a cache of any other layout and block size, into this request's
-    tokens; every other slot stays as it is. Same arguments and errors, with the payload in place of `out`.
-
-    Measured likewise: 6-10 GB/s at 4 KiB per token and layer, 5-9 at 512 bytes.
-    """
-    runs, run_bytes = _wire_runs(cache, block_ids, token_start, token_stop, layers, heads, payload.numel())
-    memory = cache.storage.view(-1).view(torch.uint8).numpy()
-    # NOTE: numpy, because `index_copy_` writes element by element: 1.6-5 GB/s where this reaches 10.
-    table = np.ndarray((memory.size - run_bytes + 1,), dtype=f"V{run_bytes}", buffer=memory, strides=(1,))
-    table[runs] = payload.numpy().view(f"V{run_bytes}")
+def _written(values: Tensor, index: WriteIndex) -> Tensor:
+    """The rows that have a slot."""
+    return values[: len(index.slot_mapping)] if index.rows is None else values[index.rows]
 
 
 def _store(kv_layer: Tensor, values: Tensor, tokens: TokenIndex) -> None:
-    table, rows = tokens.runs(kv_layer, heads_first=False)
-    table.index_copy_(0, rows, values.reshape(-1, table.shape[1]))
+    # Index operations on a CPU know no fp8.
+    table, rows = tokens.runs(_as_bytes(kv_layer), heads_first=False)
+    table.index_copy_(0, rows, _as_bytes(values).reshape(-1, table.shape[1]))
 
 
-def _wire_runs(
-    cache: PagedKVCache,
-    block_ids: Tensor,
-    token_start: int,
-    token_stop: int,
-    layers: range,
-    heads: range,
-    payload_bytes: int,
-) -> tuple[NDArray[np.int64], int]:
-    """First byte of each run in the cache, in wire order, and the bytes of a run."""
-    _check_wire_range(cache, block_ids, token_start, token_stop, layers, heads, payload_bytes)
-    itemsize = cache.spec.itemsize
-    block_size = cache.shape.block_size
-    stride_L, stride_K, stride_B, stride_N, stride_H, _ = (stride * itemsize for stride in cache.view.stride())
-    run_bytes = cache.spec.head_dim * itemsize
-    first_head = heads.start * stride_H
-    heads_H = np.arange(len(heads)) * stride_H + first_head
-    if len(heads) == 1 or stride_H == run_bytes:
-        heads_H, run_bytes = heads_H[:1], run_bytes * len(heads)
-    # Tokens that follow each other in a block make one run where all their heads are taken; the greatest number that
-    # divides block and range alike keeps all runs equal.
-    together = gcd(block_size, token_start, token_stop) if len(heads_H) == 1 and stride_N == run_bytes else 1
-    first_block = token_start // block_size
-    blocks_B = block_ids.numpy()[first_block : -(-token_stop // block_size), None]
-    slots_S = (blocks_B * stride_B + np.arange(block_size) * stride_N).reshape(-1)
-    start = token_start - first_block * block_size
-    tokens_T = slots_S[start : start + token_stop - token_start : together]
-    parts_P = np.add.outer(
-        np.arange(layers.start, layers.stop) * stride_L, np.arange(cache.spec.kv_factor) * stride_K
-    ).reshape(-1, 1)
-    return (parts_P + np.add.outer(tokens_T, heads_H).reshape(-1)).reshape(-1), run_bytes * together
-
-
-def _check_wire_range(
-    cache: PagedKVCache,
-    block_ids: Tensor,
-    token_start: int,
-    token_stop: int,
-    layers: range,
-    heads: range,
-    payload_bytes: int,
-) -> None:
-    """A wrong reference must end as an error, never as a read or write somewhere else."""
-    spec, shape = cache.spec, cache.shape
-    tokens_held = block_ids.numel() * shape.block_size
-    if not 0 <= token_start < token_stop <= tokens_held:
-        raise InternalError(
-            f"tokens [{token_start}, {token_stop}) of a request whose blocks hold {tokens_held}", field="token_stop"
-        )
-    for name, chosen, size in (("layers", layers, spec.num_layers), ("heads", heads, spec.num_kv_heads)):
-        if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= size:
-            raise InternalError(f"{name} are {chosen} of {size}", field=name, value=chosen)
-    lowest, highest = (int(extreme) for extreme in torch.aminmax(block_ids))
-    if lowest < 0 or highest >= shape.num_blocks:
-        raise InternalError(f"block ids from {lowest} to {highest} of {shape.num_blocks}", field="block_ids")
-    per_token = len(layers) * spec.kv_factor * len(heads) * spec.head_dim * spec.itemsize
-    expected_bytes = (token_stop - token_start) * per_token
-    if payload_bytes != expected_bytes:
-        raise InternalError(f"the payload has {payload_bytes} bytes and not {expected_bytes}", field="payload")
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if is_fp8(tensor) else tensor

@@ -1,17 +1,25 @@
 """Attention of one layer over the paged cache: writes the new keys and values, then attends.
 
-Holds no weights, no cache and no batch: cache and metadata come with each call. Legend: T tokens, H heads, D head_dim.
+Holds no weights, no cache and no batch: cache and metadata come with each call. Legend: T tokens, H query heads, K kv
+heads, D head_dim.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from attention.backend import AttentionBackend
+from attention.backend import AttentionBackend, AttentionFeature
+from attention.blocksparse import BlocksparseParams
 from attention.cache import PagedKVCache
 from attention.cache_ops import store_kv
+from attention.fp8 import quantize
+from attention.layer_checks import check_backend, check_out, check_parameters, refused
 from attention.metadata import AttentionMetadata
-from attention.parameters import AttentionParameters
-from baton.errors import ConfigError
+from attention.parameters import AttentionParameters, AttentionType
+from attention.scales import KVScales
+from baton.errors import InternalError
 
 
 class Attention(nn.Module):
@@ -19,11 +27,21 @@ class Attention(nn.Module):
 
     Args:
         scale: what scores are multiplied by.
-        sliding_window: a token sees itself and the `sliding_window - 1` before it; None: all before it.
+        sliding_window, attention_chunk_size, logits_soft_cap, blocksparse: as `AttentionParameters` defines them.
+        alibi_slopes: one per query head.
+        sinks: one per query head; the model's own parameter, which is read at each call and may be loaded later.
+        kv_sharing_target: an earlier layer whose keys and values this one reads, with that layer's scales; it has none
+            of its own, and those that a call brings count for nothing.
+        scales: of an fp8 cache; None: 1. Calculated scales (`KVScales.calculate`) come from the first batch that a
+            node computes, so two nodes calculate different ones, and KV does not keep its meaning between them: a
+            disaggregated pair needs scales that are given.
 
     Raises:
-        ConfigError: the kv heads do not divide the heads, or the window is below 1.
+        ConfigError: a value is out of its range, the backend does not declare a feature that is asked for, or the
+            layer cannot share the target's KV.
     """
+
+    alibi_slopes_H: Tensor | None
 
     def __init__(
         self,
@@ -35,44 +53,144 @@ class Attention(nn.Module):
         layer_index: int,
         backend: AttentionBackend,
         sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        attention_chunk_size: int | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Tensor | None = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+        kv_sharing_target: "Attention | None" = None,
+        blocksparse: BlocksparseParams | None = None,
+        scales: KVScales | None = None,
     ) -> None:
         super().__init__()
-        if num_heads % num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads is {num_kv_heads}",
-                field="num_kv_heads",
-                value=num_kv_heads,
-                allowed=(f"a divisor of num_heads ({num_heads})",),
-            )
-        if sliding_window is not None and sliding_window < 1:
-            raise ConfigError(
-                f"sliding_window is {sliding_window}",
-                field="sliding_window",
-                value=sliding_window,
-                allowed=("an integer of at least 1", "none"),
-            )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = scale
         self.layer_index = layer_index
+        self.attn_type = attn_type
+        self.uses_cache = attn_type not in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         self.backend = backend
-        self.sliding_window = sliding_window
-        self.asked = AttentionParameters(scale=scale, sliding_window=sliding_window)
+        slopes_H = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
+        self.register_buffer("alibi_slopes_H", slopes_H, persistent=False)
+        # In a tuple it stays the model's: not moved, loaded or counted a second time as this module's.
+        self._sinks = (sinks,)
+        self.scales = scales
+        self.kv_layer_index = layer_index
+        self.shares_kv = kv_sharing_target is not None
+        self._parameters_without_tensors = AttentionParameters(
+            scale=scale,
+            sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            blocksparse=blocksparse,
+            scales=scales,
+        )
+        check_parameters(self.parameters_now, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_backend(backend.capabilities, self.parameters_now, layer_index=layer_index)
+        if kv_sharing_target is not None:
+            self._share(kv_sharing_target)
+        self._quantizes_query = AttentionFeature.QUANTIZED_QUERY in backend.capabilities.features
+
+    @property
+    def parameters_now(self) -> AttentionParameters:
+        """What the layer asks of the backend, with its tensors as they are now."""
+        sinks = self._sinks[0]
+        if sinks is None and self.alibi_slopes_H is None:
+            return self._parameters_without_tensors
+        sinks_H = None if sinks is None else sinks.detach().float()
+        return replace(self._parameters_without_tensors, alibi_slopes_H=self.alibi_slopes_H, sinks_H=sinks_H)
 
     def forward(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """[T, H, D]; rows past the batch's actual tokens hold anything."""
-        kv_layer = kv_cache.layer(self.layer_index)
-        store_kv(kv_layer, k_THD, v_THD, metadata.new_tokens)
-        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        self.backend.forward(q_THD, k_THD, v_THD, kv_layer, metadata, layer=self.asked, out=out)
+        """[T, H, D]; rows past the batch's actual tokens hold anything.
+
+        Args:
+            k_TKD, v_TKD: of the new tokens, written to `metadata.new_tokens` unless an encoder's; None where the layer
+                shares another's, and of ENCODER_DECODER once the encoder's are in the cache. These are other tokens
+                than the queries: the metadata of the call that brings them has their `new_tokens`.
+            out: contiguous memory for the result, of the queries' shape and dtype; None: new memory.
+
+        Raises:
+            InternalError: keys or values are missing, or `out` cannot take the result.
+        """
+        if out is None:
+            out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        else:
+            check_out(out, q_THD)
+        kv_layer = kv_cache.layer(self.kv_layer_index)
+        if self.shares_kv:
+            k_TKD = v_TKD = None
+        elif k_TKD is not None and v_TKD is not None:
+            if self.uses_cache:
+                self._calculate_scales(q_THD, k_TKD, v_TKD, metadata)
+                k_scale, v_scale = (None, None) if self.scales is None else self.scales.tensors[1:]
+                store_kv(kv_layer, k_TKD, v_TKD, metadata.new_tokens, k_scale=k_scale, v_scale=v_scale)
+        elif self.attn_type is not AttentionType.ENCODER_DECODER or k_TKD is not v_TKD:
+            raise InternalError(f"attention layer {self.layer_index} got no keys or no values", field="k_TKD")
+        q_THD = self._quantized(q_THD, kv_layer)
+        self.backend.forward(q_THD, k_TKD, v_TKD, kv_layer, metadata, layer=self.parameters_now, out=out)
         return out
 
+    def _share(self, target: "Attention") -> None:
+        if not self.uses_cache:
+            raise refused("kv_sharing_target", f"layer {target.layer_index}", f"none, for type {self.attn_type}")
+        if target.layer_index >= self.layer_index:
+            allowed = f"a layer in front of layer {self.layer_index}"
+            raise refused("kv_sharing_target", f"layer {target.layer_index}", allowed)
+        for name in ("num_kv_heads", "head_dim", "attn_type"):
+            own, others = getattr(self, name), getattr(target, name)
+            if own != others:
+                value = f"layer {target.layer_index} with {name} {others}"
+                raise refused("kv_sharing_target", value, f"a layer with {name} {own}")
+        if self.scales not in (None, target.scales):
+            raise refused("scales", "given", "none: shared KV is read with the scales of the layer that wrote it")
+        self.kv_layer_index = target.kv_layer_index
+        self.scales = target.scales
+        self._parameters_without_tensors = replace(self._parameters_without_tensors, scales=target.scales)
+
+    def _calculate_scales(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, metadata: AttentionMetadata) -> None:
+        """From the first batch if that is asked for; padding, which may hold anything, does not count."""
+        if self.scales is None or not self.scales.calculate:
+            return
+        if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InternalError(
+                f"attention layer {self.layer_index} would calculate its scales in a CUDA graph, at every replay",
+                field="scales",
+                cure="run a batch outside of the graph first",
+            )
+        actual = slice(0, metadata.num_actual_tokens)
+        own = slice(None) if self.attn_type is AttentionType.ENCODER_DECODER else actual
+        self.scales.calc_kv_scales(q_THD[actual], k_TKD[own], v_TKD[own])
+
+    def _quantized(self, q_THD: Tensor, kv_layer: Tensor) -> Tensor:
+        """The query in the cache's fp8, where the backend multiplies in it. Not e5m2, which keeps two bits of a number:
+        enough for the cache of who chose it, a loss for nobody's gain here."""
+        if not (self._quantizes_query and self.uses_cache and kv_layer.dtype == torch.float8_e4m3fn):
+            return q_THD
+        return quantize(q_THD, None if self.scales is None else self.scales.q_scale, kv_layer.dtype)
+
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"layer_index={self.layer_index}, sliding_window={self.sliding_window}, "
-            f"backend={self.backend.capabilities.name}"
-        )
+        asked = self._parameters_without_tensors
+        shown = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "layer_index": self.layer_index,
+            "kv_layer_index": self.kv_layer_index if self.shares_kv else None,
+            "sliding_window": asked.sliding_window,
+            "attention_chunk_size": asked.attention_chunk_size,
+            "logits_soft_cap": asked.logits_soft_cap,
+            "blocksparse": asked.blocksparse,
+            "attn_type": None if asked.attn_type is AttentionType.DECODER else asked.attn_type,
+            "backend": self.backend.capabilities.name,
+        }
+        return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)

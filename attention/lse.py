@@ -3,18 +3,50 @@
 import torch
 from torch import Tensor
 
+from attention.kernels import merge
+
 
 def merge_attn_states(
-    prefix_output_THV: Tensor, prefix_lse_HT: Tensor, suffix_output_THV: Tensor, suffix_lse_HT: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over prefix and suffix keys together; float32 in, float32 out.
+    prefix_output_THV: Tensor,
+    prefix_lse_HT: Tensor,
+    suffix_output_THV: Tensor,
+    suffix_lse_HT: Tensor,
+    *,
+    out: Tensor,
+    lse_HT: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+) -> None:
+    """Writes output, and log-sum-exp if wanted, over prefix and suffix keys together; either side may be written over.
+    On a GPU by one kernel.
 
     A side without keys has log-sum-exp -inf, and its output does not count; without keys on both sides the output is 0.
     Section 2.2 of "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving".
+
+    Args:
+        sinks_H: a further score per head, counted here and not yet in either side.
     """
-    lse_HT = torch.logaddexp(prefix_lse_HT, suffix_lse_HT)
+    if out.is_cuda:
+        merge.merge_attn_states(
+            prefix_output_THV,
+            prefix_lse_HT,
+            suffix_output_THV,
+            suffix_lse_HT,
+            out=out,
+            lse_HT=lse_HT,
+            sinks_H=sinks_H,
+        )
+        return
+    merged_HT = torch.logaddexp(prefix_lse_HT, suffix_lse_HT)
+    if sinks_H is not None:
+        merged_HT = torch.logaddexp(merged_HT, sinks_H[:, None])
     # NOTE: -inf minus -inf is NaN, hence the clamp: both weights are then exp(-inf) = 0.
-    floor = torch.finfo(lse_HT.dtype).min
-    prefix_weight_TH1 = torch.exp(prefix_lse_HT - lse_HT.clamp_min(floor)).t().unsqueeze(-1)
-    suffix_weight_TH1 = torch.exp(suffix_lse_HT - lse_HT.clamp_min(floor)).t().unsqueeze(-1)
-    return prefix_output_THV * prefix_weight_TH1 + suffix_output_THV * suffix_weight_TH1, lse_HT
+    subtracted_HT = merged_HT.clamp_min(torch.finfo(merged_HT.dtype).min)
+    prefix_THV = _weighted(prefix_output_THV, prefix_lse_HT, subtracted_HT)
+    torch.add(prefix_THV, _weighted(suffix_output_THV, suffix_lse_HT, subtracted_HT), out=out)
+    if lse_HT is not None:
+        lse_HT.copy_(merged_HT)
+
+
+def _weighted(output_THV: Tensor, lse_HT: Tensor, merged_lse_HT: Tensor) -> Tensor:
+    weight_TH1 = torch.exp(lse_HT - merged_lse_HT).t().unsqueeze(-1)
+    return torch.where(weight_TH1 > 0, output_THV * weight_TH1, 0.0)

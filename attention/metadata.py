@@ -3,14 +3,17 @@
 Knows no backend and no request; whoever forms the batch calls `build_common_metadata`. Legend: R requests, T tokens.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.cache_ops import WriteIndex
+from attention.staging import to_device
 from baton.errors import InternalError
 
 
@@ -55,7 +58,8 @@ class CommonAttentionMetadata:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        self.slot_mapping[self.num_actual_tokens :].fill_(-1)
+        if self.slot_mapping.shape[0] > self.num_actual_tokens:
+            self.slot_mapping[self.num_actual_tokens :].fill_(-1)
 
 
 def build_common_metadata(
@@ -68,57 +72,58 @@ def build_common_metadata(
 ) -> tuple[CommonAttentionMetadata, Tensor]:
     """The metadata of a batch and its tokens' positions [T] int64, from one number or block table per request.
 
+    One copy to the device, for which the host does not wait. On a CPU what has a copy there is that copy.
+
+    Args:
+        block_tables: arrays of C ints are read fastest.
+
     Raises:
         InternalError: a request without new tokens, or with fewer blocks than its tokens need.
     """
     query_lens_R = np.array(query_lens, dtype=np.int32)
     context_lens_R = np.array(context_lens, dtype=np.int32)
     seq_lens_R = query_lens_R + context_lens_R
-    _check_batch(query_lens_R, context_lens_R, block_tables, block_size)
+    num_blocks_R = np.array([len(blocks) for blocks in block_tables], dtype=np.int32)
+    _check_batch(query_lens_R, context_lens_R, num_blocks_R, block_size)
     num_reqs = len(query_lens_R)
-    table = np.zeros((num_reqs, max(len(blocks) for blocks in block_tables)), dtype=np.int32)
-    for row, blocks in zip(table, block_tables, strict=True):
-        row[: len(blocks)] = blocks
+    table = _rectangle(block_tables, int(num_blocks_R.max()))
     starts = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(query_lens_R, out=starts[1:])
     requests_T = np.repeat(np.arange(num_reqs), query_lens_R)
-    positions_T = np.arange(starts[-1], dtype=np.int64) + np.repeat(context_lens_R - starts[:-1], query_lens_R)
+    positions_T = np.arange(starts[-1], dtype=np.int64) + (context_lens_R - starts[:-1])[requests_T]
     blocks_T, offsets_T = np.divmod(positions_T, block_size)
     slots_T = table[requests_T, blocks_T].astype(np.int64) * block_size + offsets_T
-    query_start_loc_cpu = torch.from_numpy(starts)
-    seq_lens_cpu = torch.from_numpy(seq_lens_R)
+    query_start_loc, seq_lens, block_table, slot_mapping, positions = to_device(
+        (starts, seq_lens_R, table, slots_T, positions_T), device
+    )
     common = CommonAttentionMetadata(
-        query_start_loc=query_start_loc_cpu.to(device),
-        query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens=seq_lens_cpu.to(device),
-        seq_lens_cpu=seq_lens_cpu,
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=torch.from_numpy(starts),
+        seq_lens=seq_lens,
+        seq_lens_cpu=torch.from_numpy(seq_lens_R),
         num_computed_tokens_cpu=torch.from_numpy(context_lens_R),
         num_reqs=num_reqs,
         num_actual_tokens=int(starts[-1]),
         max_query_len=int(query_lens_R.max()),
-        block_table_tensor=torch.from_numpy(table).to(device),
-        slot_mapping=torch.from_numpy(slots_T).to(device),
+        block_table_tensor=block_table,
+        slot_mapping=slot_mapping,
     )
-    return common, torch.from_numpy(positions_T).to(device)
+    return common, positions
 
 
 def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:
     """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch with its decodes in front.
 
-    A decode is a request with at most `decode_threshold` new tokens, whatever its context.
+    A decode is a request with at most `decode_threshold` new tokens, whatever its context. One that stands behind a
+    prefill, such as the piece of a prompt that reaches into a chunk by one token, counts as a prefill.
     """
     if common.max_query_len <= decode_threshold:
         return common.num_reqs, 0, common.num_actual_tokens, 0
     is_prefill_R = np.diff(common.query_start_loc_cpu.numpy()) > decode_threshold
-    first_prefill = int(is_prefill_R.argmax())
-    assert is_prefill_R[first_prefill:].all(), "a decode behind a prefill"
-    num_decode_tokens = int(common.query_start_loc_cpu[first_prefill])
-    return (
-        first_prefill,
-        common.num_reqs - first_prefill,
-        num_decode_tokens,
-        common.num_actual_tokens - num_decode_tokens,
-    )
+    num_decodes = int(is_prefill_R.argmax())
+    num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
+    num_prefills, num_prefill_tokens = common.num_reqs - num_decodes, common.num_actual_tokens - num_decode_tokens
+    return num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens
 
 
 def reorder_batch_to_split_decodes_and_prefills(
@@ -135,22 +140,50 @@ def reorder_batch_to_split_decodes_and_prefills(
     return bool(prefills_in_front)
 
 
+def common_prefix_len(
+    block_tables: Sequence[Sequence[int]], num_computed_tokens: Sequence[int], block_size: int
+) -> int:
+    """How many leading tokens of all requests lie in the same blocks: whole blocks, computed before this batch.
+
+    What cascade attention computes once; whether that is worth it, a backend's `use_cascade_attention` says.
+    """
+    most = min(num_computed_tokens, default=0) // block_size
+    shared = np.array(block_tables[0][:most]) if most else np.empty(0)
+    for blocks in block_tables[1:]:
+        if not len(shared):
+            break
+        others = np.array(blocks[: len(shared)])
+        differs = others != shared[: len(others)]
+        shared = shared[: int(differs.argmax()) if differs.any() else len(others)]
+    return len(shared) * block_size
+
+
+def _rectangle(rows: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
+    """The rows, filled up with 0. For 256 arrays of up to 128 numbers 80 us, row by row in numpy 200 us."""
+    filling, flat = array("i", bytes(4 * width)), array("i")
+    for row in rows:
+        flat.extend(row)
+        flat.extend(filling[len(row) :])
+    return np.frombuffer(flat, dtype=np.int32).reshape(len(rows), width)
+
+
 def _check_batch(
-    query_lens_R: np.ndarray[tuple[int], np.dtype[np.int32]],
-    context_lens_R: np.ndarray[tuple[int], np.dtype[np.int32]],
-    block_tables: Sequence[Sequence[int]],
+    query_lens_R: NDArray[np.int32],
+    context_lens_R: NDArray[np.int32],
+    num_blocks_R: NDArray[np.int32],
     block_size: int,
 ) -> None:
-    if not len(query_lens_R) == len(context_lens_R) == len(block_tables) > 0:
+    if not len(query_lens_R) == len(context_lens_R) == len(num_blocks_R) > 0:
         raise InternalError(
-            f"{len(query_lens_R)} query lengths, {len(context_lens_R)} contexts, {len(block_tables)} block tables"
+            f"{len(query_lens_R)} query lengths, {len(context_lens_R)} contexts, {len(num_blocks_R)} block tables"
         )
     if query_lens_R.min() < 1 or context_lens_R.min() < 0:
         raise InternalError("a request without new tokens, or with a negative context", field="query_lens")
-    for request, blocks in enumerate(block_tables):
-        seq_len = int(query_lens_R[request] + context_lens_R[request])
-        if len(blocks) * block_size < seq_len:
-            raise InternalError(
-                f"request {request} of the batch has {seq_len} tokens and blocks for {len(blocks) * block_size}",
-                field="block_tables",
-            )
+    missing_R = query_lens_R + context_lens_R - num_blocks_R.astype(np.int64) * block_size
+    if missing_R.max() > 0:
+        request = int(missing_R.argmax())
+        raise InternalError(
+            f"request {request} of the batch has {query_lens_R[request] + context_lens_R[request]} tokens "
+            f"and blocks for {num_blocks_R[request] * block_size}",
+            field="block_tables",
+        )

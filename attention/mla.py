@@ -5,25 +5,28 @@ absorbed into the query and W_UV applied to the result, so that a token's latent
 are bound by arithmetic instead, so keys and values are decompressed: those of the new tokens at once, those of the
 context chunk by chunk in a fixed workspace, merged by log-sum-exp.
 
-Legend: T tokens, S keys, H heads, P query channels without position, R rotary channels, L latent rank, V value
-channels.
+Legend: T tokens, S keys, H heads, P query channels without position, R rotary channels, D = P + R, L latent rank,
+C = L + R, V value channels, X = P + V.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from attention.backend import AttentionBackend, ContextChunk, MLABackend, MLAMetadata
+from attention.backend import AttentionBackend, ContextChunk, MLABackend, MLAMetadata, RaggedLens
 from attention.cache import PagedKVCache
 from attention.cache_ops import gather_tokens, store_latent
 from attention.lse import merge_attn_states
 from attention.parameters import AttentionParameters
-from baton.errors import ConfigError
+from attention.scales import KVScales
+from baton.errors import ConfigError, InternalError
 
 
 class MLAAttention(nn.Module):
     """Args:
         scale: what scores are multiplied by.
         kv_b_proj: latent to each head's key part and value, [L] -> [H * (P + V)]; shared with the model, not owned.
+        scales: of an fp8 cache; its `k_scale` is that of the latents.
 
     Raises:
         ConfigError: the backend is for another kind of cache.
@@ -41,6 +44,7 @@ class MLAAttention(nn.Module):
         layer_index: int,
         kv_b_proj: nn.Linear,
         backend: AttentionBackend,
+        scales: KVScales | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(backend, MLABackend):
@@ -55,8 +59,9 @@ class MLAAttention(nn.Module):
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
         self.kv_lora_rank = kv_lora_rank
-        self.parameters_of_decodes = AttentionParameters(scale=scale)
         self.scale = scale
+        self.scales = scales
+        self.asked = AttentionParameters(scale=scale, scales=scales)
         self.layer_index = layer_index
         self.kv_b_proj = kv_b_proj
         self.backend = backend
@@ -70,7 +75,14 @@ class MLAAttention(nn.Module):
         self._w_uv_HLV = weight_HXL[:, self.qk_nope_head_dim :].transpose(1, 2)
 
     def forward(
-        self, q_THD: Tensor, kv_c_TL: Tensor, k_pe_TR: Tensor, kv_cache: PagedKVCache, metadata: MLAMetadata
+        self,
+        q_THD: Tensor,
+        kv_c_TL: Tensor,
+        k_pe_TR: Tensor,
+        kv_cache: PagedKVCache,
+        metadata: MLAMetadata,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """[T, H, V]; rows past the batch's actual tokens hold anything.
 
@@ -78,58 +90,116 @@ class MLAAttention(nn.Module):
             q_THD: each head's channels without position, then the rotary ones, rotated.
             kv_c_TL: normalised latents.
             k_pe_TR: rotary keys, rotated.
+            out: memory for the result, of the queries' dtype, channels adjacent; None: new memory.
+
+        Raises:
+            InternalError: `out` cannot take the result.
         """
         kv_layer = kv_cache.layer(self.layer_index)
-        store_latent(kv_layer, kv_c_TL, k_pe_TR, metadata.new_tokens)
-        out_THV = q_THD.new_empty(q_THD.shape[0], self.num_heads, self.v_head_dim)
+        self._calculate_scales(q_THD, kv_c_TL, k_pe_TR, metadata)
+        store_latent(kv_layer, kv_c_TL, k_pe_TR, metadata.new_tokens, scale=self._latent_scale)
+        out_THV = self._checked(out, q_THD)
         decodes = slice(0, metadata.num_decode_tokens)
         prefills = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
         if decodes.stop:
             self._decode(q_THD[decodes], kv_layer, metadata, out_THV[decodes])
         if metadata.prefill is not None:
-            out_THV[prefills] = self._prefill(q_THD[prefills], kv_c_TL[prefills], k_pe_TR[prefills], kv_layer, metadata)
-        return out_THV
-
-    def _decode(self, q_THD: Tensor, kv_layer: Tensor, metadata: MLAMetadata, out_THV: Tensor) -> None:
-        assert self._w_uk_HPL is not None, "process_weights_after_loading was not called"
-        assert self._w_uv_HLV is not None
-        q_nope_THP, q_pe_THR = q_THD[..., : self.qk_nope_head_dim], q_THD[..., self.qk_nope_head_dim :]
-        q_latent_THL = torch.bmm(q_nope_THP.transpose(0, 1), self._w_uk_HPL).transpose(0, 1)
-        attended_THL = torch.empty_like(q_latent_THL, memory_format=torch.contiguous_format)
-        self.backend.forward(
-            torch.cat((q_latent_THL, q_pe_THR), dim=-1),
-            None,
-            None,
-            kv_layer,
-            metadata,
-            layer=self.parameters_of_decodes,
-            out=attended_THL,
-        )
-        out_THV.copy_(torch.bmm(attended_THL.transpose(0, 1), self._w_uv_HLV).transpose(0, 1))
-
-    def _prefill(
-        self, q_THD: Tensor, kv_c_TL: Tensor, k_pe_TR: Tensor, kv_layer: Tensor, metadata: MLAMetadata
-    ) -> Tensor:
-        assert metadata.prefill is not None
-        k_THD, v_THV = self._decompress(kv_c_TL, k_pe_TR)
-        out_THV, lse_HT = self.backend.attend(q_THD, k_THD, v_THV, lens=metadata.prefill, causal=True, scale=self.scale)
-        for chunk in metadata.context_chunks:
-            queries = slice(chunk.query_start, chunk.query_stop)
-            context_out_THV, context_lse_HT = self._attend_context(q_THD[queries], kv_layer, chunk)
-            out_THV[queries], lse_HT[:, queries] = merge_attn_states(
-                context_out_THV, context_lse_HT, out_THV[queries], lse_HT[:, queries]
+            self._prefill(
+                q_THD[prefills],
+                kv_c_TL[prefills],
+                k_pe_TR[prefills],
+                kv_layer,
+                metadata.prefill,
+                metadata.context_chunks,
+                out_THV[prefills],
             )
         return out_THV
 
+    def _decode(self, q_THD: Tensor, kv_layer: Tensor, metadata: MLAMetadata, out_THV: Tensor) -> None:
+        """Every head's query against the latents themselves: q.(W_UK c) is (q W_UK).c, and the sum of weighted W_UV c
+        is W_UV times the weighted sum."""
+        assert self._w_uk_HPL is not None, "process_weights_after_loading was not called"
+        assert self._w_uv_HLV is not None
+        rank = self.kv_lora_rank
+        q_nope_HTP = q_THD[..., : self.qk_nope_head_dim].transpose(0, 1)
+        q_THC = q_THD.new_empty(*q_THD.shape[:2], rank + self.qk_rope_head_dim)
+        torch.bmm(q_nope_HTP, self._w_uk_HPL, out=q_THC[..., :rank].transpose(0, 1))
+        q_THC[..., rank:] = q_THD[..., self.qk_nope_head_dim :]
+        attended_THL = q_THD.new_empty(*q_THD.shape[:2], rank)
+        self.backend.forward(q_THC, None, None, kv_layer, metadata, layer=self.asked, out=attended_THL)
+        torch.bmm(attended_THL.transpose(0, 1), self._w_uv_HLV, out=out_THV.transpose(0, 1))
+
+    def _prefill(
+        self,
+        q_THD: Tensor,
+        kv_c_TL: Tensor,
+        k_pe_TR: Tensor,
+        kv_layer: Tensor,
+        lens: RaggedLens,
+        context_chunks: tuple[ContextChunk, ...],
+        out_THV: Tensor,
+    ) -> None:
+        """The new tokens among themselves, then to each chunk of context those of its prefills, merged in place."""
+        k_THD, v_THV = self._decompress(kv_c_TL, k_pe_TR)
+        lse_HT = self._attend(q_THD, k_THD, v_THV, lens=lens, causal=True, out=out_THV)[1]
+        for chunk in context_chunks:
+            queries = slice(chunk.query_start, chunk.query_stop)
+            context_THV, context_lse_HT = self._attend_context(q_THD[queries], kv_layer, chunk)
+            own_THV, own_lse_HT = out_THV[queries], lse_HT[:, queries]
+            merge_attn_states(context_THV, context_lse_HT, own_THV, own_lse_HT, out=own_THV, lse_HT=own_lse_HT)
+
     def _attend_context(self, q_THD: Tensor, kv_layer: Tensor, chunk: ContextChunk) -> tuple[Tensor, Tensor]:
         latents_SC = self.backend.workspace[: chunk.num_tokens]
-        gather_tokens(kv_layer, chunk.tokens, out=latents_SC)
+        gather_tokens(kv_layer, chunk.tokens, out=latents_SC, scale=self._latent_scale)
         k_SHD, v_SHV = self._decompress(latents_SC[:, : self.kv_lora_rank], latents_SC[:, self.kv_lora_rank :])
-        return self.backend.attend(q_THD, k_SHD, v_SHV, lens=chunk.lens, causal=False, scale=self.scale)
+        return self._attend(q_THD, k_SHD, v_SHV, lens=chunk.lens, causal=False, out=None)
 
     def _decompress(self, kv_c_SL: Tensor, k_pe_SR: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [S, H, P + R] and values [S, H, V] of latents."""
+        """Keys [S, H, D] and values [S, H, V] of latents."""
         kv_SHX: Tensor = self.kv_b_proj(kv_c_SL).view(kv_c_SL.shape[0], self.num_heads, -1)
         k_nope_SHP, v_SHV = kv_SHX[..., : self.qk_nope_head_dim], kv_SHX[..., self.qk_nope_head_dim :]
         k_pe_SHR = k_pe_SR.unsqueeze(1).expand(-1, self.num_heads, -1)
         return torch.cat((k_nope_SHP, k_pe_SHR), dim=-1), v_SHV
+
+    def _attend(
+        self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The backend's attention over decompressed keys; where its kernel wants values as wide as keys, zeros are
+        added and cut off again."""
+        if not self.backend.pads_v:
+            return self.backend.attend(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=self.scale, out=out)
+        padded_SHD = pad(v_SHV, (0, k_SHD.shape[-1] - v_SHV.shape[-1]))
+        attended_THD, lse_HT = self.backend.attend(q_THD, k_SHD, padded_SHD, lens=lens, causal=causal, scale=self.scale)
+        attended_THV = attended_THD[..., : self.v_head_dim]
+        return (attended_THV if out is None else out.copy_(attended_THV)), lse_HT
+
+    @property
+    def _latent_scale(self) -> Tensor | None:
+        return None if self.scales is None else self.scales.k_scale
+
+    def _calculate_scales(self, q_THD: Tensor, kv_c_TL: Tensor, k_pe_TR: Tensor, metadata: MLAMetadata) -> None:
+        """From the first batch if that is asked for; padding, which may hold anything, does not count."""
+        if self.scales is None or not self.scales.calculate:
+            return
+        if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InternalError(
+                f"attention layer {self.layer_index} would calculate its scales in a CUDA graph, at every replay",
+                field="scales",
+                cure="run a batch outside of the graph first",
+            )
+        actual = slice(0, metadata.num_actual_tokens)
+        latents_TC = torch.cat((kv_c_TL[actual], k_pe_TR[actual]), dim=-1)
+        self.scales.calc_kv_scales(q_THD[actual], latents_TC, latents_TC)
+
+    def _checked(self, out: Tensor | None, q_THD: Tensor) -> Tensor:
+        shape = (q_THD.shape[0], self.num_heads, self.v_head_dim)
+        if out is None:
+            return q_THD.new_empty(shape)
+        if out.shape != shape or out.dtype != q_THD.dtype or out.stride(-1) != 1:
+            raise InternalError(
+                f"attention layer {self.layer_index} is to write {tuple(out.shape)} of {out.dtype}",
+                field="out",
+                value=tuple(out.shape),
+                allowed=(f"{shape} of {q_THD.dtype}, channels adjacent",),
+            )
+        return out

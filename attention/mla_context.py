@@ -1,14 +1,15 @@
-"""Cutting the context of a batch's prefills into chunks that fit a fixed workspace. Pure planning, on the CPU."""
+"""Cutting the context of a batch's prefills into chunks that fit a fixed workspace. Planning from the host's numbers;
+the device gets all of them in one copy."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.backend import ContextChunk, RaggedLens
-from attention.cache_ops import TokenIndex
+from attention.cache_ops import TokenRanges
 from attention.metadata import CommonAttentionMetadata
 
 
@@ -21,35 +22,59 @@ class _Part:
     stop: int
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """One chunk on the host: for the prefills from `first` on, where their queries and keys begin (and the last ends),
+    and which position their first key has. A prefill without context may lie among them; it has no keys."""
+
+    first: int
+    query_starts: list[int]
+    key_starts: list[int]
+    first_positions: list[int]
+
+
 def plan_prefill(common: CommonAttentionMetadata, num_decodes: int) -> RaggedLens | None:
     """The prefills' own tokens as queries and as keys, counted from the first prefill token; None without prefills."""
     if num_decodes == common.num_reqs:
         return None
-    starts_R = common.query_start_loc_cpu[num_decodes:] - common.query_start_loc_cpu[num_decodes]
-    starts_on_device_R = starts_R.to(common.query_start_loc.device, non_blocking=True)
-    starts = tuple(starts_R.tolist())
-    return RaggedLens(starts_on_device_R, starts_on_device_R, starts, starts)
+    starts = tuple(_query_starts(common, num_decodes))
+    num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
+    on_device = common.query_start_loc[num_decodes : common.num_reqs + 1] - num_decode_tokens
+    return RaggedLens(on_device, on_device, starts, starts)
 
 
 def plan_context_chunks(
-    common: CommonAttentionMetadata, num_decodes: int, *, workspace_tokens: int, block_size: int
+    common: CommonAttentionMetadata, num_decodes: int, *, workspace_tokens: int
 ) -> tuple[ContextChunk, ...]:
     """The prefills' context, in order, in chunks of `workspace_tokens`; only the last may be smaller.
 
     A chunk names the prefills that it has context of, so no query is attended twice to the same context, and none to a
     chunk without context of its own.
     """
-    context_lens = common.num_computed_tokens_cpu[num_decodes:].tolist()
+    context_lens = common.num_computed_tokens_cpu[num_decodes : common.num_reqs].tolist()
     if not any(context_lens):
         return ()
-    start_loc = (common.query_start_loc_cpu[num_decodes:] - common.query_start_loc_cpu[num_decodes]).numpy()
+    query_starts = _query_starts(common, num_decodes)
+    cuts = [_cut(parts, query_starts) for parts in _parts_of_chunks(context_lens, workspace_tokens)]
+    device = common.block_table_tensor.device
+    on_device = _copy_together(
+        [numbers for cut in cuts for numbers in (cut.query_starts, cut.key_starts, cut.first_positions)], device
+    )
     block_table = common.block_table_tensor[num_decodes:]
     return tuple(
-        _plan_chunk(parts, start_loc, block_table, block_size) for parts in _cut(context_lens, workspace_tokens)
+        _chunk(cut, block_table, *on_device[3 * index : 3 * index + 3], base=query_starts[cut.first])
+        for index, cut in enumerate(cuts)
     )
 
 
-def _cut(context_lens: list[int], workspace_tokens: int) -> list[list[_Part]]:
+def _query_starts(common: CommonAttentionMetadata, num_decodes: int) -> list[int]:
+    """Where each prefill's queries begin, counted from the first prefill token, and where the last ends."""
+    starts_R = common.query_start_loc_cpu[num_decodes : common.num_reqs + 1]
+    starts: list[int] = (starts_R - starts_R[0]).tolist()
+    return starts
+
+
+def _parts_of_chunks(context_lens: list[int], workspace_tokens: int) -> list[list[_Part]]:
     chunks: list[list[_Part]] = []
     room = 0
     for prefill, context_len in enumerate(context_lens):
@@ -65,27 +90,50 @@ def _cut(context_lens: list[int], workspace_tokens: int) -> list[list[_Part]]:
     return chunks
 
 
-def _plan_chunk(parts: list[_Part], start_loc: NDArray[np.int32], block_table: Tensor, block_size: int) -> ContextChunk:
-    # Prefills without context may lie between the first and the last; they get no keys.
+def _cut(parts: list[_Part], query_starts: list[int]) -> _Cut:
     first, last = parts[0].prefill, parts[-1].prefill
-    num_keys = np.zeros(last - first + 1, dtype=np.int32)
+    num_keys = [0] * (last - first + 1)
+    first_positions = [0] * (last - first + 1)
     for part in parts:
         num_keys[part.prefill - first] = part.stop - part.start
-    positions_S = np.concatenate([np.arange(part.start, part.stop) for part in parts])
-    prefills_S = np.repeat(np.arange(first, last + 1), num_keys)
-    blocks_S, offsets_S = np.divmod(positions_S, block_size)
-    block_ids_S = block_table.cpu().numpy()[prefills_S, blocks_S].astype(np.int64)
-    query_starts = torch.from_numpy(start_loc[first : last + 2] - start_loc[first])
-    key_starts = torch.from_numpy(np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32))
-    return ContextChunk(
-        tokens=TokenIndex(block_ids_S, offsets_S),
-        num_tokens=len(positions_S),
-        query_start=int(start_loc[first]),
-        query_stop=int(start_loc[last + 1]),
-        lens=RaggedLens(
-            query_start_loc=query_starts.to(block_table.device),
-            key_start_loc=key_starts.to(block_table.device),
-            query_start_loc_cpu=tuple(query_starts.tolist()),
-            key_start_loc_cpu=tuple(key_starts.tolist()),
-        ),
+        first_positions[part.prefill - first] = part.start
+    return _Cut(
+        first=first,
+        query_starts=[start - query_starts[first] for start in query_starts[first : last + 2]],
+        key_starts=list(accumulate(num_keys, initial=0)),
+        first_positions=first_positions,
     )
+
+
+def _chunk(
+    cut: _Cut,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    first_position: Tensor,
+    *,
+    base: int,
+) -> ContextChunk:
+    num_tokens = cut.key_starts[-1]
+    return ContextChunk(
+        tokens=TokenRanges(
+            block_table[cut.first : cut.first + len(cut.first_positions)],
+            key_start_loc,
+            first_position,
+            num_tokens=num_tokens,
+        ),
+        num_tokens=num_tokens,
+        query_start=base,
+        query_stop=base + cut.query_starts[-1],
+        lens=RaggedLens(query_start_loc, key_start_loc, tuple(cut.query_starts), tuple(cut.key_starts)),
+    )
+
+
+def _copy_together(lists: list[list[int]], device: torch.device) -> list[Tensor]:
+    """Lists of numbers as int32 tensors on the device, by one copy."""
+    # Each begins at a multiple of 16 bytes: Triton compiles a kernel once more for pointers that do not.
+    lengths = [len(numbers) for numbers in lists]
+    padded = [numbers + [0] * (-len(numbers) % 4) for numbers in lists]
+    together = torch.tensor([number for numbers in padded for number in numbers], dtype=torch.int32)
+    pieces: Iterator[Tensor] = iter(together.to(device, non_blocking=True).split([len(numbers) for numbers in padded]))
+    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]

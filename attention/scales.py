@@ -16,7 +16,8 @@ V_RANGE = 100.0
 class KVScales(nn.Module):
     """Attributes:
     q_scale, k_scale, v_scale: float32 scalars on the device of the layer.
-    calculate: the next batch sets them; turns itself off.
+    calculate: the next batch sets them; turns itself off. Nodes that do so disagree about what a byte of the cache
+        stands for, so KV that goes from node to node needs scales that are given.
     """
 
     q_scale: Tensor
@@ -31,12 +32,22 @@ class KVScales(nn.Module):
         for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of queries, keys and values."""
+        return self.q_scale, self.k_scale, self.v_scale
+
     def calc_kv_scales(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Sets the scales from what one batch holds; only once."""
+        """Sets the scales from what one batch holds, without waiting for the device; only once. Zeros alone, such as
+        those of a warm-up, have scale 1."""
         for scale, values, wanted in (
             (self.q_scale, q, Q_RANGE),
             (self.k_scale, k, K_RANGE),
             (self.v_scale, v, V_RANGE),
         ):
-            scale.copy_(values.abs().amax().float() / wanted)
+            largest = values.abs().amax().float()
+            scale.copy_(torch.where(largest > 0, largest / wanted, 1.0))
         self.calculate = False
+
+    def extra_repr(self) -> str:
+        return f"calculate={self.calculate}"

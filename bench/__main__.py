@@ -1,34 +1,51 @@
 """`make bench`: every benchmark of this machine, as tables on the terminal and as pages under bench/results."""
 
+import importlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from bench import cache_to_cache, hand_over, transport
-from bench.table import Row, print_rows, write_markdown
+import torch
+
+from bench.table import print_rows, read_json, write_json, write_markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PLOT = "--plot"
 
-BENCHMARKS: tuple[tuple[str, str, Callable[[Callable[[str], None]], Sequence[Row]]], ...] = (
-    ("transport", "Transport alone", transport.run),
-    ("cache_to_cache", "Cache to cache: gather, digest, UCX, scatter", cache_to_cache.run),
-    ("hand_over", "Handed over against one process", hand_over.run),
+# Name, title, and the module whose `run` measures it: a machine need only have what the wanted ones import.
+BENCHMARKS = (
+    ("transport", "Transport alone", "bench.transport"),
+    ("cache_to_cache", "Cache to cache: gather, digest, UCX, scatter", "bench.cache_to_cache"),
+    ("hand_over", "Handed over against one process", "bench.hand_over"),
+    ("attention", "Attention kernels", "bench.attention.run"),
 )
 
 
-def main(wanted: Sequence[str]) -> None:
-    for name, title, run in BENCHMARKS:
+def main(arguments: Sequence[str]) -> None:
+    """Args:
+    arguments: names of benchmarks, none for all. With `--plot` nothing is measured: what was, is drawn.
+    """
+    wanted = [argument for argument in arguments if argument != PLOT]
+    if PLOT in arguments:
+        draw = importlib.import_module("bench.attention.plot").draw
+        draw(read_json(RESULTS / "attention.json"), RESULTS / "attention.svg")
+        return
+    for name, title, module in BENCHMARKS:
         if wanted and name not in wanted:
             continue
-        rows = run(_say)
-        print_rows(title, rows)
-        write_markdown(f"{title} ({_machine()})", rows, RESULTS / f"{name}.md")
+        rows = importlib.import_module(module).run(_say)
+        if rows:
+            print_rows(title, rows)
+            write_markdown(f"{title} ({_machine()})", rows, RESULTS / f"{name}.md")
+            write_json(rows, RESULTS / f"{name}.json")
 
 
 def _machine() -> str:
     """What the figures were measured on, and when."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

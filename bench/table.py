@@ -1,7 +1,8 @@
 """One benchmark figure as a row, rows as a table for people and as a file. Knows nothing of what is measured."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -75,6 +76,16 @@ def write_markdown(title: str, rows: Sequence[Row], path: Path) -> None:
     lines += [_line(row.cells()) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Writes what `read_json` reads; makes the directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n")
+
+
+def read_json(path: Path) -> list[Row]:
+    return [Row(**fields) for fields in json.loads(path.read_text())]
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -16,7 +16,8 @@ from attention.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import ConfigError
 from engine.request import ModelFacts
 from engine.runner import ModelRunner
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig
+from models.config_reader import read_config
 from models.families import attention_needs, kv_cache_spec
 from models.identity import ModelIdentity, model_identity
 from models.loader import load_model
@@ -41,6 +42,7 @@ def build_runner(
     num_blocks: int | None = None,
     kv_cache_bytes: int | None = None,
     attention_backend: str | None = None,
+    max_batch_requests: int = 256,
     load_format: str = "safetensors",
     progress: Callable[[int, int], None] | None = None,
 ) -> Built:
@@ -49,6 +51,7 @@ def build_runner(
     Args:
         dtype: "auto" means float32 on a CPU, else the checkpoint's.
         kv_cache_layout: what the operator asks for; None leaves it to `preferred_layout`, then to the default.
+        max_batch_requests: of any engine step; some backends allocate for as many.
         num_blocks: size of the cache; None means as many blocks as `kv_cache_bytes` hold.
         progress: called while weights are read with the bytes read so far and the bytes in all.
 
@@ -63,7 +66,7 @@ def build_runner(
     if num_blocks is None:
         num_blocks = _num_blocks(spec, block_size=block_size, kv_cache_bytes=kv_cache_bytes)
     shape = KVCacheShape(layout.get_kv_cache_layout(), block_size, num_blocks)
-    needs = attention_needs(config, dtype=dtype, device=device, shape=shape)
+    needs = attention_needs(config, dtype=dtype, device=device, shape=shape, max_num_reqs=max_batch_requests)
     backend = select_backend(needs, forced=attention_backend)
     identity = model_identity(directory, config, load_format=load_format)
     model = load_model(

@@ -1,5 +1,5 @@
 """Model families, their configurations, and loading.
 
 Knows attention and baton only: no requests, no blocks, no transfers. Importing this package imports no torch, nor do
-its modules `config`, `config_file`, `rope_config`, `checkpoint` and `identity`; the others do.
+its modules `checkpoint`, `identity` and those with `config` in their name; the others do.
 """

@@ -3,7 +3,9 @@
 Knows no family and no request. Shapes: T token of the batch, D hidden channel, R row that wants logits, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +19,39 @@ from models.rotary import Rotary
 
 
 class Decoder(nn.Module):
-    """What checkpoints keep under `model.`."""
+    """What most checkpoints keep under `model.`."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[nn.Module], *, norm: nn.Module, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = norm
 
 
 class CausalLM(nn.Module):
-    """Module paths equal the tensor names of checkpoints, apart from `FusedLinear` and `Experts`, which name theirs."""
+    """Module paths equal the tensor names of checkpoints, apart from `FusedLinear` and `Experts`, which name theirs,
+    and from `checkpoint_prefixes`. Families whose layers take other than a rotation have their own `forward`.
 
-    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
+    Args:
+        norm: behind the last layer; None is an RMS norm.
+
+    Attributes:
+        checkpoint_prefixes: what paths begin with here, and in checkpoints.
+        rotary: None where the config has no rotary embedding.
+    """
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[nn.Module], *, dtype: torch.dtype, norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, layers, dtype=dtype)
-        self.rotary = Rotary(config.rope, max_positions=config.max_context_tokens)
+        norm = norm or RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.model = Decoder(config, layers, norm=norm, dtype=dtype)
+        self.rotary = None if config.rope is None else Rotary(config.rope)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
@@ -46,8 +64,9 @@ class CausalLM(nn.Module):
             positions_T: below `config.max_context_tokens`.
             metadata: what the attention backend that the model was loaded with planned for this batch.
         """
-        hidden_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        assert self.rotary is not None
         rotation = self.rotary(positions_T)
+        hidden_TD: Tensor = self.model.embed_tokens(token_ids_T)
         for layer in self.model.layers:
             hidden_TD = layer(hidden_TD, rotation, kv_cache, metadata)
         out_TD: Tensor = self.model.norm(hidden_TD)
@@ -56,4 +75,6 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], float32, of the rows that are to be sampled."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden_RD, head.weight).float()
+        logits_RV = linear(hidden_RD, head.weight).float()
+        cap = self.config.final_logits_soft_cap
+        return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)

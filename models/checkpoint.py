@@ -14,8 +14,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """`start` and `stop` are byte offsets in `file`; `dtype` is in the format's spelling, such as "BF16"."""
+    """`name` is as in `file`; `start` and `stop` are byte offsets there; `dtype` is in the format's spelling, such as
+    "BF16"."""
 
+    name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
@@ -88,6 +90,7 @@ def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, S
     try:
         return {
             name: StoredTensor(
+                name,
                 path,
                 entry["dtype"],
                 tuple(entry["shape"]),

@@ -44,6 +44,16 @@ class ConfigFile:
             raise ConfigError(f"{path} is not a JSON object", field="model", value=str(path))
         return cls(str(path), values)
 
+    def with_defaults(self, defaults: Mapping[str, object]) -> "ConfigFile":
+        """The same file, with `defaults` for the fields that it does not mention; what it says to be null stays so."""
+        given = dict.fromkeys(self._mentioned) | self._values
+        return ConfigFile(self.where, {**defaults, **given})
+
+    def with_values(self, values: Mapping[str, object]) -> "ConfigFile":
+        """The same file, with `values` whatever it says of those fields."""
+        given = dict.fromkeys(self._mentioned) | self._values
+        return ConfigFile(self.where, {**given, **values})
+
     def __contains__(self, name: str) -> bool:
         return name in self._values
 

@@ -15,7 +15,7 @@ from models.causal_lm import CausalLM
 from models.config import MLAConfig, ModelConfig
 from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm
 from models.moe import MoE
-from models.rope_config import RopeConfig, YarnScaling
+from models.rope_config import YarnScaling
 from models.rotary import Rotation
 
 # NOTE: the norms of the two latents use this whatever rms_norm_eps the config names; so were the models trained.
@@ -27,8 +27,8 @@ class DeepseekAttention(nn.Module):
         self,
         hidden_size: int,
         mla: MLAConfig,
-        rope: RopeConfig,
         *,
+        scale: float,
         layer_index: int,
         backend: AttentionBackend,
         dtype: torch.dtype,
@@ -49,14 +49,13 @@ class DeepseekAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=_LATENT_NORM_EPS, dtype=dtype)
         self.kv_b_proj = Linear(mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), dtype=dtype)
         self.o_proj = Linear(mla.num_heads * mla.v_head_dim, hidden_size, dtype=dtype)
-        correction = rope.scaling.softmax_scale if isinstance(rope.scaling, YarnScaling) else 1.0
         self.attend = MLAAttention(
             num_heads=mla.num_heads,
             qk_nope_head_dim=mla.qk_nope_head_dim,
             qk_rope_head_dim=mla.qk_rope_head_dim,
             v_head_dim=mla.v_head_dim,
             kv_lora_rank=mla.kv_lora_rank,
-            scale=self.qk_head_dim**-0.5 * correction,
+            scale=scale,
             layer_index=layer_index,
             kv_b_proj=self.kv_b_proj,
             backend=backend,
@@ -80,15 +79,22 @@ class DeepseekAttention(nn.Module):
         return out_TD
 
 
+def mla_scale(config: ModelConfig, mla: MLAConfig) -> float:
+    """What scores are multiplied by: that of the head size, corrected where YaRN stretches the context."""
+    scale: float = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
+    scaling = None if config.rope is None else config.rope.scaling
+    return scale * scaling.softmax_scale if isinstance(scaling, YarnScaling) else scale
+
+
 class DeepseekLayer(nn.Module):
     def __init__(
         self, config: ModelConfig, mla: MLAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.self_attn = DeepseekAttention(
-            size, mla, config.rope, layer_index=layer_index, backend=backend, dtype=dtype
+            size, mla, scale=mla_scale(config, mla), layer_index=layer_index, backend=backend, dtype=dtype
         )
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp: nn.Module

@@ -1,20 +1,34 @@
 """Which class computes which architecture, and what a model asks of cache and attention.
 
-The one place to add a family, together with its reader in `models.config`.
+The one place to add a family, together with its reader in `models.config_reader`.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
-from attention.backend import AttentionFeature, AttentionNeeds
+from attention.backend import AttentionBackend, AttentionFeature, AttentionNeeds, MLADims
+from attention.parameters import AttentionParameters
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
-from models.config import GQAConfig, ModelConfig
-from models.deepseek import DeepseekForCausalLM
+from models.bloom import BloomForCausalLM
+from models.causal_lm import CausalLM
+from models.config import GQAConfig, MLAConfig, ModelConfig
+from models.deepseek import DeepseekForCausalLM, mla_scale
+from models.falcon import FalconForCausalLM
+from models.gemma import GemmaForCausalLM
+from models.gpt_oss import GptOssForCausalLM
 from models.llama import LlamaForCausalLM
+from models.llama4 import Llama4ForCausalLM
+from models.phi3_small import Phi3SmallForCausalLM
 
-FAMILIES: Mapping[str, type[LlamaForCausalLM] | type[DeepseekForCausalLM]] = MappingProxyType(
+
+class ModelClass(Protocol):
+    def __call__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> CausalLM: ...
+
+
+FAMILIES: Mapping[str, ModelClass] = MappingProxyType(
     {
         "LlamaForCausalLM": LlamaForCausalLM,
         "MistralForCausalLM": LlamaForCausalLM,
@@ -22,32 +36,93 @@ FAMILIES: Mapping[str, type[LlamaForCausalLM] | type[DeepseekForCausalLM]] = Map
         "Qwen3ForCausalLM": LlamaForCausalLM,
         "DeepseekV2ForCausalLM": DeepseekForCausalLM,
         "DeepseekV3ForCausalLM": DeepseekForCausalLM,
+        "Gemma2ForCausalLM": GemmaForCausalLM,
+        "Gemma3ForCausalLM": GemmaForCausalLM,
+        "Gemma3ForConditionalGeneration": GemmaForCausalLM,
+        "Llama4ForCausalLM": Llama4ForCausalLM,
+        "Llama4ForConditionalGeneration": Llama4ForCausalLM,
+        "GptOssForCausalLM": GptOssForCausalLM,
+        "FalconForCausalLM": FalconForCausalLM,
+        "BloomForCausalLM": BloomForCausalLM,
+        "Phi3SmallForCausalLM": Phi3SmallForCausalLM,
     }
 )
 
 
-def kv_cache_spec(config: ModelConfig, dtype: str) -> KVCacheSpec:
-    """What one token's KV is when the model runs in `dtype`."""
+def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCacheSpec:
+    """What one token's KV is when the model runs in `dtype`; `kv_dtype` is the cache's own, "" means the same."""
     attention = config.attention
     if isinstance(attention, GQAConfig):
-        return KVCacheSpec(KVKind.GQA, config.num_layers, attention.num_kv_heads, attention.head_dim, dtype)
-    latent_dim = attention.kv_lora_rank + attention.qk_rope_head_dim
-    return KVCacheSpec(KVKind.MLA, config.num_layers, 1, latent_dim, dtype)
+        kind, num_kv_heads, channels = KVKind.GQA, attention.num_kv_heads, attention.head_dim
+    else:
+        kind, num_kv_heads, channels = KVKind.MLA, 1, attention.kv_lora_rank + attention.qk_rope_head_dim
+    return KVCacheSpec(kind, config.num_layers, num_kv_heads, channels, kv_dtype or dtype)
 
 
 def attention_needs(
-    config: ModelConfig, *, dtype: str, device: torch.device | str, shape: KVCacheShape
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: torch.device | str,
+    shape: KVCacheShape,
+    kv_dtype: str = "",
+    max_num_reqs: int = 256,
 ) -> AttentionNeeds:
-    """What a backend must be able to do to serve the model over a cache of that shape."""
-    spec = kv_cache_spec(config, dtype)
+    """What a backend must be able to do to serve the model over a cache of that shape.
+
+    Args:
+        kv_dtype: of the cache; "" means `dtype`.
+        max_num_reqs: how many requests any batch has at most.
+    """
+    spec = kv_cache_spec(config, dtype, kv_dtype)
     attention = config.attention
-    windows = attention.sliding_windows if isinstance(attention, GQAConfig) else ()
     return AttentionNeeds(
         kind=spec.kind,
-        device=torch.device(device).type,
+        device=str(device),
         dtype=dtype,
         head_size=spec.head_dim,
         block_size=shape.block_size,
         layout=shape.layout,
-        features=frozenset({AttentionFeature.SLIDING_WINDOW} if any(windows) else ()),
+        features=_features(attention) if isinstance(attention, GQAConfig) else frozenset(),
+        kv_dtype=kv_dtype,
+        num_heads=attention.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        max_num_reqs=max_num_reqs,
+        max_model_len=min(config.max_context_tokens, shape.num_slots),
+        layers=MappingProxyType({f"layers.{index}": _asked(config, index) for index in range(config.num_layers)}),
+        mla=_mla_dims(attention) if isinstance(attention, MLAConfig) else None,
+    )
+
+
+def _features(gqa: GQAConfig) -> frozenset[AttentionFeature]:
+    asked = {
+        AttentionFeature.SLIDING_WINDOW: any(gqa.sliding_windows),
+        AttentionFeature.CHUNKED_LOCAL: any(gqa.attention_chunk_sizes),
+        AttentionFeature.SOFT_CAP: gqa.logits_soft_cap is not None,
+        AttentionFeature.ALIBI: gqa.alibi,
+        AttentionFeature.SINKS: gqa.sinks,
+        AttentionFeature.BLOCK_SPARSE: any(gqa.blocksparse),
+    }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+
+def _asked(config: ModelConfig, layer_index: int) -> AttentionParameters:
+    attention = config.attention
+    if isinstance(attention, MLAConfig):
+        return AttentionParameters(scale=mla_scale(config, attention))
+    return AttentionParameters(
+        scale=attention.scale,
+        sliding_window=attention.sliding_windows[layer_index],
+        attention_chunk_size=attention.attention_chunk_sizes[layer_index] if attention.attention_chunk_sizes else None,
+        logits_soft_cap=attention.logits_soft_cap,
+        blocksparse=attention.blocksparse[layer_index] if attention.blocksparse else None,
+    )
+
+
+def _mla_dims(mla: MLAConfig) -> MLADims:
+    return MLADims(
+        qk_nope_head_dim=mla.qk_nope_head_dim,
+        qk_rope_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+        kv_lora_rank=mla.kv_lora_rank,
     )

@@ -3,11 +3,11 @@
 Knows no family and no configuration: sizes come as arguments. Shapes: T token, D hidden channel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, gelu, layer_norm, rms_norm, silu
 
 
 class Linear(nn.Linear):
@@ -51,6 +51,17 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+
+
 class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,13 +77,30 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def gelu_tanh_and_multiply(gate_up: Tensor) -> Tensor:
+    """gelu, approximated by tanh, of the first half of the last axis, times the second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate, approximate="tanh") * up
+
+
 class GatedMLP(nn.Module):
-    def __init__(self, size: int, intermediate_size: int, *, dtype: torch.dtype, bias: bool = False) -> None:
+    """`activate` takes gate and up side by side."""
+
+    def __init__(
+        self,
+        size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        bias: bool = False,
+        activate: Callable[[Tensor], Tensor] = silu_and_multiply,
+    ) -> None:
         super().__init__()
+        self.activate = activate
         parts = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
         self.gate_up_proj = FusedLinear(size, parts, dtype=dtype, bias=bias)
         self.down_proj = Linear(intermediate_size, size, dtype=dtype, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.down_proj(silu_and_multiply(self.gate_up_proj(x_TD)))
+        out_TD: Tensor = self.down_proj(self.activate(self.gate_up_proj(x_TD)))
         return out_TD

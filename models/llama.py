@@ -18,15 +18,22 @@ from models.rotary import Rotation
 
 
 class LlamaAttention(nn.Module):
+    """As Gemma and gpt-oss have it too.
+
+    Args:
+        norm: of queries and keys, where the model has them.
+    """
+
     def __init__(
         self,
         hidden_size: int,
         gqa: GQAConfig,
         *,
         layer_index: int,
-        rms_norm_eps: float,
+        norm_eps: float,
         backend: AttentionBackend,
         dtype: torch.dtype,
+        norm: type[nn.Module] = RMSNorm,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
@@ -34,16 +41,20 @@ class LlamaAttention(nn.Module):
         parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         self.qkv_proj = FusedLinear(hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
         self.o_proj = Linear(q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
-        self.q_norm = RMSNorm(gqa.head_dim, eps=rms_norm_eps, dtype=dtype) if gqa.qk_norm else None
-        self.k_norm = RMSNorm(gqa.head_dim, eps=rms_norm_eps, dtype=dtype) if gqa.qk_norm else None
+        self.q_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
+        self.k_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
+        # float32 whatever the model's dtype, because the softmax is.
+        self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=torch.float32)) if gqa.sinks else None
         self.attend = Attention(
             num_heads=gqa.num_heads,
             num_kv_heads=gqa.num_kv_heads,
             head_dim=gqa.head_dim,
-            scale=gqa.head_dim**-0.5,
+            scale=gqa.scale,
             layer_index=layer_index,
             backend=backend,
             sliding_window=gqa.sliding_windows[layer_index],
+            logits_soft_cap=gqa.logits_soft_cap,
+            sinks=self.sinks,
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
@@ -68,11 +79,9 @@ class LlamaLayer(nn.Module):
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.self_attn = LlamaAttention(
-            size, gqa, layer_index=layer_index, rms_norm_eps=eps, backend=backend, dtype=dtype
-        )
+        self.self_attn = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 

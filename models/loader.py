@@ -27,8 +27,12 @@ from models.moe import Experts
 LOAD_FORMATS = ("safetensors", "dummy")
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 _DUMMY_SEED = 0
+_NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
 _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
+_TRANSFORMER = "transformer."
+_LANGUAGE_MODEL = "language_model."
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 
 
 def load_model(
@@ -58,7 +62,7 @@ def load_model(
         )
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=tuple(DTYPE_BYTES))
-    stored = read_checkpoint(directory) if load_format == "safetensors" else {}
+    stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
     with torch.device(device):
         model = FAMILIES[config.architecture](config, backend=backend, dtype=TORCH_DTYPES[dtype])
     model.requires_grad_(requires_grad=False).eval()
@@ -66,17 +70,27 @@ def load_model(
     if load_format == "dummy":
         _fill_at_random(views, device)
     else:
+        stored = _with_prefixes_of(views, stored)
         _check(stored, views, config, directory)
         _fill(stored, views, progress or _no_progress)
+        if _HEAD in stored and _HEAD not in views:
+            _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight)
     for module in model.modules():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading()
     return model
 
 
-def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:
     """For each tensor name in a checkpoint of `model`, the memory that it fills: a parameter or a part of one."""
-    return dict(_checkpoint_views(model))
+    return {_checkpoint_name(path, model.checkpoint_prefixes): view for path, view in _checkpoint_views(model)}
+
+
+def _checkpoint_name(path: str, prefixes: Mapping[str, str]) -> str:
+    for ours, theirs in prefixes.items():
+        if path.startswith(ours):
+            return theirs + path.removeprefix(ours)
+    return path
 
 
 def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -90,6 +104,25 @@ def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             case _:
                 for name, parameter in module.named_parameters(recurse=False):
                     yield f"{path}.{name}", parameter.data
+
+
+def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """The language model's part of a model that also sees, by the names that it has when it is alone."""
+    if not any(name.startswith(_LANGUAGE_MODEL) for name in stored):
+        return stored
+    return {
+        name.removeprefix(_LANGUAGE_MODEL): tensor
+        for name, tensor in stored.items()
+        if not name.startswith(_OTHER_PARTS)
+    }
+
+
+def _with_prefixes_of(views: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """BLOOM was published without the `transformer.` that its names begin with when saved today."""
+    prefixed = any(name.startswith(_TRANSFORMER) for name in views)
+    if not prefixed or any(name.startswith(_TRANSFORMER) for name in stored):
+        return stored
+    return {name if name == _HEAD else _TRANSFORMER + name: tensor for name, tensor in stored.items()}
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
@@ -108,7 +141,7 @@ def _check(
 ) -> None:
     missing = [name for name in views if name not in stored]
     extra = [
-        f"{name} in {tensor.file.name}"
+        f"{tensor.name} in {tensor.file.name}"
         for name, tensor in stored.items()
         if name not in views and not _ignorable(name, config)
     ]
@@ -141,19 +174,17 @@ def _fill(
     bytes_total = sum(stored[name].stop - stored[name].start for name in names)
     bytes_read = 0
     for file, names_in_file in groupby(names, key=lambda name: stored[name].file):
-        for name, tensor in _read(file, names_in_file):
+        for name, tensor in _read(file, names_in_file, stored):
             views[name].copy_(tensor)
             bytes_read += stored[name].stop - stored[name].start
             progress(bytes_read, bytes_total)
-    if _HEAD in stored and _HEAD not in views:
-        _check_tied_head(stored[_HEAD], views["model.embed_tokens.weight"])
 
 
-def _read(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def _read(file: Path, names: Iterable[str], stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as opened:
             for name in names:
-                yield name, opened.get_tensor(name)
+                yield name, opened.get_tensor(stored[name].name)
     except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"cannot read {file}: {error}", field="model", value=str(file), cure="download the checkpoint again"
@@ -161,7 +192,7 @@ def _read(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_tied_head(head: StoredTensor, embedding: Tensor) -> None:
-    for _, stored_head in _read(head.file, [_HEAD]):
+    for _, stored_head in _read(head.file, [_HEAD], {_HEAD: head}):
         if torch.equal(stored_head.to(embedding), embedding):
             return
     raise ConfigError(
@@ -180,7 +211,7 @@ def _fill_at_random(views: Mapping[str, Tensor], device: torch.device | str) -> 
     """Norms are 1, all else is normal with the spread that models of these families are initialized with."""
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for name, view in views.items():
-        if name.endswith("norm.weight"):
+        if name.endswith(_NORMS):
             view.fill_(1.0)
         else:
             view.normal_(std=0.02, generator=generator)

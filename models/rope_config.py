@@ -96,13 +96,23 @@ def read_rope(file: ConfigFile, *, dim: int, interleaved: bool, max_position_emb
     if "rope_parameters" in file and "rope_scaling" in file:
         raise file.refuse("rope_scaling", "null", cure="keep either rope_parameters or rope_scaling")
     table = file.table("rope_parameters" if "rope_parameters" in file else "rope_scaling")
+    theta = file.positive("rope_theta", 10_000.0)
+    return read_rope_table(
+        table, dim=dim, theta=theta, interleaved=interleaved, max_position_embeddings=max_position_embeddings
+    )
+
+
+def read_rope_table(
+    table: ConfigFile, *, dim: int, theta: float, interleaved: bool, max_position_embeddings: int
+) -> RopeConfig:
+    """The rotary embedding that `table` describes; `theta` is the base if it names none."""
     type_field = "rope_type" if "rope_type" in table else "type"
     fields = table.choice(type_field, _FIELDS, "default")
     if unknown := sorted(table.names() - fields):
         raise table.refuse(unknown[0], "null", cure=f"this rope type knows {', '.join(sorted(fields))}")
     if table.number("partial_rotary_factor", 1.0) != 1.0:
         raise table.refuse("partial_rotary_factor", "1.0")
-    theta = table.positive("rope_theta", file.positive("rope_theta", 10_000.0))
+    theta = table.positive("rope_theta", theta)
     kind = str(table.raw(type_field) or "default")
     return RopeConfig(dim, theta, interleaved, _scaling(table, kind, max_position_embeddings))
 
@@ -118,8 +128,8 @@ def _scaling(
     original = table.integer("original_max_position_embeddings", max_position_embeddings)
     if kind == "llama3":
         low, high = table.positive("low_freq_factor"), table.positive("high_freq_factor")
-        if high <= low:
-            raise table.refuse("high_freq_factor", f"above low_freq_factor, {low}")
+        if high < low:
+            raise table.refuse("high_freq_factor", f"at least low_freq_factor, {low}")
         return Llama3Scaling(factor, low, high, original)
     return YarnScaling(
         factor=factor,

@@ -1,6 +1,6 @@
-"""Rotary position embedding: a table per model, looked up once per forward, applied in every layer.
+"""Rotary position embedding: angles computed once per forward, applied in every layer.
 
-Knows no family. Shapes: T token, H head, D rotary channel, P position.
+Knows no family. Shapes: T token, H head, D rotary channel.
 """
 
 import math
@@ -30,20 +30,19 @@ class Rotation:
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of every position below `max_positions`, in float32."""
+    """Turns positions into angles: in float32, for each batch anew, because tables of the longest contexts are GBs."""
 
-    table: Tensor
+    frequencies: Tensor
 
-    def __init__(self, rope: RopeConfig, *, max_positions: int) -> None:
+    def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
         self.interleaved = rope.interleaved
-        angles_PD = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)[None, :]
-        scale = rope.scaling.rotary_scale if isinstance(rope.scaling, YarnScaling) else 1.0
-        table_P2D = torch.stack((angles_PD.cos(), angles_PD.sin()), dim=1) * scale
-        self.register_buffer("table", table_P2D, persistent=False)
+        self.scale = rope.scaling.rotary_scale if isinstance(rope.scaling, YarnScaling) else 1.0
+        self.register_buffer("frequencies", inverse_frequencies(rope), persistent=False)
 
     def forward(self, positions_T: Tensor) -> Rotation:
-        cos_TD, sin_TD = self.table[positions_T].unbind(1)
+        angles_TD = positions_T[:, None].float() * self.frequencies
+        cos_TD, sin_TD = angles_TD.cos() * self.scale, angles_TD.sin() * self.scale
         if self.interleaved:
             cos_TD = cos_TD.repeat_interleave(2, dim=-1)
             sin_TD = torch.stack((-sin_TD, sin_TD), dim=-1).flatten(-2)
@@ -74,7 +73,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Turns per original context decide: few are stretched, many kept, between them a linear blend."""
     turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    width = scaling.high_freq_factor - scaling.low_freq_factor or 0.001  # a step, when both are the same
+    kept = (turns - scaling.low_freq_factor) / width
     return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0, 1))
 
 

@@ -151,6 +151,7 @@ def load(settings: NodeSettings) -> Built:
         num_blocks=settings.num_blocks,
         kv_cache_bytes=settings.kv_cache_bytes,
         attention_backend=settings.attention_backend,
+        max_batch_requests=settings.max_batch_requests,
         load_format=settings.load_format,
         progress=_LoadingLog(),
     )

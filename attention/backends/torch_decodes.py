@@ -1,7 +1,7 @@
-"""Decodes in plain torch, batched: one padded gather and one SDPA call for requests of like length.
+"""Decodes in plain torch, batched: one padded gather and one call for requests of like length.
 
-What both torch backends share; knows nothing of prefills. Legend: R requests, S keys (padded), G query heads per kv
-head, H kv heads (heads in q_RHD), D channels.
+What both torch backends share; knows nothing of prefills. Legend: R requests, S keys (padded), K kv heads, G query
+heads per kv head, H query heads, D channels.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention.backends.torch_softmax import needs_softmax, softmax_attention
+from attention.blocksparse import BlocksparseParams, block_mask
 from attention.cache_ops import TokenIndex, gather_tokens
+from attention.parameters import AttentionParameters
 
 # A second call costs as much as about this many padded tokens: 60 us against 0.2-0.5 us for each of 2 KiB.
 _WASTE_TOKENS = 256
@@ -27,12 +30,16 @@ class DecodeGroup:
         num_rows: how many there are.
         tokens: the keys that they see, [R * S]; a short request's row is filled up with its own last token.
         mask: [R, 1, 1, S], -inf over the filling; None: nothing is filled up.
+        positions_RS: of the keys; the filling is at the query's own position.
+        query_positions_R: of the queries.
     """
 
     rows: Tensor | None
     num_rows: int
     tokens: TokenIndex
     mask: Tensor | None
+    positions_RS: NDArray[np.int64]
+    query_positions_R: NDArray[np.int64]
 
 
 def plan_decodes(
@@ -40,14 +47,19 @@ def plan_decodes(
     block_table: NDArray[np.int32],
     *,
     block_size: int,
-    sliding_window: int | None,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     mask_dtype: torch.dtype,
 ) -> tuple[DecodeGroup, ...]:
     """Groups the decodes, longest first, so that filling up costs less than another call."""
     if not len(seq_lens_R):
         return ()
     stops_R = seq_lens_R.astype(np.int64)
-    starts_R = np.zeros_like(stops_R) if sliding_window is None else np.maximum(stops_R - sliding_window, 0)
+    starts_R = np.zeros_like(stops_R)
+    if sliding_window is not None:
+        starts_R = np.maximum(starts_R, stops_R - sliding_window)
+    if attention_chunk_size is not None:
+        starts_R = np.maximum(starts_R, (stops_R - 1) // attention_chunk_size * attention_chunk_size)
     groups = _group_by_length(stops_R - starts_R)
     return tuple(
         _plan_group(
@@ -63,35 +75,84 @@ def plan_decodes(
 
 
 def attend_decodes(
-    q_RHD: Tensor, kv_layer: Tensor, groups: tuple[DecodeGroup, ...], *, scale: float, out: Tensor
+    q_RHD: Tensor,
+    kv_layer: Tensor,
+    groups: tuple[DecodeGroup, ...],
+    *,
+    scale: float,
+    layer: AttentionParameters | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor,
 ) -> None:
     """Attends with one query per request. A latent cache (K = 1) is keys and values at once: of the output the first
-    `out.shape[-1]` channels are kept."""
+    `out.shape[-1]` channels are kept.
+
+    Args:
+        layer: asks for more than scores times `scale`; None: nothing.
+        k_scale, v_scale: of an fp8 cache; a latent one has the former.
+    """
     num_kv_heads, head_dim = kv_layer.shape[3:]
     value_dim = out.shape[-1]
+    written_out = layer is not None and needs_softmax(layer)
     for group in groups:
-        kv = gather_tokens(kv_layer, group.tokens)
-        kv = kv.view(kv.shape[0], group.num_rows, -1, num_kv_heads, head_dim).transpose(2, 3)
         q = q_RHD if group.rows is None else q_RHD.index_select(0, group.rows)
         # The query heads of a kv head stand where several queries would: they share their keys, and SDPA has no
         # need to repeat these. 2 times faster than enable_gqa in float32, 5-20 times in bfloat16.
         q = q.view(group.num_rows, num_kv_heads, -1, head_dim)
-        attended = scaled_dot_product_attention(q, kv[0], kv[-1], attn_mask=group.mask, scale=scale)
-        attended = attended[..., :value_dim]
+        kv = gather_tokens(kv_layer, group.tokens, dtype=q.dtype, scale=k_scale, v_scale=v_scale)
+        kv = kv.view(kv.shape[0], group.num_rows, -1, num_kv_heads, head_dim).transpose(2, 3)
+        if not len(group.tokens):
+            attended = torch.zeros_like(q)
+        elif written_out:
+            assert layer is not None
+            attended = _attend_written_out(q, kv[0], kv[-1], group, layer)
+        else:
+            attended = scaled_dot_product_attention(q, kv[0], kv[-1], attn_mask=group.mask, scale=scale)
+        attended = attended[..., :value_dim].to(out.dtype)
         if group.rows is None:
             out.view(attended.shape).copy_(attended)
         else:
             out.index_copy_(0, group.rows, attended.flatten(1, 2))
 
 
+def _attend_written_out(
+    q_RKGD: Tensor, k_RKSD: Tensor, v_RKSD: Tensor, group: DecodeGroup, layer: AttentionParameters
+) -> Tensor:
+    unseen = None if group.mask is None else group.mask.bool().unsqueeze(1)
+    if layer.blocksparse is not None:
+        pattern_RHS = torch.from_numpy(_unseen_by_pattern(group, layer.blocksparse))
+        pattern = pattern_RHS.unflatten(1, (k_RKSD.shape[1], -1)).unsqueeze(3)
+        unseen = pattern if unseen is None else unseen | pattern
+    attended_RKGTD = softmax_attention(
+        q_RKGD.unsqueeze(3),
+        k_RKSD,
+        v_RKSD,
+        layer=layer,
+        distance_xTS=torch.from_numpy(group.positions_RS - group.query_positions_R[:, None]).unsqueeze(1),
+        unseen=unseen,
+    )
+    return attended_RKGTD.squeeze(3)
+
+
+def _unseen_by_pattern(group: DecodeGroup, params: BlocksparseParams) -> NDArray[np.bool_]:
+    """[R, H, S], of a block-sparse pattern."""
+    key_blocks_RS = group.positions_RS // params.block_size
+    query_blocks_R = group.query_positions_R // params.block_size
+    rows = zip(key_blocks_RS, query_blocks_R.tolist(), strict=True)
+    return np.stack([~block_mask(params, 1, last + 1)[:, 0, key_blocks_S] for key_blocks_S, last in rows])
+
+
 def _group_by_length(lengths_R: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    if int(lengths_R.max()) * len(lengths_R) - int(lengths_R.sum()) <= _WASTE_TOKENS:
+    shortest = int(lengths_R.min())
+    if shortest and int(lengths_R.max()) * len(lengths_R) - int(lengths_R.sum()) <= _WASTE_TOKENS:
         return [np.arange(len(lengths_R))]
     order = np.argsort(-lengths_R, kind="stable")
     boundaries, longest, waste = [], int(lengths_R[order[0]]), 0
     for place, length in enumerate(lengths_R[order].tolist()):
         waste += longest - length
-        if waste > _WASTE_TOKENS:
+        # A request without keys has no last token to fill its row up with.
+        if waste > _WASTE_TOKENS or (longest and not length):
             boundaries.append(place)
             longest, waste = length, 0
     return np.split(order, boundaries)
@@ -116,4 +177,11 @@ def _plan_group(
     blocks_RS, offsets_RS = np.divmod(positions_RS, block_size)
     block_ids_RS = block_table[np.arange(len(stops_R))[:, None], blocks_RS].astype(np.int64)
     tokens = TokenIndex(block_ids_RS.reshape(-1), offsets_RS.reshape(-1))
-    return DecodeGroup(None if rows is None else torch.from_numpy(rows), len(starts_R), tokens, mask)
+    return DecodeGroup(
+        rows=None if rows is None else torch.from_numpy(rows),
+        num_rows=len(starts_R),
+        tokens=tokens,
+        mask=mask,
+        positions_RS=positions_RS,
+        query_positions_R=stops_R - 1,
+    )

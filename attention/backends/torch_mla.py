@@ -20,7 +20,7 @@ from attention.metadata_builder import AttentionMetadataBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import DTYPE_BYTES, KVKind
+from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.errors import ConfigError
 
 # Queries whose scores are in memory at once; with the workspace this bounds them whatever prompt and context.
@@ -48,9 +48,7 @@ class TorchMLABuilder(AttentionMetadataBuilder[TorchMLAMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             num_decode_tokens=num_decode_tokens,
             prefill=plan_prefill(common, num_decodes),
-            context_chunks=plan_context_chunks(
-                common, num_decodes, workspace_tokens=self._workspace_tokens, block_size=self._block_size
-            ),
+            context_chunks=plan_context_chunks(common, num_decodes, workspace_tokens=self._workspace_tokens),
             decodes=plan_decodes(
                 common.seq_lens_cpu[:num_decodes].numpy(),
                 common.block_table_tensor[:num_decodes].numpy(),
@@ -71,13 +69,14 @@ class TorchMLA:
         kind=KVKind.MLA,
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPE_BYTES),
-        kv_dtypes=frozenset(DTYPE_BYTES),
+        kv_dtypes=frozenset(KV_DTYPE_BYTES),
         head_sizes=None,
         block_sizes=None,
         layouts=frozenset(MLA_LAYOUTS),
         features=frozenset(),
         cudagraph=False,
     )
+    pads_v: ClassVar = False
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         del platform
@@ -107,13 +106,22 @@ class TorchMLA:
     ) -> None:
         assert isinstance(metadata, TorchMLAMetadata)
         del k_THD, v_THV
-        attend_decodes(q_THD, kv_layer, metadata.decodes, scale=layer.scale, out=out)
+        k_scale = None if layer.scales is None else layer.scales.k_scale
+        attend_decodes(q_THD, kv_layer, metadata.decodes, scale=layer.scale, k_scale=k_scale, out=out)
 
     def attend(
-        self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, scale: float
+        self,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        v_SHV: Tensor,
+        *,
+        lens: RaggedLens,
+        causal: bool,
+        scale: float,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_queries, num_heads, _ = q_THD.shape
-        out_THV = torch.zeros(num_queries, num_heads, v_SHV.shape[-1])
+        out_THV = torch.zeros(num_queries, num_heads, v_SHV.shape[-1]) if out is None else out.zero_()
         lse_HT = torch.full((num_heads, num_queries), -torch.inf)
         for request in range(len(lens.query_start_loc_cpu) - 1):
             query_start, query_stop = lens.query_start_loc_cpu[request : request + 2]

@@ -1,5 +1,7 @@
 """One allocation, one logical view, whatever the layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,3 +32,14 @@ def test_a_layer_is_a_view_of_the_cache(layout: KVCacheLayout) -> None:
     cache.layer(1)[0, 6, 4].fill_(3.0)
     assert torch.equal(cache.view[1, 0, 6, 4], torch.full_like(cache.view[1, 0, 6, 4], 3.0))
     assert int((cache.storage != 0).sum()) == cache.spec.num_kv_heads * cache.spec.head_dim
+
+
+@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.label)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_what_lies_together_in_a_block_is_all_of_it_or_one_part(layout: KVCacheLayout, dtype: str) -> None:
+    cache = PagedKVCache(replace(spec_for(layout), dtype=dtype), KVCacheShape(layout, 5, 7))
+    cache.by_block[:, 3].fill_(0x3C)
+    written = cache.view.view(torch.uint8) != 0
+    assert written[:, :, 3].all()
+    assert int(written.sum()) == 5 * cache.spec.bytes_per_token
+    assert cache.by_block.shape[0] == (1 if layout.label.startswith("BL") else 2 * cache.spec.kv_factor)

@@ -3,12 +3,22 @@
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import WriteIndex, gather_to_wire, scatter_from_wire, store_kv, store_latent
+from attention.cache_ops import (
+    TokenIndex,
+    WriteIndex,
+    digest,
+    gather_to_wire,
+    gather_tokens,
+    scatter_from_wire,
+    store_kv,
+    store_latent,
+)
 from attention.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import InternalError
@@ -132,6 +142,8 @@ def test_a_buffer_may_start_at_any_byte() -> None:
         ("heads", {"heads": range(0, 4, 2)}),
         ("block_ids", {"block_ids": torch.tensor([0, 1, 2, 3, 4, 5, 10])}),
         ("block_ids", {"block_ids": torch.tensor([0, 1, 2, 3, 4, 5, -1])}),
+        ("block_ids", {"block_ids_cpu": torch.tensor([0, 1, 2, 3, 4, 5, 10])}),
+        ("block_ids_cpu", {"block_ids_cpu": torch.tensor([0, 1])}),
         ("payload", {"token_stop": 8}),
     ],
 )
@@ -153,6 +165,64 @@ def test_a_wrong_reference_moves_nothing(field: str, wrong: dict[str, Any]) -> N
         scatter_from_wire(cache, payload=wire, **{**right, **wrong})
     assert torch.equal(cache.storage.view(torch.int16), before.view(torch.int16))
     assert not wire.any()
+
+
+def test_a_gathered_payload_can_have_its_digest_taken() -> None:
+    cache, block_ids = new_cache(GQA, KVCacheLayout.HND, 8)
+    wire, taken = wire_buffer(plant(cache, block_ids)), torch.zeros((), dtype=torch.int64)
+    gather_to_wire(
+        cache,
+        block_ids=block_ids,
+        token_start=0,
+        token_stop=TOKENS,
+        layers=range(3),
+        heads=range(4),
+        out=wire,
+        digest_out=taken,
+    )
+    assert int(taken) % 2**64 == digest(wire)
+
+
+@pytest.mark.parametrize("layout", GQA_LAYOUTS, ids=lambda layout: layout.label)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_caches_of_8_bits_travel_as_they_are(layout: KVCacheLayout, dtype: str) -> None:
+    spec = KVCacheSpec(KVKind.GQA, 3, 4, 2, dtype)
+    (source, source_blocks), (target, target_blocks) = new_cache(spec, layout, 8), new_cache(spec, KVCacheLayout.HND, 5)
+    source.memory.random_(0, 256)
+    wire = torch.zeros(TOKENS * spec.bytes_per_token, dtype=torch.uint8)
+    whole: dict[str, Any] = {"token_start": 0, "token_stop": TOKENS, "layers": range(3), "heads": range(4)}
+    gather_to_wire(source, block_ids=source_blocks, out=wire, **whole)
+    scatter_from_wire(target, block_ids=target_blocks, payload=wire, **whole)
+    sent, arrived = (
+        cache.view.view(torch.uint8)[:, :, blocks].flatten(2, 3)[:, :, :TOKENS]
+        for cache, blocks in ((source, source_blocks), (target, target_blocks))
+    )
+    assert torch.equal(arrived, sent)
+
+
+@pytest.mark.parametrize("layout", GQA_LAYOUTS, ids=lambda layout: layout.label)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_an_fp8_cache_holds_numbers_divided_by_their_scale(layout: KVCacheLayout, dtype: str) -> None:
+    cache = PagedKVCache(KVCacheSpec(KVKind.GQA, 3, 4, 2, dtype), KVCacheShape(layout, 4, 3))
+    k_THC, v_THC = (torch.randint(-8, 9, (2, 4, 2)).to(torch.bfloat16) for _ in range(2))
+    k_scale, v_scale = torch.tensor(0.5), torch.tensor(4.0)
+    store_kv(cache.layer(1), k_THC, v_THC, WriteIndex(torch.tensor([11, 0]), 4), k_scale=k_scale, v_scale=v_scale)
+    tokens = TokenIndex(np.array([2, 0]), np.array([3, 0]))
+    raw = gather_tokens(cache.layer(1), tokens)
+    assert raw.dtype == cache.view.dtype
+    assert torch.equal(raw[0].float(), k_THC.float() * 2)
+    assert torch.equal(raw[1].float(), v_THC.float() / 4)
+    read = gather_tokens(cache.layer(1), tokens, dtype=torch.bfloat16, scale=k_scale, v_scale=v_scale)
+    assert torch.equal(read, torch.stack((k_THC, v_THC)))
+
+
+def test_rows_past_the_slots_are_padding() -> None:
+    cache = PagedKVCache(GQA, KVCacheShape(KVCacheLayout.NHD, 4, 3))
+    k_THC, v_THC = (torch.randn(4, 4, 2, dtype=torch.bfloat16) for _ in range(2))
+    expected = cache.view.clone()
+    expected[0, :, 1, 2:4] = torch.stack((k_THC[:2], v_THC[:2]))
+    store_kv(cache.layer(0), k_THC, v_THC, WriteIndex(torch.tensor([6, 7]), 4))
+    assert torch.equal(cache.view, expected)
 
 
 @pytest.mark.parametrize("layout", GQA_LAYOUTS, ids=lambda layout: layout.label)

@@ -9,7 +9,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention.digest import COLUMNS, LENGTH_WEIGHT, ROW_BYTES, column_weights, digest, row_weights
+from attention.digest import (
+    COLUMNS,
+    LENGTH_WEIGHT,
+    ROW_BYTES,
+    column_weights,
+    digest,
+    digest_on_device,
+    length_term,
+    row_weights,
+)
+from attention.kernels.digest import digest_payload
+from tests.device import DEVICE
 
 SIGN_BITS = b"\x00\x00\x00\x80"
 
@@ -146,3 +157,24 @@ def test_every_swap_of_two_rows_shows() -> None:
             order[i], order[j] = j, i
             digests.add(digest(rows[order].flatten()))
     assert len(digests) == 1 + 16 * 15 // 2
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [
+        (0, 0),
+        (0, 3),
+        (0, 100),
+        (0, 2 * ROW_BYTES + 4),
+        (4, 9 * ROW_BYTES - 2048),
+        (1, ROW_BYTES + 1),
+    ],
+)
+def test_a_gpus_digest_is_the_same_number(start: int, size: int) -> None:
+    payload = random_payload(start + size)[start:]
+    # A copy that starts at the same byte of its memory.
+    on_device = torch.empty(start + size, dtype=torch.uint8, device=DEVICE)[start:].copy_(payload)
+    out = torch.full((), -1, dtype=torch.int64, device=DEVICE)
+    digest_payload(on_device, columns=COLUMNS, length_term=length_term(size), out=out)
+    assert int(out) % 2**64 == digest(payload)
+    assert int(digest_on_device(on_device)) == int(out)

@@ -1,16 +1,23 @@
 """A batch's metadata against the same things worked out one token at a time."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from attention.metadata import (
     build_common_metadata,
+    common_prefix_len,
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
 )
+from attention.staging import to_device
 from baton.errors import InternalError
+from tests.device import DEVICE
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7)
 
@@ -22,12 +29,13 @@ def tables_for(sizes: list[tuple[int, int]], block_size: int) -> list[list[int]]
     ]
 
 
+@settings(deadline=None, max_examples=50)
 @given(SIZES, st.sampled_from([1, 3, 4, 16]))
 def test_the_builder_agrees_with_counting_tokens(sizes: list[tuple[int, int]], block_size: int) -> None:
     tables = tables_for(sizes, block_size)
     query_lens, context_lens = [size[0] for size in sizes], [size[1] for size in sizes]
     common, positions = build_common_metadata(
-        query_lens=query_lens, context_lens=context_lens, block_tables=tables, block_size=block_size
+        query_lens=query_lens, context_lens=context_lens, block_tables=tables, block_size=block_size, device=DEVICE
     )
     expected_positions, expected_slots, starts = [], [], [0]
     for request, (query_len, context_len) in enumerate(sizes):
@@ -49,6 +57,20 @@ def test_the_builder_agrees_with_counting_tokens(sizes: list[tuple[int, int]], b
         assert row[: len(blocks)] == blocks
 
 
+def test_arrays_reach_the_device_as_they_are_and_aligned() -> None:
+    arrays: list[NDArray[Any]] = [
+        np.arange(3, dtype=np.int32),
+        np.arange(10, dtype=np.int64).reshape(2, 5),
+        np.empty(0, np.int32),
+        np.arange(12, dtype=np.int64).reshape(3, 4)[:, 1:3],
+    ]
+    tensors = to_device(arrays, DEVICE)
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert tensor.tolist() == array.tolist()
+        assert tensor.cpu().numpy().dtype == array.dtype
+        assert DEVICE == "cpu" or tensor.data_ptr() % 16 == 0
+
+
 def test_the_slot_mapping_behind_the_tokens_is_minus_one() -> None:
     common, _ = build_common_metadata(query_lens=[2], context_lens=[1], block_tables=[[5]], block_size=4)
     common.slot_mapping = torch.tensor([21, 22, 0, 7])
@@ -56,6 +78,7 @@ def test_the_slot_mapping_behind_the_tokens_is_minus_one() -> None:
     assert common.slot_mapping.tolist() == [21, 22, -1, -1]
 
 
+@settings(deadline=None, max_examples=50)
 @given(SIZES, st.integers(1, 4))
 def test_split_counts_decodes_and_prefills(sizes: list[tuple[int, int]], threshold: int) -> None:
     sizes.sort(key=lambda size: size[0] > threshold)
@@ -70,6 +93,45 @@ def test_split_counts_decodes_and_prefills(sizes: list[tuple[int, int]], thresho
     assert split_decodes_and_prefills(common, threshold) == (len(decodes), len(prefills), sum(decodes), sum(prefills))
 
 
+def test_a_short_request_behind_a_prefill_is_a_prefill() -> None:
+    sizes = [(1, 3), (5, 0), (1, 8)]
+    common, _ = build_common_metadata(
+        query_lens=[1, 5, 1], context_lens=[3, 0, 8], block_tables=tables_for(sizes, 4), block_size=4
+    )
+    assert split_decodes_and_prefills(common) == (1, 2, 1, 6)
+
+
+@st.composite
+def sharing_requests(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
+    """Block tables that begin alike, now and then for longer than the tokens that are computed."""
+    block_size = draw(st.integers(1, 4))
+    prefix = draw(st.lists(st.integers(0, 99), max_size=6))
+    tables, computed = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        blocks = prefix[: draw(st.integers(0, len(prefix)))] + draw(st.lists(st.integers(0, 99), max_size=3))
+        tables.append(blocks)
+        computed.append(draw(st.integers(0, len(blocks) * block_size)))
+    return tables, computed, block_size
+
+
+@settings(deadline=None, max_examples=50)
+@given(sharing_requests())
+def test_the_common_prefix_is_the_blocks_that_all_have_computed(case: tuple[list[list[int]], list[int], int]) -> None:
+    tables, computed, block_size = case
+    expected = 0
+    while all(
+        (expected + 1) * block_size <= tokens and blocks[expected] == tables[0][expected]
+        for tokens, blocks in zip(computed, tables, strict=True)
+    ):
+        expected += 1
+    assert common_prefix_len(tables, computed, block_size) == expected * block_size
+
+
+def test_no_requests_share_nothing() -> None:
+    assert common_prefix_len([], [], 16) == 0
+
+
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 6), max_size=12), st.integers(1, 4))
 def test_reordering_brings_decodes_to_the_front_by_the_fewest_swaps(query_lens: list[int], threshold: int) -> None:
     rows = list(enumerate(query_lens))

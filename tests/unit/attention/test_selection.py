@@ -1,20 +1,49 @@
-"""Which backend is chosen, and what an operator is told when none can be."""
+"""Which backend is chosen, and what an operator is told: of each backend why it serves or why not."""
 
+import logging
 from dataclasses import replace
 
 import pytest
 
 from attention.backend import AttentionFeature, AttentionNeeds
 from attention.layout import KVCacheLayout
-from attention.platform import Platform
-from attention.selection import select_backend
+from attention.parameters import AttentionParameters
+from attention.platform import OPTIONAL_PACKAGES, Platform
+from attention.selection import BACKENDS, select_backend, selection_report
 from attention.spec import KVKind
 from baton.errors import ConfigError
 
-LLAMA = AttentionNeeds(KVKind.GQA, "cpu", "bfloat16", 128, 16, KVCacheLayout.HND)
-DEEPSEEK = AttentionNeeds(KVKind.MLA, "cpu", "bfloat16", 576, 64, KVCacheLayout.BLNC)
+LAYERS = {"layers.0": AttentionParameters(scale=0.1), "layers.1": AttentionParameters(scale=0.1)}
+LLAMA = AttentionNeeds(KVKind.GQA, "cpu", "bfloat16", 128, 16, KVCacheLayout.HND, layers=LAYERS)
+DEEPSEEK = AttentionNeeds(KVKind.MLA, "cpu", "bfloat16", 576, 64, KVCacheLayout.BLNC, layers=LAYERS)
+NAMES = tuple(backend.capabilities.name for backend in BACKENDS)
+
+CPU = Platform("cpu")
+INTERPRETER = Platform("cpu", triton_interpreted=True)
+BARE_H200 = Platform("cuda", compute_capability=(9, 0), num_sms=132)
+H200 = replace(BARE_H200, packages=frozenset(OPTIONAL_PACKAGES))
+A100 = replace(H200, compute_capability=(8, 0), num_sms=108)
+V100 = replace(H200, compute_capability=(7, 0), num_sms=80)
 
 
+def on_gpu(needs: AttentionNeeds, *features: AttentionFeature, **changes: object) -> AttentionNeeds:
+    return replace(needs, device="cuda:0", features=frozenset(features), **changes)  # type: ignore[arg-type]
+
+
+def chosen(needs: AttentionNeeds, platform: Platform, forced: str | None = None) -> str:
+    return selection_report(needs, platform, forced=forced).split(",")[0].rpartition(" ")[2]
+
+
+def verdicts(needs: AttentionNeeds, platform: Platform) -> dict[str, str]:
+    lines = selection_report(needs, platform).splitlines()[1:]
+    return dict(line.strip().split(": ", 1) for line in lines)
+
+
+def windows(*sizes: int | None) -> dict[str, AttentionParameters]:
+    return {f"layers.{index}": AttentionParameters(scale=0.1, sliding_window=size) for index, size in enumerate(sizes)}
+
+
+@pytest.mark.parametrize("platform", [CPU, INTERPRETER], ids=["cpu", "interpreter"])
 @pytest.mark.parametrize(
     ("needs", "name"),
     [
@@ -23,37 +52,118 @@ DEEPSEEK = AttentionNeeds(KVKind.MLA, "cpu", "bfloat16", 576, 64, KVCacheLayout.
         (DEEPSEEK, "TORCH_MLA"),
     ],
 )
-def test_the_first_backend_that_meets_the_needs_is_chosen(needs: AttentionNeeds, name: str) -> None:
-    assert select_backend(needs).capabilities.name == name
-    assert select_backend(needs, forced=name.lower()).capabilities.name == name
+def test_a_cpu_runs_plain_torch(needs: AttentionNeeds, name: str, platform: Platform) -> None:
+    assert select_backend(needs, platform=platform).capabilities.name == name
+    assert select_backend(needs, platform=platform, forced=name.lower()).capabilities.name == name
+
+
+@pytest.mark.parametrize(("needs", "name"), [(LLAMA, "TRITON_ATTN"), (DEEPSEEK, "TRITON_MLA")])
+def test_kernels_run_in_the_interpreter_only_when_forced(needs: AttentionNeeds, name: str) -> None:
+    assert chosen(needs, INTERPRETER, forced=name) == name
+    with pytest.raises(ConfigError, match="device cpu is not among cuda"):
+        selection_report(needs, CPU, forced=name)
+
+
+@pytest.mark.parametrize(
+    ("needs", "platform", "name"),
+    [
+        (on_gpu(LLAMA), H200, "TRITON_ATTN"),
+        (on_gpu(LLAMA), A100, "TRITON_ATTN"),
+        (on_gpu(LLAMA), BARE_H200, "TRITON_ATTN"),
+        (on_gpu(DEEPSEEK), H200, "FLASHINFER_MLA"),
+        (on_gpu(DEEPSEEK), A100, "FLASHINFER_MLA"),
+        (on_gpu(DEEPSEEK), BARE_H200, "TRITON_MLA"),
+        (on_gpu(DEEPSEEK, dtype="float32"), H200, "TRITON_MLA"),
+        (on_gpu(DEEPSEEK, head_size=320), H200, "TRITON_MLA"),
+    ],
+)
+def test_a_gpu_runs_the_fastest_backend_that_its_packages_allow(
+    needs: AttentionNeeds, platform: Platform, name: str
+) -> None:
+    assert chosen(needs, platform) == name
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [AttentionFeature.CHUNKED_LOCAL, AttentionFeature.ALIBI, AttentionFeature.SINKS],
+)
+def test_a_feature_that_a_forced_backend_lacks_is_its_reason(feature: AttentionFeature) -> None:
+    needs = on_gpu(LLAMA, feature)
+    assert chosen(needs, H200) == "TRITON_ATTN"
+    assert verdicts(needs, H200)["FLASHINFER"] == f"no {feature}"
+    with pytest.raises(ConfigError, match=f"FLASHINFER: no {feature}"):
+        selection_report(needs, H200, forced="FLASHINFER")
+
+
+def test_only_one_backend_serves_block_sparsity() -> None:
+    assert chosen(on_gpu(LLAMA, AttentionFeature.BLOCK_SPARSE), H200) == "BLOCKSPARSE_FLASH_ATTN"
+
+
+def test_layers_with_different_windows_keep_out_what_plans_all_layers_alike() -> None:
+    needs = on_gpu(LLAMA, AttentionFeature.SLIDING_WINDOW, layers=windows(512, None))
+    assert verdicts(needs, H200)["TRITON_ATTN"] == "chosen"
+    assert "layers disagree" in verdicts(needs, H200)["FLASHINFER"]
+    assert verdicts(replace(needs, layers=windows(512, 512)), H200)["FLASHINFER"] == "fits"
+
+
+def test_a_missing_package_is_a_reason_with_the_command_that_installs_it() -> None:
+    of = verdicts(on_gpu(LLAMA, block_size=256, layout=KVCacheLayout.NHD), BARE_H200)
+    assert of["FLASHINFER"] == "package flashinfer is not installed: pip install flashinfer-python"
+    assert of["FLASH_ATTN"] == "package flash_attn is not installed: pip install flash-attn --no-build-isolation"
+    assert of["XFORMERS"] == "package xformers is not installed: pip install xformers"
+    with pytest.raises(ConfigError, match="pip install flashinfer-python"):
+        selection_report(on_gpu(LLAMA), BARE_H200, forced="FLASHINFER")
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "XFORMERS"])
+def test_backends_that_want_other_blocks_serve_when_forced(name: str) -> None:
+    needs = on_gpu(LLAMA, block_size=256, layout=KVCacheLayout.NHD)
+    assert chosen(needs, H200, forced=name) == name
+    with pytest.raises(ConfigError, match="block_size 16 is not among"):
+        selection_report(on_gpu(LLAMA, layout=KVCacheLayout.NHD), H200, forced=name)
+
+
+def test_an_old_gpu_is_refused_by_its_compute_capability() -> None:
+    with pytest.raises(ConfigError, match=r"the GPU's compute capability is 7\.0, below 8\.0"):
+        selection_report(on_gpu(LLAMA), V100)
+
+
+def test_the_report_has_every_backend_and_the_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    report = selection_report(LLAMA, INTERPRETER)
+    assert report.startswith("attention backend TORCH_SDPA, the first that fits:\n")
+    of = verdicts(LLAMA, INTERPRETER)
+    assert tuple(of) == NAMES
+    assert of["TORCH_SDPA"] == "chosen"
+    assert of["TRITON_ATTN"] == "fits"
+    assert of["TORCH_MLA"] == "kind gqa is not mla; layout HND is not among BLNC, LBNC"
+    with caplog.at_level(logging.INFO):
+        select_backend(LLAMA, platform=INTERPRETER)
+    assert caplog.messages == [report]
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"BATON_ATTENTION_BACKEND .* is 'FAST'") as error:
-        select_backend(LLAMA, forced="FAST")
-    assert error.value.allowed == ("TORCH_SDPA", "TORCH_MLA")
+        select_backend(LLAMA, platform=CPU, forced="FAST")
+    assert error.value.allowed == NAMES
 
 
 def test_when_none_fits_every_backend_is_listed_with_every_reason() -> None:
-    needs = replace(DEEPSEEK, device="cuda", dtype="int4", features=frozenset({AttentionFeature.SLIDING_WINDOW}))
+    needs = on_gpu(DEEPSEEK, AttentionFeature.SLIDING_WINDOW, dtype="int4")
     with pytest.raises(ConfigError) as error:
-        select_backend(needs, platform=Platform("cuda", compute_capability=(9, 0)))
-    sdpa, mla = error.value.message.split(": ", 1)[1].split(" | ")
-    assert sdpa == (
-        "TORCH_SDPA: kind mla is not gqa; device cuda is not among cpu; "
-        "dtype int4 is not among bfloat16, float16, float32; kv_dtype int4 is not among bfloat16, float16, float32; "
-        "layout BLNC is not among BLHNC, BLNHC, HND, NHD"
-    )
-    assert mla == (
-        "TORCH_MLA: device cuda is not among cpu; dtype int4 is not among bfloat16, float16, float32; "
-        "kv_dtype int4 is not among bfloat16, float16, float32; no sliding_window"
-    )
+        select_backend(needs, platform=BARE_H200)
+    listed = error.value.message.split(": ", 1)[1].split(" | ")
+    assert tuple(line.split(":")[0] for line in listed) == NAMES
+    sdpa, mla = (line.split(": ", 1)[1].split("; ") for line in listed[:2])
+    assert sdpa[:2] == ["kind mla is not gqa", "device cuda is not among cpu"]
+    assert "layout BLNC is not among BLHNC, BLNHC, HND, NHD" in sdpa
+    assert mla[:2] == ["device cuda is not among cpu", "dtype int4 is not among bfloat16, float16, float32"]
+    assert mla[-1] == "no sliding_window"
     assert error.value.allowed == ()
 
 
-def test_a_forced_backend_that_does_not_fit_is_refused_and_the_fitting_one_named() -> None:
+def test_a_forced_backend_that_does_not_fit_is_refused_and_the_fitting_ones_named() -> None:
     with pytest.raises(ConfigError, match="TORCH_MLA does not serve this model here") as error:
-        select_backend(LLAMA, forced="TORCH_MLA")
+        select_backend(LLAMA, platform=CPU, forced="TORCH_MLA")
     assert "kind gqa is not mla" in str(error.value)
     assert error.value.allowed == ("TORCH_SDPA",)
     assert "unset BATON_ATTENTION_BACKEND" in error.value.cure
@@ -61,4 +171,4 @@ def test_a_forced_backend_that_does_not_fit_is_refused_and_the_fitting_one_named
 
 def test_a_context_workspace_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="context_workspace_tokens is 0"):
-        select_backend(DEEPSEEK, context_workspace_tokens=0)
+        select_backend(DEEPSEEK, platform=CPU, context_workspace_tokens=0)

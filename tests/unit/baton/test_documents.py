@@ -1,6 +1,6 @@
 """The pages that are made from code are up to date."""
 
-from docs import configuration
+from docs import attention, configuration
 
 
 def test_the_configuration_page_is_made_from_the_settings() -> None:
@@ -9,3 +9,7 @@ def test_the_configuration_page_is_made_from_the_settings() -> None:
 
 def test_so_is_the_readme() -> None:
     assert configuration.README.read_text() == configuration.readme(), "run `make docs`"
+
+
+def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> None:
+    assert attention.PAGE.read_text() == attention.page(), "run `make docs`"

@@ -26,9 +26,20 @@ async def test_every_layout_and_block_size_gives_the_same_tokens(llama: Llama, l
     assert heard.ids("a") == transformers_greedy(llama[1], prompt_of(17), 6)
 
 
-async def test_a_latent_cache_runs_the_same_way(tmp_path: Path) -> None:
-    reference = save_tiny("deepseek-v3", tmp_path)
-    built = build_runner(directory=tmp_path, kv_cache_layout="BLNC", block_size=4, num_blocks=40)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("deepseek-v3", "BLNC"),
+        ("gemma3", "NHD"),
+        ("llama4", "BLHNC"),
+        ("gpt-oss", "HND"),
+        ("falcon-rw", "BLNHC"),
+        ("bloom", "NHD"),
+    ],
+)
+async def test_other_families_run_the_same_way(name: str, layout: str, tmp_path: Path) -> None:
+    reference = save_tiny(name, tmp_path)
+    built = build_runner(directory=tmp_path, kv_cache_layout=layout, block_size=4, num_blocks=40)
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in (3, 18)}
     async with running(built, max_batch_tokens=8) as (engine, heard):
         for name, prompt in prompts.items():

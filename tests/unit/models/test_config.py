@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from models.config import GQAConfig, MLAConfig, TopKMethod, read_config
+from models.config import GQAConfig, MLAConfig, TopKMethod
+from models.config_reader import read_config
 from models.rope_config import Llama3Scaling, YarnScaling
 
 LLAMA: dict[str, Any] = {
@@ -69,15 +70,17 @@ def test_older_and_newer_spellings_give_equal_configs(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, older))
     assert read_config(write(tmp_path, newer)) == config
     assert config.dtype == "bfloat16"
+    assert config.rope is not None
     assert config.rope.theta == 500000.0
     assert config.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 512)
 
 
 def test_original_context_defaults_to_the_maximum(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 2.0}
-    scaling = read_config(write(tmp_path, LLAMA | {"rope_scaling": rope})).rope.scaling
-    assert isinstance(scaling, YarnScaling)
-    assert scaling.original_max_position_embeddings == 2048
+    config = read_config(write(tmp_path, LLAMA | {"rope_scaling": rope}))
+    assert config.rope is not None
+    assert isinstance(config.rope.scaling, YarnScaling)
+    assert config.rope.scaling.original_max_position_embeddings == 2048
 
 
 def test_context_is_the_maximum_position(tmp_path: Path) -> None:
@@ -147,6 +150,7 @@ def test_sliding_windows(tmp_path: Path, config: dict[str, Any], expected: tuple
 def test_deepseek_v3(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, V3))
     assert config.attention == MLAConfig(4, 8, 16, 8, 4, 8)
+    assert config.rope is not None
     assert config.rope.dim == 4
     assert config.rope.interleaved
     assert config.mtp_layers == 1
@@ -205,9 +209,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA | {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "1.0"),
         (LLAMA | {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "rope_scaling", "keep either"),
         (
-            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 3}},
             "high_freq_factor",
-            "above low_freq_factor",
+            "at least low_freq_factor",
         ),
         (MISTRAL | {"layer_types": ["full_attention"] * 4}, "layer_types", "sliding_attention for every"),
         (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types", "4 layers"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.config import GQAConfig, read_config
+from models.config import GQAConfig
+from models.config_reader import read_config
 from models.identity import config_digest, model_identity
 from tests.unit.models.tiny import save_tiny
 
@@ -55,8 +56,9 @@ def test_config_digest_sees_every_field(tmp_path: Path) -> None:
     save_tiny("qwen2-window-behind-first-layer", tmp_path)
     config = read_config(tmp_path)
     assert isinstance(config.attention, GQAConfig)
+    assert config.rope is not None
     changed = [
-        replace(config, rms_norm_eps=1e-5),
+        replace(config, norm_eps=1e-5),
         replace(config, eos_token_ids=(5,)),
         replace(config, rope=replace(config.rope, theta=7.0)),
         replace(config, attention=replace(config.attention, sliding_windows=(None, None))),

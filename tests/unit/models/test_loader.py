@@ -1,5 +1,6 @@
 """Loading: every tensor arrives where it belongs, in the dtype asked for; what does not fit is named."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
-from models.config import read_config
+from models.config_reader import read_config
 from models.loader import checkpoint_views, load_model
 from tests.unit.models.paged import backend_for
 from tests.unit.models.tiny import save_tiny
@@ -41,6 +42,13 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module", params=["llama", "deepseek-v3", "gemma3", "llama4", "gpt-oss", "falcon-rw", "bloom"])
+def any_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("family")
+    save_tiny(request.param, directory)
+    return directory
+
+
 def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | None]) -> Path:
     """A copy of a checkpoint whose tensors went through `change`."""
     shutil.copytree(source, target, dirs_exist_ok=True)
@@ -49,17 +57,15 @@ def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | 
     return target
 
 
-@pytest.mark.parametrize("fixture", ["llama", "deepseek"])
-def test_every_stored_tensor_fills_its_part(fixture: str, request: pytest.FixtureRequest) -> None:
-    directory = request.getfixturevalue(fixture)
-    views, stored = checkpoint_views(load(directory)), load_file(directory / "model.safetensors")
+def test_every_stored_tensor_fills_its_part(any_family: Path) -> None:
+    views, stored = checkpoint_views(load(any_family)), load_file(any_family / "model.safetensors")
     assert views.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(views[name], tensor), name
 
 
-def test_parts_are_the_parameters_memory_and_cover_it(deepseek: Path) -> None:
-    model = load(deepseek)
+def test_parts_are_the_parameters_memory_and_cover_it(any_family: Path) -> None:
+    model = load(any_family)
     for view in checkpoint_views(model).values():
         view.fill_(3.0)
     assert all(bool((parameter == 3.0).all()) for parameter in model.parameters())
@@ -123,6 +129,44 @@ def test_copy_of_a_tied_embedding_is_ignored_but_another_head_is_refused(tmp_pat
     with pytest.raises(ConfigError, match=r"lm_head\.weight in model\.safetensors differs") as caught:
         load(rewritten(source, tmp_path / "other", lambda tensors: add_head(tensors, 0.5)))
     assert caught.value.field == "tie_word_embeddings"
+
+
+@pytest.mark.parametrize(("name", "tower"), [("gemma3", "vision_tower"), ("llama4", "vision_model")])
+def test_the_language_model_of_a_model_that_also_sees(name: str, tower: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    alone = checkpoint_views(load(tmp_path))
+
+    def with_tower(tensors: Tensors) -> Tensors:
+        text = {f"language_model.{path}": tensor for path, tensor in tensors.items()}
+        return text | {f"{tower}.a.weight": torch.zeros(2), "multi_modal_projector.b": torch.zeros(2)}
+
+    seeing = rewritten(tmp_path, tmp_path / "seeing", with_tower)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (architecture,) = config.pop("architectures")
+    nested = {"architectures": [architecture.replace("CausalLM", "ConditionalGeneration")], "text_config": config}
+    (seeing / "config.json").write_text(json.dumps(nested))
+    loaded = checkpoint_views(load(seeing))
+    assert loaded.keys() == alone.keys()
+    assert all(torch.equal(loaded[path], alone[path]) for path in alone)
+
+
+@pytest.mark.parametrize("name", ["bloom", "bloom-untied-five-heads-residual-after-norm"])
+def test_bloom_as_it_was_published(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+
+    def shorten(tensors: Tensors) -> Tensors:
+        return {path.removeprefix("transformer."): tensor for path, tensor in tensors.items()}
+
+    published = rewritten(tmp_path, tmp_path / "published", shorten)
+    ours, expected = checkpoint_views(load(published)), checkpoint_views(load(tmp_path))
+    assert all(torch.equal(ours[path], expected[path]) for path in expected)
+
+
+def test_sinks_stay_float32(tmp_path: Path) -> None:
+    save_tiny("gpt-oss", tmp_path)
+    model, stored = load(tmp_path, dtype="bfloat16"), load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.sinks"
+    assert torch.equal(checkpoint_views(model)[name], stored[name])
 
 
 def test_all_misfits_are_in_one_error(llama: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings":
         {"rope_type": "linear", "factor": 4.0},
         LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0},
         LLAMA3 | {"original_max_position_embeddings": 64},
+        LLAMA3 | {"original_max_position_embeddings": 8192, "high_freq_factor": 1.0},
         YARN,
         YARN | {"truncate": False},
         YARN | {"beta_fast": 8, "beta_slow": 8, "original_max_position_embeddings": 64},
@@ -50,7 +51,7 @@ def test_rotation_is_multiplication_by_a_complex_number(interleaved: bool, dtype
     rope = RopeConfig(dim=8, theta=100.0, interleaved=interleaved, scaling=None)
     x_THD = torch.randn(5, 3, 8).to(dtype)
     positions_T = torch.tensor([0, 1, 7, 7, 30])
-    rotated_THD = Rotary(rope, max_positions=31)(positions_T).apply(x_THD)
+    rotated_THD = Rotary(rope)(positions_T).apply(x_THD)
 
     angles = positions_T[:, None] * 100.0 ** -(torch.arange(4) / 4)
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]

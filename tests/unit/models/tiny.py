@@ -11,6 +11,9 @@ import transformers
 VOCAB_SIZE = 61
 MAX_POSITIONS = 512
 
+_CONFIG_SUFFIX = {"Gemma3": "TextConfig", "Llama4": "TextConfig"}
+_REDRAWN = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight", "bias", "sinks")
+
 _SHARED = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -46,6 +49,35 @@ _DEEPSEEK = _SHARED | {
     "rms_norm_eps": 1e-5,
 }
 _DEEPSEEK_YARN = {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 2}}
+_GEMMA = _DENSE | {"num_hidden_layers": 4, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 7}
+_GEMMA2 = _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_LLAMA4 = _DENSE | {
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 5,
+    "attention_chunk_size": 6,
+    "no_rope_layers": [1, 1, 0, 1],
+    "interleave_moe_layer_step": 2,
+    "floor_scale": 4,
+    "attn_scale": 0.7,
+}
+_GPT_OSS = _DENSE | {
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "sliding_window": 7,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.8,
+    "initializer_range": 0.4,
+}
+_FALCON = {name: value for name, value in _SHARED.items() if name != "intermediate_size"} | {"num_hidden_layers": 3}
+_FALCON_RW = _FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+_BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}
 
 TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -84,6 +116,55 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "DeepseekV3",
             _DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_interleave": False},
         ),
+        "gemma2": ("Gemma2", _GEMMA2),
+        "gemma2-untied-biases-no-caps": (
+            "Gemma2",
+            _GEMMA
+            | {"tie_word_embeddings": False, "attention_bias": True}
+            | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        ),
+        "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 3, "rope_parameters": _GEMMA3_ROPES}),
+        "gemma3-untied-layer-types-cap": (
+            "Gemma3",
+            _GEMMA
+            | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+            | {"tie_word_embeddings": False, "final_logit_softcapping": 3.0},
+        ),
+        "llama4": ("Llama4", _LLAMA4),
+        "llama4-all-experts-two-of-them-biases": (
+            "Llama4",
+            _LLAMA4
+            | {"interleave_moe_layer_step": 1, "num_experts_per_tok": 2, "attention_bias": True}
+            | {"use_qk_norm": False, "rope_parameters": _LLAMA3, "tie_word_embeddings": True},
+        ),
+        "llama4-dense-untuned": ("Llama4", _LLAMA4 | {"moe_layers": [], "attn_temperature_tuning": False}),
+        "gpt-oss": ("GptOss", _GPT_OSS),
+        "gpt-oss-tied-yarn-no-biases": (
+            "GptOss",
+            _GPT_OSS
+            | {"rope_parameters": _YARN | {"truncate": False}, "tie_word_embeddings": True, "attention_bias": False},
+        ),
+        "falcon-rw": ("Falcon", _FALCON_RW),
+        "falcon-rw-untied-six-heads": (
+            "Falcon",
+            _FALCON_RW | {"hidden_size": 36, "num_attention_heads": 6, "tie_word_embeddings": False},
+        ),
+        "falcon-multi-query-alibi": ("Falcon", _FALCON | {"alibi": True}),
+        "falcon-multi-query-in-sequence": ("Falcon", _FALCON | {"parallel_attn": False}),
+        "falcon-rotary": ("Falcon", _FALCON | {"multi_query": False, "ffn_hidden_size": 40}),
+        "falcon-new": ("Falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+        "falcon-new-one-norm-alibi": (
+            "Falcon",
+            _FALCON
+            | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "alibi": True},
+        ),
+        "bloom": ("Bloom", _BLOOM),
+        "bloom-untied-five-heads-residual-after-norm": (
+            "Bloom",
+            _BLOOM
+            | {"hidden_size": 40, "n_head": 5, "tie_word_embeddings": False}
+            | {"apply_residual_connection_post_layernorm": True},
+        ),
     }
 )
 
@@ -92,12 +173,13 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
     """Saves the model to `directory` and returns transformers' own."""
     family, fields = TINY[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**fields)
-    config._attn_implementation = "eager"
+    config = getattr(transformers, f"{family}{_CONFIG_SUFFIX.get(family, 'Config')}")(**fields)
+    # NOTE: transformers' eager attention adds Falcon's distances twice, in the mask and to the scores; its default not.
+    config._attn_implementation = "sdpa" if family == "Falcon" else "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for path, tensor in model.state_dict().items():
-            if path.endswith(("norm.weight", "bias")):  # transformers begins with ones and zeros, which hide mistakes
+            if path.endswith(_REDRAWN):  # transformers begins with ones and zeros, which hide mistakes
                 tensor.uniform_(0.5, 1.5)
     model.save_pretrained(directory, **save_options)
     return model

@@ -1,0 +1,179 @@
+"""FLASHINFER_MLA: decodes of DeepSeek V2, V2-Lite and V3 by flashinfer's kernel over the latent cache.
+
+Prefills, over decompressed keys and values, run our own kernel, which is as fast and needs no plan. Legend: T queries,
+S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
+"""
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
+from attention.backends.flashinfer_plan import WORKSPACE_BYTES, BlockLister, Planned
+from attention.cache import TORCH_DTYPES
+from attention.cache_ops import WriteIndex
+from attention.kernels.ragged import ragged_attention
+from attention.layout import MLA_LAYOUTS
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata_builder import AttentionMetadataBuilder
+from attention.mla_context import plan_context_chunks, plan_prefill
+from attention.parameters import AttentionParameters
+from attention.platform import Platform
+from attention.spec import KVKind
+from baton.errors import ConfigError
+
+LATENT_RANK = 512
+ROTARY_DIM = 64
+
+
+@dataclass(frozen=True)
+class FlashInferMLAMetadata(MLAMetadata):
+    """`decode`: the planned wrapper; None without decodes."""
+
+    decode: Any
+
+
+class FlashInferMLABuilder(AttentionMetadataBuilder[FlashInferMLAMetadata]):
+    full_cudagraph_supported: ClassVar[bool] = True
+
+    def __init__(self, needs: AttentionNeeds, *, workspace_tokens: int) -> None:
+        flashinfer_mla = importlib.import_module("flashinfer.mla")
+        partial_results = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=needs.device)
+        self._block_size = needs.block_size
+        self._num_heads = needs.num_heads
+        self._dtype = TORCH_DTYPES[needs.dtype]
+        self._workspace_tokens = workspace_tokens
+        self._lister = BlockLister(needs)
+        # One for all batches, captured or not: its plans lie in the same memory whatever their size, and the blocks in
+        # the lister's.
+        self._decode = Planned(flashinfer_mla.BatchMLAPagedAttentionWrapper(partial_results))
+
+    def build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
+    ) -> FlashInferMLAMetadata:
+        del common_prefix_len, fast_build
+        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
+        return FlashInferMLAMetadata(
+            new_tokens=WriteIndex(common.slot_mapping, self._block_size),
+            num_actual_tokens=common.num_actual_tokens,
+            num_decode_tokens=num_decode_tokens,
+            prefill=plan_prefill(common, num_decodes),
+            context_chunks=plan_context_chunks(common, num_decodes, workspace_tokens=self._workspace_tokens),
+            decode=self._plan_decode(common, num_decodes) if num_decodes else None,
+        )
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        return common.max_query_len == 1
+
+    def _plan_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> Any:
+        lists = self._lister.list(common).of(0, num_decodes)
+        self._decode.plan(
+            torch.arange(num_decodes + 1, dtype=torch.int32),
+            lists.start_loc,
+            lists.block_ids,
+            lists.seq_lens,
+            self._num_heads,
+            LATENT_RANK,
+            ROTARY_DIM,
+            self._block_size,
+            causal=False,
+            # NOTE: each layer sets its own before it runs; what is planned does not depend on it.
+            sm_scale=math.nan,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        return self._decode.wrapper
+
+
+class FlashInferMLA:
+    """Declares what DeepSeek's models run in; flashinfer itself also knows float16.
+
+    Raises:
+        ConfigError: a workspace below one token.
+    """
+
+    capabilities: ClassVar = BackendCapabilities(
+        name="FLASHINFER_MLA",
+        kind=KVKind.MLA,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"bfloat16"}),
+        kv_dtypes=frozenset({"bfloat16"}),
+        head_sizes=frozenset({LATENT_RANK + ROTARY_DIM}),
+        block_sizes=None,
+        layouts=frozenset(MLA_LAYOUTS),
+        features=frozenset(),
+        cudagraph=True,
+        min_compute_capability=(8, 0),
+        package="flashinfer",
+        install="pip install flashinfer-python",
+    )
+    pads_v: ClassVar[bool] = False
+
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
+        del platform
+        if context_workspace_tokens < 1:
+            raise ConfigError(
+                f"context_workspace_tokens is {context_workspace_tokens}",
+                field="context_workspace_tokens",
+                value=context_workspace_tokens,
+                allowed=("an integer of at least 1",),
+            )
+        dtype = TORCH_DTYPES[needs.dtype]
+        self.workspace = torch.empty(context_workspace_tokens, needs.head_size, dtype=dtype, device=needs.device)
+        self.builder = FlashInferMLABuilder(needs, workspace_tokens=context_workspace_tokens)
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor | None,
+        v_THV: Tensor | None,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(metadata, FlashInferMLAMetadata)
+        del k_THD, v_THV
+        latents_BNC = kv_layer[0, :, :, 0]
+        metadata.decode._sm_scale = layer.scale
+        metadata.decode.run(
+            q_THD[..., :LATENT_RANK],
+            q_THD[..., LATENT_RANK:],
+            latents_BNC[..., :LATENT_RANK],
+            latents_BNC[..., LATENT_RANK:],
+            out=out,
+        )
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        v_SHV: Tensor,
+        *,
+        lens: RaggedLens,
+        causal: bool,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        num_queries, num_heads, _ = q_THD.shape
+        if out is None:
+            out = q_THD.new_empty(num_queries, num_heads, v_SHV.shape[-1])
+        lse_HT = q_THD.new_empty(num_heads, num_queries, dtype=torch.float32)
+        ragged_attention(
+            q_THD,
+            k_SHD,
+            v_SHV,
+            query_start_loc=lens.query_start_loc,
+            key_start_loc=lens.key_start_loc,
+            max_query_len=lens.max_query_len,
+            causal=causal,
+            scale=scale,
+            out=out,
+            lse_HT=lse_HT,
+        )
+        return out, lse_HT

@@ -1,0 +1,185 @@
+"""The wrappers of flashinfer that one FLASHINFER backend plans and runs, on one workspace.
+
+Knows batches and block lists, no layer; flashinfer is imported when they are made.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionNeeds
+from attention.backends.flashinfer_plan import WORKSPACE_BYTES, BlockLister, BlockLists, Planned
+from attention.cache import TORCH_DTYPES
+from attention.metadata import CommonAttentionMetadata
+from attention.parameters import get_per_layer_parameters, infer_global_hyperparameters
+from attention.platform import Platform
+from attention.spec import FP8_DTYPES
+
+# Rows of queries in one tile of flashinfer's largest kernel, and tiles in flight per multiprocessor.
+_MAX_TILE_ROWS = 128
+_DECODE_TILE_ROWS = 64
+_TILES_PER_SM = 2
+
+
+class Wrappers:
+    """All wrappers of one backend, on one workspace, and what every plan says alike."""
+
+    def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
+        flashinfer = importlib.import_module("flashinfer")
+        asked = infer_global_hyperparameters(get_per_layer_parameters(needs.layers))
+        self.head_size = needs.head_size
+        self.block_size = needs.block_size
+        self.kv_dtype = TORCH_DTYPES[needs.cache_dtype]
+        self.heads = {"num_qo_heads": needs.num_heads, "num_kv_heads": needs.num_kv_heads}
+        self.parameters = {
+            "window_left": asked.window_left,
+            "logits_soft_cap": asked.logits_soft_cap,
+            "sm_scale": asked.sm_scale,
+            "q_data_type": TORCH_DTYPES[needs.dtype],
+        }
+        self._flashinfer = flashinfer
+        self._device = torch.device(needs.device)
+        self.layout = "HND" if needs.layout.axes.index("H") < needs.layout.axes.index("N") else "NHD"
+        self.lister = BlockLister(needs)
+        self._workspace = torch.zeros(_workspace_bytes(needs, platform), dtype=torch.uint8, device=self._device)
+        self._decode = Planned(
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, self.layout, use_tensor_cores=True)
+        )
+        self._captured: dict[int, Planned] = {}
+        # Its kernels for Hopper multiply what the cache holds as it is, so they want an fp8 cache's queries in fp8 too.
+        version = "fa2" if needs.cache_dtype in FP8_DTYPES else "auto"
+        self.paged = Planned(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, self.layout, backend=version)
+        )
+        self.ragged = Planned(flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD"))
+        # A window counts from a request's own end, and the wrapper has no kernels for an fp8 cache.
+        self.shares_prefixes = asked.window_left < 0 and version == "auto"
+        self._cascade: Planned | None = None
+
+    def captured(self, num_reqs: int) -> bool:
+        return num_reqs in self._captured
+
+    def capture(self, num_reqs: int) -> None:
+        """From now on batches of that many decodes are planned in memory that stays."""
+        if num_reqs in self._captured:
+            return
+        self._captured[num_reqs] = Planned(
+            self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                self.layout,
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=torch.zeros(num_reqs + 1, dtype=torch.int32, device=self._device),
+                paged_kv_indices_buffer=self.lister.buffer,
+                paged_kv_last_page_len_buffer=torch.zeros(num_reqs, dtype=torch.int32, device=self._device),
+            )
+        )
+
+    def plan_cascade(self, common: CommonAttentionMetadata, common_prefix_len: int) -> Any:
+        """One level for the prefix, which all queries see as those of one request, and one for what lies behind it;
+        None if no whole block lies before every query."""
+        num_blocks = min(common_prefix_len, int(common.num_computed_tokens_cpu.min())) // self.block_size
+        if not num_blocks or not common.causal or not self.shares_prefixes:
+            return None
+        if self._cascade is None:
+            self._cascade = Planned(self._flashinfer.MultiLevelCascadeAttentionWrapper(2, self._workspace, self.layout))
+        rest = self.lister.list(common, skipped_blocks=num_blocks)
+        self._cascade.plan(
+            [_int32(0, common.num_actual_tokens), common.query_start_loc_cpu],
+            [_int32(0, num_blocks), rest.start_loc],
+            [common.block_table_tensor[0, :num_blocks], rest.block_ids],
+            [_int32(self.block_size), rest.last_block_lens],
+            **self.heads,
+            head_dim=self.head_size,
+            page_size=self.block_size,
+            causal=True,
+            **self.parameters,
+        )
+        return self._cascade.wrapper
+
+    def plan_decode(self, lists: BlockLists, *, captured: bool) -> Any:
+        planned = self._captured[len(lists.seq_lens)] if captured else self._decode
+        planned.plan(
+            lists.start_loc,
+            lists.block_ids,
+            lists.last_block_lens,
+            **self.heads,
+            head_dim=self.head_size,
+            page_size=self.block_size,
+            kv_data_type=self.kv_dtype,
+            seq_lens=lists.seq_lens,
+            **self.parameters,
+        )
+        return planned.wrapper
+
+
+class Prefills:
+    """The prefills of one batch; the first layer that runs has them planned, because only layers know whose keys they
+    read."""
+
+    def __init__(
+        self,
+        wrappers: Wrappers,
+        *,
+        query_start_loc: Tensor,
+        lists: BlockLists,
+        causal: bool,
+        without_context: bool,
+    ) -> None:
+        self._wrappers = wrappers
+        self._query_start_loc = query_start_loc
+        self._lists = lists
+        self._causal = causal
+        self.without_context = without_context
+        self._ragged: Any = None
+        self._paged: Any = None
+
+    def ragged(self) -> Any:
+        """A wrapper planned for keys and values of the call, as many as queries."""
+        if self._ragged is None:
+            self._wrappers.ragged.plan(
+                self._query_start_loc,
+                self._query_start_loc,
+                **self._wrappers.heads,
+                head_dim_qk=self._wrappers.head_size,
+                causal=self._causal,
+                **self._wrappers.parameters,
+            )
+            self._ragged = self._wrappers.ragged.wrapper
+        return self._ragged
+
+    def paged(self) -> Any:
+        """A wrapper planned for keys and values in the cache."""
+        if self._paged is None:
+            lists = self._lists
+            self._wrappers.paged.plan(
+                self._query_start_loc,
+                lists.start_loc,
+                lists.block_ids,
+                lists.last_block_lens,
+                **self._wrappers.heads,
+                head_dim_qk=self._wrappers.head_size,
+                page_size=self._wrappers.block_size,
+                causal=self._causal,
+                kv_data_type=self._wrappers.kv_dtype,
+                seq_lens=lists.seq_lens,
+                **self._wrappers.parameters,
+            )
+            self._paged = self._wrappers.paged.wrapper
+        return self._paged
+
+
+def _int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _workspace_bytes(needs: AttentionNeeds, platform: Platform) -> int:
+    """Room for the partial outputs, float32 with one log-sum-exp each, of prefills in as many tiles as are in flight at
+    once, or of the largest batch of decodes with one tile each."""
+    group = needs.num_heads // needs.num_kv_heads
+    rows_of_prefills = group * _TILES_PER_SM * platform.num_sms * _MAX_TILE_ROWS
+    tile_rows = 16 if group <= 16 else _DECODE_TILE_ROWS
+    rows_of_decodes = needs.num_heads * tile_rows * needs.max_num_reqs
+    return max(WORKSPACE_BYTES, max(rows_of_prefills, rows_of_decodes) * (needs.head_size + 1) * 4 + (1 << 20))

@@ -1,0 +1,66 @@
+"""Which keys a query sees in plain torch. Knows positions only: no cache, no batch.
+
+Legend: H query heads, T queries, S keys.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.blocksparse import BlocksparseParams, token_mask
+from attention.parameters import AttentionParameters, AttentionType
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What layers must have in common to share a plan of which keys are read.
+
+    Attributes:
+        causal: no key behind the query's own position.
+        own_keys: the keys are those of the call; no cache is read.
+    """
+
+    causal: bool
+    own_keys: bool
+    sliding_window: int | None
+    attention_chunk_size: int | None
+
+    @classmethod
+    def of(cls, layer: AttentionParameters, *, causal: bool) -> "Sight":
+        return cls(
+            causal=causal and layer.attn_type is AttentionType.DECODER,
+            own_keys=layer.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY),
+            sliding_window=layer.sliding_window,
+            attention_chunk_size=layer.attention_chunk_size,
+        )
+
+    @property
+    def is_everything(self) -> bool:
+        return not self.causal and self.sliding_window is None and self.attention_chunk_size is None
+
+    def first_keys(self, positions_T: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first key that each query sees."""
+        first_T = np.zeros_like(positions_T)
+        if self.sliding_window is not None:
+            first_T = np.maximum(first_T, positions_T - (self.sliding_window - 1))
+        if self.attention_chunk_size is not None:
+            first_T = np.maximum(first_T, positions_T // self.attention_chunk_size * self.attention_chunk_size)
+        return first_T
+
+    def unseen(self, positions_T: NDArray[np.int64], key_positions_S: NDArray[np.int64]) -> Tensor:
+        """[T, S] bool, True where the query does not see the key."""
+        unseen_TS = key_positions_S < self.first_keys(positions_T)[:, None]
+        if self.causal:
+            unseen_TS |= key_positions_S > positions_T[:, None]
+        return torch.from_numpy(unseen_TS)
+
+
+def unseen_by_pattern(
+    params: BlocksparseParams, positions_T: NDArray[np.int64], key_positions_S: NDArray[np.int64]
+) -> Tensor:
+    """[H, T, S] bool, of a block-sparse pattern, causality included."""
+    seen_HTS = token_mask(params, positions_T, int(key_positions_S[-1]) + 1)
+    return torch.from_numpy(~seen_HTS[:, :, key_positions_S])

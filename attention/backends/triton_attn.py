@@ -1,0 +1,231 @@
+"""TRITON_ATTN: attention over a paged key/value cache by our own kernels, for every feature but block sparsity.
+
+Decodes and prefills of a batch go to kernels of their own; this module knows which, and no arithmetic. Legend: R
+requests, T tokens, H heads, D key channels, V value channels.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
+from attention.backends.triton_metadata import TritonAttentionBuilder, TritonAttentionMetadata
+from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
+from attention.fp8 import is_fp8
+from attention.kernels.decode import decode_attention
+from attention.kernels.decode_plan import DecodePlan
+from attention.kernels.ragged import ragged_attention
+from attention.kernels.unified import unified_attention
+from attention.layout import GQA_LAYOUTS
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata
+from attention.parameters import AttentionParameters, AttentionType
+from attention.platform import Platform
+from attention.scales import KVScales
+from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+
+_ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class TritonAttention:
+    capabilities: ClassVar = BackendCapabilities(
+        name="TRITON_ATTN",
+        kind=KVKind.GQA,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset(DTYPE_BYTES),
+        kv_dtypes=frozenset(KV_DTYPE_BYTES),
+        head_sizes=None,
+        block_sizes=None,
+        layouts=frozenset(GQA_LAYOUTS),
+        features=frozenset(AttentionFeature) - {AttentionFeature.BLOCK_SPARSE},
+        cudagraph=True,
+        min_compute_capability=(8, 0),
+    )
+
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
+        del context_workspace_tokens  # MLA's; keys and values are read where they lie
+        self.builder = TritonAttentionBuilder(needs, platform)
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor | None,
+        v_THV: Tensor | None,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(metadata, TritonAttentionMetadata)
+        scales = _Scales.of(layer.scales, q_THD, kv_layer)
+        if layer.attn_type in _ENCODERS:
+            assert k_THD is not None
+            assert v_THV is not None
+            _attend_own(q_THD, k_THD, v_THV, metadata.common, first=0, causal=False, layer=layer, out=out)
+        elif metadata.prefix is not None and can_share_prefix(layer):
+            _attend_cascade(q_THD, kv_layer, metadata, metadata.prefix, layer=layer, scales=scales, out=out)
+        else:
+            own_kv = None
+            if metadata.fresh_prefills and k_THD is not None and v_THV is not None and k_THD.dtype == kv_layer.dtype:
+                own_kv = k_THD, v_THV
+            _attend_cache(
+                q_THD,
+                kv_layer,
+                metadata.common,
+                metadata.num_decodes,
+                metadata.plans.of(layer) if metadata.num_decodes else None,
+                own_kv=own_kv,
+                layer=layer,
+                sinks_H=layer.sinks_H,
+                scales=scales,
+                out=out,
+            )
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """The scales that count: those of numbers in 8 bits."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+
+    @classmethod
+    def of(cls, scales: KVScales | None, q_THD: Tensor, kv_layer: Tensor) -> "_Scales":
+        if scales is None:
+            return cls(None, None, None)
+        return cls(
+            scales.q_scale if is_fp8(q_THD) else None,
+            scales.k_scale if is_fp8(kv_layer) else None,
+            scales.v_scale if is_fp8(kv_layer) else None,
+        )
+
+
+def _attend_cascade(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    metadata: TritonAttentionMetadata,
+    prefix: SharedPrefix,
+    *,
+    layer: AttentionParameters,
+    scales: _Scales,
+    out: Tensor,
+) -> None:
+    def attend_rest(rest_out: Tensor, rest_lse_HT: Tensor) -> None:
+        _attend_cache(
+            q_THD,
+            kv_layer,
+            prefix.rest,
+            metadata.num_decodes,
+            metadata.rest_plans.of(layer) if metadata.num_decodes else None,
+            own_kv=None,
+            layer=layer,
+            sinks_H=None,
+            scales=scales,
+            out=rest_out,
+            lse_HT=rest_lse_HT,
+        )
+
+    attend_with_prefix(
+        q_THD,
+        kv_layer,
+        prefix,
+        layer=layer,
+        attend_rest=attend_rest,
+        q_scale=scales.q,
+        k_scale=scales.k,
+        v_scale=scales.v,
+        out=out,
+    )
+
+
+def _attend_cache(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    common: CommonAttentionMetadata,
+    num_decodes: int,
+    plan: DecodePlan | None,
+    *,
+    own_kv: tuple[Tensor, Tensor] | None,
+    layer: AttentionParameters,
+    sinks_H: Tensor | None,
+    scales: _Scales,
+    out: Tensor,
+    lse_HT: Tensor | None = None,
+) -> None:
+    """Decodes and prefills of a batch. `own_kv`: the call's own keys and values, if they are all the prefills need."""
+    if plan is not None:
+        decode_attention(
+            q_THD[:num_decodes],
+            kv_layer,
+            seq_lens=common.seq_lens[:num_decodes],
+            block_table=common.block_table_tensor[:num_decodes],
+            plan=plan,
+            scale=layer.scale,
+            logits_soft_cap=layer.logits_soft_cap,
+            alibi_slopes_H=layer.alibi_slopes_H,
+            sinks_H=sinks_H,
+            q_scale=scales.q,
+            k_scale=scales.k,
+            v_scale=scales.v,
+            out=out[:num_decodes],
+            lse_HR=None if lse_HT is None else lse_HT[:, :num_decodes],
+        )
+    if num_decodes == common.num_reqs:
+        return
+    causal = common.causal and layer.attn_type is AttentionType.DECODER
+    if own_kv is not None and causal:
+        _attend_own(q_THD, *own_kv, common, first=num_decodes, causal=True, layer=layer, out=out)
+        return
+    unified_attention(
+        q_THD,
+        kv_layer,
+        query_start_loc=common.query_start_loc[num_decodes:],
+        seq_lens=common.seq_lens[num_decodes:],
+        block_table=common.block_table_tensor[num_decodes:],
+        max_query_len=common.max_query_len,
+        scale=layer.scale,
+        causal=causal,
+        sliding_window=layer.sliding_window,
+        attention_chunk_size=layer.attention_chunk_size,
+        logits_soft_cap=layer.logits_soft_cap,
+        alibi_slopes_H=layer.alibi_slopes_H,
+        sinks_H=sinks_H,
+        q_scale=scales.q,
+        k_scale=scales.k,
+        v_scale=scales.v,
+        out=out,
+        lse_HT=lse_HT,
+    )
+
+
+def _attend_own(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THV: Tensor,
+    common: CommonAttentionMetadata,
+    *,
+    first: int,
+    causal: bool,
+    layer: AttentionParameters,
+    out: Tensor,
+) -> None:
+    """The requests from the `first` on, whose keys are exactly their new tokens."""
+    start_loc = common.query_start_loc[first:]
+    ragged_attention(
+        q_THD,
+        k_THD,
+        v_THV,
+        query_start_loc=start_loc,
+        key_start_loc=start_loc,
+        max_query_len=common.max_query_len,
+        causal=causal,
+        scale=layer.scale,
+        sliding_window=layer.sliding_window,
+        attention_chunk_size=layer.attention_chunk_size,
+        logits_soft_cap=layer.logits_soft_cap,
+        alibi_slopes_H=layer.alibi_slopes_H,
+        sinks_H=layer.sinks_H,
+        out=out,
+    )

@@ -1,0 +1,162 @@
+"""What TRITON_ATTN prepares for a batch: which requests are decodes, how their keys are split, what prefix is shared.
+
+Knows no layer's tensors. Legend: R requests.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionNeeds
+from attention.cache import TORCH_DTYPES
+from attention.cache_ops import WriteIndex
+from attention.cascade import SharedPrefix, share_prefix, worth_sharing
+from attention.kernels.decode_plan import (
+    DecodePlan,
+    decode_tiling,
+    new_decode_plan,
+    new_partials,
+    num_decode_workers,
+)
+from attention.metadata import (
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    reorder_batch_to_split_decodes_and_prefills,
+    split_decodes_and_prefills,
+)
+from attention.metadata_builder import AttentionMetadataBuilder
+from attention.parameters import AttentionParameters
+from attention.platform import Platform
+
+
+class DecodePlans:
+    """The decodes' split over the GPU: one plan for each choice of keys that a layer's queries see, in memory that is
+    allocated once and refilled for each batch.
+
+    Args:
+        layers: those whose plans are made with each batch; a layer that is not among them joins when it first asks.
+    """
+
+    def __init__(
+        self, new_plan: Callable[[int | None, int | None], DecodePlan], layers: Iterable[AttentionParameters]
+    ) -> None:
+        self._new_plan = new_plan
+        self._plans = {key: new_plan(*key) for key in {_visibility(layer) for layer in layers}}
+        self._seq_lens_R = torch.empty(0, dtype=torch.int32)
+
+    def fill(self, seq_lens_R: Tensor) -> None:
+        """Plans the next batch, at once for all layers that are known."""
+        self._seq_lens_R = seq_lens_R
+        if seq_lens_R.shape[0]:
+            for plan in self._plans.values():
+                plan.fill(seq_lens_R)
+
+    def of(self, layer: AttentionParameters) -> DecodePlan:
+        key = _visibility(layer)
+        if key not in self._plans:
+            self._plans[key] = self._new_plan(*key)
+            self._plans[key].fill(self._seq_lens_R)
+        return self._plans[key]
+
+
+def _visibility(layer: AttentionParameters) -> tuple[int | None, int | None]:
+    return layer.sliding_window, layer.attention_chunk_size
+
+
+@dataclass(frozen=True)
+class TritonAttentionMetadata(AttentionMetadata):
+    """Attributes:
+    num_decodes: the first requests of the batch, one token each.
+    fresh_prefills: no other request has context, so that its keys are all among the call's own.
+    plans: of the decodes.
+    prefix: what cascade attention computes once; None: none.
+    rest_plans: of the decodes behind that prefix.
+    """
+
+    common: CommonAttentionMetadata
+    num_decodes: int
+    fresh_prefills: bool
+    plans: DecodePlans
+    prefix: SharedPrefix | None
+    rest_plans: DecodePlans
+
+
+class TritonAttentionBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
+    full_cudagraph_supported: ClassVar[bool] = True
+
+    def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
+        tiling = decode_tiling(needs.head_size, TORCH_DTYPES[needs.cache_dtype])
+        num_workers = num_decode_workers(needs.num_kv_heads, platform.num_sms, tiling)
+        partials = new_partials(
+            max_num_reqs=needs.max_num_reqs,
+            num_workers=num_workers,
+            num_heads=needs.num_heads,
+            head_size=needs.head_size,
+            device=torch.device(needs.device),
+        )
+
+        def new_plan(sliding_window: int | None, attention_chunk_size: int | None) -> DecodePlan:
+            return new_decode_plan(
+                tiling=tiling,
+                max_num_reqs=needs.max_num_reqs,
+                num_workers=num_workers,
+                partials=partials,
+                sliding_window=sliding_window,
+                attention_chunk_size=attention_chunk_size,
+            )
+
+        self._needs, self._num_sms = needs, platform.num_sms
+        self._plans = DecodePlans(new_plan, needs.layers.values())
+        self._rest_plans = DecodePlans(new_plan, ())
+
+    def build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
+    ) -> TritonAttentionMetadata:
+        del fast_build  # a plan takes one small launch
+        num_decodes, _, _, _ = split_decodes_and_prefills(common)
+        prefix = None
+        if common_prefix_len:
+            prefix = share_prefix(common, common_prefix_len, self._needs, num_sms=self._num_sms)
+        self._plans.fill(common.seq_lens[:num_decodes])
+        if prefix is not None:
+            self._rest_plans.fill(prefix.rest.seq_lens[:num_decodes])
+        return TritonAttentionMetadata(
+            new_tokens=WriteIndex(common.slot_mapping, self._needs.block_size),
+            num_actual_tokens=common.num_actual_tokens,
+            common=common,
+            num_decodes=num_decodes,
+            fresh_prefills=not common.num_computed_tokens_cpu[num_decodes:].any(),
+            plans=self._plans,
+            prefix=prefix,
+            rest_plans=self._rest_plans,
+        )
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        return common.max_query_len == 1
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Sequence[int],
+        *,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        num_sms: int,
+    ) -> bool:
+        if use_alibi or use_sliding_window:
+            return False
+        return worth_sharing(
+            common_prefix_len,
+            query_lens,
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            num_sms=num_sms,
+        )
+
+    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
+        return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)

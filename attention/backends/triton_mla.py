@@ -1,0 +1,176 @@
+"""TRITON_MLA: latent attention on a GPU by our own kernels.
+
+Decodes read the latent cache split over the GPU; prefills are attention over decompressed keys and values. Legend: R
+requests, T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
+from attention.cache import TORCH_DTYPES
+from attention.cache_ops import WriteIndex
+from attention.kernels.mla_decode import make_mla_decode_plan, mla_decode_attention
+from attention.kernels.ragged import ragged_attention
+from attention.layout import MLA_LAYOUTS
+from attention.metadata import (
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    reorder_batch_to_split_decodes_and_prefills,
+    split_decodes_and_prefills,
+)
+from attention.metadata_builder import AttentionMetadataBuilder
+from attention.mla_context import plan_context_chunks, plan_prefill
+from attention.parameters import AttentionParameters
+from attention.platform import Platform
+from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from baton.errors import ConfigError, InternalError
+
+
+@dataclass(frozen=True)
+class TritonMLAMetadata(MLAMetadata):
+    """Attributes:
+    seq_lens: [R] int32 of the decodes, on the device.
+    block_table: [R, blocks] int32 of the decodes.
+    """
+
+    seq_lens: Tensor
+    block_table: Tensor
+
+
+class TritonMLABuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
+    """A decode step's metadata are views of the common metadata, and the kernel splits its work on the device: there is
+    nothing to refill for a captured graph."""
+
+    full_cudagraph_supported = True
+
+    def __init__(self, *, block_size: int, workspace_tokens: int) -> None:
+        self._block_size = block_size
+        self._workspace_tokens = workspace_tokens
+
+    def build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
+    ) -> TritonMLAMetadata:
+        del common_prefix_len, fast_build
+        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
+        return TritonMLAMetadata(
+            new_tokens=WriteIndex(common.slot_mapping, self._block_size),
+            num_actual_tokens=common.num_actual_tokens,
+            num_decode_tokens=num_decode_tokens,
+            prefill=plan_prefill(common, num_decodes),
+            context_chunks=plan_context_chunks(common, num_decodes, workspace_tokens=self._workspace_tokens),
+            seq_lens=common.seq_lens[:num_decodes],
+            block_table=common.block_table_tensor[:num_decodes],
+        )
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        return common.max_query_len == 1
+
+    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
+        return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)
+
+
+class TritonMLA:
+    """Raises:
+    ConfigError: a workspace below one token.
+    """
+
+    capabilities: ClassVar = BackendCapabilities(
+        name="TRITON_MLA",
+        kind=KVKind.MLA,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset(DTYPE_BYTES),
+        kv_dtypes=frozenset(KV_DTYPE_BYTES),
+        head_sizes=None,
+        block_sizes=None,
+        layouts=frozenset(MLA_LAYOUTS),
+        features=frozenset(),
+        cudagraph=True,
+        min_compute_capability=(8, 0),
+    )
+    pads_v: ClassVar = False
+
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
+        if context_workspace_tokens < 1:
+            raise ConfigError(
+                f"context_workspace_tokens is {context_workspace_tokens}",
+                field="context_workspace_tokens",
+                value=context_workspace_tokens,
+                allowed=("an integer of at least 1",),
+            )
+        self._num_heads = needs.num_heads
+        self.workspace = torch.empty(
+            context_workspace_tokens, needs.head_size, dtype=TORCH_DTYPES[needs.dtype], device=needs.device
+        )
+        self.builder = TritonMLABuilder(block_size=needs.block_size, workspace_tokens=context_workspace_tokens)
+        self._plan = make_mla_decode_plan(
+            num_heads=needs.num_heads,
+            latent_channels=needs.head_size if needs.mla is None else needs.mla.kv_lora_rank,
+            max_num_reqs=needs.max_num_reqs,
+            max_model_len=needs.max_model_len,
+            num_sms=platform.num_sms,
+            device=needs.device,
+        )
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor | None,
+        v_THV: Tensor | None,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(metadata, TritonMLAMetadata)
+        del k_THD, v_THV
+        if q_THD.shape[1] != self._num_heads:
+            raise InternalError(
+                f"a layer has {q_THD.shape[1]} heads, the backend was made for {self._num_heads}",
+                field="num_heads",
+                value=q_THD.shape[1],
+            )
+        mla_decode_attention(
+            q_THD,
+            kv_layer,
+            seq_lens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            plan=self._plan,
+            scale=layer.scale,
+            kv_scale=None if layer.scales is None else layer.scales.k_scale,
+            out=out,
+        )
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        v_SHV: Tensor,
+        *,
+        lens: RaggedLens,
+        causal: bool,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        num_queries, num_heads, _ = q_THD.shape
+        if out is None:
+            out = q_THD.new_empty(num_queries, num_heads, v_SHV.shape[-1])
+        lse_HT = q_THD.new_empty(num_heads, num_queries, dtype=torch.float32)
+        ragged_attention(
+            q_THD,
+            k_SHD,
+            v_SHV,
+            query_start_loc=lens.query_start_loc,
+            key_start_loc=lens.key_start_loc,
+            max_query_len=lens.max_query_len,
+            causal=causal,
+            scale=scale,
+            out=out,
+            lse_HT=lse_HT,
+        )
+        return out, lse_HT

@@ -1,0 +1,179 @@
+"""XFORMERS: prefills by the unified kernel over the paged cache, decodes by xformers' paged attention.
+
+xformers' own decode kernel splits a request's keys over the GPU and knows head sizes that are powers of two; where
+blocks are multiples of 256 tokens flash-attn decodes for it, a fifth faster. What neither serves is decoded by the
+unified kernel too. Legend: R requests, T tokens, G query heads per kv head, H kv heads, D channels.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from attention.backend import AttentionNeeds, BackendCapabilities
+from attention.cache_ops import WriteIndex
+from attention.kernels.unified import unified_attention
+from attention.layout import KVCacheLayout
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata_builder import AttentionMetadataBuilder
+from attention.parameters import AttentionParameters
+from attention.platform import Platform
+from attention.spec import KVKind
+
+_SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
+_FLASH_BLOCK_MULTIPLE = 256
+# That FLASH_ATTN has been verified with.
+_FLASH_HEAD_SIZES = frozenset({64, 128, 192})
+_FLASH_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class XFormersPrefills:
+    """Attributes:
+    query_start_loc: [R + 1] int32, from 0.
+    seq_lens, block_table: of these requests.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class XFormersMetadata(AttentionMetadata):
+    """`attn_bias`: xformers' name for which slots of the cache each decode reads; None without decodes. `prefills`:
+    all other requests."""
+
+    num_decodes: int
+    attn_bias: Any
+    prefills: XFormersPrefills | None
+
+
+class XFormersBuilder(AttentionMetadataBuilder[XFormersMetadata]):
+    full_cudagraph_supported: ClassVar[bool] = True
+
+    def __init__(self, block_size: int, *, decodes_with_xformers: bool) -> None:
+        self._block_size = block_size
+        self._decodes_with_xformers = decodes_with_xformers
+        self._attn_bias = importlib.import_module("xformers.ops.fmha.attn_bias")
+
+    def build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
+    ) -> XFormersMetadata:
+        del common_prefix_len, fast_build
+        num_decodes = split_decodes_and_prefills(common)[0] if self._decodes_with_xformers else 0
+        prefills = None
+        if num_decodes < common.num_reqs:
+            prefills = XFormersPrefills(
+                query_start_loc=common.query_start_loc[num_decodes:] - num_decodes
+                if num_decodes
+                else common.query_start_loc,
+                seq_lens=common.seq_lens[num_decodes:],
+                block_table=common.block_table_tensor[num_decodes:],
+                max_query_len=common.max_query_len,
+            )
+        return XFormersMetadata(
+            new_tokens=WriteIndex(common.slot_mapping, self._block_size),
+            num_actual_tokens=common.num_actual_tokens,
+            num_decodes=num_decodes,
+            attn_bias=self._bias(common, num_decodes) if num_decodes else None,
+            prefills=prefills,
+        )
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        return common.max_query_len == 1
+
+    def _bias(self, common: CommonAttentionMetadata, num_decodes: int) -> Any:
+        block_table = common.block_table_tensor[:num_decodes]
+        longest = block_table.shape[1] * self._block_size
+        bias = self._attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+            q_seqlen=[1] * num_decodes,
+            kv_seqlen=[longest] * num_decodes,
+            block_tables=block_table,
+            page_size=self._block_size,
+            device=block_table.device,
+        )
+        # The batch's own tensor instead of a copy of its numbers, so that a captured graph reads them anew.
+        bias.k_seqinfo.seqlen = common.seq_lens[:num_decodes]
+        return bias
+
+
+class XFormers:
+    capabilities: ClassVar = BackendCapabilities(
+        name="XFORMERS",
+        kind=KVKind.GQA,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        kv_dtypes=frozenset({"bfloat16", "float16"}),
+        head_sizes=frozenset(range(32, 257, 8)),
+        block_sizes=frozenset(range(64, 513, 64)),
+        # xformers takes the cache as one row of slots.
+        layouts=frozenset({KVCacheLayout.NHD}),
+        features=frozenset(),
+        cudagraph=True,
+        min_compute_capability=(8, 0),
+        package="xformers",
+        install="pip install xformers",
+    )
+
+    def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
+        del platform, context_workspace_tokens
+        fmha = importlib.import_module("xformers.ops.fmha")
+        self._attend = fmha.memory_efficient_attention_forward
+        self._op = _decode_op(fmha, needs)
+        self.builder = XFormersBuilder(needs.block_size, decodes_with_xformers=self._op is not None)
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor | None,
+        v_THV: Tensor | None,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        layer: AttentionParameters,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(metadata, XFormersMetadata)
+        del k_THD, v_THV  # the cache holds them already
+        if metadata.attn_bias is not None:
+            decodes = slice(0, metadata.num_decodes)
+            self._decode(q_THD[decodes], kv_layer, metadata.attn_bias, scale=layer.scale, out=out[decodes])
+        if metadata.prefills is not None:
+            rows = slice(metadata.num_decodes, metadata.num_actual_tokens)
+            unified_attention(
+                q_THD[rows],
+                kv_layer,
+                query_start_loc=metadata.prefills.query_start_loc,
+                seq_lens=metadata.prefills.seq_lens,
+                block_table=metadata.prefills.block_table,
+                max_query_len=metadata.prefills.max_query_len,
+                scale=layer.scale,
+                out=out[rows],
+            )
+
+    def _decode(self, q_RHD: Tensor, kv_layer: Tensor, attn_bias: Any, *, scale: float, out: Tensor) -> None:
+        num_kv_heads, head_dim = kv_layer.shape[3:]
+        group = q_RHD.shape[1] // num_kv_heads
+        k_1SHGD, v_1SHGD = (
+            cache.view(1, -1, num_kv_heads, 1, head_dim).expand(-1, -1, -1, group, -1) for cache in kv_layer.unbind(0)
+        )
+        q_1RHGD = q_RHD.reshape(1, -1, num_kv_heads, group, head_dim)
+        attended = self._attend(q_1RHGD, k_1SHGD, v_1SHGD, attn_bias=attn_bias, scale=scale, op=self._op)
+        out.copy_(attended.view(out.shape))
+
+
+def _decode_op(fmha: Any, needs: AttentionNeeds) -> Any:
+    """xformers' operator for these decodes; None if it has none."""
+    paged = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+    flash_attn_serves = (
+        needs.block_size % _FLASH_BLOCK_MULTIPLE == 0
+        and needs.head_size in _FLASH_HEAD_SIZES
+        and needs.dtype == _FLASH_DTYPE
+        and paged in fmha.flash.FwOp.SUPPORTED_ATTN_BIAS_TYPES
+    )
+    if flash_attn_serves:
+        return fmha.flash.FwOp
+    return fmha.triton_splitk.FwOp if needs.head_size in _SPLIT_K_HEAD_SIZES else None

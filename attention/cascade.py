@@ -1,0 +1,183 @@
+"""Cascade attention: keys that all requests of a batch share are read once for all queries, each request's others as
+usual, and the two merged by log-sum-exp.
+
+Knows batches and kernels, no backend. Legend: R requests, T tokens, H query heads, D channels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionNeeds
+from attention.cache import TORCH_DTYPES
+from attention.kernels.decode import MAX_ROWS, decode_attention
+from attention.kernels.decode_plan import DecodePlan, decode_tiling, new_decode_plan, new_partials
+from attention.kernels.merge import merge_attn_states
+from attention.kernels.unified import unified_attention
+from attention.metadata import CommonAttentionMetadata
+from attention.parameters import AttentionParameters, AttentionType
+
+# Query rows that a program of the kernel for prefills takes along the keys, all of them.
+_PREFILL_ROWS = 128
+# How long such a program, and one of the split kernel with its full rows, takes over a key, and what three more
+# launches take; in units of the 14 ns in which a multiprocessor reads a key of one kv head. 132 multiprocessors, 32/8
+# heads of 128: 23 and 33 ns, 10 us.
+_PREFILL_COST, _SPLIT_COST, _OVERHEAD_COST = 1.6, 2.2, 700.0
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Leading keys of all requests of a batch, as one request that all the batch's queries belong to.
+
+    Attributes:
+        query_start_loc: [2] int32.
+        seq_lens: [1] int32.
+        block_table: [1, blocks] int32.
+        num_tokens: queries of the batch.
+        plan: how the keys are split among programs, where the queries alone are too few to fill the GPU; else None.
+        rest: the batch as if the prefix were not there: its lengths and block tables begin behind it.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    num_tokens: int
+    plan: DecodePlan | None
+    rest: CommonAttentionMetadata
+
+
+def share_prefix(
+    common: CommonAttentionMetadata, common_prefix_len: int, needs: AttentionNeeds, *, num_sms: int
+) -> SharedPrefix | None:
+    """The prefix as far as it consists of whole blocks and lies before every query; None if nothing remains."""
+    shortest = int(common.num_computed_tokens_cpu.min())
+    num_blocks = min(common_prefix_len, shortest) // needs.block_size
+    if not num_blocks or not common.causal:
+        return None
+    prefix_len, num_tokens = num_blocks * needs.block_size, common.num_actual_tokens
+    seq_lens = torch.tensor([prefix_len], dtype=torch.int32, device=common.seq_lens.device)
+    rest = replace(
+        common,
+        seq_lens=common.seq_lens - prefix_len,
+        seq_lens_cpu=common.seq_lens_cpu - prefix_len,
+        num_computed_tokens_cpu=common.num_computed_tokens_cpu - prefix_len,
+        block_table_tensor=common.block_table_tensor[:, num_blocks:],
+    )
+    num_rows = num_tokens * needs.num_heads // needs.num_kv_heads
+    return SharedPrefix(
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=seq_lens.device),
+        seq_lens=seq_lens,
+        block_table=common.block_table_tensor[:1],
+        num_tokens=num_tokens,
+        plan=None if _fills(num_rows, needs.num_kv_heads, num_sms) else _split(seq_lens, num_tokens, needs, num_sms),
+        rest=rest,
+    )
+
+
+def can_share_prefix(layer: AttentionParameters) -> bool:
+    """Whether a layer's scores stay the same when keys are counted from behind the prefix, and all of its queries see
+    all of the prefix."""
+    return (
+        layer.attn_type is AttentionType.DECODER
+        and layer.sliding_window is None
+        and layer.attention_chunk_size is None
+        and layer.alibi_slopes_H is None
+    )
+
+
+def worth_sharing(
+    common_prefix_len: int, query_lens: Sequence[int], *, num_query_heads: int, num_kv_heads: int, num_sms: int
+) -> bool:
+    """Whether the batch is faster with its prefix apart.
+
+    Alone, every request reads the prefix for its own query rows; together, rows of different requests share tiles.
+    """
+    group = num_query_heads // num_kv_heads
+    alone = num_kv_heads * sum(-(-query_len * group // _PREFILL_ROWS) for query_len in query_lens) / num_sms
+    num_rows = sum(query_lens) * group
+    if _fills(num_rows, num_kv_heads, num_sms):
+        together = _PREFILL_COST * -(-num_kv_heads * -(-num_rows // _PREFILL_ROWS) // num_sms)  # in whole waves
+    else:
+        together = _SPLIT_COST * num_kv_heads * -(-num_rows // MAX_ROWS) / num_sms
+    return (alone - together) * common_prefix_len > _OVERHEAD_COST
+
+
+def _fills(num_rows: int, num_kv_heads: int, num_sms: int) -> bool:
+    """Whether the kernel for prefills, which splits no keys, is the faster one, even if some of the GPU is idle."""
+    return 3 * num_kv_heads * -(-num_rows // _PREFILL_ROWS) >= num_sms
+
+
+def _split(seq_lens: Tensor, num_tokens: int, needs: AttentionNeeds, num_sms: int) -> DecodePlan:
+    tiling = decode_tiling(needs.head_size, TORCH_DTYPES[needs.cache_dtype])
+    row_tiles = -(-num_tokens * needs.num_heads // needs.num_kv_heads // MAX_ROWS)
+    # A program with that many rows has a multiprocessor for itself.
+    num_workers = max(1, num_sms // (needs.num_kv_heads * row_tiles))
+    partials = new_partials(
+        max_num_reqs=1,
+        num_workers=num_workers,
+        num_heads=num_tokens * needs.num_heads,
+        head_size=needs.head_size,
+        device=seq_lens.device,
+    )
+    plan = new_decode_plan(tiling=tiling, max_num_reqs=1, num_workers=num_workers, partials=partials)
+    plan.fill(seq_lens)
+    return plan
+
+
+def attend_with_prefix(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    prefix: SharedPrefix,
+    *,
+    layer: AttentionParameters,
+    attend_rest: Callable[[Tensor, Tensor], None],
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Attends to prefix and rest.
+
+    Args:
+        attend_rest: attends to `prefix.rest`, without sinks; writes output [T, H, D] and log-sum-exp [H, T], float32.
+    """
+    num_tokens, num_heads = prefix.num_tokens, q_THD.shape[1]
+    parts = torch.empty(2, num_tokens, *out.shape[1:], dtype=torch.float32, device=out.device)
+    lses = torch.empty(2, num_heads, num_tokens, dtype=torch.float32, device=out.device)
+    if prefix.plan is not None:
+        decode_attention(
+            q_THD[:num_tokens],
+            kv_layer,
+            seq_lens=prefix.seq_lens,
+            block_table=prefix.block_table,
+            plan=prefix.plan,
+            scale=layer.scale,
+            logits_soft_cap=layer.logits_soft_cap,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            queries_per_request=num_tokens,
+            out=parts[0],
+            lse_HR=lses[0],
+        )
+    else:
+        unified_attention(
+            q_THD,
+            kv_layer,
+            query_start_loc=prefix.query_start_loc,
+            seq_lens=prefix.seq_lens,
+            block_table=prefix.block_table,
+            max_query_len=num_tokens,
+            scale=layer.scale,
+            causal=False,
+            logits_soft_cap=layer.logits_soft_cap,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=parts[0],
+            lse_HT=lses[0],
+        )
+    attend_rest(parts[1], lses[1])
+    merge_attn_states(parts[0], lses[0], parts[1], lses[1], out=out[:num_tokens], sinks_H=layer.sinks_H)

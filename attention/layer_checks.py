@@ -1,0 +1,83 @@
+"""What an attention layer may ask for, of which backend, and with which memory: refusals of `attention.layer`, none of
+its work."""
+
+from torch import Tensor
+
+from attention.backend import AttentionFeature, BackendCapabilities
+from attention.parameters import AttentionParameters, AttentionType
+from attention.spec import KVKind
+from baton.errors import ConfigError, InternalError
+
+
+def asked_features(parameters: AttentionParameters) -> frozenset[AttentionFeature]:
+    """What a backend must declare for a layer."""
+    asked = {
+        AttentionFeature.SLIDING_WINDOW: parameters.sliding_window is not None,
+        AttentionFeature.CHUNKED_LOCAL: parameters.attention_chunk_size is not None,
+        AttentionFeature.SOFT_CAP: parameters.logits_soft_cap is not None,
+        AttentionFeature.ALIBI: parameters.alibi_slopes_H is not None,
+        AttentionFeature.SINKS: parameters.sinks_H is not None,
+        AttentionFeature.BLOCK_SPARSE: parameters.blocksparse is not None,
+        AttentionFeature.ENCODER: parameters.attn_type is not AttentionType.DECODER,
+    }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+
+def check_parameters(parameters: AttentionParameters, *, num_heads: int, num_kv_heads: int) -> None:
+    """Raises ConfigError for what no backend could do."""
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise refused("num_kv_heads", num_kv_heads, f"a divisor of num_heads ({num_heads})")
+    for name in ("sliding_window", "attention_chunk_size"):
+        size = getattr(parameters, name)
+        if size is not None and size < 1:
+            raise refused(name, size, "an integer of at least 1", "none")
+    cap = parameters.logits_soft_cap
+    if cap is not None and cap <= 0:
+        raise refused("logits_soft_cap", cap, "a number above 0", "none")
+    for name, tensor in (("alibi_slopes", parameters.alibi_slopes_H), ("sinks", parameters.sinks_H)):
+        if tensor is not None and tensor.shape != (num_heads,):
+            raise refused(name, tuple(tensor.shape), f"one number for each of the {num_heads} query heads")
+    pattern = parameters.blocksparse
+    if pattern is not None and (pattern.num_heads, pattern.num_kv_heads) != (num_heads, num_kv_heads):
+        allowed = f"a pattern for {num_heads} heads and {num_kv_heads} kv heads"
+        raise refused("blocksparse", f"for {pattern.num_heads} heads and {pattern.num_kv_heads} kv heads", allowed)
+    if parameters.attn_type is not AttentionType.DECODER:
+        for name in ("sliding_window", "attention_chunk_size", "blocksparse"):
+            value = getattr(parameters, name)
+            if value is not None:
+                raise refused(name, value, f"none, for attention of type {parameters.attn_type}")
+
+
+def check_backend(capabilities: BackendCapabilities, parameters: AttentionParameters, *, layer_index: int) -> None:
+    """Raises ConfigError for what this backend does not declare."""
+    if capabilities.kind is not KVKind.GQA:
+        raise ConfigError(
+            f"{capabilities.name} reads caches of kind {capabilities.kind}, not keys and values",
+            field="attention_backend",
+            value=capabilities.name,
+            cure="let the backend be selected for this model",
+        )
+    missing = sorted(asked_features(parameters) - capabilities.features)
+    if missing:
+        raise ConfigError(
+            f"{capabilities.name} has no {', '.join(missing)}, which attention layer {layer_index} asks for",
+            field="attention_backend",
+            value=capabilities.name,
+            cure="let the backend be selected for this model",
+        )
+
+
+def check_out(out: Tensor, q_THD: Tensor) -> None:
+    """Raises InternalError for memory that cannot take the result."""
+    for name, value, wanted in (
+        ("shape", tuple(out.shape), tuple(q_THD.shape)),
+        ("dtype", out.dtype, q_THD.dtype),
+        ("device", out.device, q_THD.device),
+        ("is_contiguous", out.is_contiguous(), True),
+    ):
+        if value != wanted:
+            raise InternalError(f"out's {name} is {value}", field="out", value=value, allowed=(str(wanted),))
+
+
+def refused(field: str, value: object, *allowed: str) -> ConfigError:
+    return ConfigError(f"{field} is {value}", field=field, value=value, allowed=allowed)

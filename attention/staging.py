@@ -1,0 +1,39 @@
+"""From arrays on the host to tensors on the device, in one copy that the host does not wait for. Knows no batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Triton compiles a kernel anew for a pointer that is not a multiple of 16, and wide loads want more.
+_ALIGNMENT = 256
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device | str) -> list[Tensor]:
+    """The arrays as tensors: on a CPU the same memory, on a GPU views of one new allocation.
+
+    The copy is ordered before whatever the current stream does next; the arrays may be changed at once.
+    """
+    if torch.device(device).type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    # torch keeps pinned memory that is no longer referenced until the copy out of it is done.
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    host = staged.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    copied = staged.to(device, non_blocking=True)
+    return [
+        copied[start : start + array.nbytes].view(_torch_dtype(array)).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
+
+
+def _torch_dtype(array: NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype

@@ -1,0 +1,80 @@
+"""What one measurement says, and the rows that figures beside each other give. Knows no kernel."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.attention.measure import Ceilings
+from bench.table import Row
+
+MAX_ERROR = 1e-2
+
+
+@dataclass(frozen=True)
+class Work:
+    """Attributes:
+    name: such as "GQA decode".
+    size: such as "B 64, context 4096".
+    num_bytes: that must be moved at least.
+    num_flops: that must be done at least.
+    """
+
+    name: str
+    size: str
+    num_bytes: float
+    num_flops: float
+
+    def bound_by_memory(self, machine: Ceilings) -> bool:
+        return self.num_bytes / machine.copy_gigabytes_per_s > self.num_flops / machine.matmul_teraflops / 1e3
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`share` of the rival is wanted."""
+
+    rival: str
+    share: float
+
+
+def rows_of(work: Work, us_of: Mapping[str, float], ours: str, goals: Sequence[Goal], machine: Ceilings) -> list[Row]:
+    """Ours beside each other one, the fastest first, then beside what the machine can do."""
+    if ours not in us_of:
+        return []
+    us = us_of[ours]
+    size = f"{work.size} ({work.num_bytes / us / 1e3:.0f} GB/s, {work.num_flops / us / 1e6:.0f} TFLOPS)"
+    wanted = {goal.rival: goal.share for goal in goals}
+    rows = [
+        Row(f"{work.name}, {ours}", size, us, "us", rival, us_of[rival], goal=wanted.get(rival), less_is_better=True)
+        for rival in sorted(us_of, key=us_of.__getitem__)
+        if rival != ours
+    ]
+    return [*rows, _beside_machine(work, ours, us, machine)]
+
+
+def default_row(work: Work, us_of: Mapping[str, float], default: str, share: float) -> Row:
+    """What selection picks beside the best of all; endless if it was left out."""
+    best = min(us_of, key=us_of.__getitem__)
+    return Row(
+        f"{work.name}, the default: {default}",
+        work.size,
+        us_of.get(default, math.inf),
+        "us",
+        f"the best, {best}",
+        us_of[best],
+        goal=share,
+        less_is_better=True,
+    )
+
+
+def moved_row(work: Work, us: float, goal: float, machine: Ceilings) -> Row:
+    """What only moves bytes beside a copy of as many."""
+    rate = work.num_bytes / us / 1e3
+    return Row(work.name, f"{work.size} ({us:.0f} us)", rate, "GB/s", "a copy", machine.copy_gigabytes_per_s, goal=goal)
+
+
+def _beside_machine(work: Work, ours: str, us: float, machine: Ceilings) -> Row:
+    name = f"{work.name}, {ours}"
+    if work.bound_by_memory(machine):
+        rate = work.num_bytes / us / 1e3
+        return Row(name, work.size, rate, "GB/s", "a copy", machine.copy_gigabytes_per_s)
+    return Row(name, work.size, work.num_flops / us / 1e6, "TFLOPS", "a matmul", machine.matmul_teraflops)

@@ -1,0 +1,80 @@
+"""Writes docs/attention.md from the table of attention backends; `make docs` calls it."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+from attention.backend import AttentionFeature, BackendCapabilities
+from attention.selection import BACKENDS
+from attention.spec import FP8_DTYPES
+
+PAGE = Path(__file__).resolve().parent / "attention.md"
+
+_INTRODUCTION = """# Attention backends
+
+A node takes the first backend of this table that serves its model on its machine, and logs every other one with its
+reasons. `BATON_ATTENTION_BACKEND` (`--attention-backend`) forces one; if that one cannot serve, the node says
+why and does not start. A backend whose package is missing is refused with the command that installs it.
+
+What the words mean: `attention/parameters.py` defines each feature, `attention/layout.py` the layouts. All backends
+pass one conformance suite (`tests/conformance/attention`), which compares them with attention by its definition in
+float64; what it said on a GPU is in [attention_conformance.md](../bench/results/attention_conformance.md), and how fast
+each one is in [attention.md](../bench/results/attention.md).
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    capabilities = [backend.capabilities for backend in BACKENDS]
+    sections = [_INTRODUCTION, "## Machines and sizes", "", *_sizes(capabilities), "", "## Features", ""]
+    return "\n".join([*sections, *_features(capabilities)]) + "\n"
+
+
+def _sizes(capabilities: list[BackendCapabilities]) -> list[str]:
+    rows = ["| backend | cache | runs on | dtypes | head sizes | block sizes | layouts | needs |", "|---" * 8 + "|"]
+    for backend in capabilities:
+        cells = (
+            backend.name,
+            str(backend.kind),
+            _named(backend.devices),
+            _named(backend.dtypes),
+            _sizes_of(backend.head_sizes),
+            _sizes_of(backend.block_sizes),
+            _named(layout.name for layout in backend.layouts),
+            f"`{backend.install}`" if backend.package else "",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _features(capabilities: list[BackendCapabilities]) -> list[str]:
+    names = [*(feature.value for feature in AttentionFeature), *FP8_DTYPES, "CUDA graphs", "layers may differ"]
+    rows = [f"| backend | {' | '.join(name.replace('_', ' ') for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    for backend in capabilities:
+        has = [
+            *(feature in backend.features for feature in AttentionFeature),
+            *(dtype in backend.kv_dtypes for dtype in FP8_DTYPES),
+            backend.cudagraph,
+            not backend.uniform_layers,
+        ]
+        rows.append(f"| {backend.name} | {' | '.join('yes' if it else '' for it in has)} |")
+    return rows
+
+
+def _named(values: Iterable[object]) -> str:
+    return ", ".join(sorted(str(value) for value in values))
+
+
+def _sizes_of(sizes: frozenset[int] | None) -> str:
+    """`32 to 256 in steps of 8` rather than thirty numbers."""
+    if sizes is None:
+        return "any"
+    ordered = sorted(sizes)
+    steps = {after - before for before, after in pairwise(ordered)}
+    if len(ordered) > 4 and len(steps) == 1:
+        return f"{ordered[0]} to {ordered[-1]} in steps of {steps.pop()}"
+    return ", ".join(str(size) for size in ordered)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,121 @@
+"""Attention over keys that lie side by side equals attention by its definition, whatever the lengths and features."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.kernels.ragged import ragged_attention
+from attention.kernels.unified_call import Features
+from tests.device import DEVICE
+from tests.unit.attention.ragged_batch import FEATURES, SCALE, RaggedBatch, ragged_batch, starts_of
+
+# Lengths around the edges of tiles: a prompt of one token, no context, no keys at all, no queries.
+QUERIES, KEYS = [5, 16, 1, 3, 0, 40], [9, 16, 1, 0, 20, 105]
+
+
+def attend(batch: RaggedBatch, features: Features, *, k_SKD: Tensor | None = None, v_SKV: Tensor | None = None) -> None:
+    ragged_attention(
+        batch.queries,
+        torch.cat(batch.k).to(DEVICE) if k_SKD is None else k_SKD,
+        torch.cat(batch.v).to(DEVICE) if v_SKV is None else v_SKV,
+        query_start_loc=batch.query_start_loc,
+        key_start_loc=starts_of([len(keys) for keys in batch.k]),
+        max_query_len=max(batch.query_lens),
+        causal=features.causal,
+        scale=SCALE,
+        sliding_window=features.sliding_window,
+        attention_chunk_size=features.attention_chunk_size,
+        logits_soft_cap=features.logits_soft_cap,
+        alibi_slopes_H=features.alibi_slopes_H,
+        sinks_H=features.sinks_H,
+        out=batch.out_THV,
+        lse_HT=batch.lse_HT,
+    )
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_does_what_it_is_defined_to(name: str) -> None:
+    batch = ragged_batch(QUERIES, KEYS)
+    attend(batch, FEATURES[name])
+    batch.check(FEATURES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("none", torch.float16), ("none", torch.bfloat16), ("not causal", torch.float16), ("all", torch.bfloat16)],
+)
+def test_sixteen_bits_are_as_exact_as_they_can_be(name: str, dtype: torch.dtype) -> None:
+    batch = ragged_batch(QUERIES, KEYS, head_size=64, dtype=dtype)
+    attend(batch, FEATURES[name])
+    batch.check(FEATURES[name])
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (80, 80), (96, 96), (112, 112), (256, 256), (16, 48)])
+def test_any_head_size_and_another_one_for_values(sizes: tuple[int, int]) -> None:
+    batch = ragged_batch([40], [70], num_heads=2, head_size=sizes[0], value_size=sizes[1], dtype=torch.float16)
+    attend(batch, Features())
+    batch.check(Features())
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (40, 1)])
+def test_any_number_of_query_heads_shares_a_kv_head(heads: tuple[int, int]) -> None:
+    batch = ragged_batch([20, 2], [50, 2], num_heads=heads[0], num_kv_heads=heads[1], head_size=64, dtype=torch.float16)
+    attend(batch, Features())
+    batch.check(Features())
+
+
+@pytest.mark.parametrize("head_size", [16, 64])
+def test_keys_and_values_may_be_slices_of_wider_tensors(head_size: int) -> None:
+    batch = ragged_batch([20, 40], [20, 60], head_size=head_size, dtype=torch.float16)
+    k_SKD, v_SKV = torch.cat(batch.k), torch.cat(batch.v)
+    wide = torch.cat([torch.full_like(k_SKD, torch.nan), k_SKD, v_SKV], -1).to(DEVICE)
+    k_heads_first = k_SKD.transpose(0, 1).contiguous().to(DEVICE).transpose(0, 1)
+    attend(batch, Features(), k_SKD=wide[..., head_size : 2 * head_size], v_SKV=wide[..., 2 * head_size :])
+    batch.check(Features())
+    batch.out_THV.fill_(torch.nan)
+    attend(batch, Features(), k_SKD=k_heads_first, v_SKV=wide[..., 2 * head_size :])
+    batch.check(Features())
+
+
+def test_keys_at_any_address() -> None:
+    """The copy engine of a GPU wants multiples of 16 bytes; without, results are the same."""
+    batch = ragged_batch([20, 40], [20, 60], head_size=64, dtype=torch.float16)
+    k_SKD = torch.cat(batch.k)
+    odd = torch.empty(k_SKD.numel() + 1, dtype=k_SKD.dtype, device=DEVICE)[1:].view(k_SKD.shape).copy_(k_SKD)
+    attend(batch, Features(), k_SKD=odd)
+    batch.check(Features())
+
+
+def test_without_log_sum_exp() -> None:
+    batch = ragged_batch([20], [20])
+    ragged_attention(
+        batch.queries,
+        batch.k[0].to(DEVICE),
+        batch.v[0].to(DEVICE),
+        query_start_loc=batch.query_start_loc,
+        key_start_loc=starts_of([20]),
+        max_query_len=64,
+        causal=True,
+        scale=SCALE,
+        out=batch.out_THV,
+    )
+    assert batch.lse_HT.isnan().all()
+    assert batch.out_THV[:20].isfinite().all()
+
+
+def test_padded_requests_are_nobody() -> None:
+    """As in a CUDA graph that was captured for more requests and tokens than there are."""
+    batch = ragged_batch([4, 9], [4, 30])
+    ragged_attention(
+        batch.queries,
+        torch.cat(batch.k).to(DEVICE),
+        torch.cat(batch.v).to(DEVICE),
+        query_start_loc=torch.tensor([0, 4, 13, 13, 13], dtype=torch.int32, device=DEVICE),
+        key_start_loc=torch.tensor([0, 4, 34, 34, 34], dtype=torch.int32, device=DEVICE),
+        max_query_len=16,
+        causal=True,
+        scale=SCALE,
+        out=batch.out_THV,
+        lse_HT=batch.lse_HT,
+    )
+    batch.check(Features())

@@ -51,6 +51,8 @@ BACKENDS: tuple[BackendClass, ...] = (
     XFormers,
 )
 DEFAULT_CONTEXT_WORKSPACE_TOKENS = 4096
+# GPUs before it cannot convert this format, and Triton refuses to compile for them.
+_E4M3_COMPUTE_CAPABILITY = (8, 9)
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +147,8 @@ def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, pl
     if missing:
         reasons.append(f"no {', '.join(missing)}")
     minimum = capabilities.min_compute_capability
+    if needs.cache_dtype == "float8_e4m3fn" and minimum is not None:
+        minimum = max(minimum, _E4M3_COMPUTE_CAPABILITY)
     if minimum is not None and platform.compute_capability is not None and platform.compute_capability < minimum:
         has, wants = (".".join(map(str, version)) for version in (platform.compute_capability, minimum))
         reasons.append(f"the GPU's compute capability is {has}, below {wants}")

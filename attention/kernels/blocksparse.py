@@ -23,8 +23,7 @@ from attention.blocksparse import BlocksparseParams
 from attention.kernels import blocksparse_hopper
 from attention.kernels.blocksparse_parts import cached_rows, dot, load_rows, soften
 from attention.kernels.blocksparse_pattern import LOG2E, KernelPattern, as_rows, kernel_pattern
-from attention.kernels.launch import interpreted
-from attention.kernels.mla_decode_work import bound
+from attention.kernels.launch import bound, interpreted
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from torch import Tensor
 from attention.blocksparse import BlocksparseParams
 from attention.kernels.blocksparse_parts import cached_rows, dot, load_rows, soften
 from attention.kernels.blocksparse_pattern import LOG2E, kernel_pattern
-from attention.kernels.launch import interpreted
-from attention.kernels.mla_decode_work import bound
+from attention.kernels.launch import bound, interpreted
 
 # Bytes of a tile of keys that keep enough loads in flight.
 _TILE_BYTES = 16384

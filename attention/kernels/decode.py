@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attention.kernels.decode_merge import merge_partials
 from attention.kernels.decode_plan import NO_LIMIT, DecodePlan, first_visible_key, units_per_worker
-from attention.kernels.launch import interpreted
-from attention.kernels.mla_decode_work import bound
+from attention.kernels.launch import bound, interpreted
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Rows, a query head each, that one program takes: more would not fit into its registers. Larger groups read again.

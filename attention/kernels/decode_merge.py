@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.decode_plan import DecodePlan, units_per_worker
-from attention.kernels.launch import interpreted
-from attention.kernels.mla_decode_work import bound
+from attention.kernels.launch import bound, interpreted
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Partial results that are in flight at once. Part of what makes a result's bits, so it depends on no batch.

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import interpreted
-from attention.kernels.mla_decode_work import TILE, MLADecodePlan, bound, request_cost, requests_of_a_block
+from attention.kernels.launch import bound, interpreted
+from attention.kernels.mla_decode_work import TILE, MLADecodePlan, request_cost, requests_of_a_block
 
 
 def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None) -> None:

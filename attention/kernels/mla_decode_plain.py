@@ -10,12 +10,11 @@ from torch import Tensor
 
 from attention.fp8 import is_fp8
 from attention.kernels.fp8 import from_fp8
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import bound, interpreted
 from attention.kernels.mla_decode_work import (
     LOG2_E,
     TILE,
     MLADecodePlan,
-    bound,
     find_work,
     heads_of_a_program,
     request_cost,
@@ -78,12 +77,11 @@ def launch_plain(
 
 
 def _heads_that_fit(num_heads: int, device: torch.device) -> int:
-    """64 heads' queries and two steps of keys take 190 KB of shared memory, 16 heads' 75; GPUs have 99, 163 or 227."""
-    block_h = heads_of_a_program(num_heads)
-    if device.type != "cuda":
-        return block_h
-    has_bytes = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return block_h if has_bytes > 200_000 else 16
+    """64 heads' queries and two steps of keys take up to 190 KB of shared memory, which Hopper and its successor of the
+    data centres have; 16 heads' take 75 KB, which all GPUs have."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
+        return 16
+    return heads_of_a_program(num_heads)
 
 
 @triton.jit(do_not_specialize=["num_reqs"])

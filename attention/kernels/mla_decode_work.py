@@ -88,14 +88,6 @@ def _hopper_kernel(device: torch.device) -> ModuleType | None:
 
 
 @triton.jit
-def bound(number, INTERPRETED: tl.constexpr):
-    """For a loop's `range`: the interpreter's numbers are arrays of one element, which Python does not count with."""
-    if INTERPRETED:
-        return number.handle.data.item()
-    return number
-
-
-@triton.jit
 def request_cost(seq_len, SPLIT_TILES: tl.constexpr, TILE: tl.constexpr):
     """Tiles that requests take in the row; with a fixed split, whole splits."""
     tiles = (seq_len + TILE - 1) // TILE

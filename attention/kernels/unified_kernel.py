@@ -8,7 +8,7 @@ kv head), N keys of a tile, D key channels, V value channels.
 import triton
 import triton.language as tl
 
-from attention.kernels.mla_decode_work import bound
+from attention.kernels.launch import bound
 from attention.kernels.unified_parts import find_blocks, find_tile, in_type, load_rows, tanh
 
 

@@ -56,11 +56,12 @@ def choose_tiling(call: Call) -> Tiling:
     """The first shape that fits, in the order of their speed on an H200."""
     element_bytes = 2 if is_fp8(call.q_THD) else call.q_THD.element_size()
     rows = max(16, triton.next_power_of_2(call.max_query_len * call.group))
-    block_m = min(rows, 64 if element_bytes > 2 else 128)
+    # Products of float32 are unrolled into registers, and spill unless tiles are small.
+    block_m = min(rows, 32 if element_bytes > 2 else 128)
     key_channels = sum(split_channels(call.q_THD.shape[-1]))
     channels = key_channels + triton.next_power_of_2(call.keys.values.shape[-1])
     room = _shared_bytes(call.q_THD.device) - block_m * key_channels * element_bytes
-    shapes = ((64, 3), (64, 2), (32, 2))
+    shapes = ((16, 2),) if element_bytes > 2 else ((64, 3), (64, 2), (32, 2))
     fitting = (shape for shape in shapes if shape[0] * shape[1] * channels * element_bytes <= room)
     block_n, num_stages = next(fitting, (16, 1))
     return Tiling(

@@ -21,7 +21,7 @@ from tests.device import DEVICE
 
 LAYERS, LAYER = 2, 1
 # Interpreted, a program takes milliseconds; compiled, launching dominates and real sizes cost nothing.
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = (8, 2, 64) if DEVICE == "cuda" else (4, 2, 16)
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = (8, 2, 128) if DEVICE == "cuda" else (4, 2, 16)
 SCALE = 0.21
 Q_SCALE, K_SCALE, V_SCALE = 0.02, 0.03, 0.04
 

@@ -1,8 +1,10 @@
-"""Which combinations run: on a GPU all of them; on a CPU a covering choice, in which each setting meets each layout,
-and over the settings each layout meets each block size and dtype. In the interpreter, where one batch takes a second,
-each setting meets two layouts, and half of the batches in each.
+"""Which combinations run. BATON_TEST_FULL=1: all. Otherwise, on a GPU: every setting in every layout and block size in
+bfloat16, and in the other dtypes in two layouts and block sizes each, which change from setting to setting. On a CPU:
+each setting in each layout, block sizes and dtypes taking turns; in Triton's interpreter, where one batch takes a
+second, in two layouts, with half of the batches in each.
 """
 
+import os
 from collections.abc import Iterator
 from itertools import product
 
@@ -13,6 +15,7 @@ from tests.conformance.attention.platform_backends import dtypes_here
 from tests.conformance.attention.settings import SETTINGS, Setting
 from tests.device import DEVICE
 
+FULL = bool(os.environ.get("BATON_TEST_FULL"))
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -49,16 +52,18 @@ def combinations(backend: BackendClass) -> Iterator[tuple[Setting, KVCacheLayout
     """(setting, layout, block size, dtype)."""
     layouts = sorted(backend.capabilities.layouts, key=lambda layout: layout.name)
     sizes, dtypes = block_sizes_of(backend), dtypes_here(backend.capabilities)
-    if DEVICE == "cuda":
-        # Settings last: what runs at the same time compiles different kernels.
-        for layout, size, dtype, setting in product(layouts, sizes, dtypes, settings_of(backend)):
-            yield setting, layout, size, dtype
+    in_full = () if DEVICE == "cpu" and not FULL else dtypes if FULL else ("bfloat16",)
+    # Settings last: what runs at the same time compiles different kernels.
+    for layout, size, dtype, setting in product(layouts, sizes, in_full, settings_of(backend)):
+        yield setting, layout, size, dtype
+    if in_full == dtypes:
         return
+    others = [dtype for dtype in dtypes if dtype not in in_full]
     for index, setting in enumerate(settings_of(backend)):
-        for turn in range(2 if interpreted(backend) else len(layouts)):
+        for turn in range(2 if in_full or interpreted(backend) else len(layouts)):
             layout = layouts[(index + turn) % len(layouts)]
             size = sizes[(index // 2) % 2 if interpreted(backend) else (index // len(layouts) + turn) % len(sizes)]
-            yield setting, layout, size, dtypes[(index + 2 * turn) % len(dtypes)]
+            yield setting, layout, size, others[(index + (2 - bool(in_full)) * turn) % len(others)]
 
 
 def latent_combinations(backend: BackendClass) -> Iterator[tuple[KVCacheLayout, int, str]]:
@@ -66,5 +71,5 @@ def latent_combinations(backend: BackendClass) -> Iterator[tuple[KVCacheLayout, 
     layouts = sorted(backend.capabilities.layouts, key=lambda layout: layout.name)
     everything = product(layouts, block_sizes_of(backend), dtypes_here(backend.capabilities))
     for index, combination in enumerate(everything):
-        if not interpreted(backend) or (combination[1] < 64 and index % 2 == 0):
+        if FULL or not interpreted(backend) or (combination[1] < 64 and index % 2 == 0):
             yield combination

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from attention.backend import AttentionFeature, AttentionNeeds
+from attention.backends.triton_attn import TritonAttention
 from attention.layout import KVCacheLayout
 from attention.parameters import AttentionParameters
 from attention.platform import OPTIONAL_PACKAGES, Platform
-from attention.selection import BACKENDS, select_backend, selection_report
+from attention.selection import BACKENDS, reasons_against, select_backend, selection_report
 from attention.spec import KVKind
 from baton.errors import ConfigError
 
@@ -172,3 +173,11 @@ def test_a_forced_backend_that_does_not_fit_is_refused_and_the_fitting_ones_name
 def test_a_context_workspace_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="context_workspace_tokens is 0"):
         select_backend(DEEPSEEK, platform=CPU, context_workspace_tokens=0)
+
+
+def test_a_gpu_that_cannot_convert_e4m3_is_told_so_and_keeps_e5m2() -> None:
+    needs = replace(on_gpu(LLAMA), kv_dtype="float8_e4m3fn")
+    with pytest.raises(ConfigError, match=r"TRITON_ATTN: the GPU's compute capability is 8\.0, below 8\.9"):
+        select_backend(needs, platform=A100)
+    against = reasons_against(TritonAttention.capabilities, replace(needs, kv_dtype="float8_e5m2"), A100)
+    assert against == ()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.table import print_rows, read_json, write_json, write_markdown
+from bench.table import Row, print_rows, read_json, write_json, write_markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PLOT = "--plot"
@@ -35,11 +35,14 @@ def main(arguments: Sequence[str]) -> None:
     for name, title, module in BENCHMARKS:
         if wanted and name not in wanted:
             continue
-        rows = importlib.import_module(module).run(_say)
-        if rows:
-            print_rows(title, rows)
-            write_markdown(f"{title} ({_machine()})", rows, RESULTS / f"{name}.md")
-            write_json(rows, RESULTS / f"{name}.json")
+        rows: list[Row] = []
+        try:
+            rows.extend(importlib.import_module(module).run(_say))
+        finally:  # one that breaks, or is stopped, keeps what it has measured
+            if rows:
+                print_rows(title, rows)
+                write_markdown(f"{title} ({_machine()})", rows, RESULTS / f"{name}.md")
+                write_json(rows, RESULTS / f"{name}.json")
 
 
 def _machine() -> str:

@@ -18,8 +18,10 @@ why and does not start. A backend whose package is missing is refused with the c
 
 What the words mean: `attention/parameters.py` defines each feature, `attention/layout.py` the layouts. All backends
 pass one conformance suite (`tests/conformance/attention`), which compares them with attention by its definition in
-float64; what it said on a GPU is in [attention_conformance.md](../bench/results/attention_conformance.md), and how fast
-each one is in [attention.md](../bench/results/attention.md).
+float64: on a CPU in Triton's interpreter with `make test`, on a GPU with `make test-gpu`. How fast each one is beside
+its rivals is in [attention.md](../bench/results/attention.md):
+
+![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)
 """
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attention.backend import AttentionBackend, AttentionNeeds
+from attention.backend import AttentionBackend, AttentionFeature, AttentionNeeds
 from attention.cache import TORCH_DTYPES, PagedKVCache
 from attention.layer import Attention
 from attention.layout import KVCacheLayout
@@ -22,7 +22,6 @@ from tests.device import DEVICE
 LAYERS, LAYER = 2, 1
 # Interpreted, a program takes milliseconds; compiled, launching dominates and real sizes cost nothing.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = (8, 2, 128) if DEVICE == "cuda" else (4, 2, 16)
-SCALE = 0.21
 Q_SCALE, K_SCALE, V_SCALE = 0.02, 0.03, 0.04
 
 
@@ -37,10 +36,14 @@ class Shape:
     num_kv_heads: int = NUM_KV_HEADS
     head_dim: int = HEAD_DIM
 
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
 
 def needs_of(setting: Setting, shape: Shape) -> AttentionNeeds:
     asked = AttentionParameters(
-        scale=SCALE,
+        scale=shape.scale,
         sliding_window=setting.sliding_window,
         attention_chunk_size=setting.attention_chunk_size,
         logits_soft_cap=setting.logits_soft_cap,
@@ -71,7 +74,7 @@ def make_layer(backend: AttentionBackend, setting: Setting, shape: Shape) -> Att
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        scale=SCALE,
+        scale=shape.scale,
         layer_index=LAYER,
         backend=backend,
         sliding_window=setting.sliding_window,
@@ -121,19 +124,26 @@ class GQACase:
         rows = []
         for request, queries, _ in self.batch.requests():
             k_SHD, v_SHD = self._kept(self.k[request], K_SCALE), self._kept(self.v[request], V_SCALE)
-            q_QHD = self.q_THD[queries]
+            q_QHD = self._multiplied(self.q_THD[queries])
             pattern = pattern_by_definition(self.setting, self.shape.num_heads, q_QHD.shape[0], k_SHD.shape[0])
             rows.append(
                 attend(
                     q_QHD,
                     k_SHD.repeat_interleave(groups, dim=1),
                     v_SHD.repeat_interleave(groups, dim=1),
-                    scale=SCALE,
+                    scale=self.shape.scale,
                     setting=self.setting,
                     pattern_HQS=None if pattern is None else pattern.to(DEVICE),
                 )
             )
         return torch.cat(rows)
+
+    def _multiplied(self, q_QHD: Tensor) -> Tensor:
+        """What a backend that multiplies in fp8 gets of the queries."""
+        quantized = AttentionFeature.QUANTIZED_QUERY in self.backend.capabilities.features
+        if not quantized or self.setting.kv_dtype != "float8_e4m3fn":
+            return q_QHD
+        return (q_QHD.float() / Q_SCALE).to(torch.float8_e4m3fn).float() * Q_SCALE
 
     def _kept(self, values: Tensor, scale: float) -> Tensor:
         """What an fp8 cache keeps of keys or values."""

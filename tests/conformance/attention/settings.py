@@ -71,7 +71,7 @@ SETTINGS = (
     Setting("window and soft cap", frozenset({_F.SLIDING_WINDOW, _F.SOFT_CAP}), sliding_window=19, logits_soft_cap=2.0),
     Setting("encoder", frozenset({_F.ENCODER}), attn_type=AttentionType.ENCODER),
     Setting("encoder only", frozenset({_F.ENCODER}), attn_type=AttentionType.ENCODER_ONLY),
-    Setting("encoder-decoder", frozenset({_F.ENCODER}), attn_type=AttentionType.ENCODER_DECODER),
+    Setting("encoder to decoder", frozenset({_F.ENCODER}), attn_type=AttentionType.ENCODER_DECODER),
     Setting("fp8 e4m3 cache", kv_dtype="float8_e4m3fn"),
     Setting("fp8 e5m2 cache", kv_dtype="float8_e5m2"),
     Setting("fp8 cache, window and soft cap", frozenset({_F.SLIDING_WINDOW, _F.SOFT_CAP}), sliding_window=19,

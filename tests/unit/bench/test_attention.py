@@ -21,7 +21,7 @@ COMPUTES = Work("prefill", "1 x 8", num_bytes=1e6, num_flops=5e10)
 def test_without_a_gpu_it_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said: list[str] = []
-    assert run(said.append) == []
+    assert list(run(said.append)) == []
     assert said == ["attention: needs a GPU"]
 
 

@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return float(self.head_dim) ** -0.5
 
 
 def needs_of(setting: Setting, shape: Shape) -> AttentionNeeds:

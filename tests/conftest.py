@@ -2,6 +2,7 @@
 there is no GPU."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,14 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attention-table", default="", help="write the attention conformance table to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--attention-table")
+    if path and not hasattr(config, "workerinput"):  # xdist's workers report to the process that writes
+        from tests.attention_table import AttentionTable
+
+        config.pluginmanager.register(AttentionTable(Path(path)))
 
 
 @pytest.fixture(scope="session", autouse=True)

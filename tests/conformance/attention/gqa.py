@@ -1,5 +1,6 @@
 """One layer of a key/value backend over a poisoned cache, and what it should give. Legend as in `oracle`."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return 1 / math.sqrt(self.head_dim)
 
 
 def needs_of(setting: Setting, shape: Shape) -> AttentionNeeds:

@@ -1,32 +1,42 @@
-"""`--attention-table FILE`: writes what ran as a table, one row per backend, one column per test, passed of all."""
+"""`--attention-table FILE`: what the conformance suite of attention backends said, as a table: one row per setting or
+test, one column per backend, passed of all. Cells that are empty are features that a backend does not declare.
+"""
 
 import platform
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from attention.selection import BACKENDS
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    path = config.getoption("--attention-table")
-    if not path:
-        return
-    counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.getreports(outcome):
-            backend, what = _cell(report.nodeid)
-            counts[backend, what][0] += outcome == "passed"
-            counts[backend, what][1] += 1
-    Path(path).write_text(_markdown(counts))
+_NAMES = {backend.capabilities.name for backend in BACKENDS}
+
+
+class AttentionTable:
+    """A pytest plugin that counts as results come in and writes at the end, also of a run that was cut short."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._counts: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        cell = _cell(report.nodeid)
+        passed, count = self._counts.get(cell, (0, 0))
+        self._counts[cell] = passed + report.passed, count + 1
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text(_markdown(self._counts))
 
 
 def _cell(nodeid: str) -> tuple[str, str]:
     """(backend, what is shown): of `test_x[BACKEND-setting-...]` the setting, of any other test its name."""
     name, _, parameters = nodeid.rpartition("::")[2].partition("[")
     values = parameters.rstrip("]").split("-")
-    backend = next((value for value in values if (value.isupper() and "_" in value) or value == "FLASHINFER"), "")
+    backend = next((value for value in values if value in _NAMES), "")
     if name in ("test_attention_is_what_its_definition_says", "test_a_captured_decode_replays_with_other_lengths"):
         backend, setting = values[0], values[1]
         captured = "captured" in name
@@ -34,7 +44,7 @@ def _cell(nodeid: str) -> tuple[str, str]:
     return backend, name.removeprefix("test_").replace("_", " ")
 
 
-def _markdown(counts: dict[tuple[str, str], list[int]]) -> str:
+def _markdown(counts: dict[tuple[str, str], tuple[int, int]]) -> str:
     backends = sorted({backend for backend, _ in counts})
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, interpreted"
     lines = [

@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*.proto)
 GENERATED := protos/common_pb2.pyi
+# Tests that only compute run two at a time; those with processes, deadlines and ports one after the other.
+COMPUTING := tests/unit/attention tests/unit/models tests/conformance/attention
 
 .DEFAULT_GOAL := help
 .PHONY: help install protos run test test-gpu check format bench docs clean
@@ -35,7 +37,8 @@ test-gpu: install  ## Run on a GPU what needs one, kernels compiled, and write t
 		--attention-table bench/results/attention_conformance.md
 
 test: install  ## Run every test but the GPU's
-	@$(BIN)/python -m pytest -m "not gpu"
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(COMPUTING)
+	@$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(COMPUTING))
 
 check: install  ## Lint, format check, types
 	@$(BIN)/ruff check .

@@ -1,13 +1,11 @@
-"""Which blocks of keys a block of queries sees: local blocks and vertical stripes. Pure values and their pattern.
+"""Which blocks of keys a block of queries sees: local blocks and vertical stripes. Pure values; spelt out as masks by
+`attention.blocksparse_mask`.
 
-Semantics of BLOCKSPARSE_FLASH_ATTN, which Phi-3-small was trained with. Knows no kernel and no cache. Legend: H query
-heads of this rank, I query blocks, J key blocks, T queries, S keys.
+Semantics of BLOCKSPARSE_FLASH_ATTN, which Phi-3-small was trained with. Knows no kernel, no cache and no numpy, because
+a gateway reads models' configs without it.
 """
 
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from baton.errors import ConfigError
 
@@ -85,27 +83,3 @@ class BlocksparseParams:
     def _refuse(self, name: str, allowed: str) -> ConfigError:
         value = getattr(self, name)
         return ConfigError(f"blocksparse {name} is {value}", field=name, value=value, allowed=(allowed,))
-
-
-def block_mask(params: BlocksparseParams, num_query_blocks: int, num_key_blocks: int) -> NDArray[np.bool_]:
-    """[H, I, J], which key blocks each query block sees, wholly or, on the diagonal, in part.
-
-    The last query block is the last key block: fewer query blocks are the end of a sequence.
-    """
-    assert num_query_blocks <= num_key_blocks
-    i_I1 = np.arange(num_key_blocks - num_query_blocks, num_key_blocks)[:, None]
-    j_J = np.arange(num_key_blocks)
-    offset_H11 = np.array(params.head_offsets)[:, None, None]
-    on_stripe_H1J = (j_J + offset_H11 + 1) % params.vert_stride == 0
-    mask_HIJ: NDArray[np.bool_] = (j_J <= i_I1) & ((i_I1 - j_J < params.local_blocks) | on_stripe_H1J)
-    return mask_HIJ
-
-
-def token_mask(params: BlocksparseParams, positions_T: NDArray[np.int64], num_keys: int) -> NDArray[np.bool_]:
-    """[H, T, S], which of a sequence's first `num_keys` keys the queries at `positions_T` see."""
-    key_positions_S = np.arange(num_keys)
-    num_blocks = max(int(positions_T.max()) + 1, num_keys) // params.block_size + 1
-    blocks_HIJ = block_mask(params, num_blocks, num_blocks)
-    blocks_HTS = blocks_HIJ[:, positions_T[:, None] // params.block_size, key_positions_S // params.block_size]
-    mask_HTS: NDArray[np.bool_] = blocks_HTS & (key_positions_S <= positions_T[:, None])
-    return mask_HTS

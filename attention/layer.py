@@ -140,6 +140,17 @@ class Attention(nn.Module):
         self.backend.forward(q_THD, k_TKD, v_TKD, kv_layer, metadata, layer=self.parameters_now, out=out)
         return out
 
+    def use_scales(self, scales: KVScales) -> None:
+        """Sets the scales of an fp8 cache, for a model that is built before it is known whether the cache is one.
+
+        Raises:
+            ConfigError: the layer shares another's KV; set that layer's before the two are joined.
+        """
+        if self.shares_kv:
+            raise refused("scales", "given", "none: shared KV is read with the scales of the layer that wrote it")
+        self.scales = scales
+        self._parameters_without_tensors = replace(self._parameters_without_tensors, scales=scales)
+
     def _share(self, target: "Attention") -> None:
         if not self.uses_cache:
             raise refused("kv_sharing_target", f"layer {target.layer_index}", f"none, for type {self.attn_type}")

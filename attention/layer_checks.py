@@ -1,5 +1,4 @@
-"""What an attention layer may ask for, of which backend, and with which memory: refusals of `attention.layer`, none of
-its work."""
+"""What an attention layer may ask for, of which backend, and with which memory: refusals, none of its work."""
 
 from torch import Tensor
 
@@ -64,6 +63,32 @@ def check_backend(capabilities: BackendCapabilities, parameters: AttentionParame
             field="attention_backend",
             value=capabilities.name,
             cure="let the backend be selected for this model",
+        )
+
+
+def check_planned(attn_type: AttentionType, *, causal: bool) -> None:
+    """For backends whose plans are of one kind of batch: raises InternalError where an encoder's keys are to be read by
+    a causal one."""
+    if causal and attn_type is not AttentionType.DECODER:
+        raise InternalError(
+            f"a layer of type {attn_type} in a batch that is causal",
+            field="causal",
+            value=causal,
+            allowed=("False",),
+            cure="give such layers metadata of their own, built from a batch that is not causal",
+        )
+
+
+def check_heads(q_THD: Tensor, *, num_heads: int, head_size: int) -> None:
+    """For backends with memory for partial results: raises InternalError for a layer that has more than fits."""
+    asked_heads, asked_size = q_THD.shape[1:]
+    if asked_heads > num_heads or asked_size > head_size:
+        raise InternalError(
+            f"a layer has {asked_heads} heads of {asked_size}, the backend was made for {num_heads} of {head_size}",
+            field="num_heads",
+            value=asked_heads,
+            allowed=(f"up to {num_heads}, of up to {head_size} channels",),
+            cure="name the largest layer's in the needs",
         )
 
 

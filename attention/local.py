@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.metadata import CommonAttentionMetadata
+from attention.metadata import CommonAttentionMetadata, check_causal
 from attention.staging import to_device
-from baton.errors import ConfigError, InternalError
+from baton.errors import ConfigError
 
 
 def make_local_attention_virtual_batches(
@@ -26,8 +26,8 @@ def make_local_attention_virtual_batches(
     """(query lengths [V], where the queries start [V + 1], sequence lengths [V], block tables [V, B]) of the virtual
     requests: those of a request follow one another, so the tokens keep their order.
 
-    A request without new tokens has none. Entries of a block table past a virtual request's own blocks repeat one of
-    its request's.
+    A request without new tokens has none, nor has padding (sequence length 0). Entries of a block table past a virtual
+    request's own blocks repeat one of its request's.
 
     Args:
         query_start_loc_np: [R + 1].
@@ -49,7 +49,8 @@ def make_local_attention_virtual_batches(
     seq_lens_R = seq_lens_np.astype(np.int64)
     context_lens_R = seq_lens_R - query_lens_R
     first_chunk_R = context_lens_R // attn_chunk_size
-    num_chunks_R = np.where(query_lens_R > 0, (seq_lens_R - 1) // attn_chunk_size - first_chunk_R + 1, 0)
+    has_tokens_R = (query_lens_R > 0) & (seq_lens_R > 0)
+    num_chunks_R = np.where(has_tokens_R, (seq_lens_R - 1) // attn_chunk_size - first_chunk_R + 1, 0)
 
     request_V = np.repeat(np.arange(len(seq_lens_R)), num_chunks_R)
     first_V_of_R = np.cumsum(num_chunks_R) - num_chunks_R
@@ -81,8 +82,7 @@ def local_attention_metadata(
         ConfigError: as `make_local_attention_virtual_batches`.
         InternalError: the batch is not causal.
     """
-    if not common.causal:
-        raise InternalError("a batch that is not causal has no chunks of local attention", field="causal")
+    check_causal(common)
     query_lens_V, starts, seq_lens_V, block_table = make_local_attention_virtual_batches(
         attn_chunk_size,
         common.query_start_loc_cpu.numpy(),

@@ -126,6 +126,22 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
     return num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens
 
 
+def check_causal(common: CommonAttentionMetadata) -> None:
+    """For backends whose kernels know nothing else.
+
+    Raises:
+        InternalError: the batch is not causal.
+    """
+    if not common.causal:
+        raise InternalError(
+            "a batch is not causal, and this attention always is",
+            field="causal",
+            value=common.causal,
+            allowed=("True",),
+            cure="ask for the feature encoder when the backend is selected",
+        )
+
+
 def reorder_batch_to_split_decodes_and_prefills(
     query_lens: Sequence[int], swap: Callable[[int, int], None], decode_threshold: int = 1
 ) -> bool:

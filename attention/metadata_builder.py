@@ -8,7 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
-from attention.metadata import AttentionMetadata, CommonAttentionMetadata
+from attention.metadata import (
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    reorder_batch_to_split_decodes_and_prefills,
+)
 
 M_co = TypeVar("M_co", bound=AttentionMetadata, covariant=True)
 
@@ -60,3 +64,10 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         the caller's batch; `query_lens` is as the rows lay before."""
         del query_lens, swap
         return False
+
+
+class DecodesFirstBuilder(AttentionMetadataBuilder[M_co]):
+    """Of a backend whose decodes and prefills run kernels of their own: wants the decodes in front."""
+
+    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
+        return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)

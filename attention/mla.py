@@ -68,6 +68,11 @@ class MLAAttention(nn.Module):
         self._w_uk_HPL: Tensor | None = None
         self._w_uv_HLV: Tensor | None = None
 
+    def use_scales(self, scales: KVScales) -> None:
+        """Sets the scales of an fp8 cache, for a model that is built before it is known whether the cache is one."""
+        self.scales = scales
+        self.asked = AttentionParameters(scale=self.scale, scales=scales)
+
     def process_weights_after_loading(self) -> None:
         """Takes W_UK and W_UV out of kv_b_proj: views of its weights, so call again if these move to another place."""
         weight_HXL = self.kv_b_proj.weight.detach().view(self.num_heads, -1, self.kv_lora_rank)

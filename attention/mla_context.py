@@ -1,16 +1,16 @@
 """Cutting the context of a batch's prefills into chunks that fit a fixed workspace. Planning from the host's numbers;
 the device gets all of them in one copy."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from attention.backend import ContextChunk, RaggedLens
 from attention.cache_ops import TokenRanges
-from attention.metadata import CommonAttentionMetadata
+from attention.metadata import CommonAttentionMetadata, check_causal
+from attention.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,14 @@ class _Cut:
 
 
 def plan_prefill(common: CommonAttentionMetadata, num_decodes: int) -> RaggedLens | None:
-    """The prefills' own tokens as queries and as keys, counted from the first prefill token; None without prefills."""
+    """The prefills' own tokens as queries and as keys, counted from the first prefill token; None without prefills.
+
+    Raises:
+        InternalError: the batch is not causal.
+    """
     if num_decodes == common.num_reqs:
         return None
+    check_causal(common)
     starts = tuple(_query_starts(common, num_decodes))
     num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
     on_device = common.query_start_loc[num_decodes : common.num_reqs + 1] - num_decode_tokens
@@ -56,10 +61,8 @@ def plan_context_chunks(
         return ()
     query_starts = _query_starts(common, num_decodes)
     cuts = [_cut(parts, query_starts) for parts in _parts_of_chunks(context_lens, workspace_tokens)]
-    device = common.block_table_tensor.device
-    on_device = _copy_together(
-        [numbers for cut in cuts for numbers in (cut.query_starts, cut.key_starts, cut.first_positions)], device
-    )
+    lists = [numbers for cut in cuts for numbers in (cut.query_starts, cut.key_starts, cut.first_positions)]
+    on_device = to_device([np.array(numbers, dtype=np.int32) for numbers in lists], common.block_table_tensor.device)
     block_table = common.block_table_tensor[num_decodes:]
     return tuple(
         _chunk(cut, block_table, *on_device[3 * index : 3 * index + 3], base=query_starts[cut.first])
@@ -127,13 +130,3 @@ def _chunk(
         query_stop=base + cut.query_starts[-1],
         lens=RaggedLens(query_start_loc, key_start_loc, tuple(cut.query_starts), tuple(cut.key_starts)),
     )
-
-
-def _copy_together(lists: list[list[int]], device: torch.device) -> list[Tensor]:
-    """Lists of numbers as int32 tensors on the device, by one copy."""
-    # Each begins at a multiple of 16 bytes: Triton compiles a kernel once more for pointers that do not.
-    lengths = [len(numbers) for numbers in lists]
-    padded = [numbers + [0] * (-len(numbers) % 4) for numbers in lists]
-    together = torch.tensor([number for numbers in padded for number in numbers], dtype=torch.int32)
-    pieces: Iterator[Tensor] = iter(together.to(device, non_blocking=True).split([len(numbers) for numbers in padded]))
-    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]

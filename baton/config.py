@@ -50,11 +50,14 @@ class NodeSettings(CommonSettings):
     kv_cache_layout: str | None = Field(
         None, description="order of the cache's axes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC"
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto", description="of the cache; auto: as dtype; fp8 takes the checkpoint's k_scale and v_scale, else 1"
+    )
     block_size: int = Field(16, ge=1, le=1024, description="token slots per block")
     num_blocks: int | None = Field(None, ge=1, description="blocks in the cache; default: from kv_cache_mib")
     kv_cache_mib: int = Field(128, ge=1, description="memory for the cache when num_blocks is not given")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of weights, activations and KV; auto: float32 on a CPU, else the checkpoint's"
+        "auto", description="of weights and activations; auto: float32 on a CPU, else the checkpoint's"
     )
     device: str = Field("cpu", description="torch device of weights and cache")
     threads: int = Field(1, ge=1, description="CPU threads of one engine step")

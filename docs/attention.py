@@ -8,6 +8,27 @@ from attention.backend import AttentionFeature, BackendCapabilities
 from attention.selection import BACKENDS
 from attention.spec import FP8_DTYPES
 
+# What vLLM calls a thing, where its name is another, and what it is here.
+NAMES = (
+    ("get_attn_backend", "attention.selection.select_backend"),
+    ("AttentionImpl", "attention.backend.AttentionBackend"),
+    ("accept_output_buffer", "attention.layer.Attention.forward"),
+    ("supports_quant_query_input", "attention.backend.AttentionFeature.QUANTIZED_QUERY"),
+    ("per_layer_sliding_window", "attention.parameters.AttentionParameters"),
+    ("kv_sharing_target_layer_name", "attention.layer.Attention"),
+    ("get_kv_cache_shape", "attention.cache.PagedKVCache"),
+    ("get_kv_cache_stride_order", "attention.layout.KVCacheLayout.memory_order"),
+    ("LocalStridedBlockSparseAttn", "attention.kernels.blocksparse.blocksparse_prefill"),
+    ("PagedAttention.forward_decode", "attention.kernels.blocksparse_decode.blocksparse_decode"),
+    ("MLACommonImpl", "attention.mla.MLAAttention"),
+    ("MLACommonMetadata", "attention.backend.MLAMetadata"),
+    ("context_chunk_workspace", "attention.backend.MLABackend"),
+    (
+        "AttentionState.graph_capture",
+        "attention.metadata_builder.AttentionMetadataBuilder.build_for_cudagraph_capture",
+    ),
+)
+
 PAGE = Path(__file__).resolve().parent / "attention.md"
 
 _INTRODUCTION = """# Attention backends
@@ -29,7 +50,7 @@ def page() -> str:
     """The page's text."""
     capabilities = [backend.capabilities for backend in BACKENDS]
     sections = [_INTRODUCTION, "## Machines and sizes", "", *_sizes(capabilities), "", "## Features", ""]
-    return "\n".join([*sections, *_features(capabilities)]) + "\n"
+    return "\n".join([*sections, *_features(capabilities), "", "## Names", "", *_names()]) + "\n"
 
 
 def _sizes(capabilities: list[BackendCapabilities]) -> list[str]:
@@ -61,6 +82,11 @@ def _features(capabilities: list[BackendCapabilities]) -> list[str]:
         ]
         rows.append(f"| {backend.name} | {' | '.join('yes' if it else '' for it in has)} |")
     return rows
+
+
+def _names() -> list[str]:
+    sentence = "Most things that vLLM has too bear its names; these bear others:"
+    return [sentence, "", "| in vLLM | here |", "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES)]
 
 
 def _named(values: Iterable[object]) -> str:

@@ -5,6 +5,7 @@ The one place that knows all of them. Takes plain values: the environment was re
 
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from attention.cache import PagedKVCache
 from attention.layout import KVCacheLayout, LayoutChoice
 from attention.selection import select_backend
-from attention.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
+from attention.spec import DTYPE_BYTES, FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import ConfigError
 from engine.request import ModelFacts
 from engine.runner import ModelRunner
@@ -22,10 +23,16 @@ from models.families import attention_needs, kv_cache_spec
 from models.identity import ModelIdentity, model_identity
 from models.loader import load_model
 
+# What operators call a cache's own dtype.
+KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
+
 
 class Built(NamedTuple):
+    """`dtype` is that of weights and activations; the cache's is in its spec."""
+
     runner: ModelRunner
     cache: PagedKVCache
+    dtype: str
     layout: LayoutChoice
     identity: ModelIdentity
     config: ModelConfig
@@ -37,6 +44,7 @@ def build_runner(
     dtype: str = "auto",
     device: str = "cpu",
     kv_cache_layout: str | None = None,
+    kv_cache_dtype: str = "auto",
     preferred_layout: KVCacheLayout | None = None,
     block_size: int = 16,
     num_blocks: int | None = None,
@@ -51,6 +59,7 @@ def build_runner(
     Args:
         dtype: "auto" means float32 on a CPU, else the checkpoint's.
         kv_cache_layout: what the operator asks for; None leaves it to `preferred_layout`, then to the default.
+        kv_cache_dtype: "auto" means as `dtype`; "fp8_e4m3", "fp8_e5m2".
         max_batch_requests: of any engine step; some backends allocate for as many.
         num_blocks: size of the cache; None means as many blocks as `kv_cache_bytes` hold.
         progress: called while weights are read with the bytes read so far and the bytes in all.
@@ -61,16 +70,26 @@ def build_runner(
     device_type = _device_type(device)
     config = read_config(directory)
     dtype = _resolve_dtype(dtype, device_type=device_type, config=config)
-    spec = kv_cache_spec(config, dtype)
+    kv_dtype = _resolve_kv_cache_dtype(kv_cache_dtype)
+    spec = kv_cache_spec(config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=kv_cache_layout, preferred=preferred_layout)
     if num_blocks is None:
         num_blocks = _num_blocks(spec, block_size=block_size, kv_cache_bytes=kv_cache_bytes)
     shape = KVCacheShape(layout.get_kv_cache_layout(), block_size, num_blocks)
-    needs = attention_needs(config, dtype=dtype, device=device, shape=shape, max_num_reqs=max_batch_requests)
+    needs = attention_needs(
+        config, dtype=dtype, device=device, shape=shape, kv_dtype=kv_dtype, max_num_reqs=max_batch_requests
+    )
     backend = select_backend(needs, forced=attention_backend)
     identity = model_identity(directory, config, load_format=load_format)
     model = load_model(
-        directory, config, backend=backend, dtype=dtype, device=device, load_format=load_format, progress=progress
+        directory,
+        config,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        kv_dtype=kv_dtype,
+        load_format=load_format,
+        progress=progress,
     )
     cache = PagedKVCache(spec, shape, device)
     facts = ModelFacts(
@@ -80,9 +99,9 @@ def build_runner(
         max_context_tokens=config.max_context_tokens,
         # Some checkpoints name ids that their vocabulary lacks; those cannot be drawn, so they need not be forbidden.
         eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
-        identity=f"{identity.config_digest} {identity.weights_digest} {dtype}",
+        identity=f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}",
     )
-    return Built(ModelRunner(model, backend, cache, facts), cache, layout, identity, config)
+    return Built(ModelRunner(model, backend, cache, facts), cache, dtype, layout, identity, config)
 
 
 def _device_type(device: str) -> str:
@@ -100,6 +119,17 @@ def _resolve_dtype(dtype: str, *, device_type: str, config: ModelConfig) -> str:
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=("auto", *DTYPE_BYTES))
     return dtype
+
+
+def _resolve_kv_cache_dtype(kv_cache_dtype: str) -> str:
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}",
+            field="kv_cache_dtype",
+            value=kv_cache_dtype,
+            allowed=tuple(KV_CACHE_DTYPES),
+        )
+    return KV_CACHE_DTYPES[kv_cache_dtype]
 
 
 def _num_blocks(spec: KVCacheSpec, *, block_size: int, kv_cache_bytes: int | None) -> int:

@@ -76,7 +76,7 @@ class WirePlan:
 
 
 _SAME_CHECKPOINT = "serve the same checkpoint on both nodes"
-_SAME_DTYPE = "start both nodes with the same --dtype"
+_SAME_DTYPE = "start both nodes with the same --dtype and --kv-cache-dtype"
 
 _IDENTITY_FIELDS = ("architecture", "config_digest", "weights_digest")
 _SPEC_CURES = {

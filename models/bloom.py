@@ -1,7 +1,8 @@
 """BLOOM: distances in the scores (ALiBi), no other positions; layer norms, one of them behind the embedding.
 
-Reads top to bottom: attention, MLP, layer, model; Falcon shares the attention's projection and the MLP. Shapes:
-T token, D hidden channel, H query head, K kv head, G query heads of a kv head, X = G + 2, C head channel.
+Reads top to bottom: attention, MLP, layer, model; Falcon shares the attention's projection and the MLP, Phi-3-small
+the former. Shapes: T token, D hidden channel, H query head, K kv head, G query heads of a kv head, X = G + 2, C head
+channel.
 """
 
 from collections.abc import Mapping

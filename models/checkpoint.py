@@ -5,10 +5,13 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from baton.errors import ConfigError
 from models.config_file import ConfigFile
 
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG_DTYPES = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -31,7 +34,7 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
     Raises:
         ConfigError: no weights, a file is missing or damaged, or the index contradicts the files.
     """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
         return dict(sorted(_read_header(single).items()))
     if not index.exists():
@@ -50,6 +53,18 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
         if name not in tensors or tensors[name].file.name != file:
             raise _damaged(index, f"says that {name} is in {file}, which does not have it")
     return dict(sorted(tensors.items()))
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """What the largest tensor is stored as, in config.json's spelling; None without weights, or where that has none.
+
+    Raises:
+        ConfigError: as `read_checkpoint`.
+    """
+    if not any((directory / name).exists() for name in (_SINGLE, _INDEX)):
+        return None
+    largest = max(read_checkpoint(directory).values(), key=lambda tensor: tensor.stop - tensor.start, default=None)
+    return None if largest is None else _CONFIG_DTYPES.get(largest.dtype)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -39,9 +39,13 @@ class ConfigFile:
                 cure="give the directory of a checkpoint in Hugging Face format",
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}", field="model", value=str(path)) from error
+            raise ConfigError(
+                f"{path} is not JSON: {error}", field="model", value=str(path), cure="download the file again"
+            ) from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{path} is not a JSON object", field="model", value=str(path))
+            raise ConfigError(
+                f"{path} is not a JSON object", field="model", value=str(path), cure="download the file again"
+            )
         return cls(str(path), values)
 
     def with_defaults(self, defaults: Mapping[str, object]) -> "ConfigFile":

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from models.bloom_config import read_bloom
+from models.checkpoint import stored_dtype
 from models.config import ModelConfig
 from models.config_file import ConfigFile
 from models.deepseek_config import read_deepseek_v2, read_deepseek_v3
@@ -82,6 +83,8 @@ def read_config(directory: Path) -> ModelConfig:
     if family.text_config:
         file = _text_config(file)
     _refuse_unsupported(file, family.computes)
+    if "dtype" not in file and "torch_dtype" not in file:  # as BLOOM was published, in float16
+        file = file.with_values({"dtype": stored_dtype(directory)})
     return family.read(file, architecture, _eos_token_ids(directory, file))
 
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from models.config import GQAConfig, ModelConfig
 from models.config_fields import read_gqa, read_model, read_model_rope, read_windows_by_type
 from models.config_file import ConfigFile
-from models.rope_config import RopeConfig, read_rope_table
+from models.rope_config import RopeConfig, read_rope_table, refuse_both_spellings
 
 _DEFAULTS: Mapping[str, object] = MappingProxyType(
     {
@@ -27,6 +27,7 @@ _GEMMA2_DEFAULTS = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+_GEMMA3_ROPES = frozenset({"full_attention", "sliding_attention"})
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
@@ -90,7 +91,10 @@ def _cap(file: ConfigFile, name: str) -> float | None:
 def _gemma3_ropes(file: ConfigFile, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Of the layers that see everything, and of those with a window: newer files have a table for each; in older ones
     `rope_scaling` is of the former only."""
+    refuse_both_spellings(file)
     tables = file.table("rope_parameters")
+    if unknown := sorted(tables.names() - _GEMMA3_ROPES):
+        raise tables.refuse(unknown[0], "null", cure=f"this family has tables: {', '.join(sorted(_GEMMA3_ROPES))}")
     full = tables.table("full_attention") if "rope_parameters" in file else file.table("rope_scaling")
     local = tables.table("sliding_attention")
     max_positions = file.integer("max_position_embeddings")

@@ -64,4 +64,9 @@ def _samples(tensor: StoredTensor) -> list[bytes]:
                 samples.append(file.read(_SAMPLE_BYTES))
             return samples
     except OSError as error:
-        raise ConfigError(f"cannot read {tensor.file}: {error.strerror}", field="model") from error
+        raise ConfigError(
+            f"cannot read {tensor.file}: {error.strerror}",
+            field="model",
+            value=str(tensor.file),
+            cure="download the checkpoint again",
+        ) from error

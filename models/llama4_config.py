@@ -30,7 +30,6 @@ _DEFAULTS: Mapping[str, object] = MappingProxyType(
 def read_llama4(file: ConfigFile, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
     file = file.with_defaults(_DEFAULTS)
     rope_layers = _rope_layers(file)
-    tuned = file.flag("attn_temperature_tuning", default=True)
     temperature = TemperatureTuning(file.integer("floor_scale", 8192), file.number("attn_scale", 0.1))
     bias = file.flag("attention_bias")
     attention = read_gqa(
@@ -51,9 +50,17 @@ def read_llama4(file: ConfigFile, architecture: str, eos: tuple[int, ...]) -> Mo
         switches=Llama4Switches(
             rope_layers=rope_layers,
             qk_norm=file.flag("use_qk_norm", default=True),
-            temperature=temperature if tuned else None,
+            temperature=temperature if _is_tuned(file) else None,
         ),
     )
+
+
+def _is_tuned(file: ConfigFile) -> bool:
+    """Files of the first release have a 4 here; as they were read then, null and 0 mean off."""
+    name = "attn_temperature_tuning"
+    if type(file.raw(name)) is int:
+        return file.integer(name, minimum=0) > 0
+    return file.flag(name, default=not file.mentions(name))
 
 
 def _rope_layers(file: ConfigFile) -> tuple[bool, ...]:

@@ -7,6 +7,7 @@ known to fit.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from attention.backend import AttentionBackend
 from attention.cache import TORCH_DTYPES
 from attention.mla import MLAAttention
-from attention.spec import DTYPE_BYTES
+from attention.spec import DTYPE_BYTES, FP8_DTYPES
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
 from models.checkpoint import StoredTensor, read_checkpoint
 from models.config import ModelConfig
 from models.families import FAMILIES
+from models.kv_scales import add_scales, check_scales, scale_views, without_scales
 from models.layers import FusedLinear
 from models.moe import Experts
 
@@ -31,7 +33,7 @@ _NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
 _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
 _TRANSFORMER = "transformer."
-_LANGUAGE_MODEL = "language_model."
+_LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
 _OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 
 
@@ -42,12 +44,14 @@ def load_model(
     backend: AttentionBackend,
     dtype: str,
     device: torch.device | str,
+    kv_dtype: str = "",
     load_format: str = "safetensors",
     progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """The model of `config` on `device`, its weights converted to `dtype`, ready for inference.
 
     Args:
+        kv_dtype: of the cache; "" means `dtype`. One of fp8 has the checkpoint's scales, or 1 where there are none.
         load_format: "safetensors" reads `directory`; "dummy" draws the same weights in every process on the same
             kind of device.
         progress: called after each tensor with the bytes read so far and the bytes in all.
@@ -65,14 +69,19 @@ def load_model(
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
     with torch.device(device):
         model = FAMILIES[config.architecture](config, backend=backend, dtype=TORCH_DTYPES[dtype])
+        if kv_dtype in FP8_DTYPES:
+            add_scales(model)
     model.requires_grad_(requires_grad=False).eval()
     views = checkpoint_views(model)
     if load_format == "dummy":
         _fill_at_random(views, device)
     else:
-        stored = _with_prefixes_of(views, stored)
+        stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
+        scales = scale_views(model, stored, lambda path: _checkpoint_name(path, model.checkpoint_prefixes))
+        views |= scales
         _check(stored, views, config, directory)
         _fill(stored, views, progress or _no_progress)
+        check_scales(scales)
         if _HEAD in stored and _HEAD not in views:
             _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight)
     for module in model.modules():
@@ -107,13 +116,16 @@ def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """The language model's part of a model that also sees, by the names that it has when it is alone."""
-    if not any(name.startswith(_LANGUAGE_MODEL) for name in stored):
+    """The language model's part of a model that also sees, by the names that it has when it is alone.
+
+    Publishers put `language_model.` in front of those; since transformers 4.52 some files have it behind `model.`.
+    """
+    if not any(name.startswith(tuple(_LANGUAGE_MODEL)) for name in stored):
         return stored
     return {
-        name.removeprefix(_LANGUAGE_MODEL): tensor
+        _checkpoint_name(name, _LANGUAGE_MODEL): tensor
         for name, tensor in stored.items()
-        if not name.startswith(_OTHER_PARTS)
+        if not name.removeprefix("model.").startswith(_OTHER_PARTS)
     }
 
 

@@ -1,7 +1,7 @@
 """Phi-3-small: block-sparse and dense attention by turns, a gated MLP of its own, and muP's multipliers.
 
-Reads top to bottom: attention, MLP, layer, model. Shapes: T token, D hidden channel, H query head, K kv head, X heads
-of several kinds side by side, C head channel, I MLP channel, R row that wants logits, V vocabulary.
+Reads top to bottom: attention, MLP, layer, model; the attention's projection is BLOOM's. Shapes: T token, D hidden
+channel, H query head, K kv head, C head channel, I MLP channel, R row that wants logits, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
+from models.bloom import GroupedQKV
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig, Phi3SmallSwitches
 from models.layers import LayerNorm, Linear
@@ -22,16 +23,11 @@ from models.rotary import Rotation
 
 
 class Phi3SmallAttention(nn.Module):
-    """The projection's rows are those of one kv head after another: its query heads, its key, its value."""
-
     def __init__(
         self, hidden_size: int, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.num_kv_heads, self.head_dim = gqa.num_kv_heads, gqa.head_dim
-        self.query_key_value = Linear(
-            hidden_size, (gqa.num_heads + 2 * gqa.num_kv_heads) * gqa.head_dim, dtype=dtype, bias=gqa.qkv_bias
-        )
+        self.query_key_value = GroupedQKV(hidden_size, gqa, dtype=dtype)
         self.dense = Linear(gqa.num_heads * gqa.head_dim, hidden_size, dtype=dtype, bias=gqa.output_bias)
         self.attend = Attention(
             num_heads=gqa.num_heads,
@@ -44,10 +40,8 @@ class Phi3SmallAttention(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        qkv_TKXC = self.query_key_value(x_TD).unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
-        q_THC = rotation.apply(qkv_TKXC[:, :, :-2].flatten(1, 2))
-        k_TKC = rotation.apply(qkv_TKXC[:, :, -2])
-        out_THC = self.attend(q_THC, k_TKC, qkv_TKXC[:, :, -1], kv_cache, metadata)
+        q_THC, k_TKC, v_TKC = self.query_key_value.split(x_TD)
+        out_THC = self.attend(rotation.apply(q_THC), rotation.apply(k_TKC), v_TKC, kv_cache, metadata)
         out_TD: Tensor = self.dense(out_THC.flatten(1))
         return out_TD
 

@@ -93,13 +93,17 @@ def read_rope(file: ConfigFile, *, dim: int, interleaved: bool, max_position_emb
     """
     if dim % 2:
         raise ConfigError(f"{file.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
-    if "rope_parameters" in file and "rope_scaling" in file:
-        raise file.refuse("rope_scaling", "null", cure="keep either rope_parameters or rope_scaling")
+    refuse_both_spellings(file)
     table = file.table("rope_parameters" if "rope_parameters" in file else "rope_scaling")
     theta = file.positive("rope_theta", 10_000.0)
     return read_rope_table(
         table, dim=dim, theta=theta, interleaved=interleaved, max_position_embeddings=max_position_embeddings
     )
+
+
+def refuse_both_spellings(file: ConfigFile) -> None:
+    if "rope_parameters" in file and "rope_scaling" in file:
+        raise file.refuse("rope_scaling", "null", cure="keep either rope_parameters or rope_scaling")
 
 
 def read_rope_table(

@@ -110,8 +110,8 @@ class Node:
         """One line for the log."""
         shape, spec = self.built.cache.shape, self.built.cache.spec
         return (
-            f"{self.name}, {self.built.identity.architecture} {spec.dtype} on {self.settings.device}, "
-            f"KV layout {shape.layout.name} ({self.built.layout.source}), "
+            f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.settings.device}, "
+            f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
             f"{shape.num_blocks} blocks of {shape.block_size} tokens"
         )
 
@@ -147,6 +147,7 @@ def load(settings: NodeSettings) -> Built:
         dtype=settings.dtype,
         device=settings.device,
         kv_cache_layout=settings.kv_cache_layout,
+        kv_cache_dtype=settings.kv_cache_dtype,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_cache_bytes=settings.kv_cache_bytes,

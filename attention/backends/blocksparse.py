@@ -4,7 +4,6 @@ Semantics of the pattern are `attention.blocksparse`'s; unlike its namesake this
 T tokens, H heads, D head_dim.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,14 +16,15 @@ from attention.cache_ops import WriteIndex
 from attention.kernels.blocksparse import blocksparse_prefill, can_read_directly
 from attention.kernels.blocksparse_decode import DecodePartials, blocksparse_decode, decode_pieces, new_decode_partials
 from attention.kernels.blocksparse_pattern import SPARSE_BLOCK_SIZES
+from attention.layer_checks import check_heads
 from attention.layout import GQA_LAYOUTS
 from attention.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
-    reorder_batch_to_split_decodes_and_prefills,
+    check_causal,
     split_decodes_and_prefills,
 )
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
@@ -48,7 +48,7 @@ class BlocksparseMetadata(AttentionMetadata):
     without_context: bool
 
 
-class BlocksparseBuilder(AttentionMetadataBuilder[BlocksparseMetadata]):
+class BlocksparseBuilder(DecodesFirstBuilder[BlocksparseMetadata]):
     full_cudagraph_supported: ClassVar[bool] = True
 
     def __init__(self, *, block_size: int, num_kv_heads: int, num_sms: int) -> None:
@@ -60,6 +60,7 @@ class BlocksparseBuilder(AttentionMetadataBuilder[BlocksparseMetadata]):
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> BlocksparseMetadata:
         del common_prefix_len, fast_build  # no cascade attention, and nothing to save
+        check_causal(common)
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common)
         without_context = num_prefills > 0 and not common.num_computed_tokens_cpu[num_decodes:].any()
         return BlocksparseMetadata(
@@ -73,9 +74,6 @@ class BlocksparseBuilder(AttentionMetadataBuilder[BlocksparseMetadata]):
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         return common.max_query_len == 1
-
-    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
-        return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)
 
 
 class BlocksparseFlashAttention:
@@ -102,6 +100,7 @@ class BlocksparseFlashAttention:
         for layer in needs.layers.values():
             if layer.blocksparse is not None:
                 _check_pattern(layer.blocksparse, needs)
+        self._num_heads, self._head_size = needs.num_heads, needs.head_size
         self.builder = BlocksparseBuilder(
             block_size=needs.block_size, num_kv_heads=needs.num_kv_heads, num_sms=platform.num_sms
         )
@@ -127,6 +126,7 @@ class BlocksparseFlashAttention:
         out: Tensor,
     ) -> None:
         assert isinstance(metadata, BlocksparseMetadata)
+        check_heads(q_THD, num_heads=self._num_heads, head_size=self._head_size)
         common, num_decodes = metadata.common, metadata.num_decodes
         k_scale, v_scale = (None, None) if layer.scales is None else (layer.scales.k_scale, layer.scales.v_scale)
         if num_decodes:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.cache_ops import WriteIndex
+from attention.layer_checks import check_planned
 from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
 from attention.spec import KVKind
@@ -37,20 +38,20 @@ class FlashAttnPrefills:
     max_query_len: int
     max_seq_len: int
     without_context: bool
-    causal: bool
 
 
 @dataclass(frozen=True)
 class FlashAttnMetadata(AttentionMetadata):
     """`seq_lens` [R] and `block_table` [R, blocks] are of the decodes."""
 
+    causal: bool
     num_decodes: int
     seq_lens: Tensor
     block_table: Tensor
     prefills: FlashAttnPrefills | None
 
 
-class FlashAttnBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
+class FlashAttnBuilder(DecodesFirstBuilder[FlashAttnMetadata]):
     full_cudagraph_supported: ClassVar[bool] = True
 
     def __init__(self, block_size: int) -> None:
@@ -64,6 +65,7 @@ class FlashAttnBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         return FlashAttnMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),
             num_actual_tokens=common.num_actual_tokens,
+            causal=common.causal,
             num_decodes=num_decodes,
             seq_lens=common.seq_lens[:num_decodes],
             block_table=common.block_table_tensor[:num_decodes],
@@ -120,6 +122,7 @@ class FlashAttention:
         out: Tensor,
     ) -> None:
         assert isinstance(metadata, FlashAttnMetadata)
+        check_planned(layer.attn_type, causal=metadata.causal)
         decodes = slice(0, metadata.num_decodes)
         if metadata.num_decodes:
             attended_R1HD = self._decode(
@@ -162,7 +165,7 @@ class FlashAttention:
             max_seqlen_q=prefills.max_query_len,
             max_seqlen_k=prefills.max_seq_len,
             block_table=block_table,
-            causal=prefills.causal,
+            causal=metadata.causal,
             **_asked(layer),
         )
         out[rows].copy_(attended_THD)
@@ -190,5 +193,4 @@ def _plan_prefills(common: CommonAttentionMetadata, num_decodes: int) -> FlashAt
         max_query_len=common.max_query_len,
         max_seq_len=int(seq_lens.max()),
         without_context=not common.num_computed_tokens_cpu[num_decodes:].any(),
-        causal=common.causal,
     )

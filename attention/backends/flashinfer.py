@@ -14,12 +14,16 @@ from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilit
 from attention.backends.flashinfer_wrappers import Prefills, Wrappers
 from attention.cache_ops import WriteIndex
 from attention.cascade import worth_sharing
+from attention.layer_checks import check_planned
 from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
 from attention.spec import FP8_DTYPES, KVKind
+
+# Their keys are the call's own, of which no cache has changed the scale.
+_ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,14 @@ class FlashInferMetadata(AttentionMetadata):
     prefills: all others.
     """
 
+    causal: bool
     num_decodes: int
     cascade: Any = None
     decode: Any = None
     prefills: Prefills | None = None
 
 
-class FlashInferBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
+class FlashInferBuilder(DecodesFirstBuilder[FlashInferMetadata]):
     full_cudagraph_supported: ClassVar[bool] = True
 
     def __init__(self, wrappers: Wrappers) -> None:
@@ -51,7 +56,9 @@ class FlashInferBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if common_prefix_len:
             cascade = wrappers.plan_cascade(common, common_prefix_len)
             if cascade is not None:
-                return FlashInferMetadata(new_tokens, common.num_actual_tokens, num_decodes=0, cascade=cascade)
+                return FlashInferMetadata(
+                    new_tokens, common.num_actual_tokens, causal=True, num_decodes=0, cascade=cascade
+                )
         num_decodes = split_decodes_and_prefills(common)[0] if common.causal else 0
         lists = wrappers.lister.list(common)
         decode, prefills = None, None
@@ -69,6 +76,7 @@ class FlashInferBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return FlashInferMetadata(
             new_tokens,
             common.num_actual_tokens,
+            causal=common.causal,
             num_decodes=num_decodes,
             decode=decode,
             prefills=prefills,
@@ -150,7 +158,8 @@ class FlashInfer:
         out: Tensor,
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
-        scales = layer.scales if self._fp8 else None
+        check_planned(layer.attn_type, causal=metadata.causal)
+        scales = layer.scales if self._fp8 and layer.attn_type not in _ENCODERS else None
         if scales is not None:
             # The wrappers take scales as numbers of the host, which would have to wait for the device to know them.
             q_THD = (q_THD * scales.k_scale).to(q_THD.dtype)
@@ -171,7 +180,7 @@ class FlashInfer:
     def _reads_own_keys(self, prefills: Prefills, layer: AttentionParameters) -> bool:
         """Rather than the cache: an encoder must; a decoder may, where the cache holds nothing else, and nothing less
         precise."""
-        if layer.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        if layer.attn_type in _ENCODERS:
             return True
         return layer.attn_type is AttentionType.DECODER and prefills.without_context and not self._fp8
 

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
 from attention.backends.flashinfer_plan import WORKSPACE_BYTES, BlockLister, Planned
+from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.cache import TORCH_DTYPES
 from attention.cache_ops import WriteIndex
-from attention.kernels.ragged import ragged_attention
 from attention.layout import MLA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.spec import KVKind
-from baton.errors import ConfigError
 
 LATENT_RANK = 512
 ROTARY_DIM = 64
@@ -37,7 +36,7 @@ class FlashInferMLAMetadata(MLAMetadata):
     decode: Any
 
 
-class FlashInferMLABuilder(AttentionMetadataBuilder[FlashInferMLAMetadata]):
+class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
     full_cudagraph_supported: ClassVar[bool] = True
 
     def __init__(self, needs: AttentionNeeds, *, workspace_tokens: int) -> None:
@@ -115,15 +114,7 @@ class FlashInferMLA:
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         del platform
-        if context_workspace_tokens < 1:
-            raise ConfigError(
-                f"context_workspace_tokens is {context_workspace_tokens}",
-                field="context_workspace_tokens",
-                value=context_workspace_tokens,
-                allowed=("an integer of at least 1",),
-            )
-        dtype = TORCH_DTYPES[needs.dtype]
-        self.workspace = torch.empty(context_workspace_tokens, needs.head_size, dtype=dtype, device=needs.device)
+        self.workspace = new_workspace(needs, context_workspace_tokens)
         self.builder = FlashInferMLABuilder(needs, workspace_tokens=context_workspace_tokens)
 
     def forward(
@@ -160,20 +151,4 @@ class FlashInferMLA:
         scale: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        num_queries, num_heads, _ = q_THD.shape
-        if out is None:
-            out = q_THD.new_empty(num_queries, num_heads, v_SHV.shape[-1])
-        lse_HT = q_THD.new_empty(num_heads, num_queries, dtype=torch.float32)
-        ragged_attention(
-            q_THD,
-            k_SHD,
-            v_SHV,
-            query_start_loc=lens.query_start_loc,
-            key_start_loc=lens.key_start_loc,
-            max_query_len=lens.max_query_len,
-            causal=causal,
-            scale=scale,
-            out=out,
-            lse_HT=lse_HT,
-        )
-        return out, lse_HT
+        return attend_decompressed(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=scale, out=out)

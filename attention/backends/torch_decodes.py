@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.backends.torch_softmax import needs_softmax, softmax_attention
-from attention.blocksparse import BlocksparseParams, block_mask
+from attention.blocksparse import BlocksparseParams
+from attention.blocksparse_mask import block_mask
 from attention.cache_ops import TokenIndex, gather_tokens
 from attention.parameters import AttentionParameters
 

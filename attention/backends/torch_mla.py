@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
+from attention.backends.mla_prefills import new_workspace
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.cache import TORCH_DTYPES
 from attention.cache_ops import WriteIndex
 from attention.layout import MLA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
-from baton.errors import ConfigError
 
 # Queries whose scores are in memory at once; with the workspace this bounds them whatever prompt and context.
 _PIECE_TOKENS = 256
@@ -32,7 +32,7 @@ class TorchMLAMetadata(MLAMetadata):
     decodes: tuple[DecodeGroup, ...]
 
 
-class TorchMLABuilder(AttentionMetadataBuilder[TorchMLAMetadata]):
+class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
     def __init__(self, *, block_size: int, workspace_tokens: int, mask_dtype: torch.dtype) -> None:
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens
@@ -53,7 +53,6 @@ class TorchMLABuilder(AttentionMetadataBuilder[TorchMLAMetadata]):
                 common.seq_lens_cpu[:num_decodes].numpy(),
                 common.block_table_tensor[:num_decodes].numpy(),
                 block_size=self._block_size,
-                sliding_window=None,
                 mask_dtype=self._mask_dtype,
             ),
         )
@@ -61,7 +60,7 @@ class TorchMLABuilder(AttentionMetadataBuilder[TorchMLAMetadata]):
 
 class TorchMLA:
     """Raises:
-    ConfigError: a workspace below one block.
+    ConfigError: a workspace below one token.
     """
 
     capabilities: ClassVar = BackendCapabilities(
@@ -80,17 +79,11 @@ class TorchMLA:
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         del platform
-        if context_workspace_tokens < 1:
-            raise ConfigError(
-                f"context_workspace_tokens is {context_workspace_tokens}",
-                field="context_workspace_tokens",
-                value=context_workspace_tokens,
-                allowed=("an integer of at least 1",),
-            )
-        dtype = TORCH_DTYPES[needs.dtype]
-        self.workspace = torch.empty(context_workspace_tokens, needs.head_size, dtype=dtype)
+        self.workspace = new_workspace(needs, context_workspace_tokens)
         self.builder = TorchMLABuilder(
-            block_size=needs.block_size, workspace_tokens=context_workspace_tokens, mask_dtype=dtype
+            block_size=needs.block_size,
+            workspace_tokens=context_workspace_tokens,
+            mask_dtype=TORCH_DTYPES[needs.dtype],
         )
 
     def forward(

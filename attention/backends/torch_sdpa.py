@@ -1,9 +1,8 @@
-"""TORCH_SDPA: attention over a paged key/value cache in plain torch, on the CPU: every feature that any backend has.
+"""TORCH_SDPA: attention over a paged key/value cache in plain torch, on the CPU: every feature that a model can need.
 
 Scores and sums are in float32 whatever the dtype. Legend: T tokens, H heads, D key channels, V value channels.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,13 +16,8 @@ from attention.cache import TORCH_DTYPES
 from attention.cache_ops import WriteIndex
 from attention.fp8 import dequantize
 from attention.layout import GQA_LAYOUTS
-from attention.metadata import (
-    AttentionMetadata,
-    CommonAttentionMetadata,
-    reorder_batch_to_split_decodes_and_prefills,
-    split_decodes_and_prefills,
-)
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
@@ -45,7 +39,7 @@ class TorchSDPAMetadata(AttentionMetadata):
     plans: dict[Sight, _Plan] = field(default_factory=dict)
 
 
-class TorchSDPABuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
+class TorchSDPABuilder(DecodesFirstBuilder[TorchSDPAMetadata]):
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
@@ -60,9 +54,6 @@ class TorchSDPABuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
             common=common,
             num_decodes=num_decodes,
         )
-
-    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
-        return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)
 
 
 class TorchSDPA:

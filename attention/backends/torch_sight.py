@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.blocksparse import BlocksparseParams, token_mask
+from attention.blocksparse import BlocksparseParams
+from attention.blocksparse_mask import token_mask
 from attention.parameters import AttentionParameters, AttentionType
 
 

@@ -17,6 +17,7 @@ from attention.kernels.decode import decode_attention
 from attention.kernels.decode_plan import DecodePlan
 from attention.kernels.ragged import ragged_attention
 from attention.kernels.unified import unified_attention
+from attention.layer_checks import check_heads
 from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
@@ -44,6 +45,7 @@ class TritonAttention:
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         del context_workspace_tokens  # MLA's; keys and values are read where they lie
+        self._num_heads, self._head_size = needs.num_heads, needs.head_size
         self.builder = TritonAttentionBuilder(needs, platform)
 
     def forward(
@@ -58,6 +60,7 @@ class TritonAttention:
         out: Tensor,
     ) -> None:
         assert isinstance(metadata, TritonAttentionMetadata)
+        check_heads(q_THD, num_heads=self._num_heads, head_size=self._head_size)
         scales = _Scales.of(layer.scales, q_THD, kv_layer)
         if layer.attn_type in _ENCODERS:
             assert k_THD is not None

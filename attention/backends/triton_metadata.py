@@ -21,13 +21,8 @@ from attention.kernels.decode_plan import (
     new_partials,
     num_decode_workers,
 )
-from attention.metadata import (
-    AttentionMetadata,
-    CommonAttentionMetadata,
-    reorder_batch_to_split_decodes_and_prefills,
-    split_decodes_and_prefills,
-)
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 
@@ -84,7 +79,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     rest_plans: DecodePlans
 
 
-class TritonAttentionBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
+class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     full_cudagraph_supported: ClassVar[bool] = True
 
     def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
@@ -157,6 +152,3 @@ class TritonAttentionBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
             num_kv_heads=num_kv_heads,
             num_sms=num_sms,
         )
-
-    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
-        return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)

@@ -4,31 +4,23 @@ Decodes read the latent cache split over the GPU; prefills are attention over de
 requests, T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
-from attention.cache import TORCH_DTYPES
+from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.cache_ops import WriteIndex
 from attention.kernels.mla_decode import make_mla_decode_plan, mla_decode_attention
-from attention.kernels.ragged import ragged_attention
 from attention.layout import MLA_LAYOUTS
-from attention.metadata import (
-    AttentionMetadata,
-    CommonAttentionMetadata,
-    reorder_batch_to_split_decodes_and_prefills,
-    split_decodes_and_prefills,
-)
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
-from baton.errors import ConfigError, InternalError
+from baton.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -42,11 +34,11 @@ class TritonMLAMetadata(MLAMetadata):
     block_table: Tensor
 
 
-class TritonMLABuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
+class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     """A decode step's metadata are views of the common metadata, and the kernel splits its work on the device: there is
     nothing to refill for a captured graph."""
 
-    full_cudagraph_supported = True
+    full_cudagraph_supported: ClassVar[bool] = True
 
     def __init__(self, *, block_size: int, workspace_tokens: int) -> None:
         self._block_size = block_size
@@ -70,9 +62,6 @@ class TritonMLABuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         return common.max_query_len == 1
 
-    def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
-        return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)
-
 
 class TritonMLA:
     """Raises:
@@ -95,17 +84,8 @@ class TritonMLA:
     pads_v: ClassVar = False
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
-        if context_workspace_tokens < 1:
-            raise ConfigError(
-                f"context_workspace_tokens is {context_workspace_tokens}",
-                field="context_workspace_tokens",
-                value=context_workspace_tokens,
-                allowed=("an integer of at least 1",),
-            )
         self._num_heads = needs.num_heads
-        self.workspace = torch.empty(
-            context_workspace_tokens, needs.head_size, dtype=TORCH_DTYPES[needs.dtype], device=needs.device
-        )
+        self.workspace = new_workspace(needs, context_workspace_tokens)
         self.builder = TritonMLABuilder(block_size=needs.block_size, workspace_tokens=context_workspace_tokens)
         self._plan = make_mla_decode_plan(
             num_heads=needs.num_heads,
@@ -134,6 +114,7 @@ class TritonMLA:
                 f"a layer has {q_THD.shape[1]} heads, the backend was made for {self._num_heads}",
                 field="num_heads",
                 value=q_THD.shape[1],
+                allowed=(str(self._num_heads),),
             )
         mla_decode_attention(
             q_THD,
@@ -157,20 +138,4 @@ class TritonMLA:
         scale: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        num_queries, num_heads, _ = q_THD.shape
-        if out is None:
-            out = q_THD.new_empty(num_queries, num_heads, v_SHV.shape[-1])
-        lse_HT = q_THD.new_empty(num_heads, num_queries, dtype=torch.float32)
-        ragged_attention(
-            q_THD,
-            k_SHD,
-            v_SHV,
-            query_start_loc=lens.query_start_loc,
-            key_start_loc=lens.key_start_loc,
-            max_query_len=lens.max_query_len,
-            causal=causal,
-            scale=scale,
-            out=out,
-            lse_HT=lse_HT,
-        )
-        return out, lse_HT
+        return attend_decompressed(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=scale, out=out)

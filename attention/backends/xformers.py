@@ -15,8 +15,13 @@ from attention.backend import AttentionNeeds, BackendCapabilities
 from attention.cache_ops import WriteIndex
 from attention.kernels.unified import unified_attention
 from attention.layout import KVCacheLayout
-from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
-from attention.metadata_builder import AttentionMetadataBuilder
+from attention.metadata import (
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    check_causal,
+    split_decodes_and_prefills,
+)
+from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.spec import KVKind
@@ -51,7 +56,7 @@ class XFormersMetadata(AttentionMetadata):
     prefills: XFormersPrefills | None
 
 
-class XFormersBuilder(AttentionMetadataBuilder[XFormersMetadata]):
+class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
     full_cudagraph_supported: ClassVar[bool] = True
 
     def __init__(self, block_size: int, *, decodes_with_xformers: bool) -> None:
@@ -63,6 +68,7 @@ class XFormersBuilder(AttentionMetadataBuilder[XFormersMetadata]):
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> XFormersMetadata:
         del common_prefix_len, fast_build
+        check_causal(common)
         num_decodes = split_decodes_and_prefills(common)[0] if self._decodes_with_xformers else 0
         prefills = None
         if num_decodes < common.num_reqs:

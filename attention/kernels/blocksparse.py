@@ -20,10 +20,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.blocksparse import BlocksparseParams
-from attention.kernels import blocksparse_hopper
 from attention.kernels.blocksparse_parts import cached_rows, dot, load_rows, soften
-from attention.kernels.blocksparse_pattern import LOG2E, KernelPattern, as_rows, kernel_pattern
-from attention.kernels.launch import bound, interpreted
+from attention.kernels.blocksparse_pattern import LOG2E, KernelPattern, kernel_pattern
+from attention.kernels.launch import bound, has_hopper_kernels, interpreted
+from attention.kernels.tma_rows import as_rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ def blocksparse_prefill(
         keys, values = k_THD.unsqueeze(0), v_THD.unsqueeze(0)
     # Dense prompts read directly take 1145 us here and 1348 there (H200, 8192 tokens, 32/8 heads of 128).
     dense_and_direct = params is None and direct
-    if hopper_sms is not None and tiling is None and not dense_and_direct:
+    by_hopper = tiling is None and not dense_and_direct and has_hopper_kernels(q_THD.device)
+    if hopper_sms is not None and by_hopper:
+        from attention.kernels import blocksparse_hopper
+
         launched = blocksparse_hopper.launch(
             q_THD,
             keys,

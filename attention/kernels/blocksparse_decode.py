@@ -31,7 +31,7 @@ _GOOD_FILLING = 0.9
 
 @dataclass(frozen=True)
 class DecodePartials:
-    """Memory for the pieces' results, shared by all layers and batches.
+    """Memory for the pieces' results, shared by all layers and batches: of one stream at a time.
 
     Attributes:
         out: [P, H, D] float32, normalised.

@@ -16,7 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attention.kernels.blocksparse_hopper_load import load_tiles
 from attention.kernels.blocksparse_hopper_rows import attend_rows
-from attention.kernels.blocksparse_pattern import LOG2E, KernelPattern, Rows, as_rows
+from attention.kernels.blocksparse_pattern import LOG2E, KernelPattern
+from attention.kernels.tma_rows import TmaRows, as_rows
 
 # 128 keys and 2 stages: 482 us where these take 402.
 _BLOCK_N = 64
@@ -69,7 +70,7 @@ def launch(
     # One more than a request's tokens need, and one because its first tile need not begin with its first token.
     num_tiles = num_tokens // 128 + 2 * num_reqs
 
-    def descriptor(rows: Rows) -> TensorDescriptor:
+    def descriptor(rows: TmaRows) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout.get_default_for([piece, head_size], dtype)
         return TensorDescriptor.from_tensor(rows.rows, [piece, head_size], layout)
 
@@ -86,12 +87,8 @@ def launch(
         num_tiles,
         num_heads,
         block_size,
-        k_rows.row_b,
-        k_rows.row_h,
-        k_rows.col_h,
-        v_rows.row_b,
-        v_rows.row_h,
-        v_rows.col_h,
+        *k_rows.places,
+        *v_rows.places,
         0 if block_table is None else block_table.stride(0),
         *q_THD.stride()[:2],
         *out.stride()[:2],

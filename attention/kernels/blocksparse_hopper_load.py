@@ -9,7 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.jit
 def find_tile(item, query_start_ptr, seq_lens_ptr, num_reqs, num_tiles, num_heads, SEARCHED: gl.constexpr):
-    """The head and the 128 positions of an item: all heads of a tile together, the last tiles first."""
+    """The head and the 128 positions of an item: all heads of a tile together, the last tiles first. None exist of a
+    tile in front of the first request, where `query_start_ptr` does not begin with 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tile = num_tiles - 1 - item // num_heads
     before = 0
@@ -19,12 +20,12 @@ def find_tile(item, query_start_ptr, seq_lens_ptr, num_reqs, num_tiles, num_head
         first_tiles = gl.load(query_start_ptr + requests, mask=requests < num_reqs, other=0) // 128 + 2 * requests
         before += gl.sum(((first_tiles <= tile) & (requests < num_reqs)).to(gl.int32), 0)
         start += SEARCHED
-    request = before - 1
+    request = gl.maximum(before - 1, 0)
     query_start = gl.load(query_start_ptr + request)
     seq_len = gl.load(seq_lens_ptr + request)
     context_len = seq_len - (gl.load(query_start_ptr + request + 1) - query_start)
     tile_start = (context_len // 128 + tile - (query_start // 128 + 2 * request)) * 128
-    exists = (context_len >= 0) & (context_len < seq_len) & (tile_start < seq_len)
+    exists = (before > 0) & (context_len >= 0) & (context_len < seq_len) & (tile_start < seq_len)
     return item % num_heads, request, query_start, context_len, seq_len, tile_start, exists
 
 

@@ -1,11 +1,6 @@
-"""What the block-sparse kernels are told of a pattern, and of where keys lie. Knows no kernel and no batch.
-
-Legend: B blocks, N tokens in a block, H kv heads, D channels.
-"""
+"""What the block-sparse kernels are told of a pattern. Knows no kernel and no batch."""
 
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from attention.blocksparse import BlocksparseParams
 
@@ -44,36 +39,3 @@ def kernel_pattern(params: BlocksparseParams | None) -> KernelPattern:
         first_offset=params.tp_rank * (params.num_kv_heads if along_kv_heads else params.num_heads),
         heads_per_offset=group if along_kv_heads else 1,
     )
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Keys or values as rows for the bulk copy engine: token n of block b and head h lies in row
-    b * row_b + h * row_h + n, from column h * col_h on."""
-
-    rows: Tensor
-    row_b: int
-    row_h: int
-    col_h: int
-
-
-def as_rows(kv_BNHD: Tensor) -> Rows | None:
-    """None where strides or the address do not suit the copy engine."""
-    num_blocks, block_size, num_heads, channels = kv_BNHD.shape
-    stride_b, stride_n, stride_h, stride_d = kv_BNHD.stride()
-    stride_b, stride_h = stride_b if num_blocks > 1 else 0, stride_h if num_heads > 1 else 0
-    beside = stride_h < stride_n  # the heads of a token lie in its row
-    per_16_bytes = 16 // kv_BNHD.element_size()
-    if (
-        stride_d != 1
-        or kv_BNHD.data_ptr() % 16
-        or stride_n % per_16_bytes
-        or stride_b % stride_n
-        or stride_h % (per_16_bytes if beside else stride_n)
-    ):
-        return None
-    row_b, row_h, col_h = stride_b // stride_n, 0 if beside else stride_h // stride_n, stride_h if beside else 0
-    num_rows = (num_blocks - 1) * row_b + (num_heads - 1) * row_h + block_size
-    if num_rows >= 2**31:
-        return None
-    return Rows(kv_BNHD.as_strided((num_rows, (num_heads - 1) * col_h + channels), (stride_n, 1)), row_b, row_h, col_h)

@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.kernels.decode_merge import merge_partials
 from attention.kernels.decode_plan import NO_LIMIT, DecodePlan, first_visible_key, units_per_worker
 from attention.kernels.launch import bound, interpreted
+from attention.kernels.unified_parts import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Rows, a query head each, that one program takes: more would not fit into its registers. Larger groups read again.
@@ -112,11 +113,6 @@ def decode_attention(
 
 
 @triton.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (tl.exp2(x * (2 * _LOG2_E)) + 1.0)
-
-
-@triton.jit
 def _in_half(values):
     """8-bit numbers as float16, four to an instruction pair."""
     # NOTE: declared impure, so that the compiler does not move it behind the change to a product's layout, for which it
@@ -132,7 +128,7 @@ def _in_half(values):
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_workers", "window", "chunk"])
+@triton.jit(do_not_specialize=["num_reqs", "num_workers", "window", "chunk", "stride_lse_h"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -256,7 +252,7 @@ def _decode_kernel(
                 k_ND = tl.load(k_ptr + places_ND, mask=mask_ND, other=0.0).to(product_type)
                 scores_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale_G[:, None]
                 if SOFT_CAP:
-                    scores_GN = soft_cap * _tanh(scores_GN / soft_cap)
+                    scores_GN = soft_cap * tanh(scores_GN / soft_cap)
                 scores_GN *= _LOG2_E
                 if alibi_slopes_ptr is not None:
                     scores_GN += slopes_G[:, None] * (keys_N - (seq_len - 1))[None, :].to(tl.float32)

@@ -43,7 +43,7 @@ def merge_partials(
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_workers"])
+@triton.jit(do_not_specialize=["num_reqs", "num_workers", "stride_lse_h"])
 def _merge_kernel(
     partial_out_ptr,
     partial_lse2_ptr,

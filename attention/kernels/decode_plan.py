@@ -58,7 +58,7 @@ def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
 
 @dataclass(frozen=True)
 class DecodePartials:
-    """Memory for partial results, shared by all plans and layers of a backend.
+    """Memory for partial results, shared by all plans and layers of a backend: of one stream at a time.
 
     Attributes:
         out: [P, H, D] float32, normalised.
@@ -108,7 +108,8 @@ class DecodePlan:
             self.sliding_window or NO_LIMIT,
             self.attention_chunk_size or NO_LIMIT,
             UNIT_KEYS=self.unit_keys,
-            BLOCK_R=triton.next_power_of_2(num_reqs),
+            # The same for most batches, so that few kernels are compiled.
+            BLOCK_R=max(128, triton.next_power_of_2(num_reqs)),
         )
 
 

@@ -53,7 +53,17 @@ def merge_attn_states(
     )
 
 
-@triton.jit
+# A log-sum-exp's stride is the number of tokens.
+@triton.jit(
+    do_not_specialize=[
+        "prefix_lse_stride_H",
+        "prefix_lse_stride_T",
+        "suffix_lse_stride_H",
+        "suffix_lse_stride_T",
+        "lse_stride_H",
+        "lse_stride_T",
+    ]
+)
 def _merge(
     prefix_output,
     prefix_lse,

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.launch import has_hopper_kernels
+
 TILE = 64
 LOG2_E = 1.4426950408889634
-# Gluon, which the Hopper kernel is written in, is experimental: it changes from version to version.
-_GLUON_OF = ("3", "6")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MLADecodePlan:
         num_workers: runs into which a step's keys are cut.
         split_tiles: cut at these multiples of a request's own keys instead, whatever else is in the batch: a
             request's result is then the same in any batch; 0: cut the whole step evenly.
-        partial_output: [slots, H, L] float32, shared by all layers.
+        partial_output: [slots, H, L] float32, shared by all layers: of one stream at a time.
         partial_lse: [slots, H] float32.
         hopper: `attention.kernels.mla_decode_hopper` where it can run; None elsewhere.
     """
@@ -80,11 +80,7 @@ def requests_of_a_block(num_reqs: int) -> int:
 
 
 def _hopper_kernel(device: torch.device) -> ModuleType | None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    if tuple(triton.__version__.split(".")[:2]) != _GLUON_OF:
-        return None
-    return importlib.import_module("attention.kernels.mla_decode_hopper")
+    return importlib.import_module("attention.kernels.mla_decode_hopper") if has_hopper_kernels(device) else None
 
 
 @triton.jit

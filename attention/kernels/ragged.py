@@ -30,8 +30,9 @@ def ragged_attention(
     log-sum-exp counts the sinks. A window hides only what lies before it.
 
     Args:
-        k_SHD, v_SHV: any strides but a last one of 1; no NaN among the requests' rows.
-        query_start_loc, key_start_loc: [R + 1] int32.
+        k_SHD, v_SHV: any strides but a last one of 1. NaN in a request's rows may reach all of its
+            tokens, and no other's.
+        query_start_loc, key_start_loc: [R + 1] int32, from any token and key on.
         max_query_len: a bound that may be too large, at the cost of time.
     """
     attend(

@@ -69,7 +69,7 @@ def store(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _store_kernel(
     first_ptr,
     second_ptr,

@@ -34,7 +34,8 @@ def unified_attention(
 
     Args:
         kv_layer: [2, B, N, H, D], any strides but a last one of 1; may be fp8, whose scales are read on the device.
-        query_start_loc, seq_lens: [R + 1] and [R] int32; a request without queries is padding, and nothing is read.
+        query_start_loc, seq_lens: [R + 1] and [R] int32, the first from any token on; a request without queries is
+            padding, and nothing is read.
         max_query_len: a bound that may be too large, at the cost of time.
     """
     keys, values = kv_layer.unbind(0)

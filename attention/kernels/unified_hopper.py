@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attention.kernels.tma_rows import as_rows
 from attention.kernels.unified_call import LOG2E, Call, split_channels
 from attention.kernels.unified_hopper_kernel import attend_tile
 
@@ -28,37 +29,6 @@ class HopperTiling:
     pack: int
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Keys or values [B, N, H, C] as a matrix: row b * row_b + h * row_h + n, column h * col_h + c."""
-
-    rows: Tensor
-    row_b: int
-    row_h: int
-    col_h: int
-
-    @property
-    def places(self) -> tuple[int, int, int]:
-        return self.row_b, self.row_h, self.col_h
-
-
-def _as_rows(keys: Tensor) -> _Rows | None:
-    """None where address or strides do not suit the copy engine, which wants multiples of 16 bytes."""
-    num_blocks, block_size, num_heads, channels = keys.shape
-    stride_b, stride_n, stride_h, _ = keys.stride()
-    stride_b = stride_b if num_blocks > 1 else 0
-    stride_h = stride_h if num_heads > 1 else 0
-    inside = stride_h < stride_n
-    if stride_n % 8 or keys.data_ptr() % 16 or stride_b % stride_n or stride_h % (8 if inside else stride_n):
-        return None
-    row_b, row_h, col_h = stride_b // stride_n, 0 if inside else stride_h // stride_n, stride_h if inside else 0
-    num_rows = (num_blocks - 1) * row_b + (num_heads - 1) * row_h + block_size
-    if not keys.numel() or num_rows >= 2**31:
-        return None
-    rows = keys.as_strided((num_rows, (num_heads - 1) * col_h + channels), (stride_n, 1))
-    return _Rows(rows, row_b, row_h, col_h)
-
-
 def choose_tiling(call: Call) -> HopperTiling:
     """Measured on an H200: 128 keys and two buffers are best where they fit, and heads share tiles at no cost."""
     channels = max(call.q_THD.shape[-1], call.keys.values.shape[-1])
@@ -72,7 +42,7 @@ def launch(call: Call, tiling: HopperTiling | None = None) -> bool:
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
     if max(head_size, value_size) > 256 or min(head_size, value_size) < 64 or not _are_blocks_of_tiles(keys.block_size):
         return False
-    k, v = _as_rows(keys.keys), _as_rows(keys.values)
+    k, v = as_rows(keys.keys), as_rows(keys.values)
     if k is None or v is None:
         return False
     tiling = tiling or choose_tiling(call)

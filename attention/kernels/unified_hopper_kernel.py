@@ -150,7 +150,7 @@ def _attend(
             True,
         )
         weights = gl.convert_layout(weights_MN.to(dtype), operand)
-        if PAGED and seq_len < stop * BLOCK_N:
+        if seq_len < stop * BLOCK_N:
             mbarrier.wait(full_v.index(0), 0)
             keep_rows(tiles_V.index(0), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
 
@@ -277,7 +277,7 @@ def attend_tile(
     pack, request, query_start, query_len, first_token = find_tile(
         query_start_ptr, num_reqs, num_tiles, num_packs, section, TOKENS
     )
-    if first_token >= query_len:
+    if (first_token < 0) | (first_token >= query_len):
         return
     PAGED: gl.constexpr = block_table_ptr is not None
     table_ptr = query_start_ptr

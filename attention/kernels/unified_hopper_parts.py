@@ -27,7 +27,7 @@ def find_tile(query_start_ptr, num_reqs, num_tiles, num_packs, section, TOKENS: 
         first_tiles_R = query_starts_R // TOKENS + requests_R
         before += gl.sum(((first_tiles_R <= tile) & (requests_R < num_reqs)).to(gl.int32), 0)
         start += BLOCK_R
-    request = before - 1
+    request = gl.maximum(before - 1, 0)
     query_start = gl.load(query_start_ptr + request)
     query_len = gl.load(query_start_ptr + request + 1) - query_start
     return pack, request, query_start, query_len, (tile - (query_start // TOKENS + request)) * TOKENS

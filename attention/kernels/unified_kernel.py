@@ -119,7 +119,7 @@ def _attend_keys(
     return acc_MV, max_M, sum_M
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "section"])
+@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "section", "stride_lse_h", "stride_lse_t"])
 def attend_tile(
     q_ptr,
     k_ptr,
@@ -189,7 +189,7 @@ def attend_tile(
     pack = section_start + in_section % width
     kv_head = pack // PACKS
     request, query_start, query_len, first_token = find_tile(query_start_ptr, tile, num_reqs, TOKENS, BLOCK_R)
-    if first_token >= query_len:
+    if (first_token < 0) | (first_token >= query_len):
         return
 
     if block_table_ptr is None:

@@ -7,12 +7,10 @@ import triton
 import triton.language as tl
 
 from attention.fp8 import is_fp8
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import has_hopper_kernels, interpreted
 from attention.kernels.unified_call import Call, split_channels
 from attention.kernels.unified_kernel import attend_tile
 
-# Triton's language for such kernels may change with any version; the kernel was measured with these.
-_GLUON_VERSIONS = ("3.6.",)
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -33,7 +31,6 @@ def attend(call: Call) -> None:
     if not call.q_THD.shape[0] or not call.num_reqs:
         return
     if _may_run_on_hopper(call):
-        # NOTE: imported here, because with another Triton the import may fail.
         from attention.kernels import unified_hopper
 
         if unified_hopper.launch(call):
@@ -46,9 +43,7 @@ def _may_run_on_hopper(call: Call) -> bool:
     return (
         q_THD.dtype in (torch.bfloat16, torch.float16)
         and call.keys.keys.dtype == q_THD.dtype
-        and q_THD.is_cuda
-        and triton.__version__.startswith(_GLUON_VERSIONS)
-        and torch.cuda.get_device_capability(q_THD.device) == (9, 0)
+        and has_hopper_kernels(q_THD.device)
     )
 
 

@@ -9,7 +9,8 @@ from attention.kernels.fp8 import from_fp8
 @triton.jit
 def find_tile(query_start_ptr, tile, num_reqs, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
     """The request of a tile, and its first token there. Every request has a tile more than it fills, so that a tile's
-    request follows from `query_start_loc` alone; tokens past the request's last are nobody's."""
+    request follows from `query_start_loc` alone; tokens past the request's last are nobody's, and so are those below 0,
+    which tiles in front of the first request begin with: `query_start_loc` need not begin with 0."""
     before = 0
     start = 0
     while start < num_reqs:
@@ -18,7 +19,7 @@ def find_tile(query_start_ptr, tile, num_reqs, TOKENS: tl.constexpr, BLOCK_R: tl
         first_tiles_R = query_starts_R // TOKENS + requests_R
         before += tl.sum(((first_tiles_R <= tile) & (requests_R < num_reqs)).to(tl.int32), 0)
         start += BLOCK_R
-    request = before - 1
+    request = tl.maximum(before - 1, 0)
     query_start = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - query_start
     return request, query_start, query_len, (tile - (query_start // TOKENS + request)) * TOKENS

@@ -117,7 +117,7 @@ def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
 def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
     table = Table("node", "role", "address", "state", "model", "KV", "blocks used", "running", "waiting", box=SIMPLE)
     for node in nodes:
-        said, shape = node.status, node.status.info.cache_shape
+        said, shape, spec = node.status, node.status.info.cache_shape, node.status.info.cache_spec
         state = "draining" if said.draining else "ready"
         cells = (
             _name(node),
@@ -125,7 +125,7 @@ def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
             node.address,
             state if node.reachable else node.detail,
             said.info.model.name,
-            f"{shape.layout} x {shape.block_size}",
+            f"{shape.layout} x {shape.block_size}, {spec.dtype}",
             f"{said.blocks_total - said.blocks_free} of {said.blocks_total}",
             str(said.requests_running),
             str(said.requests_waiting),

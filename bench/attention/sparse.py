@@ -11,7 +11,8 @@ from torch import Tensor
 from attention.backend import AttentionFeature
 from attention.backends.blocksparse import BlocksparseFlashAttention
 from attention.backends.triton_attn import TritonAttention
-from attention.blocksparse import BlocksparseParams, block_mask, token_mask
+from attention.blocksparse import BlocksparseParams
+from attention.blocksparse_mask import block_mask, token_mask
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from attention.selection import BackendClass

@@ -63,6 +63,13 @@ def test_unknown_layout_lists_the_known_ones() -> None:
         assert name in line
 
 
+def test_unknown_dtype_of_the_cache_lists_the_known_ones() -> None:
+    line = complaint(run("prefill_node", BATON_KV_CACHE_DTYPE="fp8"), "prefill_node")
+    assert "BATON_KV_CACHE_DTYPE (--kv-cache-dtype) is 'fp8'" in line
+    for name in ("auto", "fp8_e4m3", "fp8_e5m2"):
+        assert f"'{name}'" in line
+
+
 def test_unknown_attention_backend_lists_the_known_ones() -> None:
     flags = ("--model", str(LLAMA), "--attention-backend", "FLASH")
     line = complaint(run("prefill_node", *flags), "prefill_node")

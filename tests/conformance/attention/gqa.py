@@ -142,13 +142,13 @@ class GQACase:
     def _multiplied(self, q_QHD: Tensor) -> Tensor:
         """What a backend that multiplies in fp8 gets of the queries."""
         quantized = AttentionFeature.QUANTIZED_QUERY in self.backend.capabilities.features
-        if not quantized or self.setting.kv_dtype != "float8_e4m3fn":
+        if not quantized or not self.setting.reads_cache or self.setting.kv_dtype != "float8_e4m3fn":
             return q_QHD
         return (q_QHD.float() / Q_SCALE).to(torch.float8_e4m3fn).float() * Q_SCALE
 
     def _kept(self, values: Tensor, scale: float) -> Tensor:
-        """What an fp8 cache keeps of keys or values."""
-        if not self.setting.kv_dtype:
+        """What an fp8 cache keeps of keys or values; an encoder reads its own."""
+        if not self.setting.kv_dtype or not self.setting.reads_cache:
             return values
         kind = TORCH_DTYPES[self.setting.kv_dtype]
         return (values.float() / scale).to(kind).float() * scale

@@ -78,6 +78,22 @@ def test_the_size_of_the_workspace_changes_nothing(backend: BackendClass, worksp
     assert relative_error(case.run(), case.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
+def test_backend_and_builder_agree_about_cuda_graphs(backend: BackendClass) -> None:
+    shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=dtypes_here(backend.capabilities)[0], dims=DIMS)
+    builder = mla_backend_of(backend, shape).builder
+    assert builder.full_cudagraph_supported is backend.capabilities.cudagraph
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
+def test_decodes_are_wanted_in_front(backend: BackendClass) -> None:
+    shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=dtypes_here(backend.capabilities)[0], dims=DIMS)
+    swaps: list[tuple[int, int]] = []
+    builder = mla_backend_of(backend, shape).builder
+    assert builder.reorder_batch([3, 1], lambda first, second: swaps.append((first, second)))
+    assert swaps == [(0, 1)]
+
+
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBNC, KVCacheLayout.BLNC], ids=name_of)
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_the_new_tokens_latents_are_written_and_no_others(backend: BackendClass, layout: KVCacheLayout) -> None:

@@ -128,7 +128,7 @@ def needs_of(setting: Setting, *, dtype: str = "float32") -> AttentionNeeds:
         kv_dtype=setting.kv_dtype,
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
-        max_num_reqs=8,
+        max_num_reqs=32,
     )
 
 

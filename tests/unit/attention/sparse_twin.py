@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.blocksparse import BlocksparseParams, token_mask
+from attention.blocksparse import BlocksparseParams
+from attention.blocksparse_mask import token_mask
 from attention.cache import TORCH_DTYPES, PagedKVCache
 from attention.layout import KVCacheLayout
 from attention.metadata import CommonAttentionMetadata, build_common_metadata

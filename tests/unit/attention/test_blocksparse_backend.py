@@ -16,7 +16,7 @@ from attention.platform import probe_platform
 from attention.scales import KVScales
 from attention.selection import reasons_against
 from attention.spec import KVKind
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InternalError
 from tests.device import DEVICE
 from tests.unit.attention.sparse_twin import SparseCase, expected, make_case, relative_error
 
@@ -61,6 +61,13 @@ def forward(case: SparseCase, params: BlocksparseParams | None, scales: KVScales
 def test_mixed_batches(params: BlocksparseParams | None, query_lens: list[int], context_lens: list[int]) -> None:
     case = make_case(query_lens=query_lens, context_lens=context_lens)
     assert relative_error(forward(case, params), expected(case, scale=SCALE, params=params)) < 2e-5
+
+
+def test_a_batch_that_is_not_causal_is_refused() -> None:
+    case = make_case(query_lens=[5], context_lens=[0])
+    case.common.causal = False
+    with pytest.raises(InternalError, match="not causal"):
+        backend().builder.build(0, case.common)
 
 
 def test_prompts_over_an_fp8_cache_see_what_it_keeps() -> None:

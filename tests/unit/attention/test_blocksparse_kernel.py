@@ -196,6 +196,27 @@ def test_padding_is_neither_read_nor_written() -> None:
     assert relative_error(out[kept], reference[kept]) < BOUNDS["float32"]
 
 
+def test_prompts_behind_decodes_leave_those_alone() -> None:
+    """As a mixed batch's, whose decodes are more than some tiles have queries."""
+    pattern = PATTERNS["each head slides"]
+    case = make_case(query_lens=[*[1] * 600, 70, 20], context_lens=[*[3] * 600, 0, 130], **shape_of(pattern))
+    out = torch.full_like(case.q_THD, torch.nan)
+    blocksparse_prefill(
+        case.q_THD,
+        case.kv_layer,
+        query_start_loc=case.common.query_start_loc[600:],
+        seq_lens=case.common.seq_lens[600:],
+        block_table=case.common.block_table_tensor[600:],
+        max_query_len=case.common.max_query_len,
+        scale=SCALE,
+        params=pattern,
+        out=out,
+        hopper_sms=HOPPER_SMS,
+    )
+    assert out[:600].isnan().all()
+    assert relative_error(out[600:], expected(case, scale=SCALE, params=pattern)[600:]) < BOUNDS["float16"]
+
+
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_decode_of_a_padded_request_is_zero(pieces: int) -> None:
     case = make_case(query_lens=[1, 1], context_lens=[70, 5])

@@ -18,6 +18,7 @@ from attention.blocksparse import BlocksparseParams
 from attention.cache import TORCH_DTYPES, PagedKVCache
 from attention.cache_ops import WriteIndex
 from attention.layer import Attention
+from attention.layer_checks import check_planned
 from attention.layout import KVCacheLayout
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, build_common_metadata
 from attention.parameters import AttentionType
@@ -348,3 +349,13 @@ def test_keys_must_come_with_values_and_only_an_encoders_in_the_cache_need_not_c
 def test_a_layers_repr_says_what_differs_from_plain_attention() -> None:
     shown = repr(make_layer(sliding_window=4))
     assert "sliding_window=4, backend=TORCH_SDPA" in shown
+
+
+@pytest.mark.parametrize("attn_type", AttentionType)
+def test_a_plan_for_causal_attention_is_for_decoders_alone(attn_type: AttentionType) -> None:
+    check_planned(attn_type, causal=False)
+    if attn_type is AttentionType.DECODER:
+        check_planned(attn_type, causal=True)
+        return
+    with pytest.raises(InternalError, match=f"a layer of type {attn_type} in a batch that is causal"):
+        check_planned(attn_type, causal=True)

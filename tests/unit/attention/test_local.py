@@ -108,6 +108,14 @@ def test_the_batch_of_virtual_requests_writes_where_the_batch_does() -> None:
     assert split_decodes_and_prefills(local) == (2, 2, 2, 5)
 
 
+def test_padding_has_no_virtual_requests() -> None:
+    """As a captured graph has it: a row of the queries, and sequence length 0."""
+    query_lens, starts, seq_lens, tables = make_local_attention_virtual_batches(
+        4, np.array([0, 1, 2, 3], np.int32), np.array([6, 0, 0], np.int32), torch.tensor([[7, 8], [0, 0], [0, 0]]), 4
+    )
+    assert (query_lens.tolist(), starts.tolist(), seq_lens.tolist(), tables.tolist()) == ([1], [0, 1], [2], [[8]])
+
+
 @pytest.mark.parametrize("chunk", [0, 3, 6])
 def test_chunks_of_partial_blocks_are_refused(chunk: int) -> None:
     common, _ = build_common_metadata(query_lens=[2], context_lens=[1], block_tables=[[5]], block_size=4)

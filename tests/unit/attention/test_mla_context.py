@@ -1,11 +1,13 @@
 """Context chunks cover each prefill's context once, in order, in a workspace that is full but for the last chunk."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.metadata import build_common_metadata
 from attention.mla_context import plan_context_chunks, plan_prefill
+from baton.errors import InternalError
 
 PREFILLS = st.lists(st.tuples(st.integers(2, 5), st.integers(0, 30)), min_size=1, max_size=6)
 
@@ -46,6 +48,13 @@ def test_chunks_cover_the_context_exactly(
             assert covered[prefill + 1 :] == [0] * (len(prefills) - prefill - 1)
     assert covered == [context_len for _, context_len in prefills]
     assert all(chunk.num_tokens == workspace_tokens for chunk in chunks[:-1])
+
+
+def test_prefills_that_are_not_causal_are_refused() -> None:
+    common, _ = build_common_metadata(query_lens=[2], context_lens=[1], block_tables=[[0]], block_size=4)
+    common.causal = False
+    with pytest.raises(InternalError, match="not causal"):
+        plan_prefill(common, 0)
 
 
 def test_a_batch_of_decodes_has_no_prefills() -> None:

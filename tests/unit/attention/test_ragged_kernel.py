@@ -33,6 +33,12 @@ def attend(batch: RaggedBatch, features: Features, *, k_SKD: Tensor | None = Non
     )
 
 
+def part(batch: RaggedBatch, requests: slice, tokens: slice) -> RaggedBatch:
+    return RaggedBatch(
+        batch.q[requests], batch.k[requests], batch.v[requests], batch.out_THV[tokens], batch.lse_HT[:, tokens]
+    )
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_does_what_it_is_defined_to(name: str) -> None:
     batch = ragged_batch(QUERIES, KEYS)
@@ -119,3 +125,36 @@ def test_padded_requests_are_nobody() -> None:
         lse_HT=batch.lse_HT,
     )
     batch.check(Features())
+
+
+def test_requests_behind_others_leave_those_alone() -> None:
+    """As the prefills of a batch whose first requests are decodes, more of these than a tile has tokens."""
+    batch = ragged_batch([1] * 300 + [4, 3], [1] * 300 + [4, 3], head_size=64, dtype=torch.float16)
+    ragged_attention(
+        batch.queries,
+        torch.cat(batch.k).to(DEVICE),
+        torch.cat(batch.v).to(DEVICE),
+        query_start_loc=batch.query_start_loc[300:],
+        key_start_loc=batch.query_start_loc[300:],
+        max_query_len=4,
+        causal=True,
+        scale=SCALE,
+        out=batch.out_THV,
+        lse_HT=batch.lse_HT,
+    )
+    assert batch.out_THV[:300].isnan().all()
+    assert batch.lse_HT[:, :300].isnan().all()
+    part(batch, slice(300, None), slice(300, None)).check(Features())
+
+
+@pytest.mark.parametrize("name", ["none", "not causal"])
+def test_nan_reaches_no_other_request(name: str) -> None:
+    """Neither of the next request's rows, nor of padding behind the last one's."""
+    batch = ragged_batch([20, 40, 5], [20, 60, 30], head_size=64, dtype=torch.float16)
+    k_SKD, v_SKV = (torch.cat([*rows, rows[0][:9]]).to(DEVICE) for rows in (batch.k, batch.v))
+    for rows in (k_SKD, v_SKV):
+        rows[20:80] = torch.nan
+        rows[110:] = torch.nan
+    attend(batch, FEATURES[name], k_SKD=k_SKD, v_SKV=v_SKV)
+    part(batch, slice(1), slice(20)).check(FEATURES[name])
+    part(batch, slice(2, None), slice(60, None)).check(FEATURES[name])

@@ -18,6 +18,8 @@ NAMES = ("plain", "window 7", "chunks of 128", "sinks", "encoder", "encoder-deco
 OURS = [setting for setting in SETTINGS if setting.name in NAMES]
 FRESH = [(1, 0), (1, 12), (9, 0), (2, 0)]
 MIXED = [(1, 0), (1, 20), (9, 0), (2, 15)]
+# More decodes than a tile of the prefills' kernels has tokens.
+BEHIND = [[*[(1, 5)] * 20, (3, context)] for context in (0, 4)]
 
 
 def check(sizes: list[tuple[int, int]], setting: Setting, *, dtype: str = "float32", own_kv: bool = True) -> None:
@@ -33,7 +35,7 @@ def test_decodes_and_prefills_with_and_without_context(setting: Setting) -> None
     check(MIXED, setting, own_kv=setting.attn_type != "encoder_decoder")
 
 
-@pytest.mark.parametrize("sizes", [[(1, 12), (1, 3)], [(5, 0), (11, 0)], [(5, 9), (1, 0)][::-1], FRESH])
+@pytest.mark.parametrize("sizes", [[(1, 12), (1, 3)], [(5, 0), (11, 0)], [(5, 9), (1, 0)][::-1], FRESH, *BEHIND])
 def test_batches_of_every_kind(sizes: list[tuple[int, int]]) -> None:
     check(sizes, PLAIN)
 

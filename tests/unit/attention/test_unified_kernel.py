@@ -149,3 +149,23 @@ def test_a_query_may_be_a_view_and_a_request_padding(name: str) -> None:
     wide = torch.cat([batch.queries, torch.full_like(batch.queries, math.nan)], -1)[..., : batch.queries.shape[-1]]
     attend_cache(batch, kv_layer, block_table, FEATURES[name], q_THD=wide)
     batch.check(FEATURES[name])
+
+
+def test_requests_behind_others_leave_those_alone() -> None:
+    """As the prefills of a batch whose first requests are decodes, more of these than a tile has tokens."""
+    batch = ragged_batch([1] * 300 + [4, 3], [3] * 300 + [20, 3], head_size=64, dtype=torch.float16)
+    kv_layer, block_table = paged(batch, block_size=16, order="NHD", features=Features())
+    unified_attention(
+        batch.queries,
+        kv_layer,
+        query_start_loc=batch.query_start_loc[300:],
+        seq_lens=torch.tensor([20, 3], dtype=torch.int32, device=DEVICE),
+        block_table=block_table[300:],
+        max_query_len=4,
+        scale=SCALE,
+        out=batch.out_THV,
+        lse_HT=batch.lse_HT,
+    )
+    assert batch.out_THV[:300].isnan().all()
+    behind = RaggedBatch(batch.q[300:], batch.k[300:], batch.v[300:], batch.out_THV[300:], batch.lse_HT[:, 300:])
+    behind.check(Features())

@@ -1,5 +1,9 @@
 """The pages that are made from code are up to date."""
 
+from pkgutil import resolve_name
+
+import pytest
+
 from docs import attention, configuration
 
 
@@ -13,3 +17,8 @@ def test_so_is_the_readme() -> None:
 
 def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> None:
     assert attention.PAGE.read_text() == attention.page(), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", [ours for _, ours in attention.NAMES])
+def test_what_its_table_of_names_names_exists(name: str) -> None:
+    assert resolve_name(name) is not None

@@ -63,6 +63,18 @@ def test_on_a_cpu_auto_means_float32_and_a_dtype_can_be_chosen(llama: Llama) -> 
     assert auto.runner.facts.identity != half.runner.facts.identity
 
 
+def test_the_cache_can_have_a_dtype_of_its_own(llama: Llama) -> None:
+    whole, quarter = (
+        build_runner(directory=llama[0], block_size=4, kv_cache_bytes=BYTES_PER_TOKEN * 4 * 10, kv_cache_dtype=dtype)
+        for dtype in ("auto", "fp8_e5m2")
+    )
+    assert (whole.dtype, whole.cache.spec.dtype) == ("float32", "float32")
+    assert (quarter.dtype, quarter.cache.spec.dtype) == ("float32", "float8_e5m2")
+    assert quarter.cache.shape.num_blocks == 4 * whole.cache.shape.num_blocks
+    assert whole.identity == quarter.identity
+    assert whole.runner.facts.identity != quarter.runner.facts.identity
+
+
 def test_dummy_weights_need_no_checkpoint(llama: Llama, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((llama[0] / "config.json").read_text())
     built = build_runner(directory=tmp_path, num_blocks=4, load_format="dummy")
@@ -76,6 +88,7 @@ def test_dummy_weights_need_no_checkpoint(llama: Llama, tmp_path: Path) -> None:
         ({}, "num_blocks", "neither num_blocks nor kv_cache_bytes"),
         ({"num_blocks": 4, "device": "gpu"}, "device", "cuda"),
         ({"num_blocks": 4, "dtype": "int8"}, "dtype", "bfloat16"),
+        ({"num_blocks": 4, "kv_cache_dtype": "float8_e4m3fn"}, "kv_cache_dtype", "auto, fp8_e4m3, fp8_e5m2"),
         ({"num_blocks": 4, "kv_cache_layout": "DHN"}, "kv_cache_layout", "BLNHC"),
         ({"num_blocks": 4, "attention_backend": "FASTEST"}, "attention_backend", "TORCH_SDPA"),
         ({"num_blocks": 4, "attention_backend": "TORCH_MLA"}, "attention_backend", "TORCH_SDPA"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import PeerRefused
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree
 
@@ -52,6 +52,16 @@ def test_another_kind_of_kv_is_refused(field: str, value: object) -> None:
         agree(NODE, replace(NODE, spec=replace(SPEC, **{field: value})))  # type: ignore[arg-type]
     (mismatch,) = refused.value.mismatches
     assert (mismatch.field, mismatch.ours, mismatch.theirs) == (field, str(getattr(SPEC, field)), str(value))
+
+
+def test_two_8_bit_caches_are_as_different_as_any_two_dtypes() -> None:
+    ours, theirs = (replace(NODE, spec=replace(SPEC, dtype=dtype)) for dtype in FP8_DTYPES)
+    with pytest.raises(PlanRefused) as refused:
+        agree(ours, theirs)
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("dtype", *FP8_DTYPES)
+    assert "--kv-cache-dtype" in mismatch.cure
+    assert agree(ours, ours).bytes_per_token * 2 == agree(NODE, NODE).bytes_per_token
 
 
 def test_every_mismatch_is_listed() -> None:

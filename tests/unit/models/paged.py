@@ -23,17 +23,18 @@ def cache_shape(config: ModelConfig, *, num_blocks: int = 64) -> KVCacheShape:
     return KVCacheShape(parse_layout("NHD", mla=mla), BLOCK_SIZE, num_blocks)
 
 
-def backend_for(config: ModelConfig, dtype: str = "float32") -> AttentionBackend:
-    return select_backend(attention_needs(config, dtype=dtype, device="cpu", shape=cache_shape(config)))
+def backend_for(config: ModelConfig, dtype: str = "float32", kv_dtype: str = "") -> AttentionBackend:
+    shape = cache_shape(config)
+    return select_backend(attention_needs(config, dtype=dtype, device="cpu", shape=shape, kv_dtype=kv_dtype))
 
 
 class PagedDriver:
     """Keeps each request's blocks, scattered over the cache, and how many of its tokens are computed."""
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend, dtype: str = "float32") -> None:
+    def __init__(self, model: CausalLM, backend: AttentionBackend, dtype: str = "float32", kv_dtype: str = "") -> None:
         self.model, self.backend = model, backend
         shape = cache_shape(model.config)
-        self.cache = PagedKVCache(kv_cache_spec(model.config, dtype), shape)
+        self.cache = PagedKVCache(kv_cache_spec(model.config, dtype, kv_dtype), shape)
         self.cache.storage.fill_(torch.nan)  # a slot that is read before it is written shows
         generator = torch.Generator().manual_seed(1)
         self.free_blocks = torch.randperm(shape.num_blocks, generator=generator).tolist()

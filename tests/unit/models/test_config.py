@@ -244,7 +244,7 @@ def test_no_config_is_one_line(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ("[]", "is not a JSON object")])
+@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON.*download"), ("[]", "is not a JSON object.*download")])
 def test_damaged_config_is_one_line(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=said):

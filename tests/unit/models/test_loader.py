@@ -131,13 +131,26 @@ def test_copy_of_a_tied_embedding_is_ignored_but_another_head_is_refused(tmp_pat
     assert caught.value.field == "tie_word_embeddings"
 
 
-@pytest.mark.parametrize(("name", "tower"), [("gemma3", "vision_tower"), ("llama4", "vision_model")])
-def test_the_language_model_of_a_model_that_also_sees(name: str, tower: str, tmp_path: Path) -> None:
+def as_published(path: str) -> str:
+    return f"language_model.{path}"
+
+
+def as_since_transformers_4_52(path: str) -> str:
+    return path if path == "lm_head.weight" else f"model.language_model.{path.removeprefix('model.')}"
+
+
+@pytest.mark.parametrize("renamed", [as_published, as_since_transformers_4_52])
+@pytest.mark.parametrize(
+    ("name", "tower"), [("gemma3", "vision_tower"), ("llama4", "vision_model"), ("llama4", "model.vision_model")]
+)
+def test_the_language_model_of_a_model_that_also_sees(
+    name: str, tower: str, renamed: Callable[[str], str], tmp_path: Path
+) -> None:
     save_tiny(name, tmp_path)
     alone = checkpoint_views(load(tmp_path))
 
     def with_tower(tensors: Tensors) -> Tensors:
-        text = {f"language_model.{path}": tensor for path, tensor in tensors.items()}
+        text = {renamed(path): tensor for path, tensor in tensors.items()}
         return text | {f"{tower}.a.weight": torch.zeros(2), "multi_modal_projector.b": torch.zeros(2)}
 
     seeing = rewritten(tmp_path, tmp_path / "seeing", with_tower)

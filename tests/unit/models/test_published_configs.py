@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from baton.errors import ConfigError
 from models.config import (
@@ -237,6 +239,15 @@ def test_llama4(tmp_path: Path) -> None:
     assert config.eos_token_ids == (200001, 200007, 200008)
 
 
+@pytest.mark.parametrize(("published", "tuned"), [(4, True), (0, False), (None, False), (True, True), (False, False)])
+def test_llama4_says_with_a_number_that_late_queries_are_sharper(
+    tmp_path: Path, published: int | None, tuned: bool
+) -> None:
+    switches = read(tmp_path, text(LLAMA4, attn_temperature_tuning=published)).switches
+    assert isinstance(switches, Llama4Switches)
+    assert (switches.temperature is not None) == tuned
+
+
 def test_llama4_dense_layers_between(tmp_path: Path) -> None:
     config = read(tmp_path, text(LLAMA4, interleave_moe_layer_step=2))
     assert config.moe is not None
@@ -307,6 +318,15 @@ def test_bloom(tmp_path: Path) -> None:
     assert config == read(tmp_path, BLOOM | {"hidden_size": 1024, "n_embed": None})
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_a_file_that_names_no_dtype_means_that_of_its_weights(tmp_path: Path, stored: torch.dtype) -> None:
+    assert read(tmp_path, BLOOM).dtype == "float32"
+    tensors = {"word_embeddings.weight": torch.zeros(4, 4, dtype=stored), "ln_f.weight": torch.ones(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read(tmp_path, BLOOM).dtype == str(stored).removeprefix("torch.")
+    assert read(tmp_path, BLOOM | {"torch_dtype": "float32"}).dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("config", "field", "said"),
     [
@@ -317,9 +337,16 @@ def test_bloom(tmp_path: Path) -> None:
         (text(GEMMA3, attn_logit_softcapping=50.0), "attn_logit_softcapping", "null"),
         (GEMMA3 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "not supported"),
         (GEMMA2 | {"sliding_window": None}, "sliding_window", "at least 1"),
+        (text(GEMMA3, rope_parameters={"full_attention": {}}), "rope_scaling", "keep either"),
+        (
+            text(GEMMA3, rope_scaling=None, rope_parameters={"rope_type": "linear", "factor": 8.0}),
+            "factor",
+            "full_attention, sliding_attention",
+        ),
         (GEMMA3 | {"text_config": 3}, "text_config", "an object"),
         (GEMMA3 | {"text_config": None}, "text_config", "an object"),
         (text(LLAMA4, no_rope_layers=[1, 2]), "no_rope_layers", "48 layers"),
+        (text(LLAMA4, attn_temperature_tuning="on"), "attn_temperature_tuning", "true, false"),
         (text(LLAMA4, num_experts_per_tok=17), "num_experts_per_tok", "num_local_experts, 16"),
         (
             text(LLAMA4, attention_chunk_size=None, layer_types=["chunked_attention"] * 48),

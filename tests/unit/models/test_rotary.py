@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.config_file import ConfigFile
 from models.rope_config import RopeConfig, YarnScaling, read_rope
@@ -43,6 +44,20 @@ def test_frequencies_and_scale_equal_transformers(scaling: dict[str, Any]) -> No
     torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     if isinstance(rope.scaling, YarnScaling):
         assert rope.scaling.rotary_scale == pytest.approx(expected_scale)
+
+
+def test_angles_of_the_longest_contexts_equal_transformers() -> None:
+    parameters = LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=dict(parameters))
+    positions_T = torch.tensor([0, 8191, 131_071, 1_048_575, 10_485_759])
+    cos_1TD, sin_1TD = LlamaRotaryEmbedding(config)(torch.empty(0, dtype=torch.float32), positions_T[None])
+
+    file = ConfigFile("test", {"rope_parameters": parameters})
+    rope = read_rope(file, dim=64, interleaved=False, max_position_embeddings=131072)
+    rotation = Rotary(rope)(positions_T)
+    halves = torch.tensor([-1.0, 1.0]).repeat_interleave(32)  # our sines carry the sign of their partner
+    torch.testing.assert_close(rotation.cos[:, 0], cos_1TD[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(rotation.sin[:, 0], sin_1TD[0] * halves, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

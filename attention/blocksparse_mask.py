@@ -1,0 +1,33 @@
+"""The block-sparse pattern as masks, for plain torch and for tests: the definition that kernels are compared with.
+
+Legend: H query heads of this rank, I query blocks, J key blocks, T queries, S keys.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attention.blocksparse import BlocksparseParams
+
+
+def block_mask(params: BlocksparseParams, num_query_blocks: int, num_key_blocks: int) -> NDArray[np.bool_]:
+    """[H, I, J], which key blocks each query block sees, wholly or, on the diagonal, in part.
+
+    The last query block is the last key block: fewer query blocks are the end of a sequence.
+    """
+    assert num_query_blocks <= num_key_blocks
+    i_I1 = np.arange(num_key_blocks - num_query_blocks, num_key_blocks)[:, None]
+    j_J = np.arange(num_key_blocks)
+    offset_H11 = np.array(params.head_offsets)[:, None, None]
+    on_stripe_H1J = (j_J + offset_H11 + 1) % params.vert_stride == 0
+    mask_HIJ: NDArray[np.bool_] = (j_J <= i_I1) & ((i_I1 - j_J < params.local_blocks) | on_stripe_H1J)
+    return mask_HIJ
+
+
+def token_mask(params: BlocksparseParams, positions_T: NDArray[np.int64], num_keys: int) -> NDArray[np.bool_]:
+    """[H, T, S], which of a sequence's first `num_keys` keys the queries at `positions_T` see."""
+    key_positions_S = np.arange(num_keys)
+    num_blocks = max(int(positions_T.max()) + 1, num_keys) // params.block_size + 1
+    blocks_HIJ = block_mask(params, num_blocks, num_blocks)
+    blocks_HTS = blocks_HIJ[:, positions_T[:, None] // params.block_size, key_positions_S // params.block_size]
+    mask_HTS: NDArray[np.bool_] = blocks_HTS & (key_positions_S <= positions_T[:, None])
+    return mask_HTS

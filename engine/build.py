@@ -13,13 +13,13 @@ import torch
 from attention.cache import PagedKVCache
 from attention.layout import KVCacheLayout, LayoutChoice
 from attention.selection import select_backend
-from attention.spec import DTYPE_BYTES, FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import ConfigError
 from engine.request import ModelFacts
 from engine.runner import ModelRunner
 from models.config import ModelConfig
 from models.config_reader import read_config
-from models.families import attention_needs, kv_cache_spec
+from models.families import attention_needs, kv_cache_spec, resolve_dtype
 from models.identity import ModelIdentity, model_identity
 from models.loader import load_model
 
@@ -69,7 +69,7 @@ def build_runner(
     """
     device_type = _device_type(device)
     config = read_config(directory)
-    dtype = _resolve_dtype(dtype, device_type=device_type, config=config)
+    dtype = resolve_dtype(config, dtype, device_type=device_type)
     kv_dtype = _resolve_kv_cache_dtype(kv_cache_dtype)
     spec = kv_cache_spec(config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=kv_cache_layout, preferred=preferred_layout)
@@ -111,14 +111,6 @@ def _device_type(device: str) -> str:
         raise ConfigError(
             f"device is {device!r}", field="device", value=device, allowed=("cpu", "cuda", "cuda:<index>")
         ) from None
-
-
-def _resolve_dtype(dtype: str, *, device_type: str, config: ModelConfig) -> str:
-    if dtype == "auto":
-        return "float32" if device_type == "cpu" else config.dtype
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=("auto", *DTYPE_BYTES))
-    return dtype
 
 
 def _resolve_kv_cache_dtype(kv_cache_dtype: str) -> str:

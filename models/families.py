@@ -11,7 +11,8 @@ import torch
 
 from attention.backend import AttentionBackend, AttentionFeature, AttentionNeeds, MLADims
 from attention.parameters import AttentionParameters
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from attention.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
+from baton.errors import ConfigError
 from models.bloom import BloomForCausalLM
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, MLAConfig, ModelConfig
@@ -47,6 +48,34 @@ FAMILIES: Mapping[str, ModelClass] = MappingProxyType(
         "Phi3SmallForCausalLM": Phi3SmallForCausalLM,
     }
 )
+
+
+# Their residual stream grows beyond float16's 65504 in published weights: the output would be NaN, not less exact.
+_BEYOND_FLOAT16 = (GemmaForCausalLM,)
+
+
+def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
+    """What the model runs in. "auto" means float32 on a CPU, else the checkpoint's, or bfloat16 where that overflows.
+
+    Raises:
+        ConfigError: no such dtype, or the family overflows in it.
+    """
+    allowed = ("auto", *DTYPE_BYTES)
+    overflows = FAMILIES[config.architecture] in _BEYOND_FLOAT16
+    if dtype == "auto":
+        stored = "bfloat16" if overflows and config.dtype == "float16" else config.dtype
+        return "float32" if device_type == "cpu" else stored
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=allowed)
+    if dtype == "float16" and overflows:
+        raise ConfigError(
+            f"dtype is float16, in which {config.architecture} overflows",
+            field="dtype",
+            value=dtype,
+            allowed=tuple(name for name in allowed if name != dtype),
+            cure="take bfloat16, which has float32's range",
+        )
+    return dtype
 
 
 def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCacheSpec:

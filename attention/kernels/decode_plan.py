@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.errors import InternalError
+
 # Stands for "no limit" in a window or a chunk size: no sequence is longer.
 NO_LIMIT = 2**31 - 1
 # Bytes of a tile of keys. With three stages two such tiles of keys and two of values are on their way to each program.
@@ -96,9 +98,19 @@ class DecodePlan:
         return self.first_requests.shape[0]
 
     def fill(self, seq_lens_R: Tensor) -> None:
-        """Plans a batch of these lengths, on the device; 0 is a padded request."""
-        num_reqs = seq_lens_R.shape[0]
-        assert num_reqs < self.unit_starts.shape[0]
+        """Plans a batch of these lengths, on the device; 0 is a padded request.
+
+        Raises:
+            InternalError: the plan's buffers are for fewer requests.
+        """
+        num_reqs, max_num_reqs = seq_lens_R.shape[0], self.unit_starts.shape[0] - 1
+        if num_reqs > max_num_reqs:
+            raise InternalError(
+                f"{num_reqs} requests in a plan for {max_num_reqs}",
+                field="max_num_reqs",
+                value=num_reqs,
+                allowed=(f"at most {max_num_reqs}",),
+            )
         _plan_kernel[(self.num_workers,)](
             seq_lens_R,
             self.unit_starts,

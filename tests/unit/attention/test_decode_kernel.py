@@ -6,6 +6,7 @@ from torch import Tensor
 
 from attention.kernels.decode import decode_attention
 from attention.kernels.decode_plan import DecodePlan, DecodeTiling, decode_tiling, new_decode_plan, new_partials
+from baton.errors import InternalError
 from tests.device import DEVICE
 from tests.unit.attention.paged import ORDERS, SCALE, Asked, Decodes, decodes
 
@@ -242,6 +243,13 @@ def test_a_refilled_plan_forgets_the_batch_before() -> None:
     plan.fill(after.seq_lens)
     out, _ = attend(after, Asked(), plan)
     assert relative_error(out, after.expected(Asked())[0]) < TOLERANCE[torch.float32]
+
+
+def test_a_batch_beyond_the_plans_buffers_is_refused_before_anything_is_written() -> None:
+    plan = plan_of(decodes([5]), Asked())
+    beyond = torch.ones(plan.unit_starts.shape[0], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(InternalError, match=rf"{len(beyond)} requests in a plan for {len(beyond) - 1}"):
+        plan.fill(beyond)
 
 
 def test_with_splits_of_a_fixed_size_a_request_has_the_same_bits_alone_and_in_any_batch() -> None:

@@ -49,6 +49,13 @@ async def test_other_families_run_the_same_way(name: str, layout: str, tmp_path:
         assert heard.ids(name) == transformers_greedy(reference, prompt, 6)
 
 
+def test_a_family_that_overflows_in_float16_is_refused_in_it(tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path)
+    with pytest.raises(ConfigError, match="dtype is float16, in which Gemma2ForCausalLM overflows") as error:
+        build_runner(directory=tmp_path, num_blocks=4, dtype="float16")
+    assert "bfloat16" in error.value.cure
+
+
 def test_the_cache_has_as_many_blocks_as_its_memory_holds(llama: Llama) -> None:
     built = build_runner(directory=llama[0], block_size=4, kv_cache_bytes=BYTES_PER_TOKEN * 4 * 10 + 100)
     assert built.runner.facts.num_blocks == built.cache.shape.num_blocks == 10

@@ -1,5 +1,6 @@
 """What a model asks of an attention backend and of the cache."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from attention.backend import AttentionFeature, AttentionNeeds, MLADims
 from attention.spec import KVCacheSpec, KVKind
 from models.config_reader import read_config
-from models.families import attention_needs, kv_cache_spec
+from models.families import attention_needs, kv_cache_spec, resolve_dtype
 from tests.unit.models.paged import BLOCK_SIZE, cache_shape
 from tests.unit.models.tiny import save_tiny
 
@@ -74,3 +75,15 @@ def test_an_8_bit_cache(tmp_path: Path) -> None:
     assert (needs.dtype, needs.cache_dtype) == ("bfloat16", "float8_e4m3fn")
     spec = kv_cache_spec(read_config(tmp_path), "bfloat16", "float8_e4m3fn")
     assert spec == KVCacheSpec(KVKind.GQA, 2, 2, 8, "float8_e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("stored", "runs_in"), [("float16", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")]
+)
+def test_auto_takes_the_checkpoints_dtype_unless_the_family_overflows_in_it(
+    stored: str, runs_in: str, tmp_path: Path
+) -> None:
+    save_tiny("gemma2", tmp_path)
+    gemma = replace(read_config(tmp_path), dtype=stored)
+    assert resolve_dtype(gemma, "auto", device_type="cuda") == runs_in
+    assert resolve_dtype(gemma, "auto", device_type="cpu") == "float32"

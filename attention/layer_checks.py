@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from attention.backend import AttentionFeature, BackendCapabilities
-from attention.parameters import AttentionParameters, AttentionType
+from attention.parameters import AttentionParameters, AttentionType, PerLayerParameters, per_layer_parameters
 from attention.spec import KVKind
 from baton.errors import ConfigError, InternalError
 
@@ -76,6 +76,19 @@ def check_planned(attn_type: AttentionType, *, causal: bool) -> None:
             value=causal,
             allowed=("False",),
             cure="give such layers metadata of their own, built from a batch that is not causal",
+        )
+
+
+def check_shared(planned: PerLayerParameters, layer: AttentionParameters) -> None:
+    """For backends that plan for all layers at once: raises InternalError for a layer that the needs did not name."""
+    asked = per_layer_parameters(layer)
+    if asked != planned:
+        raise InternalError(
+            f"a layer asks for {asked}, the batch is planned for {planned}",
+            field="layers",
+            value=asked,
+            allowed=(str(planned),),
+            cure="name every layer in the needs: a backend that plans for all of them is then not selected",
         )
 
 

@@ -64,14 +64,15 @@ class PerLayerParameters:
 
 def get_per_layer_parameters(layers: Mapping[str, AttentionParameters]) -> dict[str, PerLayerParameters]:
     """By layer name, what `infer_global_hyperparameters` compares."""
-    return {
-        name: PerLayerParameters(
-            window_left=-1 if layer.sliding_window is None else layer.sliding_window - 1,
-            logits_soft_cap=layer.logits_soft_cap,
-            sm_scale=layer.scale,
-        )
-        for name, layer in layers.items()
-    }
+    return {name: per_layer_parameters(layer) for name, layer in layers.items()}
+
+
+def per_layer_parameters(layer: AttentionParameters) -> PerLayerParameters:
+    return PerLayerParameters(
+        window_left=-1 if layer.sliding_window is None else layer.sliding_window - 1,
+        logits_soft_cap=layer.logits_soft_cap,
+        sm_scale=layer.scale,
+    )
 
 
 def infer_global_hyperparameters(per_layer: Mapping[str, PerLayerParameters]) -> PerLayerParameters:

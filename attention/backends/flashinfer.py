@@ -14,7 +14,7 @@ from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilit
 from attention.backends.flashinfer_wrappers import Prefills, Wrappers
 from attention.cache_ops import WriteIndex
 from attention.cascade import worth_sharing
-from attention.layer_checks import check_planned
+from attention.layer_checks import check_planned, check_shared
 from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
@@ -159,6 +159,7 @@ class FlashInfer:
     ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
         check_planned(layer.attn_type, causal=metadata.causal)
+        check_shared(self._wrappers.planned, layer)
         scales = layer.scales if self._fp8 and layer.attn_type not in _ENCODERS else None
         if scales is not None:
             # The wrappers take scales as numbers of the host, which would have to wait for the device to know them.

@@ -28,15 +28,15 @@ class Wrappers:
 
     def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
         flashinfer = importlib.import_module("flashinfer")
-        asked = infer_global_hyperparameters(get_per_layer_parameters(needs.layers))
+        self.planned = infer_global_hyperparameters(get_per_layer_parameters(needs.layers))
         self.head_size = needs.head_size
         self.block_size = needs.block_size
         self.kv_dtype = TORCH_DTYPES[needs.cache_dtype]
         self.heads = {"num_qo_heads": needs.num_heads, "num_kv_heads": needs.num_kv_heads}
         self.parameters = {
-            "window_left": asked.window_left,
-            "logits_soft_cap": asked.logits_soft_cap,
-            "sm_scale": asked.sm_scale,
+            "window_left": self.planned.window_left,
+            "logits_soft_cap": self.planned.logits_soft_cap,
+            "sm_scale": self.planned.sm_scale,
             "q_data_type": TORCH_DTYPES[needs.dtype],
         }
         self._flashinfer = flashinfer
@@ -55,7 +55,7 @@ class Wrappers:
         )
         self.ragged = Planned(flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD"))
         # A window counts from a request's own end, and the wrapper has no kernels for an fp8 cache.
-        self.shares_prefixes = asked.window_left < 0 and version == "auto"
+        self.shares_prefixes = self.planned.window_left < 0 and version == "auto"
         self._cascade: Planned | None = None
 
     def captured(self, num_reqs: int) -> bool:

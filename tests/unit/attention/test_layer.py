@@ -18,10 +18,10 @@ from attention.blocksparse import BlocksparseParams
 from attention.cache import TORCH_DTYPES, PagedKVCache
 from attention.cache_ops import WriteIndex
 from attention.layer import Attention
-from attention.layer_checks import check_planned
+from attention.layer_checks import check_planned, check_shared
 from attention.layout import KVCacheLayout
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, build_common_metadata
-from attention.parameters import AttentionType
+from attention.parameters import AttentionParameters, AttentionType, per_layer_parameters
 from attention.platform import Platform
 from attention.scales import KVScales
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -359,3 +359,11 @@ def test_a_plan_for_causal_attention_is_for_decoders_alone(attn_type: AttentionT
         return
     with pytest.raises(InternalError, match=f"a layer of type {attn_type} in a batch that is causal"):
         check_planned(attn_type, causal=True)
+
+
+@pytest.mark.parametrize("change", [{"scale": 0.2}, {"sliding_window": 8}, {"logits_soft_cap": 30.0}])
+def test_a_layer_that_a_common_plan_does_not_fit_is_refused(change: dict[str, Any]) -> None:
+    planned = AttentionParameters(scale=0.1, sliding_window=9)
+    check_shared(per_layer_parameters(planned), planned)
+    with pytest.raises(InternalError, match="the batch is planned for"):
+        check_shared(per_layer_parameters(planned), replace(planned, **change))

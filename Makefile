@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*.proto)
 GENERATED := protos/common_pb2.pyi
 # Tests that only compute run two at a time; those with processes, deadlines and ports one after the other.
-COMPUTING := tests/unit/attention tests/unit/models tests/conformance/attention
+COMPUTING := tests/unit tests/conformance/attention
 
 .DEFAULT_GOAL := help
 .PHONY: help install protos run test test-gpu check format bench docs clean

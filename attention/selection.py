@@ -36,9 +36,9 @@ class BackendClass(Protocol):
 
 
 # Plain torch serves CPUs only, and there goes before the kernels, which run there only in Triton's interpreter. On an
-# H200 TRITON_ATTN decodes within 4 % of the best backend or as the best at every size of the benchmark, and prefills at
-# 650 TFLOPS; FLASHINFER_MLA decodes 1.03 to 1.45 times as fast as TRITON_MLA except for one short request, and prefills
-# with the same kernel.
+# H200 TRITON_ATTN decodes within 4 % of the best backend at every size of the benchmark, and prefills at 512 to 657
+# TFLOPS, within 7 %; FLASHINFER_MLA decodes 1.00 to 1.35 times as fast as TRITON_MLA except for one short request, and
+# prefills with the same kernel.
 BACKENDS: tuple[BackendClass, ...] = (
     TorchSDPA,
     TorchMLA,

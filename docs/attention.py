@@ -37,9 +37,9 @@ A node takes the first backend of this table that serves its model on its machin
 reasons. `BATON_ATTENTION_BACKEND` (`--attention-backend`) forces one; if that one cannot serve, the node says
 why and does not start. A backend whose package is missing is refused with the command that installs it.
 
-What the words mean: `attention/parameters.py` defines each feature, `attention/layout.py` the layouts. All backends
-pass one conformance suite (`tests/conformance/attention`), which compares them with attention by its definition in
-float64: on a CPU in Triton's interpreter with `make test`, on a GPU with `make test-gpu`. How fast each one is beside
+What the words mean: `attention/parameters.py` defines each feature, `attention/layout.py` the layouts. One
+conformance suite (`tests/conformance/attention`) compares the backends with attention by its definition in float64:
+plain torch and Triton's interpreter on a CPU with `make test`, all of a machine's on a GPU with `make test-gpu`. How fast each one is beside
 its rivals is in [attention.md](../bench/results/attention.md):
 
 ![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)

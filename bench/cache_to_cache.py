@@ -76,8 +76,8 @@ async def _measure(segment_bytes: int, *, digests: bool = True) -> Figures:
         _transfer(cache, segment_bytes, filled, digests=digests) as decode,
         _prefill_process(segment_bytes, digests=digests) as connection,
     ):
+        connection.send(await decode.listen(SENDER))
         await decode.connect(SENDER, await asyncio.to_thread(connection.recv))
-        connection.send(decode.address)
         messages, num_bytes = await asyncio.to_thread(connection.recv)
         await decode.warmed_up(SENDER, messages, num_bytes, timeout_s=60)
         leases = iter(range(1000))
@@ -186,7 +186,7 @@ async def _prefill(connection: Connection, segment_bytes: int, *, digests: bool)
     cache.view.normal_()
     blocks = tuple(torch.randperm(SHAPE.num_blocks, generator=torch.Generator().manual_seed(1)).tolist())
     async with _transfer(cache, segment_bytes, asyncio.Queue(), digests=digests) as prefill:
-        connection.send(prefill.address)
+        connection.send(await prefill.listen(PEER))
         await prefill.connect(PEER, await asyncio.to_thread(connection.recv))
         warm = await prefill.warm_up(PEER, SENDER)
         connection.send((warm.messages, warm.bytes))

@@ -50,8 +50,8 @@ def transport_gigabytes_per_s(num_bytes: int) -> tuple[float, str]:
     messages = max(4, BYTES_PER_ROUND // num_bytes)
     with _sender(num_bytes, messages) as connection:
         transport = open_transport("ucx")
+        connection.send(transport.listen(1))
         transport.connect(1, connection.recv())
-        connection.send(transport.address)
         lanes = transport.carrier(1)
         slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(WINDOW)]
         seconds = []
@@ -109,7 +109,7 @@ def _receive_all(transport: Transport, slots: list[torch.Tensor], messages: int)
         while free and (arrival := transport.probe()) is not None:
             moved = True
             slot = free.pop()
-            receiving.append((transport.receive(1, arrival, slots[slot]), slot))
+            receiving.append((transport.receive(arrival, slots[slot]), slot))
         for item in [item for item in receiving if item[0].done]:
             receiving.remove(item)
             free.append(item[1])
@@ -130,7 +130,7 @@ def _send_all(transport: Transport, slots: list[torch.Tensor], messages: int) ->
 
 def _serve(connection: Connection, num_bytes: int, messages: int) -> None:
     transport = open_transport("ucx")
-    connection.send(transport.address)
+    connection.send(transport.listen(1))
     transport.connect(1, connection.recv())
     slots = [torch.full((num_bytes,), index, dtype=torch.uint8) for index in range(WINDOW)]
     while connection.recv() == "go":

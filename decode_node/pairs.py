@@ -63,8 +63,9 @@ class Pairs:
         self._outboxes[number] = outbox
         reader: asyncio.Task[None] | None = None
         try:
+            address = await self._node.transfer.listen(number)
             await self._node.transfer.connect(number, hello.worker_address)
-            await write(pb.PairResponse(accepted=self._accepted(number, plan)))
+            await write(pb.PairResponse(accepted=self._accepted(number, address, plan)))
             await write(pb.PairResponse(ready=await self._measure(number, incoming, state)))
             reader = asyncio.create_task(self._read(incoming, outbox), name=f"pair-{number}")
             while (response := await outbox.get()) is not None:
@@ -77,10 +78,10 @@ class Pairs:
             del self._outboxes[number]
             await self._drop(number, state)
 
-    def _accepted(self, number: int, plan: WirePlan) -> pb.PairAccepted:
+    def _accepted(self, number: int, address: bytes, plan: WirePlan) -> pb.PairAccepted:
         return pb.PairAccepted(
             info=self._node.info,
-            worker_address=self._node.transfer.address,
+            worker_address=address,
             sender_number=number,
             wire_version=plan.wire_version,
             message_bytes=self._node.transfer.message_bytes,

@@ -20,7 +20,7 @@ class Refusal(StrEnum):
     """Why a message was not scattered."""
 
     LATE = "its lease has ended"
-    UNKNOWN_SENDER = "no connected peer has that sender number"
+    UNKNOWN_SENDER = "it names another sender than the peer that it came from"
     UNKNOWN_LEASE = "that lease was never given"
     FOREIGN_SENDER = "another sender fills that lease"
     DUPLICATE = "that segment has come before"

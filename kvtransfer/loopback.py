@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -27,7 +28,7 @@ class _Message:
 
     def __init__(self, source: "LoopbackTransport", peer: int, tag: int, memory: Tensor) -> None:
         self.source = source
-        self.peer = peer
+        self.peer = peer  # the sender's number for the receiver
         self.tag = tag
         self.memory = memory
         self.lock = threading.Lock()
@@ -74,25 +75,35 @@ class _Reception:
         self.done = True
 
 
+@dataclass(eq=False)
+class _Line:
+    """One transport's end for one peer."""
+
+    transport: "LoopbackTransport"
+    peer: int
+    own_address: bytes = b""
+    peer_address: bytes | None = None
+
+
 class _Exchange:
-    """The transports of this process by address, as a network knows its ports."""
+    """The lines of this process by address, as a network knows its ports."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._open: WeakValueDictionary[bytes, LoopbackTransport] = WeakValueDictionary()
+        self._open: WeakValueDictionary[bytes, _Line] = WeakValueDictionary()
 
-    def enter(self, transport: "LoopbackTransport") -> bytes:
+    def enter(self, line: "_Line") -> bytes:
         with self._lock:
             address = f"loopback:{os.getpid()}:{next(self._numbers)}".encode()
-            self._open[address] = transport
+            self._open[address] = line
             return address
 
     def leave(self, address: bytes) -> None:
         with self._lock:
             self._open.pop(address, None)
 
-    def find(self, address: bytes) -> "LoopbackTransport | None":
+    def find(self, address: bytes) -> "_Line | None":
         with self._lock:
             return self._open.get(address)
 
@@ -108,11 +119,16 @@ class LoopbackTransport:
         # Guards the event's descriptor and `_closed` against other threads' wakes.
         self._lock = threading.Lock()
         self._closed = False
-        self._inbox: deque[_Message] = deque()
-        self._peers: dict[int, bytes] = {}
+        self._inbox: deque[tuple[int, _Message]] = deque()
+        self._lines: dict[int, _Line] = {}
         self._sent: list[_Message] = []
         self._receptions: deque[_Reception] = deque()
-        self.address = _EXCHANGE.enter(self)
+
+    def listen(self, peer: int) -> bytes:
+        assert peer not in self._lines
+        line = self._lines[peer] = _Line(self, peer)
+        line.own_address = _EXCHANGE.enter(line)
+        return line.own_address
 
     def connect(self, peer: int, address: bytes) -> None:
         if not address.startswith(f"loopback:{os.getpid()}:".encode()):
@@ -122,11 +138,14 @@ class LoopbackTransport:
                 value=address[:40],
                 cure="start both nodes with the same --transport",
             )
-        self._peers[peer] = address
+        assert self._lines[peer].peer_address is None
+        self._lines[peer].peer_address = address
 
     def disconnect(self, peer: int) -> None:
-        if self._peers.pop(peer, None) is None:
+        line = self._lines.pop(peer, None)
+        if line is None:
             return
+        _EXCHANGE.leave(line.own_address)
         for message in self._sent:
             if message.peer == peer:
                 message.fail(_CANCELLED)
@@ -134,25 +153,32 @@ class LoopbackTransport:
             if reception.peer == peer:
                 reception.message.fail(_CANCELLED)
                 reception.end(DataLoss(_CANCELLED))
+        with self._lock:
+            waiting, self._inbox = self._inbox, deque(item for item in self._inbox if item[0] != peer)
+        for number, message in waiting:
+            if number == peer:
+                message.fail(_CLOSED)
 
     def carrier(self, peer: int) -> str:
-        assert peer in self._peers
+        assert peer in self._lines
         return "loopback"
 
     def send(self, peer: int, tag: int, message: Tensor) -> _Message:
         sent = _Message(self, peer, tag, message)
-        receiver = _EXCHANGE.find(self._peers[peer])
-        if receiver is None or not receiver.deliver(sent):
+        address = self._lines[peer].peer_address
+        assert address is not None
+        line = _EXCHANGE.find(address)
+        if line is None or not line.transport.deliver(line.peer, sent):
             sent.fail(_CLOSED)
         self._sent.append(sent)
         return sent
 
-    def deliver(self, message: _Message) -> bool:
-        """Called by the sender's thread; False when this transport is closed."""
+    def deliver(self, peer: int, message: _Message) -> bool:
+        """Called by the sender's thread; False when nobody listens to that peer any more."""
         with self._lock:
-            if self._closed:
+            if self._closed or peer not in self._lines:
                 return False
-            self._inbox.append(message)
+            self._inbox.append((peer, message))
             os.eventfd_write(self._event_fd, 1)
             return True
 
@@ -164,21 +190,22 @@ class LoopbackTransport:
 
     def probe(self) -> Arrival | None:
         while self._inbox:
-            message = self._inbox.popleft()
+            peer, message = self._inbox.popleft()
             if not message.done:
-                return Arrival(message.tag, message.memory.numel(), message)
+                return Arrival(peer, message.tag, message.memory.numel(), message)
         return None
 
-    def receive(self, peer: int, arrival: Arrival, into: Tensor) -> _Reception:
+    def receive(self, arrival: Arrival, into: Tensor) -> _Reception:
         assert isinstance(arrival.handle, _Message)
-        assert peer in self._peers
-        reception = _Reception(peer, arrival.handle, into)
+        assert arrival.peer in self._lines
+        reception = _Reception(arrival.peer, arrival.handle, into)
         self._receptions.append(reception)
         return reception
 
     def discard(self, arrival: Arrival) -> None:
         assert isinstance(arrival.handle, _Message)
-        arrival.handle.take(None)
+        if arrival.peer in self._lines:
+            arrival.handle.take(None)
 
     def progress(self) -> bool:
         before = len(self._sent)
@@ -204,11 +231,10 @@ class LoopbackTransport:
         return self._event_fd
 
     def close(self) -> None:
-        _EXCHANGE.leave(self.address)
-        for peer in list(self._peers):
+        for peer in list(self._lines):
             self.disconnect(peer)
         with self._lock:
             self._closed = True
             os.close(self._event_fd)
         while self._inbox:
-            self._inbox.popleft().fail(_CLOSED)
+            self._inbox.popleft()[1].fail(_CLOSED)

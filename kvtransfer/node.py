@@ -81,7 +81,6 @@ class KVTransfer:
         self.message_bytes = segment_bytes + TRAILER_BYTES
         self._cache = cache
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._address = b""
         self._highest_lease = -1
         self._thread = TransferThread(
             cache,
@@ -101,7 +100,7 @@ class KVTransfer:
             ConfigError: no such transport.
         """
         self._loop = asyncio.get_running_loop()
-        self._address = await asyncio.wrap_future(self._thread.start())
+        await asyncio.wrap_future(self._thread.start())
 
     async def close(self) -> None:
         """Cancels what is in flight and ends the thread; every call still waiting gets an error."""
@@ -116,16 +115,18 @@ class KVTransfer:
     ) -> None:
         await self.close()
 
-    @property
-    def address(self) -> bytes:
-        """Where a peer's `connect` finds this node; known once it has started."""
-        return self._address
-
-    async def connect(self, peer: int, address: bytes, *, message_bytes: int | None = None) -> None:
-        """Makes the endpoint to a peer.
+    async def listen(self, peer: int) -> bytes:
+        """Opens this node's end for one peer; returns the address for that peer's `connect`, to be given to no other.
 
         Args:
             peer: at the receiver, the sender number it drew for that peer; at the sender, its own number for it.
+        """
+        return await self._call(lambda future: self._thread.listen(peer, future))
+
+    async def connect(self, peer: int, address: bytes, *, message_bytes: int | None = None) -> None:
+        """Makes the endpoint to a peer that is listened to.
+
+        Args:
             message_bytes: the largest message that the peer takes; this node's own `message_bytes` if not given.
 
         Raises:

@@ -153,8 +153,8 @@ class Receiver:
         return accepted
 
     def _look_up(self, tag: Tag, arrival: Arrival) -> Refusal | None:
-        if tag.sender not in self._ledger.peers:
-            return Refusal.LATE if self._leases.has_ended(tag.lease) else Refusal.UNKNOWN_SENDER
+        if tag.sender != arrival.peer or arrival.peer not in self._ledger.peers:
+            return Refusal.UNKNOWN_SENDER
         if arrival.num_bytes > self._slot_bytes:
             return Refusal.TOO_LARGE
         if arrival.num_bytes < TRAILER_BYTES:
@@ -171,7 +171,7 @@ class Receiver:
         slot = pool.take()
         if slot is None:
             return False
-        request = self._transport.receive(tag.sender, arrival, slot.memory[: arrival.num_bytes])
+        request = self._transport.receive(arrival, slot.memory[: arrival.num_bytes])
         self._held[tag.sender] += 1
         self._receptions.append(_Reception(tag, slot, arrival.num_bytes, request))
         return True

@@ -77,7 +77,8 @@ class TransferThread:
         self._turned_s = time.monotonic()
         self._wake_fd = -1
         self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
-        self._started: Future[bytes] = Future()
+        self._started: Future[None] = Future()
+        self._listening: set[int] = set()
         self._disconnecting: list[tuple[int, tuple[int, ...], Future[tuple[int, ...]]]] = []
         self.transport: Transport
         self.sender: Sender
@@ -85,8 +86,8 @@ class TransferThread:
 
     # ---- from other threads
 
-    def start(self) -> "Future[bytes]":
-        """Starts the thread; the future gets the transport's address."""
+    def start(self) -> "Future[None]":
+        """Starts the thread; the future is done when the transport is open."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
         return self._started
@@ -139,9 +140,16 @@ class TransferThread:
 
     # ---- on the thread
 
+    def listen(self, peer: int, future: "Future[bytes]") -> None:
+        if peer in self._listening:
+            raise InternalError(f"peer {peer} is listened to already", field="peer", value=peer)
+        self._listening.add(peer)
+        future.set_result(self.transport.listen(peer))
+
     def connect(self, peer: int, address: bytes, message_bytes: int, future: "Future[None]") -> None:
-        if peer in self.ledger.peers:
-            raise InternalError(f"peer {peer} is connected already", field="peer", value=peer)
+        if peer in self.ledger.peers or peer not in self._listening:
+            state = "connected already" if peer in self.ledger.peers else "not listened to"
+            raise InternalError(f"peer {peer} is {state}", field="peer", value=peer)
         self.transport.connect(peer, address)
         self.ledger.peers[peer] = Peer(peer, min(self._segment_bytes, message_bytes - TRAILER_BYTES))
         self.ledger.traffic[peer] = PeerTraffic()
@@ -149,10 +157,12 @@ class TransferThread:
 
     def disconnect(self, peer: int, future: "Future[tuple[int, ...]]") -> None:
         """Closes the link; the future gets the peer's open leases when nothing of it is in flight."""
-        if self.ledger.peers.pop(peer, None) is None:
+        if peer not in self._listening:
             future.set_result(())
             return
-        self.ledger.traffic.pop(peer)
+        self._listening.remove(peer)
+        self.ledger.peers.pop(peer, None)
+        self.ledger.traffic.pop(peer, None)
         self.sender.lost(peer)
         leases = self.receiver.lost(peer)
         self.transport.disconnect(peer)
@@ -204,7 +214,7 @@ class TransferThread:
             on_refused=self._on_refused,
             catch_up=self._run_calls,
         )
-        self._started.set_result(self.transport.address)
+        self._started.set_result(None)
 
     def _make_pool(self) -> StagingPool:
         return StagingPool(
@@ -258,7 +268,7 @@ class TransferThread:
         self._disconnecting = waiting
 
     def _close(self) -> None:
-        for peer in list(self.ledger.peers):
+        for peer in list(self._listening):
             self.disconnect(peer, Future())
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._in_flight and time.monotonic() < deadline_s:

@@ -17,8 +17,13 @@ from baton.errors import BatonError, ConfigError
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message taken off the transport's queue: exactly one `receive` or `discard` must follow."""
+    """A message taken off the transport's queue: exactly one `receive` or `discard` must follow.
 
+    Attributes:
+        peer: whose line it came over.
+    """
+
+    peer: int
     tag: int
     num_bytes: int
     handle: object
@@ -36,17 +41,14 @@ class Request(Protocol):
 
 
 class Transport(Protocol):
-    """One node's end of all its links.
+    """One node's end of all its links. Peers have numbers, which are this node's own."""
 
-    Attributes:
-        address: where peers reach it, to be given to their `connect`.
-    """
-
-    @property
-    def address(self) -> bytes: ...
+    def listen(self, peer: int) -> bytes:
+        """Opens this node's end for one peer: the address to give to that peer's `connect`, and to no other."""
+        ...
 
     def connect(self, peer: int, address: bytes) -> None:
-        """Makes the endpoint to a peer, under a number that is this node's own.
+        """Makes the endpoint to a peer that is listened to.
 
         Raises:
             PeerRefused: that is no address of this transport.
@@ -54,9 +56,9 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: int) -> None:
-        """Closes the peer's endpoint and cancels its requests; works for peers dead, stopped or gone. Unknown: no-op.
+        """Closes both ends and cancels the requests; works for peers dead, stopped or gone. Unknown: no-op.
 
-        Other peers do not notice. Messages of the peer that still arrive can only be discarded.
+        Other peers do not notice, whatever the peer was doing when it died. Nothing of it arrives any more.
         """
         ...
 
@@ -70,12 +72,12 @@ class Transport(Protocol):
         """The next message that has arrived, from whomever."""
         ...
 
-    def receive(self, peer: int, arrival: Arrival, into: Tensor) -> Request:
-        """Takes a message into memory of exactly its size."""
+    def receive(self, arrival: Arrival, into: Tensor) -> Request:
+        """Takes a message of a connected peer into memory of exactly its size."""
         ...
 
     def discard(self, arrival: Arrival) -> None:
-        """Takes a message, whoever sent it, without its bytes; its sender sees it as sent."""
+        """Takes a message, its peer connected or not, without its bytes; its sender sees it as sent."""
         ...
 
     def progress(self) -> bool:

@@ -101,7 +101,7 @@ class Pair:
 
     async def _hello(self, call: Call) -> pb.PairAccepted | None:
         """Introduces this node; None when one of the two refuses, with the reasons in the state."""
-        address = self._node.transfer.address
+        address = await self._node.transfer.listen(self.number)
         await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info, worker_address=address)))
         response = await _read(call, self.state.address)
         info = response.refused.info if response.WhichOneof("message") == "refused" else response.accepted.info

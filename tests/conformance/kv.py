@@ -113,9 +113,15 @@ async def linked(
         ) as sender,
         make_transfer(decode, heard, transport=transport, segment_bytes=segment_bytes) as receiver,
     ):
-        await receiver.connect(SENDER, sender.address)
-        await sender.connect(PEER, receiver.address, message_bytes=receiver.message_bytes)
+        await connect(sender, receiver)
         yield Pair(sender, receiver, heard)
+
+
+async def connect(sender: KVTransfer, receiver: KVTransfer, *, number: int = SENDER) -> None:
+    """Introduces two nodes to each other, `number` being the receiver's for the sender."""
+    sender_address, receiver_address = await sender.listen(PEER), await receiver.listen(number)
+    await receiver.connect(number, sender_address)
+    await sender.connect(PEER, receiver_address, message_bytes=receiver.message_bytes)
 
 
 def job(

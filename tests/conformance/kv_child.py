@@ -50,7 +50,7 @@ async def _serve(connection: Connection) -> None:
     cache, transfer = make_big(Heard(), incarnation=0xC)
     cache.view.fill_(3.5)
     async with transfer:
-        connection.send(transfer.address)
+        connection.send("ready")
         running = set()
         while True:
             method, arguments = await asyncio.to_thread(connection.recv)
@@ -69,7 +69,6 @@ async def _answer(connection: Connection, transfer: KVTransfer, method: str, arg
 class Child:
     pid: int
     connection: Connection
-    address: bytes
 
     def begin(self, method: str, *arguments: Any) -> None:
         self.connection.send((method, arguments))
@@ -80,11 +79,12 @@ class Child:
         answer: tuple[str, Any] = self.connection.recv()
         return answer
 
-    async def call(self, method: str, *arguments: Any) -> None:
+    async def call(self, method: str, *arguments: Any) -> Any:
         self.begin(method, *arguments)
         answered, result = await self.answer()
         assert answered == method
         assert not isinstance(result, BatonError)
+        return result
 
 
 @asynccontextmanager
@@ -97,7 +97,8 @@ async def child() -> AsyncIterator[Child]:
     try:
         assert await asyncio.to_thread(ours.poll, 30.0)
         assert process.pid is not None
-        yield Child(process.pid, ours, ours.recv())
+        assert ours.recv() == "ready"
+        yield Child(process.pid, ours)
     finally:
         process.kill()
         await asyncio.to_thread(process.join)

@@ -10,7 +10,7 @@ import torch
 
 from baton.errors import DataLoss
 from kvtransfer.node import LeaseGrant, SendJob
-from tests.conformance.kv import DECODE_INCARNATION, Heard, eventually
+from tests.conformance.kv import DECODE_INCARNATION, Heard, connect, eventually
 from tests.conformance.kv_child import ALL_BLOCKS, BIG, SHAPE, child, make_big
 
 CHILD_SENDER, OTHER_SENDER = 7, 8
@@ -42,10 +42,10 @@ async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(f
     source, other = make_big(Heard(), incarnation=0xA)
     source.view.fill_(1.25)
     async with decode, other, child() as victim:
-        await decode.connect(CHILD_SENDER, victim.address)
-        await decode.connect(OTHER_SENDER, other.address)
-        await victim.call("connect", PEER, decode.address)
-        await other.connect(PEER, decode.address)
+        victim_address = await victim.call("listen", PEER)
+        await victim.call("connect", PEER, await decode.listen(CHILD_SENDER))
+        await decode.connect(CHILD_SENDER, victim_address)
+        await connect(other, decode, number=OTHER_SENDER)
         decode.open_lease(LeaseGrant(0, ALL_BLOCKS, 0, TOKENS))
         decode.open_lease(LeaseGrant(1, ALL_BLOCKS, 0, TOKENS))
         victim.begin("send", big_job(0, CHILD_SENDER))
@@ -81,8 +81,9 @@ async def test_a_receiver_that_dies_fails_the_send_once_its_link_is_closed() -> 
     source, prefill = make_big(Heard(), incarnation=0xA)
     source.view.fill_(1.25)
     async with prefill, child() as victim:
-        await prefill.connect(PEER, victim.address)
-        await victim.call("connect", CHILD_SENDER, prefill.address)
+        victim_address = await victim.call("listen", CHILD_SENDER)
+        await victim.call("connect", CHILD_SENDER, await prefill.listen(PEER))
+        await prefill.connect(PEER, victim_address)
         await victim.call("open_lease", LeaseGrant(0, ALL_BLOCKS, 0, TOKENS))
         sending = asyncio.create_task(prefill.send(big_job(0, CHILD_SENDER)))
         await eventually(lambda: prefill.counters().peers[PEER].segments_total >= 2)

@@ -46,6 +46,7 @@ class Forger:
     source: PagedKVCache
     source_blocks: tuple[int, ...]
     heard: Heard
+    peer: int = PEER
 
     def right(self, number: int, start: int, stop: int) -> tuple[Segment, Tensor]:
         """A segment as it should be, sealed, with its payload."""
@@ -68,7 +69,7 @@ class Forger:
         await self.send_raw(tag, payload.numpy().tobytes() + segment.encode())
 
     async def send_raw(self, tag: Tag, message: bytes) -> None:
-        request = self.transport.send(PEER, tag.pack(), torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        request = self.transport.send(self.peer, tag.pack(), torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
         def sent() -> bool:
             self.transport.progress()
@@ -90,6 +91,12 @@ class Forger:
         assert not as_bytes(self.cache.view).any()
 
 
+async def introduce(transport: Transport, decode: KVTransfer, *, peer: int = PEER, number: int = SENDER) -> None:
+    address = transport.listen(peer)
+    transport.connect(peer, await decode.listen(number))
+    await decode.connect(number, address)
+
+
 @pytest.fixture(params=["loopback", "ucx"])
 async def forger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
     cache, source = make_cache(GQA, KVCacheLayout.HND, 4), make_cache(GQA, KVCacheLayout.NHD, 8)
@@ -98,8 +105,7 @@ async def forger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
     heard = Heard()
     transport = open_transport(request.param)
     async with make_transfer(cache, heard, transport=request.param, segment_bytes=4096) as decode:
-        transport.connect(PEER, decode.address)
-        await decode.connect(SENDER, transport.address)
+        await introduce(transport, decode)
         decode.open_lease(LeaseGrant(LEASE, blocks, 0, TOKENS))
         yield Forger(transport, decode, cache, blocks, source, source_blocks, heard)
         transport.close()
@@ -232,10 +238,11 @@ async def test_a_segment_after_the_lease_was_closed_is_late_and_no_alarm(forger:
 
 
 async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
-    await forger.decode.connect(SENDER + 1, forger.transport.address)
+    second = replace(forger, peer=PEER + 1)
+    await introduce(forger.transport, forger.decode, peer=PEER + 1, number=SENDER + 1)
     await forger.send(*forger.right(0, 0, 3))
     segment, payload = forger.right(1, 3, 6)
-    await forger.send(segment, payload, Tag(SENDER + 1, LEASE, 1))
+    await second.send(segment, payload, Tag(SENDER + 1, LEASE, 1))
     await forger.assert_refused(Refusal.FOREIGN_SENDER)
     assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
 
@@ -245,8 +252,7 @@ async def test_with_digests_off_only_the_digest_is_not_checked(forger: Forger) -
         forger.cache, forger.heard, transport="loopback", digests=False, segment_bytes=4096
     ) as trusting:
         transport = open_transport("loopback")
-        transport.connect(PEER, trusting.address)
-        await trusting.connect(SENDER, transport.address)
+        await introduce(transport, trusting)
         trusting.open_lease(LeaseGrant(LEASE, forger.blocks, 0, TOKENS))
         pair = replace(forger, transport=transport, decode=trusting)
         segment, payload = forger.right(0, 0, TOKENS)

@@ -21,6 +21,7 @@ from tests.conformance.kv import (
     Heard,
     Pair,
     as_bytes,
+    connect,
     eventually,
     job,
     linked,
@@ -116,8 +117,7 @@ async def test_the_smaller_of_two_segment_sizes_counts(transport: str) -> None:
         make_transfer(prefill, Heard(), transport=transport, segment_bytes=5000) as sender,
         make_transfer(decode, heard, transport=transport, segment_bytes=300) as receiver,
     ):
-        await receiver.connect(SENDER, sender.address)
-        await sender.connect(PEER, receiver.address, message_bytes=receiver.message_bytes)
+        await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
         assert warm.bytes == 300 * warm.messages
         await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
@@ -173,8 +173,7 @@ async def test_a_peer_that_sends_no_digests_is_refused_at_warm_up(transport: str
         make_transfer(prefill, Heard(), transport=transport, digests=False) as sender,
         make_transfer(decode, Heard(), transport=transport) as receiver,
     ):
-        await receiver.connect(SENDER, sender.address)
-        await sender.connect(PEER, receiver.address)
+        await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
         with pytest.raises(PeerRefused, match="digests"):
             await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
@@ -254,8 +253,7 @@ async def test_closing_ends_what_waits_and_leaves_no_thread(transport: str) -> N
     prefill, _, decode, blocks_d = planted_pair()
     async with make_transfer(decode, Heard(), transport=transport) as receiver:
         async with make_transfer(prefill, Heard(), transport=transport) as sender:
-            await sender.connect(PEER, receiver.address)
-            await receiver.connect(SENDER, sender.address)
+            await connect(sender, receiver)
             receiver.open_lease(LeaseGrant(0, blocks_d, 0, NUM_TOKENS))
             waiting = asyncio.create_task(receiver.warmed_up(SENDER, 1, 1, timeout_s=60))
             await asyncio.sleep(0)
@@ -276,7 +274,8 @@ async def test_configuration_that_cannot_work_is_said_at_once(transport: str) ->
     with pytest.raises(ConfigError, match="pigeon"):
         await make_transfer(cache, Heard(), transport="pigeon").start()
     async with make_transfer(cache, Heard(), transport=transport) as transfer:
+        address = await transfer.listen(1)
         with pytest.raises(ConfigError, match="segment_bytes"):
-            await transfer.connect(1, transfer.address, message_bytes=TRAILER_BYTES + 5)
+            await transfer.connect(1, address, message_bytes=TRAILER_BYTES + 5)
         with pytest.raises(PeerRefused, match="address"):
             await transfer.connect(1, b"nowhere")

@@ -59,11 +59,16 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def link(name: str) -> Iterator[Link]:
     ends = sender, receiver, _ = open_transport(name), open_transport(name), open_transport(name)
-    sender.connect(2, receiver.address)
-    receiver.connect(1, sender.address)
+    join(sender, 2, receiver, 1)
     yield Link(*ends)
     for end in ends:
         end.close()
+
+
+def join(one: Transport, peer_of_one: int, other: Transport, peer_of_other: int) -> None:
+    one_address, other_address = one.listen(peer_of_one), other.listen(peer_of_other)
+    one.connect(peer_of_one, other_address)
+    other.connect(peer_of_other, one_address)
 
 
 def message(num_bytes: int, seed: int = 0) -> Tensor:
@@ -77,7 +82,7 @@ def test_a_message_arrives_with_its_tag_size_and_bytes(link: Link, num_bytes: in
     (arrival,) = link.arrivals(1)
     assert (arrival.tag, arrival.num_bytes) == (2**64 - num_bytes, num_bytes)
     into = torch.zeros(num_bytes, dtype=torch.uint8)
-    link.complete(request, link.receiver.receive(1, arrival, into))
+    link.complete(request, link.receiver.receive(arrival, into))
     assert torch.equal(into, sent)
 
 
@@ -87,7 +92,7 @@ def test_messages_may_be_taken_in_any_order(link: Link) -> None:
     requests = [link.sender.send(2, tag, sent[tag]) for tag in sent]
     arrivals = link.arrivals(len(sizes))
     into = {arrival.tag: torch.zeros(arrival.num_bytes, dtype=torch.uint8) for arrival in arrivals}
-    receives = [link.receiver.receive(1, arrival, into[arrival.tag]) for arrival in reversed(arrivals)]
+    receives = [link.receiver.receive(arrival, into[arrival.tag]) for arrival in reversed(arrivals)]
     link.complete(*requests, *receives)
     assert all(torch.equal(into[tag], sent[tag]) for tag in sent)
 
@@ -98,7 +103,7 @@ def test_a_large_message_waits_at_its_sender_until_it_is_taken(link: Link) -> No
     (arrival,) = link.arrivals(1)
     assert not link.pump(lambda: request.done, for_s=0.1)
     into = torch.zeros(arrival.num_bytes, dtype=torch.uint8)
-    link.complete(request, link.receiver.receive(1, arrival, into))
+    link.complete(request, link.receiver.receive(arrival, into))
     assert torch.equal(into, sent)
 
 
@@ -110,10 +115,11 @@ def test_a_discarded_message_frees_its_sender(link: Link, num_bytes: int) -> Non
 
 
 def test_a_message_of_a_peer_that_was_never_connected_can_be_discarded(link: Link) -> None:
-    link.third.connect(9, link.receiver.address)
+    link.third.listen(9)
+    link.third.connect(9, link.receiver.listen(4))
     requests = [link.third.send(9, 77, message(num_bytes)) for num_bytes in (71, 5000, 1 << 20)]
     for arrival in link.arrivals(3):
-        assert arrival.tag == 77
+        assert (arrival.peer, arrival.tag) == (4, 77)
         link.receiver.discard(arrival)
     link.complete(*requests)
 
@@ -129,13 +135,13 @@ def test_disconnecting_cancels_the_sends_that_nobody_takes(link: Link) -> None:
 def test_disconnecting_ends_the_receives_under_way(link: Link) -> None:
     link.sender.send(2, 1, message(16 << 20))
     (arrival,) = link.arrivals(1)
-    receive = link.receiver.receive(1, arrival, torch.zeros(arrival.num_bytes, dtype=torch.uint8))
+    receive = link.receiver.receive(arrival, torch.zeros(arrival.num_bytes, dtype=torch.uint8))
     link.receiver.disconnect(1)
     assert link.pump(lambda: receive.done)
     assert isinstance(receive.failure(), DataLoss)
 
 
-def test_a_message_that_comes_after_its_peer_was_disconnected_can_be_discarded(link: Link) -> None:
+def test_a_message_of_a_peer_that_was_disconnected_since_can_be_discarded(link: Link) -> None:
     request = link.sender.send(2, 1, message(1 << 20))
     (arrival,) = link.arrivals(1)
     link.receiver.disconnect(1)
@@ -145,8 +151,7 @@ def test_a_message_that_comes_after_its_peer_was_disconnected_can_be_discarded(l
 
 
 def test_other_peers_do_not_notice_a_disconnect(link: Link) -> None:
-    link.third.connect(2, link.receiver.address)
-    link.receiver.connect(3, link.third.address)
+    join(link.third, 2, link.receiver, 3)
     link.sender.send(2, 1, message(1 << 20))
     (lost,) = link.arrivals(1)
     link.receiver.disconnect(1)
@@ -154,7 +159,7 @@ def test_other_peers_do_not_notice_a_disconnect(link: Link) -> None:
     request = link.third.send(2, 2, sent)
     (arrival,) = link.arrivals(1)
     into = torch.zeros(arrival.num_bytes, dtype=torch.uint8)
-    link.complete(request, link.receiver.receive(3, arrival, into))
+    link.complete(request, link.receiver.receive(arrival, into))
     assert torch.equal(into, sent)
     link.receiver.discard(lost)
 
@@ -168,16 +173,16 @@ def test_disconnecting_twice_or_from_a_stranger_is_nothing(link: Link) -> None:
 def test_a_peer_can_be_connected_again(link: Link) -> None:
     link.receiver.disconnect(1)
     link.sender.disconnect(2)
-    link.sender.connect(2, link.receiver.address)
-    link.receiver.connect(1, link.sender.address)
+    join(link.sender, 2, link.receiver, 1)
     request = link.sender.send(2, 8, message(100_000))
     (arrival,) = link.arrivals(1)
     into = torch.zeros(arrival.num_bytes, dtype=torch.uint8)
-    link.complete(request, link.receiver.receive(1, arrival, into))
+    link.complete(request, link.receiver.receive(arrival, into))
 
 
 @pytest.mark.parametrize("address", [b"", b"somewhere", b"baton-ucx-1:1234damaged"])
 def test_what_is_no_address_is_refused(link: Link, address: bytes) -> None:
+    link.sender.listen(5)
     with pytest.raises(PeerRefused, match="address"):
         link.sender.connect(5, address)
 
@@ -201,7 +206,7 @@ def test_a_wait_ends_when_a_message_comes(link: Link) -> None:
             assert time.monotonic() < end_s
         (arrival,) = link.arrivals(1)
         into = torch.zeros(arrival.num_bytes, dtype=torch.uint8)
-        link.complete(request, link.receiver.receive(1, arrival, into))
+        link.complete(request, link.receiver.receive(arrival, into))
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -17,7 +17,8 @@ class SampleRow(NamedTuple):
     Args:
         output_index: the token's position in the output; with the seed it fixes the draw.
         forbidden: token ids that must not be drawn now.
-        history: prompt and output when the request has penalties, else empty.
+        history: prompt and output as far as the host knows them when the request has penalties, else empty. The
+            token of a row with a `token_source` is not among them, and counts all the same.
         prompt_tokens: how many of `history` are prompt.
     """
 
@@ -34,6 +35,8 @@ class BatchRow(NamedTuple):
     Args:
         token_ids: tokens to compute, the first of them at position `token_start`.
         block_ids: blocks of positions 0 up to the last token to compute.
+        token_source: the row of the step in front whose sampled token is this row's only token, which the host does not
+            know yet; `token_ids` then holds a 0 in its place. None: `token_ids` are known.
         sample: None when tokens of the known sequence are still to come.
     """
 
@@ -42,6 +45,7 @@ class BatchRow(NamedTuple):
     token_start: int
     block_ids: IntArray
     sample: SampleRow | None
+    token_source: int | None = None
 
     @property
     def token_stop(self) -> int:

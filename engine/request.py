@@ -60,6 +60,8 @@ class EngineLimits:
             the next step.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None leaves the model's and the cache's own limit.
+        chunk_align_tokens: a chunk ends at a multiple of it or at the end of what is known, and a prefix is reused up
+            to one, so that how a prompt is cut does not depend on what else runs; None cuts where the budget ends.
         retry_after_s: hint to whoever is refused for lack of room.
 
     Raises:
@@ -71,6 +73,7 @@ class EngineLimits:
     max_waiting: int = 256
     max_context_tokens: int | None = None
     prefix_cache: bool = True
+    chunk_align_tokens: int | None = None
     retry_after_s: float = 1.0
 
     def __post_init__(self) -> None:

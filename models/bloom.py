@@ -20,7 +20,8 @@ from attention.metadata import AttentionMetadata
 from models.alibi import alibi_slopes
 from models.causal_lm import CausalLM
 from models.config import BloomSwitches, GQAConfig, ModelConfig
-from models.layers import LayerNorm, Linear
+from models.layers import LayerNorm
+from models.linear import Linear
 
 
 class GroupedQKV(Linear):

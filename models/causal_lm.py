@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from attention.cache import PagedKVCache
 from attention.metadata import AttentionMetadata
 from models.config import ModelConfig
-from models.layers import Embedding, Linear, RMSNorm
+from models.layers import Embedding, RMSNorm
+from models.linear import Linear
 from models.rotary import Rotary
 
 
@@ -74,7 +74,7 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], float32, of the rows that are to be sampled."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits_RV = linear(hidden_RD, head.weight).float()
+        head = self.model.embed_tokens.as_head if self.lm_head is None else self.lm_head
+        logits_RV: Tensor = head(hidden_RD).float()
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)

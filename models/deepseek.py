@@ -13,7 +13,8 @@ from attention.metadata import AttentionMetadata
 from attention.mla import MLAAttention
 from models.causal_lm import CausalLM
 from models.config import MLAConfig, ModelConfig
-from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm
+from models.layers import GatedMLP, RMSNorm
+from models.linear import FusedLinear, Linear
 from models.moe import MoE
 from models.rope_config import YarnScaling
 from models.rotary import Rotation

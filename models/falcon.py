@@ -19,7 +19,8 @@ from models.alibi import alibi_slopes
 from models.bloom import GeluMLP, GroupedQKV
 from models.causal_lm import CausalLM
 from models.config import FalconSwitches, GQAConfig, ModelConfig
-from models.layers import LayerNorm, Linear
+from models.layers import LayerNorm
+from models.linear import Linear
 from models.rotary import Rotation
 
 

@@ -3,42 +3,13 @@
 Knows no family and no configuration: sizes come as arguments. Shapes: T token, D hidden channel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, layer_norm, rms_norm, silu
+from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, silu
 
-
-class Linear(nn.Linear):
-    """A linear layer that draws no initial weights."""
-
-    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False) -> None:
-        super().__init__(in_features, out_features, bias=bias, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Drawing billions of numbers that loading overwrites takes minutes."""
-
-
-class FusedLinear(Linear):
-    """Several of a checkpoint's linear layers that read the same input, computed as one.
-
-    Args:
-        parts: (name in the checkpoint, output features) of each, in the order of the output.
-    """
-
-    def __init__(
-        self, in_features: int, parts: tuple[tuple[str, int], ...], *, dtype: torch.dtype, bias: bool = False
-    ) -> None:
-        super().__init__(in_features, sum(rows for _, rows in parts), dtype=dtype, bias=bias)
-        self.parts = parts
-
-    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """(tensor name in the checkpoint, relative to this layer's parent; the rows that it fills)."""
-        sizes = [rows for _, rows in self.parts]
-        for parameter_name, parameter in self.named_parameters():
-            for (part, _), view in zip(self.parts, torch.split(parameter.data, sizes), strict=True):
-                yield f"{part}.{parameter_name}", view
+from models.linear import FusedLinear, Linear, Multiply
 
 
 class RMSNorm(nn.Module):
@@ -66,9 +37,14 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_embeddings, size, dtype=dtype))
+        self.multiply: Multiply = linear
 
     def forward(self, ids_T: Tensor) -> Tensor:
         return embedding(ids_T, self.weight)
+
+    def as_head(self, x_TD: Tensor) -> Tensor:
+        """Logits, where a model ties its head to its embedding."""
+        return self.multiply(x_TD, self.weight, None)
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:

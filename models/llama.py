@@ -13,7 +13,8 @@ from attention.layer import Attention
 from attention.metadata import AttentionMetadata
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig
-from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm
+from models.layers import GatedMLP, RMSNorm
+from models.linear import FusedLinear, Linear
 from models.rotary import Rotation
 
 

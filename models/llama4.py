@@ -15,7 +15,8 @@ from attention.layer import Attention
 from attention.metadata import AttentionMetadata
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, Llama4Switches, ModelConfig, MoEConfig, TemperatureTuning
-from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm, silu_and_multiply
+from models.layers import GatedMLP, RMSNorm, silu_and_multiply
+from models.linear import FusedLinear, Linear
 from models.moe import Router, run_experts
 from models.rotary import Rotation
 

@@ -23,7 +23,7 @@ from models.checkpoint import StoredTensor, read_checkpoint
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.kv_scales import add_scales, check_scales, scale_views, without_scales
-from models.layers import FusedLinear
+from models.linear import FusedLinear
 from models.moe import Experts
 
 LOAD_FORMATS = ("safetensors", "dummy")

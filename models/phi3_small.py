@@ -18,7 +18,8 @@ from attention.metadata import AttentionMetadata
 from models.bloom import GroupedQKV
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig, Phi3SmallSwitches
-from models.layers import LayerNorm, Linear
+from models.layers import LayerNorm
+from models.linear import Linear
 from models.rotary import Rotation
 
 

@@ -1,0 +1,52 @@
+"""Linear layers as checkpoints hold them, alone or several as one. Parameters are left as allocated: the loader fills
+every one. Knows no family.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+# x, weight [out, in], bias [out]: x @ weight.T + bias
+Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Linear(nn.Linear):
+    """A linear layer that draws no initial weights.
+
+    Attributes:
+        multiply: computes `x @ weight.T + bias`; replaced where a product must not depend on the batch.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype)
+        self.multiply: Multiply = linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.multiply(input, self.weight, self.bias)
+
+    def reset_parameters(self) -> None:
+        """Drawing billions of numbers that loading overwrites takes minutes."""
+
+
+class FusedLinear(Linear):
+    """Several of a checkpoint's linear layers that read the same input, computed as one.
+
+    Args:
+        parts: (name in the checkpoint, output features) of each, in the order of the output.
+    """
+
+    def __init__(
+        self, in_features: int, parts: tuple[tuple[str, int], ...], *, dtype: torch.dtype, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, sum(rows for _, rows in parts), dtype=dtype, bias=bias)
+        self.parts = parts
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """(tensor name in the checkpoint, relative to this layer's parent; the rows that it fills)."""
+        sizes = [rows for _, rows in self.parts]
+        for parameter_name, parameter in self.named_parameters():
+            for (part, _), view in zip(self.parts, torch.split(parameter.data, sizes), strict=True):
+                yield f"{part}.{parameter_name}", view

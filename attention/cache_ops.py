@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.digest import digest as digest
+from attention.digest import digest_on_device as digest_on_device
 from attention.fp8 import dequantize, is_fp8, quantize
 from attention.kernels.gather import gather_ranges, gather_slots
 from attention.kernels.store import store

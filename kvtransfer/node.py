@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 from attention.cache import PagedKVCache
 from baton.errors import ConfigError, DeadlineExceeded, InternalError
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
+from kvtransfer.movers import MakeMover, open_mover
 from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.thread import TransferThread
@@ -53,6 +54,7 @@ class KVTransfer:
         digests: whether segments are sent with a digest, and refused without the right one.
         on_filled: a lease has all its tokens; called once, unless the lease is closed before.
         on_refused: a message was not scattered and its lease cannot be trusted to become complete.
+        make_mover: what moves KV between cache and staging; the one for where the cache is, if not given.
 
     Raises:
         ConfigError: a size that cannot work with this cache.
@@ -69,6 +71,7 @@ class KVTransfer:
         digests: bool,
         on_filled: Callable[[LeaseFilled], None],
         on_refused: Callable[[SegmentRefused], None],
+        make_mover: MakeMover = open_mover,
     ) -> None:
         check_segment_bytes(cache.spec, segment_bytes)
         if staging_slots < 1:
@@ -89,6 +92,7 @@ class KVTransfer:
             segment_bytes=segment_bytes,
             staging_slots=staging_slots,
             digests=digests,
+            make_mover=make_mover,
             on_filled=lambda filled: self._tell(on_filled, filled),
             on_refused=lambda refused: self._tell(on_refused, refused),
         )
@@ -171,7 +175,8 @@ class KVTransfer:
             raise DeadlineExceeded(f"{messages} warm-up messages did not arrive within {timeout_s:g} s") from None
 
     async def send(self, job: SendJob) -> tuple[SentSegment, ...]:
-        """Sends one job; returns when all of it is complete at the transport, so that its blocks may be freed.
+        """Sends one job; returns when all of it is complete at the transport, so that its blocks may be freed: then
+        also every gather that read them is over, on a GPU too.
 
         A cancelled call ends the job; `quiet` then waits until nothing of it is in flight.
 
@@ -192,6 +197,10 @@ class KVTransfer:
     def open_lease(self, lease: LeaseGrant) -> None:
         """Lets one sender fill these tokens, from now on. A lease without tokens is filled at once.
 
+        Nothing else may read or write the blocks' slots from now on until `on_filled` or the return of `close_lease`,
+        a step that was launched earlier and still runs on a GPU included: scatters know nothing of its stream. At
+        `on_filled` every scatter is over on the device, and not only queued.
+
         Raises:
             InternalError: its number is not above all earlier ones, or its blocks cannot hold its tokens.
         """
@@ -205,7 +214,7 @@ class KVTransfer:
         self._thread.call(opened)
 
     async def close_lease(self, number: int) -> LeaseTotals:
-        """Ends a lease; when this returns, nothing is being written to its blocks or ever will be.
+        """Ends a lease; when this returns, nothing is being written to its blocks or ever will be, on a GPU too.
 
         Raises:
             UnknownLease: it is not open.

@@ -1,4 +1,4 @@
-"""The receiving half of the transfer thread: probe, ask the lease table, receive, check, scatter, count.
+"""The receiving half of the transfer thread: probe, ask the lease table, receive, read, check, scatter, count.
 
 Memory is offered to a message only after its tag has been looked up, and its bytes reach the cache only after its
 trailer and digest have been checked. Knows nothing of threads: `step` is called again and again.
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import digest, scatter_from_wire
 from baton.errors import BatonError, DataLoss, UnknownLease
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.movers import Mover, Pending, Reading
 from kvtransfer.records import Ledger, SegmentRefused
 from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
-from kvtransfer.staging import Slot, StagingPool
+from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transport import Arrival, Request, Transport
 from kvtransfer.warm_up import WarmUpReceiver
 
@@ -35,20 +35,30 @@ _WRONG_REFERENCE = frozenset(
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Reception:
+    """One message, from its slot's taking to the slot's going back:
+
+    request ──► reading ──► scatter ──► over           each begun when the one before is done; what is refused, and
+       └───────────┴──────────────────► over           what warms a link up, is not scattered
+    """
+
     tag: Tag
+    pool: StagingPool
     slot: Slot
     num_bytes: int
     request: Request
+    reading: Reading | None = None
+    segment: Segment | None = None
+    scatter: Pending | None = None
 
 
 class Receiver:
     """Fills leases with what arrives.
 
     Args:
-        make_pool: makes the staging pool when it is first needed: a node that only sends has none.
-        slot_bytes: size of its slots.
+        pools: what messages are received into.
+        slot_bytes: size of their slots.
         on_filled, on_refused: called on the transfer thread.
         catch_up: runs the calls posted so far. A lease may have been granted, and its first segment have come, since
             that was last done.
@@ -57,9 +67,10 @@ class Receiver:
     def __init__(
         self,
         cache: PagedKVCache,
+        mover: Mover,
         transport: Transport,
         ledger: Ledger,
-        make_pool: Callable[[], StagingPool],
+        pools: Pools,
         *,
         slot_bytes: int,
         incarnation: int,
@@ -68,16 +79,15 @@ class Receiver:
         on_refused: Callable[[SegmentRefused], None],
         catch_up: Callable[[], object],
     ) -> None:
-        self._cache = cache
+        self._mover = mover
         self._transport = transport
         self._ledger = ledger
-        self._make_pool = make_pool
+        self._pools = pools
         self._slot_bytes = slot_bytes
         self._digests = digests
         self._on_filled = on_filled
         self._on_refused = on_refused
         self._catch_up = catch_up
-        self._pool: StagingPool | None = None
         self._leases = LeaseTable(cache.spec, incarnation=incarnation)
         self._block_ids: dict[int, Tensor] = {}
         self._closing: dict[int, Future[LeaseTotals]] = {}
@@ -96,7 +106,7 @@ class Receiver:
         return self._leases.open_leases
 
     def open(self, grant: LeaseGrant) -> None:
-        self._block_ids[grant.number] = torch.tensor(grant.block_ids, dtype=torch.int64, device=self._cache.view.device)
+        self._block_ids[grant.number] = torch.tensor(grant.block_ids, dtype=torch.int64)
         filled = self._leases.open(grant)
         if filled is not None:
             self._on_filled(filled)
@@ -126,16 +136,18 @@ class Receiver:
         return self._held[peer] > 0
 
     def step(self) -> bool:
-        """Takes what has arrived and finishes what is complete; whether there was anything to do."""
-        accepted = self._accept_all()
-        return self._finish_all() or accepted
+        """Takes what has arrived and moves on what was taken; whether there was anything to do."""
+        moved = self._accept_all()
+        for item in tuple(self._receptions):
+            moved = self._advance(item) or moved
+        return moved
 
     # ---- arrival
 
     def _accept_all(self) -> bool:
         accepted = self._unpark()
         # A message that has been probed needs an answer, so none is probed while no slot could be offered.
-        while self._pool is None or self._pool.available:
+        while self._pools.may_have_room:
             arrival = self._transport.probe()
             if arrival is None:
                 break
@@ -165,7 +177,7 @@ class Receiver:
 
     def _offer(self, tag: Tag, arrival: Arrival) -> bool:
         """Begins to receive, unless no slot is free or the peer holds its share."""
-        pool = self._staging()
+        pool = self._pools.of(through_host=self._ledger.peers[tag.sender].through_host)
         if self._held[tag.sender] >= self._ledger.fair_share(pool.slots):
             return False
         slot = pool.take()
@@ -173,7 +185,7 @@ class Receiver:
             return False
         request = self._transport.receive(arrival, slot.memory[: arrival.num_bytes])
         self._held[tag.sender] += 1
-        self._receptions.append(_Reception(tag, slot, arrival.num_bytes, request))
+        self._receptions.append(_Reception(tag, pool, slot, arrival.num_bytes, request))
         return True
 
     def _unpark(self) -> bool:
@@ -182,66 +194,81 @@ class Receiver:
             self._parked = deque(item for item in self._parked if not self._offer(*item))
         return len(self._parked) < before
 
-    # ---- completion
+    # ---- from received to over
 
-    def _finish_all(self) -> bool:
-        done = [reception for reception in self._receptions if reception.request.done]
-        if not done:
-            return False
-        self._receptions = [reception for reception in self._receptions if reception not in done]
-        for reception in done:
-            self._finish(reception)
-            self._held[reception.tag.sender] -= 1
-            self._staging().give_back(reception.slot)
-        return True
+    def _advance(self, item: _Reception) -> bool:
+        """Moves one message on as far as it gets without waiting; whether it got anywhere."""
+        moved = False
+        if item.reading is None:
+            if not item.request.done:
+                return False
+            if not self._has_come(item):
+                return self._end(item)
+            item.reading = self._mover.read(
+                item.slot, item.num_bytes, with_digest=self._digests, with_extremes=item.tag.number == WARM_UP
+            )
+            moved = True
+        if item.scatter is None:
+            if not item.reading.done:
+                return moved
+            item.segment = self._to_scatter(item, item.reading)
+            if item.segment is None:
+                return self._end(item)
+            item.scatter = self._mover.scatter(item.slot, self._block_ids[item.segment.lease], item.segment)
+            moved = True
+        if not item.scatter.done:
+            return moved
+        assert item.segment is not None
+        self._scattered(item.tag.sender, item.segment)
+        return self._end(item)
 
-    def _finish(self, reception: _Reception) -> None:
-        tag = reception.tag
-        failure = reception.request.failure()
-        if failure is not None:
-            # Of a peer that is gone, `lost` has told all there is to tell.
-            if tag.sender in self._ledger.peers:
-                self._refuse(tag, Refusal.BROKEN)
-            return
-        payload = reception.slot.memory[: reception.num_bytes - TRAILER_BYTES]
-        trailer = reception.slot.memory[reception.num_bytes - TRAILER_BYTES : reception.num_bytes]
-        segment = decode_trailer(trailer.cpu().numpy().tobytes())
+    def _has_come(self, item: _Reception) -> bool:
+        if item.request.failure() is None:
+            return True
+        # Of a peer that is gone, `lost` has told all there is to tell.
+        if item.tag.sender in self._ledger.peers:
+            self._refuse(item.tag, Refusal.BROKEN)
+        return False
+
+    def _to_scatter(self, item: _Reception, reading: Reading) -> Segment | None:
+        """The segment, if it is one that may be written to its lease's blocks; those are claimed then."""
+        tag = item.tag
         if tag.number == WARM_UP:
             if tag.sender in self._ledger.peers:
-                self.warm_ups.received(tag.sender, payload, segment, time.monotonic())
-            return
+                self.warm_ups.received(tag.sender, item.num_bytes, reading, time.monotonic())
+            return None
+        segment = decode_trailer(reading.trailer)
         if segment is None:
             self._refuse(tag, Refusal.MALFORMED)
-            return
-        refusal = self._check(segment, payload) or self._leases.start_scatter(tag, segment)
+            return None
+        refusal = self._check(segment, item.num_bytes, reading) or self._leases.start_scatter(tag, segment)
         if refusal is not None:
             self._refuse(tag, refusal)
-            return
-        self._scatter(tag.sender, segment, payload)
+            return None
+        return segment
 
-    def _check(self, segment: Segment, payload: Tensor) -> Refusal | None:
-        if segment.payload_bytes != payload.numel():
+    def _check(self, segment: Segment, num_bytes: int, reading: Reading) -> Refusal | None:
+        if segment.payload_bytes != num_bytes - TRAILER_BYTES:
             return Refusal.WRONG_SIZE
-        if self._digests and segment.sealed(digest(payload, between=self._transport.progress)) != segment:
+        if self._digests and segment.sealed(reading.digest) != segment:
             return Refusal.DIGEST
         return None
 
-    def _scatter(self, sender: int, segment: Segment, payload: Tensor) -> None:
-        scatter_from_wire(
-            self._cache,
-            block_ids=self._block_ids[segment.lease],
-            token_start=segment.token_start,
-            token_stop=segment.token_stop,
-            layers=segment.layers,
-            heads=segment.heads,
-            payload=payload,
-        )
+    def _scattered(self, sender: int, segment: Segment) -> None:
+        """The segment's bytes are in the blocks, whatever memory these are."""
         self._ledger.moved(sender, segment.payload_bytes)
         outcome = self._leases.finish_scatter(segment, time.monotonic())
         if outcome.filled is not None:
             self._on_filled(outcome.filled)
         if outcome.closed is not None:
             self._closed(outcome.closed)
+
+    def _end(self, item: _Reception) -> bool:
+        """Nothing of the message is under way any more."""
+        self._receptions.remove(item)
+        self._held[item.tag.sender] -= 1
+        item.pool.give_back(item.slot)
+        return True
 
     def _closed(self, totals: LeaseTotals) -> None:
         del self._block_ids[totals.number]
@@ -252,11 +279,6 @@ class Receiver:
         if refusal is Refusal.LATE:
             return
         self._on_refused(SegmentRefused(tag.lease, tag.sender, refusal, _to_error(tag, refusal)))
-
-    def _staging(self) -> StagingPool:
-        if self._pool is None:
-            self._pool = self._make_pool()
-        return self._pool
 
 
 def _to_error(tag: Tag, refusal: Refusal) -> BatonError:

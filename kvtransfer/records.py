@@ -20,7 +20,8 @@ class SendJob:
         sender_number: the receiver's number for this node.
         incarnation: the receiver's, that gave the lease.
         first_segment: number of the job's first segment: that of the lease's segments sent before.
-        block_ids: of the whole request in this node's cache; must stay as they are until the job has ended.
+        block_ids: of the whole request in this node's cache; must stay as they are until the job has ended. On a GPU
+            the step that computed the tokens must be over, and not only queued: gathers know nothing of its stream.
     """
 
     peer: int
@@ -85,10 +86,23 @@ class TransferCounters:
 
 @dataclass(frozen=True)
 class Peer:
-    """A connected peer as the thread knows it; `payload_limit` is what one message to it may carry."""
+    """A connected peer as the thread knows it.
+
+    Attributes:
+        payload_limit: what one message to it may carry.
+        carrier: what moves the bytes between the two.
+        through_host: whether the cache is on a GPU and what it exchanges with this peer goes through host memory.
+    """
 
     number: int
     payload_limit: int
+    carrier: str
+    through_host: bool = False
+
+    @property
+    def transport(self) -> str:
+        """What carries the bytes, in words for operators."""
+        return f"{self.carrier} through host memory" if self.through_host else self.carrier
 
 
 @dataclass

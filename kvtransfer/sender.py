@@ -1,24 +1,24 @@
-"""The sending half of the transfer thread: cut, gather, digest, send, several slots at a time.
+"""The sending half of the transfer thread: cut, gather, seal, send, several slots at a time.
 
-Each slot goes back by its own send's completion. Knows nothing of leases' states, and nothing of threads: `step` is
-called again and again.
+Each slot goes back by its own segment's end. Knows nothing of leases' states, and nothing of threads: `step` is called
+again and again.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import digest, gather_to_wire
 from baton.errors import BatonError, Cancelled, ConfigError, DataLoss
+from kvtransfer.movers import Mover, Payload, Pending
 from kvtransfer.records import Ledger, Peer, SendJob, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, Tag, cut, payload_bytes
-from kvtransfer.staging import Slot, StagingPool
+from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transport import Request, Transport
 from kvtransfer.warm_up import pattern, warm_up_segments
 
@@ -33,8 +33,9 @@ class _Job:
     peer: int
     sender_number: int
     lease: int | None
+    pool: StagingPool
     segments: Iterator[Segment]
-    fill: Callable[[Segment, Tensor], None]
+    fill: Callable[[Slot, Segment], Payload]
     done: Callable[["_Job"], None]
     sent: list[Segment] = field(default_factory=list)
     in_flight: int = 0
@@ -46,35 +47,44 @@ class _Job:
         self.exhausted = True
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _InFlight:
+    """One segment, from its slot's taking to the slot's going back:
+
+    payload ──► trailer ──► request ──► over           each begun when the one before is done; when the job has been
+                   └───────────────────► over          stopped by then, the segment is not sent
+    """
+
     job: _Job
     slot: Slot
-    request: Request
-    payload_bytes: int
+    segment: Segment
+    payload: Payload
+    trailer: Pending | None = None
+    request: Request | None = None
 
 
 class Sender:
     """Sends jobs, first come first served for each peer.
 
     Args:
-        make_pool: makes the staging pool when it is first needed: a node that only receives has none.
+        pools: where segments wait until they are sent.
     """
 
     def __init__(
         self,
         cache: PagedKVCache,
+        mover: Mover,
         transport: Transport,
         ledger: Ledger,
-        make_pool: Callable[[], StagingPool],
+        pools: Pools,
         *,
         digests: bool,
     ) -> None:
-        self._cache = cache
+        self._spec = cache.spec
+        self._mover = mover
         self._transport = transport
         self._ledger = ledger
-        self._make_pool = make_pool
-        self._pool: StagingPool | None = None
+        self._pools = pools
         self._digests = digests
         self._jobs: list[_Job] = []
         self._in_flight: list[_InFlight] = []
@@ -86,29 +96,23 @@ class Sender:
         return len(self._in_flight)
 
     def send(self, job: SendJob, future: "Future[tuple[Segment, ...]]") -> None:
-        """Queues a job; the future gets its segments when all are complete, or the error when none is in flight."""
+        """Queues a job; the future gets its segments when all are complete, or the error when none is in flight: in
+        both cases no gather reads its blocks any more."""
         peer = self._ledger.peers.get(job.peer)
         if peer is None:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=job.peer))
             return
-        block_ids = torch.tensor(job.block_ids, dtype=torch.int64, device=self._cache.view.device)
+        block_ids = torch.tensor(job.block_ids, dtype=torch.int64)
 
-        def fill(segment: Segment, payload: Tensor) -> None:
-            gather_to_wire(
-                self._cache,
-                block_ids=block_ids,
-                token_start=segment.token_start,
-                token_stop=segment.token_stop,
-                layers=segment.layers,
-                heads=segment.heads,
-                out=payload,
-            )
+        def fill(slot: Slot, segment: Segment) -> Payload:
+            return self._mover.gather(slot, block_ids, segment, with_digest=self._digests)
 
         def done(finished: _Job) -> None:
-            _tell(future, tuple(finished.sent), finished.error)
+            # A payload may be ready before that of a segment begun earlier.
+            _tell(future, tuple(sorted(finished.sent, key=attrgetter("number"))), finished.error)
 
-        segments = self._cut(job, peer)
-        self._jobs.append(_Job(job.peer, job.sender_number, job.lease, segments, fill, done))
+        pool, segments = self._pools.of(through_host=peer.through_host), self._cut(job, peer)
+        self._jobs.append(_Job(job.peer, job.sender_number, job.lease, pool, segments, fill, done))
 
     def warm_up(self, peer_number: int, sender_number: int, future: "Future[WarmUp]") -> None:
         """Queues messages through every slot; the future gets their number and payload bytes."""
@@ -117,15 +121,17 @@ class Sender:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=peer_number))
             return
 
-        def fill(segment: Segment, payload: Tensor) -> None:
-            payload.copy_(pattern(segment.lease, payload.numel(), payload.device))
+        def fill(slot: Slot, segment: Segment) -> Payload:
+            value = pattern(segment.lease)
+            return self._mover.fill(slot, segment.payload_bytes, value, with_digest=self._digests)
 
         def done(finished: _Job) -> None:
             sent = WarmUp(len(finished.sent), sum(segment.payload_bytes for segment in finished.sent))
             _tell(future, sent, finished.error)
 
-        segments = warm_up_segments(self._staging().slots, peer.payload_limit)
-        self._jobs.append(_Job(peer_number, sender_number, None, segments, fill, done))
+        pool = self._pools.of(through_host=peer.through_host)
+        segments = warm_up_segments(pool.slots, peer.payload_limit)
+        self._jobs.append(_Job(peer_number, sender_number, None, pool, segments, fill, done))
 
     def quiet(self, peer: int, lease: int, future: "Future[None]") -> None:
         """Ends the lease's jobs; the future is done when nothing of it is in flight."""
@@ -147,65 +153,83 @@ class Sender:
         return self._held[peer] > 0
 
     def step(self) -> bool:
-        """Collects what is complete and sends at most one segment; whether there was anything to do."""
+        """Moves on what is in flight and begins at most one segment; whether there was anything to do."""
         if not self._jobs and not self._in_flight:
             return False
-        collected = self._collect()
-        return self._send_one() or collected
+        moved = False
+        for item in tuple(self._in_flight):
+            moved = self._advance(item) or moved
+        return self._begin_one() or moved
 
-    def _collect(self) -> bool:
-        waiting = []
-        for item in self._in_flight:
-            if not item.request.done:
-                waiting.append(item)
-                continue
-            failure = item.request.failure()
-            if failure is not None:
-                item.job.stop(failure)
-            elif item.job.lease is not None:
-                self._ledger.moved(item.job.peer, item.payload_bytes)
-            item.job.in_flight -= 1
-            self._held[item.job.peer] -= 1
-            self._staging().give_back(item.slot)
-        collected = len(waiting) < len(self._in_flight)
-        self._in_flight = waiting
-        if collected:
-            self._finish_jobs()
-        return collected
-
-    def _send_one(self) -> bool:
-        share = self._ledger.fair_share(self._staging().slots)
-        ready = (job for job in self._jobs if not job.exhausted and self._held[job.peer] < share)
+    def _begin_one(self) -> bool:
+        ready = (job for job in self._jobs if not job.exhausted and self._has_room(job))
         job = next(ready, None)
-        slot = self._staging().take() if job is not None else None
-        if job is None or slot is None:
+        if job is None:
             return False
+        slot = job.pool.take()
+        assert slot is not None
         try:
             segment = next(job.segments, None)
             if segment is not None:
-                self._send_segment(job, slot, segment)
+                self._begin(job, slot, segment)
                 return True
             job.exhausted = True
         except BatonError as error:
             job.stop(error)
-        self._staging().give_back(slot)
+        job.pool.give_back(slot)
         self._finish_jobs()
         return True
 
-    def _send_segment(self, job: _Job, slot: Slot, segment: Segment) -> None:
-        end = segment.payload_bytes
-        payload = slot.memory[:end]
-        job.fill(segment, payload)
-        if self._digests:
-            segment = segment.sealed(digest(payload, between=self._transport.progress))
-        trailer = torch.frombuffer(bytearray(segment.encode()), dtype=torch.uint8)
-        slot.memory[end : end + TRAILER_BYTES].copy_(trailer)
-        tag = Tag(job.sender_number, segment.lease, segment.number).pack()
-        request = self._transport.send(job.peer, tag, slot.memory[: end + TRAILER_BYTES])
-        job.sent.append(segment)
+    def _has_room(self, job: _Job) -> bool:
+        return job.pool.available > 0 and self._held[job.peer] < self._ledger.fair_share(job.pool.slots)
+
+    def _begin(self, job: _Job, slot: Slot, segment: Segment) -> None:
+        item = _InFlight(job, slot, segment, job.fill(slot, segment))
         job.in_flight += 1
         self._held[job.peer] += 1
-        self._in_flight.append(_InFlight(job, slot, request, end))
+        self._in_flight.append(item)
+        self._advance(item)
+
+    def _advance(self, item: _InFlight) -> bool:
+        """Moves one segment on as far as it gets without waiting; whether it got anywhere."""
+        moved = False
+        if item.trailer is None:
+            if not item.payload.done:
+                return False
+            if self._digests:
+                item.segment = item.segment.sealed(item.payload.digest)
+            item.trailer = self._mover.seal(item.slot, item.segment)
+            moved = True
+        if item.request is None:
+            if not item.trailer.done:
+                return moved
+            if item.job.error is not None:
+                return self._end(item)
+            item.request = self._post(item)
+            moved = True
+        if not item.request.done:
+            return moved
+        failure = item.request.failure()
+        if failure is not None:
+            item.job.stop(failure)
+        elif item.job.lease is not None:
+            self._ledger.moved(item.job.peer, item.segment.payload_bytes)
+        return self._end(item)
+
+    def _post(self, item: _InFlight) -> Request:
+        segment, job = item.segment, item.job
+        tag = Tag(job.sender_number, segment.lease, segment.number).pack()
+        job.sent.append(segment)
+        return self._transport.send(job.peer, tag, item.slot.memory[: segment.payload_bytes + TRAILER_BYTES])
+
+    def _end(self, item: _InFlight) -> bool:
+        """Nothing of the segment is under way any more."""
+        self._in_flight.remove(item)
+        item.job.in_flight -= 1
+        self._held[item.job.peer] -= 1
+        item.job.pool.give_back(item.slot)
+        self._finish_jobs()
+        return True
 
     def _finish_jobs(self) -> None:
         finished = [job for job in self._jobs if job.exhausted and job.in_flight == 0]
@@ -223,7 +247,7 @@ class Sender:
         self._quiet_waiters = waiting
 
     def _cut(self, job: SendJob, peer: Peer) -> Iterator[Segment]:
-        spec = self._cache.spec
+        spec = self._spec
         pieces = cut(spec, segment_bytes=peer.payload_limit, token_start=job.token_start, token_stop=job.token_stop)
         for number, (layers, start, stop) in enumerate(pieces, start=job.first_segment):
             if number >= WARM_UP:
@@ -236,11 +260,6 @@ class Sender:
             heads = spec.num_kv_heads
             size = payload_bytes(spec, layers=len(layers), tokens=stop - start, heads=heads)
             yield Segment(job.incarnation, job.lease, number, layers.start, layers.stop, start, stop, 0, heads, size)
-
-    def _staging(self) -> StagingPool:
-        if self._pool is None:
-            self._pool = self._make_pool()
-        return self._pool
 
 
 def _tell(future: "Future[T]", result: T, error: BatonError | None) -> None:

@@ -4,6 +4,7 @@ Knows nothing of what a message holds. Used by the transfer thread alone.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +25,23 @@ class Slot:
 class StagingPool:
     """Slots handed out in turn, so that a pair's warm-up passes through every one of them.
 
-    A slot goes back when the request that used it is done, and for no other reason: until then the transport may
-    still write to it or read from it.
+    A slot goes back when the transport's request that used it and every operation begun on it are done, and for no
+    other reason: until then it may still be written to or read from.
+
+    Args:
+        pinned: in page-locked memory of the CPU; needs a GPU.
     """
 
-    def __init__(self, *, slot_bytes: int, slots: int, device: torch.device) -> None:
+    def __init__(self, *, slot_bytes: int, slots: int, device: torch.device, pinned: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         stride = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
-        memory = torch.zeros(slots * stride + _SLOT_ALIGN_BYTES, dtype=torch.uint8, device=device)
+        memory = torch.empty(slots * stride + _SLOT_ALIGN_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if memory.device.type == "cpu":
+            memory.zero_()  # now, and not under the first messages, the pages become real
         first = -memory.data_ptr() % _SLOT_ALIGN_BYTES
-        self._free = deque(Slot(index, memory[first + index * stride :][:slot_bytes]) for index in range(slots))
+        self.members = tuple(Slot(index, memory[first + index * stride :][:slot_bytes]) for index in range(slots))
+        self._free = deque(self.members)
         self._taken: set[int] = set()
 
     def take(self) -> Slot | None:
@@ -53,3 +60,26 @@ class StagingPool:
     @property
     def available(self) -> int:
         return len(self._free)
+
+
+class Pools:
+    """The pools of one direction: for peers that reach the cache's memory directly, and for those that need the
+    host's. Each is made when it is first needed: a node that only sends has none to receive into.
+
+    Args:
+        direct, in_host: make them.
+    """
+
+    def __init__(self, *, direct: Callable[[], StagingPool], in_host: Callable[[], StagingPool]) -> None:
+        self._make = {False: direct, True: in_host}
+        self._made: dict[bool, StagingPool] = {}
+
+    def of(self, *, through_host: bool) -> StagingPool:
+        if through_host not in self._made:
+            self._made[through_host] = self._make[through_host]()
+        return self._made[through_host]
+
+    @property
+    def may_have_room(self) -> bool:
+        """Whether a slot is free, or a pool could still be made."""
+        return not self._made or any(pool.available for pool in self._made.values())

@@ -1,9 +1,10 @@
-"""The one thread that owns a node's transport, staging, gather, digest and scatter.
+"""The one thread that owns a node's transport, staging and mover, so gather, digest and scatter.
 
 Others talk to it by posted calls, which it runs in order; it talks back through futures and callbacks. Knows nothing
 of asyncio.
 """
 
+import ctypes
 import logging
 import os
 import queue
@@ -15,17 +16,19 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from attention.cache import PagedKVCache
 from baton.errors import BatonError, InternalError
 from kvtransfer.leases import LeaseTotals
+from kvtransfer.movers import MakeMover, Mover
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import Ledger, LinkMeasure, Peer, PeerTraffic, SegmentRefused
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.sender import Sender
-from kvtransfer.staging import StagingPool
-from kvtransfer.transport import Transport, open_transport
+from kvtransfer.staging import Pools, StagingPool
+from kvtransfer.transport import REACH_GPU_MEMORY, Transport, open_transport
 
 T = TypeVar("T")
 
@@ -35,6 +38,10 @@ log = logging.getLogger("baton")
 # On two busy cores naps of 20 us moved 0.8-2.4 GB/s through shared memory, waiting for UCX's event 0.2, and looking
 # without a pause 0.1-0.2: each message needs both ends to run in turn. Naps also leave the GIL to the other threads.
 _NAP_SHORTEST_S = 20e-6
+# Beside a GPU a message takes 50-200 us and passes six such waits: shorter ones, from which the thread wakes in time.
+_NAP_SHORTEST_GPU_S = 5e-6
+_TIMER_SLACK_NS = 1000
+_PR_SET_TIMERSLACK = 29
 _NAP_LONGEST_S = 1e-3
 _NAP_FRACTION = 1 / 8
 # With nothing in flight it goes on looking for that long, because segments come in rows; then it waits for an event.
@@ -57,11 +64,13 @@ class TransferThread:
         segment_bytes: int,
         staging_slots: int,
         digests: bool,
+        make_mover: MakeMover,
         on_filled: Callable[[LeaseTotals], None],
         on_refused: Callable[[SegmentRefused], None],
     ) -> None:
         self.ledger = Ledger()
         self._cache = cache
+        self._make_mover = make_mover
         self._transport_name = transport
         self._incarnation = incarnation
         self._segment_bytes = segment_bytes
@@ -80,6 +89,7 @@ class TransferThread:
         self._started: Future[None] = Future()
         self._listening: set[int] = set()
         self._disconnecting: list[tuple[int, tuple[int, ...], Future[tuple[int, ...]]]] = []
+        self.mover: Mover
         self.transport: Transport
         self.sender: Sender
         self.receiver: Receiver
@@ -151,7 +161,13 @@ class TransferThread:
             state = "connected already" if peer in self.ledger.peers else "not listened to"
             raise InternalError(f"peer {peer} is {state}", field="peer", value=peer)
         self.transport.connect(peer, address)
-        self.ledger.peers[peer] = Peer(peer, min(self._segment_bytes, message_bytes - TRAILER_BYTES))
+        carrier = self.transport.carrier(peer)
+        self.ledger.peers[peer] = Peer(
+            peer,
+            min(self._segment_bytes, message_bytes - TRAILER_BYTES),
+            carrier,
+            through_host=self.mover.on_gpu and carrier not in REACH_GPU_MEMORY,
+        )
         self.ledger.traffic[peer] = PeerTraffic()
         future.set_result(None)
 
@@ -171,7 +187,7 @@ class TransferThread:
     def expect_warm_up(self, peer: int, messages: int, num_bytes: int, future: "Future[LinkMeasure]") -> None:
         if peer not in self.ledger.peers:
             raise InternalError(f"peer {peer} is not connected", field="peer", value=peer)
-        self.receiver.warm_ups.expect(peer, messages, num_bytes, self.transport.carrier(peer), future)
+        self.receiver.warm_ups.expect(peer, messages, num_bytes, self.ledger.peers[peer].transport, future)
 
     def _run(self) -> None:
         try:
@@ -182,11 +198,15 @@ class TransferThread:
         ended: BatonError = InternalError("the transfer is closed")
         try:
             self._loop()
+            self._drain()
         except Exception as error:
             log.exception("the transfer thread failed")
             ended = InternalError(f"the transfer thread failed: {error}", cure="restart the node; its log says why")
-        finally:
+        try:
             self._close()
+        except Exception:  # a GPU that has failed fails every call that follows
+            log.exception("the transfer thread could not close")
+        finally:
             self._end(ended)
 
     def _end(self, error: Exception) -> None:
@@ -200,13 +220,18 @@ class TransferThread:
                 future.set_exception(error)
 
     def _open(self) -> None:
-        self.transport = open_transport(self._transport_name)
-        self.sender = Sender(self._cache, self.transport, self.ledger, self._make_pool, digests=self._digests)
+        # The mover first: it makes the cache's GPU the thread's own, where the transport then opens.
+        self.mover = self._make_mover(self._cache, lambda: self.transport.progress())
+        self.transport = open_transport(self._transport_name, on_gpu=self.mover.on_gpu)
+        if self.mover.on_gpu:
+            _wake_punctually()
+        self.sender = Sender(self._cache, self.mover, self.transport, self.ledger, self._pools(), digests=self._digests)
         self.receiver = Receiver(
             self._cache,
+            self.mover,
             self.transport,
             self.ledger,
-            self._make_pool,
+            self._pools(),
             slot_bytes=self._segment_bytes + TRAILER_BYTES,
             incarnation=self._incarnation,
             digests=self._digests,
@@ -216,15 +241,18 @@ class TransferThread:
         )
         self._started.set_result(None)
 
-    def _make_pool(self) -> StagingPool:
-        return StagingPool(
-            slot_bytes=self._segment_bytes + TRAILER_BYTES, slots=self._staging_slots, device=self._cache.view.device
-        )
+    def _pools(self) -> Pools:
+        def opened(*, through_host: bool) -> StagingPool:
+            slot_bytes = self._segment_bytes + TRAILER_BYTES
+            return self.mover.open_pool(slot_bytes=slot_bytes, slots=self._staging_slots, through_host=through_host)
+
+        return Pools(direct=partial(opened, through_host=False), in_host=partial(opened, through_host=True))
 
     def _loop(self) -> None:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         poll.register(self.transport.fileno(), select.POLLIN)
+        shortest_s = _NAP_SHORTEST_GPU_S if self.mover.on_gpu else _NAP_SHORTEST_S
         happened_s = time.monotonic()
         while not self._stopping:
             self._turned_s = time.monotonic()
@@ -233,7 +261,7 @@ class TransferThread:
                 continue
             quiet_s = time.monotonic() - happened_s
             if self._in_flight or quiet_s < _HOT_S:
-                time.sleep(min(max(quiet_s * _NAP_FRACTION, _NAP_SHORTEST_S), _NAP_LONGEST_S))
+                time.sleep(min(max(quiet_s * _NAP_FRACTION, shortest_s), _NAP_LONGEST_S))
             elif self.transport.arm():
                 poll.poll(_WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS)
                 # Here and not with the calls: a call may have been run before its wake came.
@@ -267,12 +295,23 @@ class TransferThread:
                 future.set_result(leases)
         self._disconnecting = waiting
 
-    def _close(self) -> None:
+    def _drain(self) -> None:
+        """Cancels what is in flight, and waits until nothing is."""
         for peer in list(self._listening):
             self.disconnect(peer, Future())
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._in_flight and time.monotonic() < deadline_s:
             self._advance()
-        self.transport.close()
-        # ucxx's objects must end in the thread that made them.
-        del self.sender, self.receiver, self.transport
+
+    def _close(self) -> None:
+        try:
+            self.transport.close()
+            self.mover.close()
+        finally:
+            # ucxx's objects must end in the thread that made them.
+            del self.sender, self.receiver, self.transport, self.mover
+
+
+def _wake_punctually() -> None:
+    """Lets this thread sleep for microseconds; by default Linux wakes a thread up to 50 us late."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)

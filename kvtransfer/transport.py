@@ -63,7 +63,8 @@ class Transport(Protocol):
         ...
 
     def carrier(self, peer: int) -> str:
-        """What really moves the bulk of the bytes: "cma", "sysv", "posix", "tcp", "cuda_ipc", "loopback"."""
+        """What really moves the bulk of the bytes to and from a connected peer: "cma", "sysv", "posix", "tcp",
+        "cuda_ipc", "loopback". The last two take memory of a GPU as it is; the others want the host's."""
         ...
 
     def send(self, peer: int, tag: int, message: Tensor) -> Request: ...
@@ -94,8 +95,15 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def open_transport(name: str) -> Transport:
+# Carriers that read and write memory of a GPU where it lies.
+REACH_GPU_MEMORY = frozenset({"cuda_ipc", "loopback"})
+
+
+def open_transport(name: str, *, on_gpu: bool = False) -> Transport:
     """The transport of that name, ready to use from this thread on.
+
+    Args:
+        on_gpu: this node can offer memory of a GPU; the device must be current on this thread.
 
     Raises:
         ConfigError: there is none; lists the known ones.
@@ -104,7 +112,10 @@ def open_transport(name: str) -> Transport:
     from kvtransfer.loopback import LoopbackTransport
     from kvtransfer.ucx import UcxTransport
 
-    table: dict[str, Callable[[], Transport]] = {"ucx": UcxTransport, "loopback": LoopbackTransport}
+    table: dict[str, Callable[[], Transport]] = {
+        "ucx": lambda: UcxTransport(on_gpu=on_gpu),
+        "loopback": LoopbackTransport,
+    }
     if name not in table:
         raise ConfigError(f"transport is {name!r}", field="transport", value=name, allowed=tuple(table))
     return table[name]()

@@ -24,9 +24,13 @@ from kvtransfer.transport import Arrival
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
 _CONTEXT = {"MM_ERROR_HANDLING": "y"}
 
-_ADDRESS_MAGIC = b"baton-ucx-1:"
+# An address: this, a checksum of the rest, whether the node offers memory of a GPU, the worker's address.
+_ADDRESS_MAGIC = b"baton-ucx-2:"
+_ON_GPU = {True: b"g", False: b"h"}
 # Zero-copy lanes stand beside the lane for small messages, and carry the bulk where there is one.
-_BULK_LANES = ("cuda_ipc", "xpmem", "knem", "cma")
+_BULK_LANES = ("xpmem", "knem", "cma")
+_GPU_LANE = "cuda_ipc"
+_GPU_LANES = ("cuda_ipc", "cuda_copy", "gdr_copy")
 _TRANSPORTS_FIELD = 1 << 3
 _LANES_MAX = 32
 # Events handled at one look, so that the thread's other work gets its turn.
@@ -66,6 +70,7 @@ class _Link:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.endpoint: Any = None
+        self.peer_on_gpu = False
         self.requests: list[_Request] = []
         # Messages show up only by progress.
         self.may_have_arrivals = False
@@ -114,11 +119,16 @@ class _Link:
 
 
 class UcxTransport:
-    """The links of one node, each a UCX worker with one endpoint."""
+    """The links of one node, each a UCX worker with one endpoint.
 
-    def __init__(self) -> None:
+    Args:
+        on_gpu: messages are offered in memory of the GPU that is current on this thread, where the peer can reach it.
+    """
+
+    def __init__(self, *, on_gpu: bool = False) -> None:
         from ucxx._lib import arr, libucxx
 
+        self._on_gpu = on_gpu
         _silence_unused_variables()
         self._ucx: Any = libucxx
         self._as_array: Any = arr.Array
@@ -134,15 +144,16 @@ class UcxTransport:
         link = self._links[peer] = _Link(self._ucx.UCXWorker(self._context))
         link.worker.init_blocking_progress_mode()
         self._poll.register(link.worker.epoll_file_descriptor, select.EPOLLIN)
-        address = bytes(link.worker.address.tobytes())
-        return _ADDRESS_MAGIC + zlib.crc32(address).to_bytes(4, "little") + address
+        return _wrap(_ON_GPU[self._on_gpu] + bytes(link.worker.address.tobytes()))
 
     def connect(self, peer: int, address: bytes) -> None:
         link = self._links[peer]
         assert link.endpoint is None
+        content = _unwrap(address)
+        link.peer_on_gpu = content[:1] == _ON_GPU[True]
         link.endpoint = self._ucx.UCXEndpoint.create_from_worker_address(
             link.worker,
-            self._ucx.UCXAddress.create_from_buffer(_unwrap(address)),
+            self._ucx.UCXAddress.create_from_buffer(content[1:]),
             endpoint_error_handling=True,
         )
 
@@ -155,8 +166,13 @@ class UcxTransport:
         self._ending.append(link)
 
     def carrier(self, peer: int) -> str:
-        lanes = _lanes(self._links[peer].endpoint.handle)
-        return next((lane for lane in _BULK_LANES if lane in lanes), lanes[0])
+        link = self._links[peer]
+        lanes = _lanes(link.endpoint.handle)
+        # UCX has lanes for memory of GPUs wherever there are GPUs, used or not.
+        if self._on_gpu and link.peer_on_gpu and _GPU_LANE in lanes:
+            return _GPU_LANE
+        of_host = [lane for lane in lanes if lane not in _GPU_LANES]
+        return next((lane for lane in _BULK_LANES if lane in of_host), of_host[0])
 
     def send(self, peer: int, tag: int, message: Tensor) -> _Request:
         link, memory = self._links[peer], self._array(message)
@@ -215,17 +231,21 @@ class UcxTransport:
         return self._as_array(tensor.numpy() if tensor.device.type == "cpu" else tensor)
 
 
+def _wrap(content: bytes) -> bytes:
+    return _ADDRESS_MAGIC + zlib.crc32(content).to_bytes(4, "little") + content
+
+
 def _unwrap(address: bytes) -> bytes:
-    """The worker's address. UCX reads addresses without checking them, so damaged ones must not reach it."""
-    checksum, worker = address[len(_ADDRESS_MAGIC) :][:4], address[len(_ADDRESS_MAGIC) + 4 :]
-    if not address.startswith(_ADDRESS_MAGIC) or zlib.crc32(worker).to_bytes(4, "little") != checksum:
+    """An address's content. UCX reads addresses without checking them, so damaged ones must not reach it."""
+    checksum, content = address[len(_ADDRESS_MAGIC) :][:4], address[len(_ADDRESS_MAGIC) + 4 :]
+    if not address.startswith(_ADDRESS_MAGIC) or zlib.crc32(content).to_bytes(4, "little") != checksum:
         raise PeerRefused(
             "the peer's address is not one of a UCX worker",
             field="address",
             value=address[:40],
             cure="start both nodes with the same --transport and the same package version",
         )
-    return worker
+    return content
 
 
 class _Lane(ctypes.Structure):

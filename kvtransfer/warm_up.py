@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from baton.errors import BatonError, DataLoss, PeerRefused
+from kvtransfer.movers import Reading
 from kvtransfer.records import LinkMeasure
-from kvtransfer.segments import WARM_UP, Segment
+from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, decode_trailer
 
 # The first pass maps the buffers, the second is timed.
 _PASSES = 2
@@ -24,10 +22,10 @@ def warm_up_segments(slots: int, payload_bytes: int) -> Iterator[Segment]:
         yield Segment(0, index, WARM_UP, 0, 0, 0, 0, 0, 0, payload_bytes)
 
 
-def pattern(index: int, num_bytes: int, device: torch.device) -> Tensor:
-    """The payload of one warm-up message: uint8, never zero, different for each of 255 indices, and quick to make, so
-    that the link is what is timed."""
-    return torch.full((num_bytes,), index % 255 + 1, dtype=torch.uint8, device=device)
+def pattern(index: int) -> int:
+    """Every byte of one warm-up message's payload: never zero, different for each of 255 indices, and quick to make and
+    to check, so that the link is what is timed."""
+    return index % 255 + 1
 
 
 @dataclass
@@ -44,11 +42,12 @@ class WarmUpReceiver:
         self._digests = digests
         self._peers: dict[int, _Progress] = {}
 
-    def received(self, peer: int, payload: Tensor, segment: Segment | None, now_s: float) -> None:
-        """One message is in; `segment` is its trailer, None when that is not readable."""
+    def received(self, peer: int, num_bytes: int, reading: Reading, now_s: float) -> None:
+        """One message of that size is in and was read, with the digest that this node wants, and with extremes."""
         progress = self._peers.setdefault(peer, _Progress())
-        progress.error = progress.error or self._check(payload, segment)
-        progress.arrived.append((now_s, payload.numel()))
+        payload_bytes = num_bytes - TRAILER_BYTES
+        progress.error = progress.error or self._check(payload_bytes, reading)
+        progress.arrived.append((now_s, payload_bytes))
         self._tell(peer)
 
     def expect(self, peer: int, messages: int, num_bytes: int, carrier: str, future: "Future[LinkMeasure]") -> None:
@@ -78,11 +77,10 @@ class WarmUpReceiver:
         else:
             future.set_result(LinkMeasure(carrier, _gigabytes_per_s(progress.arrived)))
 
-    def _check(self, payload: Tensor, segment: Segment | None) -> BatonError | None:
-        if segment is None or segment.payload_bytes != payload.numel():
+    def _check(self, payload_bytes: int, reading: Reading) -> BatonError | None:
+        segment = decode_trailer(reading.trailer)
+        if segment is None or segment.payload_bytes != payload_bytes:
             return DataLoss("a warm-up message came without its trailer")
-        if not torch.equal(payload, pattern(segment.lease, payload.numel(), payload.device)):
-            return DataLoss("a warm-up message came damaged", cure="check the link and the GPUs' peer access")
         if self._digests and segment.digest == 0:
             return PeerRefused(
                 "the peer sends no digests, and this node wants them",
@@ -91,6 +89,10 @@ class WarmUpReceiver:
                 allowed=("on",),
                 cure="start both nodes with the same --digests",
             )
+        value = pattern(segment.lease)
+        wrong_digest = self._digests and segment.sealed(reading.digest) != segment
+        if reading.extremes != (value, value) or wrong_digest:
+            return DataLoss("a warm-up message came damaged", cure="check the link and the GPUs' peer access")
         return None
 
 

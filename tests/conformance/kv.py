@@ -12,7 +12,9 @@ from torch import Tensor
 from attention.cache import PagedKVCache
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.movers import MakeMover, open_mover
 from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused, SendJob
+from tests.conformance.late import Script, late
 
 GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
 MLA = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=6, dtype="bfloat16")
@@ -23,6 +25,8 @@ DECODE_INCARNATION = 0x2222
 SENDER = 7
 PEER = 3
 DEADLINE_S = 10.0
+# Behind the name of a transport: every operation on cache and staging happens some looks later, as on a GPU.
+LATE = "-late"
 
 
 def make_cache(spec: KVCacheSpec, layout: KVCacheLayout, block_size: int, num_tokens: int = 64) -> PagedKVCache:
@@ -80,14 +84,18 @@ def make_transfer(
     segment_bytes: int = 1000,
     staging_slots: int = 3,
     digests: bool = True,
+    make_mover: MakeMover = open_mover,
 ) -> KVTransfer:
+    if transport.endswith(LATE):
+        make_mover = late(Script(seed=incarnation))
     return KVTransfer(
         cache,
         incarnation=incarnation,
-        transport=transport,
+        transport=transport.removesuffix(LATE),
         segment_bytes=segment_bytes,
         staging_slots=staging_slots,
         digests=digests,
+        make_mover=make_mover,
         on_filled=heard.filled.append,
         on_refused=heard.refused.append,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,6 +22,8 @@ BIG = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=8, head_dim=128, dtype
 SHAPE = KVCacheShape(KVCacheLayout.NHD, block_size=16, num_blocks=64)
 SEGMENT_BYTES = 1 << 20
 STAGING_SLOTS = 4
+# Importing torch; on a GPU compiling the kernels too.
+START_S = 60.0
 ALL_BLOCKS = tuple(range(SHAPE.num_blocks))
 
 
@@ -40,15 +42,19 @@ def make_big(heard: Heard, *, incarnation: int) -> tuple[PagedKVCache, KVTransfe
     return cache, transfer
 
 
-def serve(connection: Connection) -> None:
-    """The child's main: runs methods of its transfer by name until it is killed."""
-    torch.set_num_threads(1)
-    asyncio.run(_serve(connection))
-
-
-async def _serve(connection: Connection) -> None:
+def make_filled() -> KVTransfer:
     cache, transfer = make_big(Heard(), incarnation=0xC)
     cache.view.fill_(3.5)
+    return transfer
+
+
+def serve(connection: Connection, make: Callable[[], KVTransfer]) -> None:
+    """The child's main: runs methods of its transfer by name until it is killed."""
+    torch.set_num_threads(1)
+    asyncio.run(_serve(connection, make()))
+
+
+async def _serve(connection: Connection, transfer: KVTransfer) -> None:
     async with transfer:
         connection.send("ready")
         running = set()
@@ -88,14 +94,17 @@ class Child:
 
 
 @asynccontextmanager
-async def child() -> AsyncIterator[Child]:
+async def child(make: Callable[[], KVTransfer] = make_filled) -> AsyncIterator[Child]:
+    """Args:
+    make: makes the child's transfer, in the child.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process = context.Process(target=serve, args=(theirs, make), daemon=True)
     process.start()
     theirs.close()
     try:
-        assert await asyncio.to_thread(ours.poll, 30.0)
+        assert await asyncio.to_thread(ours.poll, START_S)
         assert process.pid is not None
         assert ours.recv() == "ready"
         yield Child(process.pid, ours)

@@ -19,6 +19,7 @@ from kvtransfer.transport import Transport, open_transport
 from tests.conformance.kv import (
     DECODE_INCARNATION,
     GQA,
+    LATE,
     PEER,
     SENDER,
     Heard,
@@ -97,13 +98,13 @@ async def introduce(transport: Transport, decode: KVTransfer, *, peer: int = PEE
     await decode.connect(number, address)
 
 
-@pytest.fixture(params=["loopback", "ucx"])
+@pytest.fixture(params=["loopback", "ucx", "loopback-late"])
 async def forger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
     cache, source = make_cache(GQA, KVCacheLayout.HND, 4), make_cache(GQA, KVCacheLayout.NHD, 8)
     blocks, source_blocks = scattered_blocks(cache, TOKENS, 1), scattered_blocks(source, TOKENS, 2)
     plant(source, source_blocks, TOKENS)
     heard = Heard()
-    transport = open_transport(request.param)
+    transport = open_transport(request.param.removesuffix(LATE))
     async with make_transfer(cache, heard, transport=request.param, segment_bytes=4096) as decode:
         await introduce(transport, decode)
         decode.open_lease(LeaseGrant(LEASE, blocks, 0, TOKENS))

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from itertools import pairwise, product
 
 import pytest
@@ -11,10 +12,13 @@ from attention.cache import PagedKVCache
 from attention.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from attention.spec import KVCacheSpec
 from baton.errors import ConfigError, DataLoss, DeadlineExceeded, InternalError, PeerRefused, UnknownLease
+from kvtransfer.movers import CpuMover, open_mover
 from kvtransfer.node import LeaseGrant
 from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.staging import StagingPool
 from tests.conformance.kv import (
     GQA,
+    LATE,
     MLA,
     PEER,
     SENDER,
@@ -47,7 +51,7 @@ def case_name(value: object) -> str:
     return str(value.kind) if isinstance(value, KVCacheSpec) else str(value)
 
 
-@pytest.fixture(params=["loopback", "ucx"])
+@pytest.fixture(params=["loopback", "ucx", "loopback-late"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -158,6 +162,46 @@ async def test_warm_up_goes_through_every_slot_and_measures_the_link(transport: 
         assert measure.gigabytes_per_s > 0
         assert measure.transport in {"loopback", "sysv", "posix", "cma", "tcp"}
         assert pair.decode.counters().refused == 0
+
+
+class AsOnGpu(CpuMover):
+    """Says that its cache is on a GPU, and where it was asked for staging."""
+
+    on_gpu = True
+
+    def __init__(self, cache: PagedKVCache, between: Callable[[], object], asked: list[bool]) -> None:
+        super().__init__(cache, between)
+        self.asked = asked
+
+    def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
+        self.asked.append(through_host)
+        return super().open_pool(slot_bytes=slot_bytes, slots=slots, through_host=False)
+
+
+@pytest.mark.parametrize("other_on_gpu", [True, False])
+async def test_a_link_that_does_not_reach_a_gpus_memory_goes_through_the_host_and_says_so(
+    transport: str, *, other_on_gpu: bool
+) -> None:
+    prefill, blocks_p, decode, blocks_d = planted_pair()
+    asked: list[bool] = []
+    heard = Heard()
+
+    def make(cache: PagedKVCache, between: Callable[[], object]) -> CpuMover:
+        return AsOnGpu(cache, between, asked)
+
+    name = transport.removesuffix(LATE)
+    async with (
+        make_transfer(prefill, Heard(), transport=name, make_mover=make if other_on_gpu else open_mover) as sender,
+        make_transfer(decode, heard, transport=name, make_mover=make) as receiver,
+    ):
+        await connect(sender, receiver)
+        warm = await sender.warm_up(PEER, SENDER)
+        measure = await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
+        await fill(Pair(sender, receiver, heard), blocks_p, blocks_d, 0, NUM_TOKENS)
+    # There is no GPU's memory here that UCX could reach; within a process every memory is reached.
+    through_host = name == "ucx"
+    assert asked == [through_host] * (2 if other_on_gpu else 1)
+    assert measure.transport.endswith(" through host memory") == through_host
 
 
 async def test_a_warm_up_that_does_not_come_has_a_deadline(transport: str) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvtransfer.staging import StagingPool
+from kvtransfer.staging import Pools, StagingPool
 
 
 def test_slots_are_equal_apart_and_aligned() -> None:
@@ -35,3 +35,28 @@ def test_slots_are_handed_out_in_turn() -> None:
         seen.append(slot.index)
         pool.give_back(slot)
     assert seen == [0, 1, 2, 0, 1, 2]
+
+
+def test_pools_are_made_when_needed_and_have_room_while_one_of_them_has() -> None:
+    made = []
+
+    def make(name: str) -> StagingPool:
+        made.append(name)
+        return StagingPool(slot_bytes=10, slots=1, device=torch.device("cpu"))
+
+    pools = Pools(direct=lambda: make("direct"), in_host=lambda: make("in host"))
+    assert pools.may_have_room
+    direct = pools.of(through_host=False)
+    assert pools.of(through_host=False) is direct
+    assert made == ["direct"]
+    slot = direct.take()
+    assert not pools.may_have_room
+    in_host = pools.of(through_host=True)
+    assert in_host is not direct
+    assert pools.may_have_room
+    in_host.take()
+    assert not pools.may_have_room
+    assert slot is not None
+    direct.give_back(slot)
+    assert pools.may_have_room
+    assert made == ["direct", "in host"]

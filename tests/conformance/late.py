@@ -1,0 +1,137 @@
+"""A CpuMover whose operations happen later: when a test lets them, or after some looks. They are the real ones, and
+what they read and write they read and write then, so whoever reuses a slot or a block too early is found out."""
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attention.cache import PagedKVCache
+from kvtransfer.movers import CpuMover, Done, DoneReading
+from kvtransfer.segments import Segment
+from kvtransfer.staging import Slot, StagingPool
+
+LOOKS_MAX = 6
+
+
+@dataclass(eq=False)
+class Operation:
+    """One that was begun. It happens in the transfer thread, at the first look after it was let."""
+
+    kind: str
+    segment: Segment | None
+    happen: Callable[[], Done | DoneReading]
+    looks_left: int
+    looks: int = 0
+    result: Done | DoneReading | None = None
+
+    @property
+    def done(self) -> bool:
+        self.looks += 1
+        if self.result is None and self.looks_left >= 0 and self.looks > self.looks_left:
+            self.result = self.happen()
+        return self.result is not None
+
+    @property
+    def digest(self) -> int:
+        assert self.result is not None
+        return self.result.digest
+
+    @property
+    def trailer(self) -> bytes:
+        assert isinstance(self.result, DoneReading)
+        return self.result.trailer
+
+    @property
+    def extremes(self) -> tuple[int, int]:
+        assert isinstance(self.result, DoneReading)
+        return self.result.extremes
+
+
+@dataclass
+class Script:
+    """When operations happen: those of the kinds in `held` when they are let, all others after a few looks each, so
+    that they overtake each other."""
+
+    held: frozenset[str] = frozenset()
+    seed: int = 0
+    begun: list[Operation] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def begin(self, kind: str, segment: Segment | None, happen: Callable[[], Done | DoneReading]) -> Operation:
+        with self._lock:
+            looks = -1 if kind in self.held else self._random.randrange(LOOKS_MAX)
+            operation = Operation(kind, segment, happen, looks)
+            self.begun.append(operation)
+            return operation
+
+    def waiting(self) -> list[Operation]:
+        """The held ones, in the order of their begin."""
+        with self._lock:
+            return [operation for operation in self.begun if operation.looks_left < 0]
+
+    def let(self, operation: Operation) -> None:
+        operation.looks_left = operation.looks
+
+    def let_all(self) -> None:
+        """Lets everything happen, from now on."""
+        with self._lock:
+            self.held = frozenset()
+        for operation in self.waiting():
+            self.let(operation)
+
+
+class LateMover:
+    """Args:
+    cpu: does what is to be done, when it is time.
+    """
+
+    on_gpu = False
+
+    def __init__(self, cpu: CpuMover, script: Script) -> None:
+        self._cpu = cpu
+        self._script = script
+
+    def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
+        return self._cpu.open_pool(slot_bytes=slot_bytes, slots=slots, through_host=through_host)
+
+    def gather(self, slot: Slot, block_ids: Tensor, segment: Segment, *, with_digest: bool) -> Operation:
+        # Wrong blocks are an error at once; elsewhere, so that the slot has nothing yet.
+        elsewhere = Slot(-1, torch.empty(segment.payload_bytes, dtype=torch.uint8))
+        self._cpu.gather(elsewhere, block_ids, segment, with_digest=False)
+        return self._script.begin(
+            "gather", segment, lambda: self._cpu.gather(slot, block_ids, segment, with_digest=with_digest)
+        )
+
+    def fill(self, slot: Slot, num_bytes: int, value: int, *, with_digest: bool) -> Operation:
+        return self._script.begin("fill", None, lambda: self._cpu.fill(slot, num_bytes, value, with_digest=with_digest))
+
+    def seal(self, slot: Slot, segment: Segment) -> Operation:
+        return self._script.begin("seal", segment, lambda: self._cpu.seal(slot, segment))
+
+    def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> Operation:
+        return self._script.begin(
+            "read",
+            None,
+            lambda: self._cpu.read(slot, num_bytes, with_digest=with_digest, with_extremes=with_extremes),
+        )
+
+    def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> Operation:
+        return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, block_ids, segment))
+
+    def close(self) -> None:
+        """What was begun happens, as on a GPU."""
+        for operation in self._script.begun:
+            if operation.result is None:
+                operation.result = operation.happen()
+
+
+def late(script: Script) -> Callable[[PagedKVCache, Callable[[], object]], LateMover]:
+    """For `make_mover` of a KVTransfer."""
+    return lambda cache, between: LateMover(CpuMover(cache, between), script)

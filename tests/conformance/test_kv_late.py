@@ -1,0 +1,293 @@
+"""What must hold while an operation on cache or staging is under way, as kernels of a GPU are: slot, blocks and lease
+stay until it is done, whatever is closed, cancelled or lost in between. Over the in-process transport, whose messages
+arrive at once, so that every test knows what it waits for."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from attention.cache import PagedKVCache
+from attention.layout import KVCacheLayout
+from baton.errors import Cancelled, DataLoss, InternalError
+from kvtransfer.movers import Done
+from kvtransfer.node import KVTransfer, LeaseGrant
+from tests.conformance.kv import (
+    GQA,
+    PEER,
+    PREFILL_INCARNATION,
+    SENDER,
+    Heard,
+    as_bytes,
+    connect,
+    eventually,
+    job,
+    make_cache,
+    make_transfer,
+    plant,
+    scattered_blocks,
+    tokens_of,
+)
+from tests.conformance.late import Script, late
+
+TOKENS = 20
+# Two layers in the first segment, one in the second.
+SEGMENT_BYTES = 2 * TOKENS * GQA.bytes_per_token_layer
+SEGMENTS = 2
+SLOTS = 3
+LOOKS = 5
+
+
+@dataclass(frozen=True)
+class Held:
+    """A pair of nodes, and what happens when in both of them."""
+
+    script: Script
+    prefill: KVTransfer
+    decode: KVTransfer
+    source: PagedKVCache
+    source_blocks: tuple[int, ...]
+    target: PagedKVCache
+    blocks: tuple[int, ...]
+    heard: Heard
+
+    def send(self, lease: int = 0) -> "asyncio.Task[object]":
+        return asyncio.create_task(self.prefill.send(job(lease, self.source_blocks, 0, TOKENS)))
+
+    def grant(self, lease: int = 0) -> None:
+        self.decode.open_lease(LeaseGrant(lease, self.blocks, 0, TOKENS))
+
+    async def begun(self, count: int) -> None:
+        """So many operations are held."""
+        await eventually(lambda: len(self.script.waiting()) == count)
+
+    async def waits(self, task: "asyncio.Task[Any]") -> None:
+        """The task does not end while the held operations are looked at again and again."""
+        (first, *_) = self.script.waiting()
+        seen = first.looks
+        await eventually(lambda: first.looks > seen + LOOKS)
+        assert not task.done()
+
+    async def works(self, lease: int) -> None:
+        """Every slot is there: a whole transfer goes through, more segments than slots."""
+        self.script.let_all()
+        filled = len(self.heard.filled)
+        self.grant(lease)
+        for start in range(0, TOKENS, 2):
+            await self.prefill.send(job(lease, self.source_blocks, start, start + 2, first_segment=start))
+        await eventually(lambda: len(self.heard.filled) > filled)
+        assert self.arrived()
+
+    def arrived(self) -> bool:
+        expected, got = (
+            tokens_of(cache, blocks, TOKENS)
+            for cache, blocks in ((self.source, self.source_blocks), (self.target, self.blocks))
+        )
+        return torch.equal(as_bytes(expected), as_bytes(got))
+
+    def untouched(self) -> bool:
+        return not as_bytes(self.target.view).any()
+
+
+@asynccontextmanager
+async def holding(*kinds: str) -> AsyncIterator[Held]:
+    source, target = make_cache(GQA, KVCacheLayout.NHD, 8), make_cache(GQA, KVCacheLayout.HND, 4)
+    source_blocks, blocks = scattered_blocks(source, TOKENS, 1), scattered_blocks(target, TOKENS, 2)
+    plant(source, source_blocks, TOKENS)
+    script, heard = Script(held=frozenset(kinds)), Heard()
+    async with (
+        make_transfer(
+            source,
+            Heard(),
+            transport="loopback",
+            incarnation=PREFILL_INCARNATION,
+            segment_bytes=SEGMENT_BYTES,
+            staging_slots=SLOTS,
+            make_mover=late(script),
+        ) as prefill,
+        make_transfer(
+            target,
+            heard,
+            transport="loopback",
+            segment_bytes=SEGMENT_BYTES,
+            staging_slots=SLOTS,
+            make_mover=late(script),
+        ) as decode,
+    ):
+        await connect(prefill, decode)
+        yield Held(script, prefill, decode, source, source_blocks, target, blocks, heard)
+
+
+async def result(awaitable: Awaitable[object]) -> object:
+    return await asyncio.wait_for(awaitable, 5)
+
+
+@pytest.mark.parametrize("kind", ["gather", "seal"])
+async def test_a_segment_leaves_when_its_payload_and_its_trailer_are_there(kind: str) -> None:
+    async with holding(kind) as pair:
+        pair.grant()
+        sending = pair.send()
+        await pair.begun(SEGMENTS)
+        await pair.waits(sending)
+        assert pair.decode.counters().peers[SENDER].segments_total == 0
+        assert pair.untouched()
+        pair.script.let_all()
+        await result(sending)
+        await eventually(lambda: len(pair.heard.filled) == 1)
+        assert pair.arrived()
+
+
+@pytest.mark.parametrize("kind", ["gather", "seal"])
+async def test_a_lease_is_quiet_when_nothing_reads_its_blocks_and_nothing_of_it_is_sent_then(kind: str) -> None:
+    async with holding(kind) as pair:
+        pair.grant()
+        sending = pair.send()
+        await pair.begun(SEGMENTS)
+        quiet = asyncio.create_task(pair.prefill.quiet(PEER, 0))
+        await pair.waits(quiet)
+        assert not sending.done()
+        pair.script.let_all()
+        await result(quiet)
+        with pytest.raises(Cancelled):
+            await result(sending)
+        assert (await pair.decode.close_lease(0)).segments == 0
+        assert pair.untouched()
+        await pair.works(1)
+
+
+@pytest.mark.parametrize("kind", ["gather", "seal"])
+async def test_a_receiver_is_disconnected_when_nothing_gathers_for_it(kind: str) -> None:
+    async with holding(kind) as pair:
+        pair.grant()
+        sending = pair.send()
+        await pair.begun(SEGMENTS)
+        disconnecting = asyncio.create_task(pair.prefill.disconnect(PEER))
+        await pair.waits(disconnecting)
+        assert not sending.done()
+        pair.script.let_all()
+        assert await result(disconnecting) == ()
+        with pytest.raises(DataLoss):
+            await result(sending)
+        assert pair.untouched()
+
+
+async def test_a_lease_is_filled_when_its_last_scatter_is_done() -> None:
+    async with holding("scatter") as pair:
+        pair.grant()
+        await result(pair.send())
+        await pair.begun(SEGMENTS)
+        first, last = pair.script.waiting()
+        pair.script.let(last)
+        await eventually(lambda: pair.decode.counters().peers[SENDER].segments_total == 1)
+        assert pair.heard.filled == []
+        assert not pair.arrived()
+        pair.script.let(first)
+        await eventually(lambda: len(pair.heard.filled) == 1)
+        assert pair.arrived()
+
+
+async def test_a_lease_is_closed_when_no_scatter_writes_to_it() -> None:
+    async with holding("scatter") as pair:
+        pair.grant()
+        await result(pair.send())
+        await pair.begun(SEGMENTS)
+        closing = asyncio.create_task(pair.decode.close_lease(0))
+        await pair.waits(closing)
+        pair.script.let_all()
+        totals = await closing
+        assert (totals.number, totals.segments) == (0, SEGMENTS)
+        assert pair.heard.filled == []
+        await pair.works(1)
+
+
+async def test_a_segment_whose_lease_ends_while_it_is_read_is_late_and_not_scattered() -> None:
+    async with holding("read") as pair:
+        pair.grant()
+        await result(pair.send())
+        await pair.begun(SEGMENTS)
+        assert (await pair.decode.close_lease(0)).segments == 0
+        pair.script.let_all()
+        await eventually(lambda: pair.decode.counters().late == SEGMENTS)
+        assert pair.untouched()
+        assert pair.heard.refused == []
+        await pair.works(1)
+
+
+@pytest.mark.parametrize("kind", ["read", "scatter"])
+async def test_a_sender_is_disconnected_when_nothing_of_it_is_read_or_scattered(kind: str) -> None:
+    async with holding(kind) as pair:
+        pair.grant()
+        await result(pair.send())
+        await pair.begun(SEGMENTS)
+        disconnecting = asyncio.create_task(pair.decode.disconnect(SENDER))
+        await pair.waits(disconnecting)
+        pair.script.let_all()
+        # What has come whole is kept, so the lease that it fills is filled.
+        assert await result(disconnecting) == (0,)
+        await eventually(lambda: len(pair.heard.filled) == 1)
+        assert pair.arrived()
+
+
+async def test_a_slot_is_not_used_again_before_its_scatter_is_done() -> None:
+    async with holding("scatter") as pair:
+        pair.grant()
+        sending = [
+            asyncio.create_task(pair.prefill.send(job(0, pair.source_blocks, start, start + 4, first_segment=start)))
+            for start in range(0, TOKENS, 4)
+        ]
+        await pair.begun(SLOTS)
+        (first, *_) = pair.script.waiting()
+        seen = first.looks
+        await eventually(lambda: first.looks > seen + LOOKS)
+        assert len(pair.script.waiting()) == SLOTS
+        assert sum(task.done() for task in sending) == SLOTS
+        pair.script.let_all()
+        await result(asyncio.gather(*sending))
+        await eventually(lambda: len(pair.heard.filled) == 1)
+        assert pair.arrived()
+
+
+async def test_a_warm_up_is_over_when_its_messages_were_read() -> None:
+    async with holding("read") as pair:
+        warming = asyncio.create_task(pair.prefill.warm_up(PEER, SENDER))
+        await pair.begun(SLOTS)
+        await pair.waits(warming)
+        pair.script.let_all()
+        warm = await warming
+        measure = await pair.decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
+        assert measure.transport == "loopback"
+
+
+async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_closed() -> None:
+    def fail() -> Done:
+        raise RuntimeError("the device was lost")
+
+    async with holding("gather") as pair:
+        sending = pair.send()
+        await pair.begun(SEGMENTS)
+        for operation in pair.script.waiting():
+            operation.happen = fail
+        pair.script.let_all()
+        with pytest.raises(InternalError, match="the device was lost"):
+            await result(sending)
+        with pytest.raises(InternalError, match="the device was lost"):
+            await pair.prefill.quiet(PEER, 0)
+        await result(pair.prefill.close())
+
+
+async def test_a_node_that_closes_lets_what_it_began_end_first() -> None:
+    async with holding("gather") as pair:
+        pair.grant()
+        sending = pair.send()
+        await pair.begun(SEGMENTS)
+        closing = asyncio.create_task(pair.prefill.close())
+        await pair.waits(closing)
+        pair.script.let_all()
+        await result(closing)
+        with pytest.raises(DataLoss):
+            await result(sending)
+        assert all(operation.result is not None for operation in pair.script.begun)

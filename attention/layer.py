@@ -15,9 +15,11 @@ from attention.blocksparse import BlocksparseParams
 from attention.cache import PagedKVCache
 from attention.cache_ops import store_kv
 from attention.fp8 import quantize
+from attention.kernels.rotary import rotate_qkv
 from attention.layer_checks import check_backend, check_out, check_parameters, refused
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
+from attention.rotation import HeadNorms, Rotation
 from attention.scales import KVScales
 from baton.errors import InternalError
 
@@ -122,9 +124,7 @@ class Attention(nn.Module):
         Raises:
             InternalError: keys or values are missing, or `out` cannot take the result.
         """
-        if out is None:
-            out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        else:
+        if out is not None:
             check_out(out, q_THD)
         kv_layer = kv_cache.layer(self.kv_layer_index)
         if self.shares_kv:
@@ -136,6 +136,74 @@ class Attention(nn.Module):
                 store_kv(kv_layer, k_TKD, v_TKD, metadata.new_tokens, k_scale=k_scale, v_scale=v_scale)
         elif self.attn_type is not AttentionType.ENCODER_DECODER or k_TKD is not v_TKD:
             raise InternalError(f"attention layer {self.layer_index} got no keys or no values", field="k_TKD")
+        return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=out)
+
+    def rotate_and_attend(
+        self,
+        qkv_TX: Tensor,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        *,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """As `forward` of the batch's own queries, keys and values as their projection leaves them: these are normed,
+        turned and written to the cache first, on a GPU by one kernel.
+
+        Args:
+            qkv_TX: the heads of queries, keys and values side by side. Used up: holds anything afterwards.
+            rotation: of all channels of each head.
+            norms: of each head of queries and keys, before they turn.
+        """
+        if not qkv_TX.is_cuda:
+            return self.forward(*self._rotated(qkv_TX, rotation, norms), kv_cache, metadata)
+        calculates = self.scales is not None and self.scales.calculate  # from keys that are turned, but not yet stored
+        writes = self.uses_cache and not self.shares_kv and not calculates
+        kv_layer = kv_cache.layer(self.kv_layer_index)
+        rotate_qkv(
+            qkv_TX,
+            rotation,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            norms=norms,
+            kv_layer=kv_layer if writes else None,
+            slot_mapping=metadata.new_tokens.slot_mapping if writes else None,
+            k_scale=None if self.scales is None else self.scales.k_scale,
+            v_scale=None if self.scales is None else self.scales.v_scale,
+        )
+        q_THD, k_TKD, v_TKD = self._split(qkv_TX)
+        if not writes:
+            return self.forward(q_THD, k_TKD, v_TKD, kv_cache, metadata)
+        return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=None)
+
+    def _rotated(self, qkv_TX: Tensor, rotation: Rotation, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys normed and turned, and values: the twin of the kernel."""
+        qkv_TXD = qkv_TX.unflatten(-1, (-1, self.head_dim))
+        qk_TXD, v_TKD = qkv_TXD.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        if norms is not None:
+            qk_TXD = torch.cat((norms.q(qk_TXD[:, : self.num_heads]), norms.k(qk_TXD[:, self.num_heads :])), dim=1)
+        # Queries and keys turn by the same angles: one rotation serves both.
+        turned_TXD = rotation.apply(qk_TXD)
+        return turned_TXD[:, : self.num_heads], turned_TXD[:, self.num_heads :], v_TKD
+
+    def _split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q_THD, k_TKD, v_TKD = qkv_TX.unflatten(-1, (-1, self.head_dim)).split(heads, dim=1)
+        return q_THD, k_TKD, v_TKD
+
+    def _attend_stored(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Once the batch's keys and values are in the cache."""
+        if out is None:
+            out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         q_THD = self._quantized(q_THD, kv_layer)
         self.backend.forward(q_THD, k_TKD, v_TKD, kv_layer, metadata, layer=self.parameters_now, out=out)
         return out

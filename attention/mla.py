@@ -9,6 +9,9 @@ Legend: T tokens, S keys, H heads, P query channels without position, R rotary c
 C = L + R, V value channels, X = P + V.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -16,10 +19,15 @@ from torch.nn.functional import pad
 from attention.backend import AttentionBackend, ContextChunk, MLABackend, MLAMetadata, RaggedLens
 from attention.cache import PagedKVCache
 from attention.cache_ops import gather_tokens, store_latent
+from attention.kernels.rotary_latents import rotate_latents
 from attention.lse import merge_attn_states
 from attention.parameters import AttentionParameters
+from attention.rotation import Rotation, RowNorm
 from attention.scales import KVScales
 from baton.errors import ConfigError, InternalError
+
+# x, weight, out: x [H, T, I] @ weight [H, I, O] into out [H, T, O], each at any strides
+MultiplyHeads: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class MLAAttention(nn.Module):
@@ -27,6 +35,9 @@ class MLAAttention(nn.Module):
         scale: what scores are multiplied by.
         kv_b_proj: latent to each head's key part and value, [L] -> [H * (P + V)]; shared with the model, not owned.
         scales: of an fp8 cache; its `k_scale` is that of the latents.
+
+    Attributes:
+        multiply_heads: the products of absorbed decodes; replaced where these must not depend on the batch.
 
     Raises:
         ConfigError: the backend is for another kind of cache.
@@ -65,6 +76,7 @@ class MLAAttention(nn.Module):
         self.layer_index = layer_index
         self.kv_b_proj = kv_b_proj
         self.backend = backend
+        self.multiply_heads: MultiplyHeads = _multiply_heads
         self._w_uk_HPL: Tensor | None = None
         self._w_uv_HLV: Tensor | None = None
 
@@ -103,11 +115,76 @@ class MLAAttention(nn.Module):
         kv_layer = kv_cache.layer(self.layer_index)
         self._calculate_scales(q_THD, kv_c_TL, k_pe_TR, metadata)
         store_latent(kv_layer, kv_c_TL, k_pe_TR, metadata.new_tokens, scale=self._latent_scale)
-        out_THV = self._checked(out, q_THD)
+        return self._attend_stored(q_THD, kv_c_TL, k_pe_TR, kv_layer, metadata, out_THV=self._checked(out, q_THD))
+
+    def rotate_and_attend(
+        self,
+        q_THD: Tensor,
+        latent_TC: Tensor,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: MLAMetadata,
+        *,
+        norm: RowNorm,
+    ) -> Tensor:
+        """As `forward` of queries and latents as their projections leave them: these are normed, turned and written to
+        the cache first, on a GPU by one kernel.
+
+        Args:
+            q_THD: each head's channels without position, then the rotary ones.
+            latent_TC: each token's latent, then its rotary key. Both are used up: they hold anything afterwards.
+            norm: of the latents.
+        """
+        kv_c_TL, k_pe_TR = latent_TC.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        if not q_THD.is_cuda:
+            q_nope_THP, q_pe_THR = q_THD.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+            # The key's rotary part is one head more to turn: one rotation serves queries and key.
+            pe_TXR = rotation.apply(torch.cat((q_pe_THR, k_pe_TR.unsqueeze(1)), dim=1))
+            q_THD = torch.cat((q_nope_THP, pe_TXR[:, :-1]), dim=-1)
+            return self.forward(q_THD, norm(kv_c_TL), pe_TXR[:, -1], kv_cache, metadata)
+        if self.scales is not None and self.scales.calculate:  # from latents that are normed, but not yet stored
+            rotate_latents(q_THD, latent_TC, rotation, norm=norm)
+            return self.forward(q_THD, kv_c_TL, k_pe_TR, kv_cache, metadata)
+        kv_layer = kv_cache.layer(self.layer_index)
+        decode_q_THC = self._new_decode_queries(q_THD, metadata) if metadata.num_decode_tokens else None
+        rotate_latents(
+            q_THD,
+            latent_TC,
+            rotation,
+            norm=norm,
+            decode_q_THC=decode_q_THC,
+            kv_layer=kv_layer,
+            slot_mapping=metadata.new_tokens.slot_mapping,
+            scale=self._latent_scale,
+        )
+        out_THV = self._checked(None, q_THD)
+        return self._attend_stored(
+            q_THD, kv_c_TL, k_pe_TR, kv_layer, metadata, decode_q_THC=decode_q_THC, out_THV=out_THV
+        )
+
+    def _attend_stored(
+        self,
+        q_THD: Tensor,
+        kv_c_TL: Tensor,
+        k_pe_TR: Tensor,
+        kv_layer: Tensor,
+        metadata: MLAMetadata,
+        *,
+        out_THV: Tensor,
+        decode_q_THC: Tensor | None = None,
+    ) -> Tensor:
+        """Once the batch's latents are in the cache.
+
+        Args:
+            decode_q_THC: of the decodes, with the rotary part already there; None: it is in `q_THD`.
+        """
         decodes = slice(0, metadata.num_decode_tokens)
         prefills = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
         if decodes.stop:
-            self._decode(q_THD[decodes], kv_layer, metadata, out_THV[decodes])
+            if decode_q_THC is None:
+                decode_q_THC = self._new_decode_queries(q_THD, metadata)
+                decode_q_THC[..., self.kv_lora_rank :] = q_THD[decodes, :, self.qk_nope_head_dim :]
+            self._decode(q_THD[decodes, :, : self.qk_nope_head_dim], decode_q_THC, kv_layer, metadata, out_THV[decodes])
         if metadata.prefill is not None:
             self._prefill(
                 q_THD[prefills],
@@ -120,19 +197,23 @@ class MLAAttention(nn.Module):
             )
         return out_THV
 
-    def _decode(self, q_THD: Tensor, kv_layer: Tensor, metadata: MLAMetadata, out_THV: Tensor) -> None:
+    def _new_decode_queries(self, q_THD: Tensor, metadata: MLAMetadata) -> Tensor:
+        """Memory for the decodes' queries in the latent space [T, H, C]."""
+        channels = self.kv_lora_rank + self.qk_rope_head_dim
+        return q_THD.new_empty(metadata.num_decode_tokens, self.num_heads, channels)
+
+    def _decode(
+        self, q_nope_THP: Tensor, q_THC: Tensor, kv_layer: Tensor, metadata: MLAMetadata, out_THV: Tensor
+    ) -> None:
         """Every head's query against the latents themselves: q.(W_UK c) is (q W_UK).c, and the sum of weighted W_UV c
         is W_UV times the weighted sum."""
         assert self._w_uk_HPL is not None, "process_weights_after_loading was not called"
         assert self._w_uv_HLV is not None
         rank = self.kv_lora_rank
-        q_nope_HTP = q_THD[..., : self.qk_nope_head_dim].transpose(0, 1)
-        q_THC = q_THD.new_empty(*q_THD.shape[:2], rank + self.qk_rope_head_dim)
-        torch.bmm(q_nope_HTP, self._w_uk_HPL, out=q_THC[..., :rank].transpose(0, 1))
-        q_THC[..., rank:] = q_THD[..., self.qk_nope_head_dim :]
-        attended_THL = q_THD.new_empty(*q_THD.shape[:2], rank)
+        self.multiply_heads(q_nope_THP.transpose(0, 1), self._w_uk_HPL, q_THC[..., :rank].transpose(0, 1))
+        attended_THL = q_THC.new_empty(*q_THC.shape[:2], rank)
         self.backend.forward(q_THC, None, None, kv_layer, metadata, layer=self.asked, out=attended_THL)
-        torch.bmm(attended_THL.transpose(0, 1), self._w_uv_HLV, out=out_THV.transpose(0, 1))
+        self.multiply_heads(attended_THL.transpose(0, 1), self._w_uv_HLV, out_THV.transpose(0, 1))
 
     def _prefill(
         self,
@@ -208,3 +289,7 @@ class MLAAttention(nn.Module):
                 allowed=(f"{shape} of {q_THD.dtype}, channels adjacent",),
             )
         return out
+
+
+def _multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor) -> None:
+    torch.bmm(x_HTI, weight_HIO, out=out_HTO)

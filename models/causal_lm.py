@@ -1,6 +1,8 @@
 """A decoder-only language model around one family's layers: embedding, layers, last norm, head.
 
-Knows no family and no request. Shapes: T token of the batch, D hidden channel, R row that wants logits, V vocabulary.
+The residual stream is one tensor that is changed in place: a layer returns what is to be added to it, because the norm
+that reads the sum adds in the same pass. Knows no family and no request. Shapes: T token of the batch, D hidden
+channel, R row that wants logits, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ class Decoder(nn.Module):
 
 class CausalLM(nn.Module):
     """Module paths equal the tensor names of checkpoints, apart from `FusedLinear` and `Experts`, which name theirs,
-    and from `checkpoint_prefixes`. Families whose layers take other than a rotation have their own `forward`.
+    and from `checkpoint_prefixes`. Families whose layers are called otherwise have their own `forward`.
 
     Args:
         norm: behind the last layer; None is an RMS norm.
@@ -66,11 +68,12 @@ class CausalLM(nn.Module):
         """
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
-        hidden_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        update_TD: Tensor | None = None
         for layer in self.model.layers:
-            hidden_TD = layer(hidden_TD, rotation, kv_cache, metadata)
-        out_TD: Tensor = self.model.norm(hidden_TD)
-        return out_TD
+            update_TD = layer(stream_TD, update_TD, rotation, kv_cache, metadata)
+        assert isinstance(self.model.norm, RMSNorm)
+        return self.model.norm.add_and_norm(stream_TD, update_TD)
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R,V], float32, of the rows that are to be sampled."""

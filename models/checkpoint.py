@@ -1,6 +1,7 @@
 """Where a checkpoint's tensors lie: its files and their safetensors headers. Reads no weights, needs no torch."""
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,21 @@ from models.config_file import ConfigFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG_DTYPES = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+_DTYPE_BYTES = MappingProxyType(
+    {
+        "F64": 8,
+        "F32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "I64": 8,
+        "I32": 4,
+        "I16": 2,
+        "I8": 1,
+        "U8": 1,
+    }
+)
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -56,15 +72,16 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """What the largest tensor is stored as, in config.json's spelling; None without weights, or where that has none.
+    """What the largest tensor that is not quantized is stored as, in config.json's spelling; None where there is none.
 
     Raises:
         ConfigError: as `read_checkpoint`.
     """
     if not any((directory / name).exists() for name in (_SINGLE, _INDEX)):
         return None
-    largest = max(read_checkpoint(directory).values(), key=lambda tensor: tensor.stop - tensor.start, default=None)
-    return None if largest is None else _CONFIG_DTYPES.get(largest.dtype)
+    plain = (tensor for tensor in read_checkpoint(directory).values() if tensor.dtype in _CONFIG_DTYPES)
+    largest = max(plain, key=lambda tensor: tensor.stop - tensor.start, default=None)
+    return None if largest is None else _CONFIG_DTYPES[largest.dtype]
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -95,10 +112,22 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except ValueError as error:
         raise _damaged(path, f"has a header that is not JSON: {error}") from error
     tensors = _parse_header(path, header, data_start=8 + header_bytes)
-    data_stop = max((tensor.stop for tensor in tensors.values()), default=8 + header_bytes)
-    if data_stop != size_bytes:
-        raise _damaged(path, f"has {size_bytes} bytes where its header says {data_stop}")
+    _check_places(path, tensors, data_start=8 + header_bytes, size_bytes=size_bytes)
     return tensors
+
+
+def _check_places(path: Path, tensors: Mapping[str, StoredTensor], *, data_start: int, size_bytes: int) -> None:
+    """Tensors lie side by side, each as large as its shape says, from the header to the end of the file."""
+    stop = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+        tensor_bytes = math.prod(tensor.shape) * _DTYPE_BYTES.get(tensor.dtype, 0)
+        if tensor.start != stop or (tensor_bytes and tensor.stop - tensor.start != tensor_bytes):
+            raise _damaged(
+                path, f"says that {tensor.name}, {tensor.dtype} {list(tensor.shape)}, is {tensor.start}..{tensor.stop}"
+            )
+        stop = tensor.stop
+    if stop != size_bytes:
+        raise _damaged(path, f"has {size_bytes} bytes where its header says {stop}")
 
 
 def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, StoredTensor]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from attention.blocksparse import BlocksparseParams
+from models.quantization import Fp8Config
 from models.rope_config import RopeConfig, YarnScaling
 
 
@@ -155,6 +156,7 @@ class ModelConfig:
         local_rope: of the layers with a sliding window, where they have their own.
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
         mtp_layers: how many layers are stored behind the last.
+        quantization: which weights are fp8; None where none are.
         switches: what only one family has.
     """
 
@@ -175,6 +177,7 @@ class ModelConfig:
     final_logits_soft_cap: float | None = None
     moe: MoEConfig | None = None
     mtp_layers: int = 0
+    quantization: Fp8Config | None = None
     switches: Switches | None = None
 
     @property

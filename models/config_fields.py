@@ -3,6 +3,7 @@
 from attention.spec import DTYPE_BYTES
 from models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Switches
 from models.config_file import ConfigFile
+from models.quantization import read_quantization
 from models.rope_config import RopeConfig, read_rope
 
 
@@ -45,6 +46,7 @@ def read_model(
         final_logits_soft_cap=final_logits_soft_cap,
         moe=moe,
         mtp_layers=mtp_layers,
+        quantization=read_quantization(file),
         switches=switches,
     )
 

@@ -34,24 +34,25 @@ class _Family:
     text_config: bool = False
 
 
-_GEMMA3_FIELDS = frozenset({"hidden_act", "final_logit_softcapping"})
+_QUANTIZED = frozenset({"quantization_config"})  # families of plain linear layers, which `models.quantize` knows
+_GEMMA3_FIELDS = _QUANTIZED | {"hidden_act", "final_logit_softcapping"}
 _GEMMA2_FIELDS = _GEMMA3_FIELDS | {"attn_logit_softcapping"}
 _LLAMA4_FIELDS = frozenset({"attention_chunk_size", "no_rope_layers"})
 
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": _Family(read_llama),
-        "MistralForCausalLM": _Family(read_mistral),
-        "Qwen2ForCausalLM": _Family(read_qwen2),
-        "Qwen3ForCausalLM": _Family(read_qwen3),
-        "DeepseekV2ForCausalLM": _Family(read_deepseek_v2),
-        "DeepseekV3ForCausalLM": _Family(read_deepseek_v3),
+        "LlamaForCausalLM": _Family(read_llama, _QUANTIZED),
+        "MistralForCausalLM": _Family(read_mistral, _QUANTIZED),
+        "Qwen2ForCausalLM": _Family(read_qwen2, _QUANTIZED),
+        "Qwen3ForCausalLM": _Family(read_qwen3, _QUANTIZED),
+        "DeepseekV2ForCausalLM": _Family(read_deepseek_v2, _QUANTIZED),
+        "DeepseekV3ForCausalLM": _Family(read_deepseek_v3, _QUANTIZED),
         "Gemma2ForCausalLM": _Family(read_gemma2, _GEMMA2_FIELDS),
         "Gemma3ForCausalLM": _Family(read_gemma3, _GEMMA3_FIELDS),
         "Gemma3ForConditionalGeneration": _Family(read_gemma3, _GEMMA3_FIELDS, text_config=True),
         "Llama4ForCausalLM": _Family(read_llama4, _LLAMA4_FIELDS),
         "Llama4ForConditionalGeneration": _Family(read_llama4, _LLAMA4_FIELDS, text_config=True),
-        "GptOssForCausalLM": _Family(read_gpt_oss, frozenset({"quantization_config"})),
+        "GptOssForCausalLM": _Family(read_gpt_oss, _QUANTIZED),
         "FalconForCausalLM": _Family(read_falcon, frozenset({"alibi"})),
         "BloomForCausalLM": _Family(read_bloom),
         "Phi3SmallForCausalLM": _Family(read_phi3_small, frozenset({"hidden_act"})),

@@ -7,17 +7,17 @@ R rotary channel, C latent channel, V value channel.
 import torch
 from torch import Tensor, nn
 
-from attention.backend import AttentionBackend
+from attention.backend import AttentionBackend, MLAMetadata
 from attention.cache import PagedKVCache
 from attention.metadata import AttentionMetadata
 from attention.mla import MLAAttention
+from attention.rotation import Rotation
 from models.causal_lm import CausalLM
 from models.config import MLAConfig, ModelConfig
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
 from models.rope_config import YarnScaling
-from models.rotary import Rotation
 
 # NOTE: the norms of the two latents use this whatever rms_norm_eps the config names; so were the models trained.
 _LATENT_NORM_EPS = 1e-6
@@ -35,7 +35,6 @@ class DeepseekAttention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.mla = mla
         self.qk_head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         q_size = mla.num_heads * self.qk_head_dim
         latent_part = ("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
@@ -63,19 +62,15 @@ class DeepseekAttention(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        mla = self.mla
-        q_TD, latent_TC, k_pe_TR = self.q_and_latent_proj(x_TD).split(
-            [self.q_and_latent_proj.parts[0][1], mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1
-        )
+        assert isinstance(metadata, MLAMetadata)
+        sizes = [size for _, size in self.q_and_latent_proj.parts]
+        q_TX, latent_TC = self.q_and_latent_proj(x_TD).split(sizes, dim=-1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            q_TD = self.q_b_proj(self.q_a_layernorm(q_TD))
-        q_nope_THN, q_pe_THR = q_TD.unflatten(-1, (mla.num_heads, -1)).split(
-            [mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1
+            q_TX = self.q_b_proj(self.q_a_layernorm(q_TX))
+        q_THD = q_TX.unflatten(-1, (-1, self.qk_head_dim))
+        out_THV = self.attend.rotate_and_attend(
+            q_THD, latent_TC, rotation, kv_cache, metadata, norm=self.kv_a_layernorm
         )
-        # The key's rotary part is one head more to turn: one rotation serves queries and key.
-        pe_THR = rotation.apply(torch.cat((q_pe_THR, k_pe_TR.unsqueeze(1)), dim=1))
-        q_THD = torch.cat((q_nope_THN, pe_THR[:, :-1]), dim=-1)
-        out_THV = self.attend(q_THD, self.kv_a_layernorm(latent_TC), pe_THR[:, -1], kv_cache, metadata)
         out_TD: Tensor = self.o_proj(out_THV.flatten(1))
         return out_TD
 
@@ -104,9 +99,18 @@ class DeepseekLayer(nn.Module):
         else:
             self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, kv_cache, metadata)
-        out_TD: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
         return out_TD
 
 

@@ -15,13 +15,13 @@ from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
 from models.alibi import alibi_slopes
 from models.bloom import GeluMLP, GroupedQKV
 from models.causal_lm import CausalLM
 from models.config import FalconSwitches, GQAConfig, ModelConfig
 from models.layers import LayerNorm
 from models.linear import Linear
-from models.rotary import Rotation
 
 
 class FalconAttention(nn.Module):

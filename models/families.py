@@ -96,12 +96,14 @@ def attention_needs(
     shape: KVCacheShape,
     kv_dtype: str = "",
     max_num_reqs: int = 256,
+    batch_invariant: bool = False,
 ) -> AttentionNeeds:
     """What a backend must be able to do to serve the model over a cache of that shape.
 
     Args:
         kv_dtype: of the cache; "" means `dtype`.
         max_num_reqs: how many requests any batch has at most.
+        batch_invariant: whether a request's result must be bit-equal whatever else is in the batch.
     """
     spec = kv_cache_spec(config, dtype, kv_dtype)
     attention = config.attention
@@ -117,6 +119,7 @@ def attention_needs(
         num_heads=attention.num_heads,
         num_kv_heads=spec.num_kv_heads,
         max_num_reqs=max_num_reqs,
+        batch_invariant=batch_invariant,
         max_model_len=min(config.max_context_tokens, shape.num_slots),
         layers=MappingProxyType({f"layers.{index}": _asked(config, index) for index in range(config.num_layers)}),
         mla=_mla_dims(attention) if isinstance(attention, MLAConfig) else None,

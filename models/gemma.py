@@ -5,6 +5,8 @@ scores; Gemma-3 norms queries and keys, and turns them faster where there is a w
 channel.
 """
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
@@ -12,22 +14,20 @@ from torch.nn.functional import rms_norm
 from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig
-from models.layers import GatedMLP, gelu_tanh_and_multiply
+from models.layers import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from models.llama import LlamaAttention
-from models.rotary import Rotary, Rotation
+from models.rotary import Rotary
 
 
-class GemmaRMSNorm(nn.Module):
+class GemmaRMSNorm(RMSNorm):
     """Its weights are around 0, and 1 is added to them: in float32, where no digit is lost."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
+    weight_offset: ClassVar[int] = 1
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def _in_torch(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x_TD.dtype)
 
 
@@ -47,11 +47,26 @@ class GemmaLayer(nn.Module):
         self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, activate=gelu_tanh_and_multiply)
         self.post_feedforward_layernorm = GemmaRMSNorm(size, eps=eps, dtype=dtype)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        attended_TD = self.self_attn(self.input_layernorm(x_TD), rotation, kv_cache, metadata)
-        x_TD = x_TD + self.post_attention_layernorm(attended_TD)
-        out_TD: Tensor = x_TD + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TD)))
-        return out_TD
+    def forward(
+        self,
+        normed_TD: Tensor,
+        stream_TD: Tensor,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        *,
+        next_norm: GemmaRMSNorm,
+    ) -> Tensor:
+        """Adds both halves of the layer to the stream, in place.
+
+        Args:
+            normed_TD: what this layer's first norm makes of the stream; the result is what `next_norm` makes of it.
+        """
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        normed_TD = self.pre_feedforward_layernorm.add_and_norm(
+            stream_TD, attended_TD, update_norm=self.post_attention_layernorm
+        )
+        return next_norm.add_and_norm(stream_TD, self.mlp(normed_TD), update_norm=self.post_feedforward_layernorm)
 
 
 class GemmaForCausalLM(CausalLM):
@@ -74,8 +89,10 @@ class GemmaForCausalLM(CausalLM):
         assert self.rotary is not None
         rotation: Rotation = self.rotary(positions_T)
         local_rotation = rotation if self.local_rotary is None else self.local_rotary(positions_T)
-        hidden_TD: Tensor = self.model.embed_tokens(token_ids_T) * self.embedding_scale
-        for layer in self.model.layers:
-            hidden_TD = layer(hidden_TD, local_rotation if layer.slides else rotation, kv_cache, metadata)
-        out_TD: Tensor = self.model.norm(hidden_TD)
-        return out_TD
+        stream_TD: Tensor = self.model.embed_tokens(token_ids_T) * self.embedding_scale
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.model.layers), self.model.norm]
+        normed_TD: Tensor = norms[0](stream_TD)
+        for layer, next_norm in zip(self.model.layers, norms[1:], strict=True):
+            turned = local_rotation if layer.slides else rotation
+            normed_TD = layer(normed_TD, stream_TD, turned, kv_cache, metadata, next_norm=next_norm)
+        return normed_TD

@@ -6,20 +6,26 @@ D hidden channel, K chosen expert of a token, I intermediate channel, R row of s
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
 from models.causal_lm import CausalLM
 from models.config import GptOssSwitches, GQAConfig, ModelConfig, MoEConfig
+from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.layers import RMSNorm
+from models.linear import Multiply
 from models.llama import LlamaAttention
-from models.moe import Router, run_experts, weighted_sum
-from models.rotary import Rotation
+from models.moe import Router, run_experts, sigmoid, weighted_sum
 
 
 class GptOssExperts(nn.Module):
-    """As checkpoints have them: all experts in one tensor, inputs first, gates at even channels and ups at odd ones."""
+    """As checkpoints have them: all experts in one tensor, inputs first, gates at even channels and ups at odd ones.
+
+    Attributes: as in `models.moe.Experts`.
+    """
 
     def __init__(self, size: int, moe: MoEConfig, switches: GptOssSwitches, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,16 +35,32 @@ class GptOssExperts(nn.Module):
         self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, size, dtype=dtype))
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, size, dtype=dtype))
+        self.multiply: Multiply = linear
+        self.batch_invariant = False
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        if x_TD.is_cuda:
+            return self.run_grouped(x_TD, weights_TK, experts_TK)
         return weighted_sum(run_experts(x_TD, experts_TK, len(self.gate_up_proj), self._one), weights_TK)
 
+    def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """What `forward` does on a GPU, without the host waiting for anything."""
+        return run_gated_experts(
+            x_TD,
+            weights_TK,
+            experts_TK,
+            ExpertWeights(self.gate_up_proj.transpose(1, 2), self.gate_up_proj_bias),
+            ExpertWeights(self.down_proj.transpose(1, 2), self.down_proj_bias),
+            activation=Activation(interleaved=True, limit=self.limit, alpha=self.alpha),
+            batch_invariant=self.batch_invariant,
+        )
+
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
-        gate_up_RI = torch.addmm(self.gate_up_proj_bias[expert], x_RD, self.gate_up_proj[expert])
+        gate_up_RI = self.multiply(x_RD, self.gate_up_proj[expert].t(), self.gate_up_proj_bias[expert])
         gate_RI = gate_up_RI[:, ::2].clamp(max=self.limit)
         up_RI = gate_up_RI[:, 1::2].clamp(-self.limit, self.limit)
-        gated_RI = gate_RI * torch.sigmoid(self.alpha * gate_RI) * (up_RI + 1)
-        return torch.addmm(self.down_proj_bias[expert], gated_RI, self.down_proj[expert])
+        gated_RI = gate_RI * sigmoid(self.alpha * gate_RI) * (up_RI + 1)
+        return self.multiply(gated_RI, self.down_proj[expert].t(), self.down_proj_bias[expert])
 
 
 class GptOssMoE(nn.Module):
@@ -65,9 +87,18 @@ class GptOssLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = GptOssMoE(size, config.moe, config.switches, dtype=dtype)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, kv_cache, metadata)
-        out_TD: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
         return out_TD
 
 

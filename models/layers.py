@@ -1,24 +1,48 @@
 """The parts that model families share. Parameters are left as allocated: the loader fills every one.
 
-Knows no family and no configuration: sizes come as arguments. Shapes: T token, D hidden channel.
+Knows no family and no configuration: sizes come as arguments. On a GPU one kernel does what several calls of torch do
+on a CPU, with the same roundings. Shapes: T token, D hidden channel, I channel of an MLP.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, silu
 
+from models.kernels import activation, norms
 from models.linear import FusedLinear, Linear, Multiply
 
 
 class RMSNorm(nn.Module):
+    """x / sqrt(mean(x ** 2) + eps) * (weight_offset + weight), in float32, rounded once."""
+
+    weight_offset: ClassVar[int] = 0
+
     def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         self.eps = eps
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        return norms.rms_norm(x_TD, self) if x_TD.is_cuda else self._in_torch(x_TD)
+
+    def add_and_norm(
+        self, stream_TD: Tensor, update_TD: Tensor | None, *, update_norm: "RMSNorm | None" = None
+    ) -> Tensor:
+        """Adds the update, by `update_norm` if there is one, to the residual stream in place; returns the sum's norm.
+
+        Args:
+            update_TD: None: nothing to add yet, in front of the first layer.
+        """
+        if update_TD is None:
+            return self.forward(stream_TD)
+        if stream_TD.is_cuda:
+            return norms.add_rms_norm(stream_TD, update_TD, self, update_norm=update_norm)
+        return self._in_torch(stream_TD.add_(update_TD if update_norm is None else update_norm(update_TD)))
+
+    def _in_torch(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
 
 
@@ -47,16 +71,20 @@ class Embedding(nn.Module):
         return self.multiply(x_TD, self.weight, None)
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """silu of the first half of the last axis, times the second half."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
+    """silu of the first half of the channels, times the second half."""
+    if gate_up_TI.is_cuda:
+        return activation.silu_and_multiply(gate_up_TI)
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    return silu(gate_TI) * up_TI
 
 
-def gelu_tanh_and_multiply(gate_up: Tensor) -> Tensor:
-    """gelu, approximated by tanh, of the first half of the last axis, times the second half."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate, approximate="tanh") * up
+def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
+    """gelu, approximated by tanh, of the first half of the channels, times the second half."""
+    if gate_up_TI.is_cuda:
+        return activation.gelu_tanh_and_multiply(gate_up_TI)
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    return gelu(gate_TI, approximate="tanh") * up_TI
 
 
 class GatedMLP(nn.Module):

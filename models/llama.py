@@ -1,7 +1,6 @@
 """Llama and the families that differ from it by a switch: Mistral, Qwen2, Qwen3.
 
-Reads top to bottom: attention, layer, model. Shapes: T token, D hidden channel, H query head,
-K kv head, X heads of several kinds side by side, C head channel.
+Reads top to bottom: attention, layer, model. Shapes: T token, D hidden channel, H query head, C head channel.
 """
 
 import torch
@@ -11,11 +10,11 @@ from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
+from attention.rotation import HeadNorms, Rotation
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
-from models.rotary import Rotation
 
 
 class LlamaAttention(nn.Module):
@@ -34,7 +33,7 @@ class LlamaAttention(nn.Module):
         norm_eps: float,
         backend: AttentionBackend,
         dtype: torch.dtype,
-        norm: type[nn.Module] = RMSNorm,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
@@ -59,20 +58,10 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        qkv_TXC = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        qk_TXC, v_TKC = torch.split(qkv_TXC, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THC, k_TKC = self._split_qk(qk_TXC)
-            qk_TXC = torch.cat((self.q_norm(q_THC), self.k_norm(k_TKC)), dim=1)
-        # Queries and keys turn by the same angles: one rotation serves both.
-        q_THC, k_TKC = self._split_qk(rotation.apply(qk_TXC))
-        out_THC = self.attend(q_THC, k_TKC, v_TKC, kv_cache, metadata)
+        norms = None if self.q_norm is None or self.k_norm is None else HeadNorms(self.q_norm, self.k_norm)
+        out_THC = self.attend.rotate_and_attend(self.qkv_proj(x_TD), rotation, kv_cache, metadata, norms=norms)
         out_TD: Tensor = self.o_proj(out_THC.flatten(1))
         return out_TD
-
-    def _split_qk(self, qk_TXC: Tensor) -> tuple[Tensor, Tensor]:
-        q_THC, k_TKC = torch.split(qk_TXC, [self.num_heads, self.num_kv_heads], dim=1)
-        return q_THC, k_TKC
 
 
 class LlamaLayer(nn.Module):
@@ -86,9 +75,18 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, kv_cache, metadata)
-        out_TD: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
         return out_TD
 
 

@@ -7,18 +7,19 @@ chosen expert, X heads of several kinds side by side, C head channel, E expert, 
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import linear, rms_norm
 
 from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, Llama4Switches, ModelConfig, MoEConfig, TemperatureTuning
+from models.kernels.grouped_gemm import ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, silu_and_multiply
-from models.linear import FusedLinear, Linear
+from models.linear import FusedLinear, Linear, Multiply
 from models.moe import Router, run_experts
-from models.rotary import Rotation
 
 
 class Llama4Attention(nn.Module):
@@ -74,19 +75,43 @@ class Llama4Attention(nn.Module):
 
 
 class Llama4Experts(nn.Module):
-    """As checkpoints have them: all experts in one tensor, inputs first, gate and up side by side."""
+    """As checkpoints have them: all experts in one tensor, inputs first, gate and up side by side.
+
+    Attributes: as in `models.moe.Experts`.
+    """
 
     def __init__(self, num_experts: int, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, size, 2 * intermediate_size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, size, dtype=dtype))
+        self.multiply: Multiply = linear
+        self.batch_invariant = False
 
-    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None) -> Tensor:
+        if x_TD.is_cuda:
+            return self.run_grouped(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
         x_TKD = x_TD.unsqueeze(1) * weights_TK.unsqueeze(-1).to(x_TD.dtype)
-        return run_experts(x_TKD.flatten(0, 1), experts_TK, len(self.gate_up_proj), self._one).sum(dim=1)
+        out_TD = run_experts(x_TKD.flatten(0, 1), experts_TK, len(self.gate_up_proj), self._one).sum(dim=1)
+        return out_TD if plus_TD is None else plus_TD + out_TD
+
+    def run_grouped(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None
+    ) -> Tensor:
+        """What `forward` does on a GPU, without the host waiting for anything."""
+        return run_gated_experts(
+            x_TD,
+            weights_TK,
+            experts_TK,
+            ExpertWeights(self.gate_up_proj.transpose(1, 2)),
+            ExpertWeights(self.down_proj.transpose(1, 2)),
+            weights_on_input=True,
+            batch_invariant=self.batch_invariant,
+            plus_TD=plus_TD,
+        )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
-        return silu_and_multiply(x_RD @ self.gate_up_proj[expert]) @ self.down_proj[expert]
+        gate_up_RI = self.multiply(x_RD, self.gate_up_proj[expert].t(), None)
+        return self.multiply(silu_and_multiply(gate_up_RI), self.down_proj[expert].t(), None)
 
 
 class Llama4MoE(nn.Module):
@@ -97,7 +122,7 @@ class Llama4MoE(nn.Module):
         self.shared_expert = GatedMLP(size, moe.shared_intermediate_size, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.shared_expert(x_TD) + self.experts(x_TD, *self.router(x_TD))
+        out_TD: Tensor = self.experts(x_TD, *self.router(x_TD), plus_TD=self.shared_expert(x_TD))
         return out_TD
 
 
@@ -127,14 +152,17 @@ class Llama4Layer(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
         rotation: Rotation,
         temperature_T11: Tensor | None,
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, temperature_T11, kv_cache, metadata)
-        out_TD: Tensor = x_TD + self.feed_forward(self.post_attention_layernorm(x_TD))
+        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, temperature_T11, kv_cache, metadata)
+        out_TD: Tensor = self.feed_forward(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
         return out_TD
 
 
@@ -156,11 +184,12 @@ class Llama4ForCausalLM(CausalLM):
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
         temperature_T11 = None if self.temperature is None else _temperature(positions_T, self.temperature)
-        hidden_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        stream_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        update_TD: Tensor | None = None
         for layer in self.model.layers:
-            hidden_TD = layer(hidden_TD, rotation, temperature_T11, kv_cache, metadata)
-        out_TD: Tensor = self.model.norm(hidden_TD)
-        return out_TD
+            update_TD = layer(stream_TD, update_TD, rotation, temperature_T11, kv_cache, metadata)
+        assert isinstance(self.model.norm, RMSNorm)
+        return self.model.norm.add_and_norm(stream_TD, update_TD)
 
 
 def _temperature(positions_T: Tensor, tuning: TemperatureTuning) -> Tensor:

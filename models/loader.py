@@ -4,13 +4,12 @@ Owns the way from a checkpoint's tensor names to parameters. Nothing is read bef
 known to fit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from attention.backend import AttentionBackend
@@ -18,18 +17,22 @@ from attention.cache import TORCH_DTYPES
 from attention.mla import MLAAttention
 from attention.spec import DTYPE_BYTES, FP8_DTYPES
 from baton.errors import ConfigError
+from models.batch_invariant import make_batch_invariant
 from models.causal_lm import CausalLM
 from models.checkpoint import StoredTensor, read_checkpoint
 from models.config import ModelConfig
+from models.dummy import fill_at_random
 from models.families import FAMILIES
+from models.fp8 import E4M3
 from models.kv_scales import add_scales, check_scales, scale_views, without_scales
 from models.linear import FusedLinear
 from models.moe import Experts
+from models.quantize import finish_quantized, quantize, weight_scale_views, weights_unallocated
+from models.reading import read_into, read_tensor
 
 LOAD_FORMATS = ("safetensors", "dummy")
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-_DUMMY_SEED = 0
-_NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+_STORED_FP8 = ("F8_E4M3",)
 _MAX_PROBLEMS = 8  # of each kind in one error
 _HEAD = "lm_head.weight"
 _TRANSFORMER = "transformer."
@@ -46,15 +49,17 @@ def load_model(
     device: torch.device | str,
     kv_dtype: str = "",
     load_format: str = "safetensors",
+    batch_invariant: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
-    """The model of `config` on `device`, its weights converted to `dtype`, ready for inference.
+    """The model of `config` on `device`, ready for inference; weights are in `dtype`, or in fp8 as `config` says.
 
     Args:
         kv_dtype: of the cache; "" means `dtype`. One of fp8 has the checkpoint's scales, or 1 where there are none.
         load_format: "safetensors" reads `directory`; "dummy" draws the same weights in every process on the same
             kind of device.
-        progress: called after each tensor with the bytes read so far and the bytes in all.
+        batch_invariant: a token's results have the same bits whatever else is in its batch.
+        progress: called time and again with the bytes read so far and the bytes in all.
 
     Raises:
         ConfigError: a value is unknown, or the checkpoint is damaged or does not fit `config`; names every tensor that
@@ -67,26 +72,47 @@ def load_model(
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=tuple(DTYPE_BYTES))
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
-    with torch.device(device):
-        model = FAMILIES[config.architecture](config, backend=backend, dtype=TORCH_DTYPES[dtype])
-        if kv_dtype in FP8_DTYPES:
+    model = _build(config, backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
+    if kv_dtype in FP8_DTYPES:
+        with torch.device(device):
             add_scales(model)
     model.requires_grad_(requires_grad=False).eval()
-    views = checkpoint_views(model)
+
+    def checkpoint_name(path: str) -> str:
+        return _checkpoint_name(path, model.checkpoint_prefixes)
+
     if load_format == "dummy":
-        _fill_at_random(views, device)
+        weight_scales = weight_scale_views(model, {}, checkpoint_name)
+        fill_at_random(model, weight_scales)
     else:
+        views = checkpoint_views(model)
         stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
-        scales = scale_views(model, stored, lambda path: _checkpoint_name(path, model.checkpoint_prefixes))
-        views |= scales
+        kv_scales = scale_views(model, stored, checkpoint_name)
+        weight_scales = weight_scale_views(model, stored, checkpoint_name)
+        views |= kv_scales | weight_scales
         _check(stored, views, config, directory)
-        _fill(stored, views, progress or _no_progress)
-        check_scales(scales)
+        read_into([(stored[name], view) for name, view in views.items()], progress)
+        check_scales(kv_scales)
         if _HEAD in stored and _HEAD not in views:
             _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight)
+    finish_quantized(model, weight_scales)
     for module in model.modules():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading()
+    if batch_invariant:
+        make_batch_invariant(model)
+    return model
+
+
+def _build(
+    config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str
+) -> CausalLM:
+    """The model with its parameters allocated, and none of them twice, in two dtypes."""
+    quantized = config.quantization is not None
+    with torch.device(device), weights_unallocated() if quantized else nullcontext():
+        model = FAMILIES[config.architecture](config, backend=backend, dtype=dtype)
+    if quantized:
+        quantize(model, config, lambda path: _checkpoint_name(path, model.checkpoint_prefixes), device)
     return model
 
 
@@ -141,7 +167,7 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     """Tensors that published checkpoints hold and that this model does not need."""
     if name.endswith("rotary_emb.inv_freq"):  # saved by transformers before 4.32; computed here
         return True
-    if name == _HEAD:  # a second copy of a tied embedding; `_fill` checks that it is one
+    if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
         return config.tie_word_embeddings
     return any(  # multi-token prediction, for speculative decoding
         name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
@@ -163,8 +189,8 @@ def _check(
         if tensor is not None and tensor.shape != tuple(view.shape):
             expected = list(view.shape)
             misfits.append(f"{name} in {tensor.file.name} is {list(tensor.shape)}, the config needs {expected}")
-        elif tensor is not None and tensor.dtype not in _STORED_DTYPES:
-            misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, known are {', '.join(_STORED_DTYPES)}")
+        elif tensor is not None and tensor.dtype not in (allowed := _stored_dtypes(view)):
+            misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, {_known_are(allowed)}")
     problems = [
         f"{len(found)} {kind}: {'; '.join(found[:_MAX_PROBLEMS])}{'; ...' if len(found) > _MAX_PROBLEMS else ''}"
         for kind, found in (("missing", missing), ("unexpected", extra), ("unfit", misfits))
@@ -179,51 +205,22 @@ def _check(
         )
 
 
-def _fill(
-    stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor], progress: Callable[[int, int], None]
-) -> None:
-    names = sorted(views, key=lambda name: (stored[name].file, stored[name].start))
-    bytes_total = sum(stored[name].stop - stored[name].start for name in names)
-    bytes_read = 0
-    for file, names_in_file in groupby(names, key=lambda name: stored[name].file):
-        for name, tensor in _read(file, names_in_file, stored):
-            views[name].copy_(tensor)
-            bytes_read += stored[name].stop - stored[name].start
-            progress(bytes_read, bytes_total)
+def _stored_dtypes(view: Tensor) -> tuple[str, ...]:
+    return _STORED_FP8 if view.dtype == E4M3 else _STORED_DTYPES
 
 
-def _read(file: Path, names: Iterable[str], stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in names:
-                yield name, opened.get_tensor(stored[name].name)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"cannot read {file}: {error}", field="model", value=str(file), cure="download the checkpoint again"
-        ) from error
+def _known_are(allowed: tuple[str, ...]) -> str:
+    if allowed == _STORED_FP8:
+        return f"the quantization_config needs {allowed[0]}"
+    return f"known are {', '.join(allowed)}"
 
 
 def _check_tied_head(head: StoredTensor, embedding: Tensor) -> None:
-    for _, stored_head in _read(head.file, [_HEAD], {_HEAD: head}):
-        if torch.equal(stored_head.to(embedding), embedding):
-            return
+    if torch.equal(read_tensor(head).to(embedding), embedding):
+        return
     raise ConfigError(
         f"{_HEAD} in {head.file.name} differs from the embedding that config.json ties it to",
         field="tie_word_embeddings",
         value=True,
         allowed=("false",),
     )
-
-
-def _no_progress(bytes_read: int, bytes_total: int) -> None:
-    """For callers that do not watch."""
-
-
-def _fill_at_random(views: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Norms are 1, all else is normal with the spread that models of these families are initialized with."""
-    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
-    for name, view in views.items():
-        if name.endswith(_NORMS):
-            view.fill_(1.0)
-        else:
-            view.normal_(std=0.02, generator=generator)

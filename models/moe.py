@@ -11,15 +11,37 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from models.config import MoEConfig, Scoring, TopKMethod
+from models.fp8 import dequantize_blocks
+from models.kernels.grouped_gemm import ExpertWeights, run_gated_experts
+from models.kernels.routing import Choice, route
 from models.layers import GatedMLP, silu_and_multiply
+from models.linear import Multiply
 
 
 class Router(nn.Module):
-    """Chooses experts and their weights. float32 whatever the model's dtype: close scores must not tie."""
+    """Chooses experts and their weights. float32 whatever the model's dtype: close scores must not tie.
+
+    Attributes:
+        choice: the config's, as the kernels take it.
+        multiply: on a CPU, as in `models.linear.Linear`.
+        batch_invariant: on a GPU, a token's weights are the same to the last bit in whatever batch.
+    """
 
     def __init__(self, size: int, moe: MoEConfig) -> None:
         super().__init__()
         self.moe = moe
+        self.choice = Choice(
+            experts_per_token=moe.experts_per_token,
+            num_groups=moe.num_groups,
+            groups_per_token=moe.groups_per_token,
+            sigmoid=moe.scoring is Scoring.SIGMOID,
+            by_logits=moe.method is TopKMethod.GREEDY,
+            groups_by_two=moe.method is TopKMethod.NOAUX_TC,
+            normalize_weights=moe.normalize_weights,
+            weight_scale=moe.weight_scale,
+        )
+        self.multiply: Multiply = linear
+        self.batch_invariant = False
         self.weight = nn.Parameter(torch.empty(moe.num_experts, size, dtype=torch.float32))
         self.bias: nn.Parameter | None = None
         if moe.router_bias:
@@ -29,12 +51,21 @@ class Router(nn.Module):
             self.e_score_correction_bias = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights [T,K] float32, experts [T,K] int64)."""
-        logits_TE = linear(x_TD.float(), self.weight, self.bias)
-        scores_TE = logits_TE.sigmoid() if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
+        """(weights [T,K] float32, experts [T,K] integers), the best first."""
+        if x_TD.is_cuda:
+            return route(
+                x_TD,
+                self.weight,
+                self.choice,
+                bias_E=self.bias,
+                correction_E=self.e_score_correction_bias,
+                batch_invariant=self.batch_invariant,
+            )
+        logits_TE = self.multiply(x_TD.float(), self.weight, self.bias)
+        scores_TE = sigmoid(logits_TE) if self.moe.scoring is Scoring.SIGMOID else logits_TE.softmax(dim=-1)
         # Scores rise with logits, and high ones round to the same score where the logits still differ.
         ranked_TE = logits_TE if self.moe.method is TopKMethod.GREEDY else self._rank(scores_TE)
-        experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1, sorted=False).indices
+        experts_TK = ranked_TE.topk(self.moe.experts_per_token, dim=-1).indices
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.moe.normalize_weights:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
@@ -57,13 +88,32 @@ class Router(nn.Module):
         return grouped_TGE.flatten(-2)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """torch's own has other last bits where it takes numbers one by one, so that a token's would depend on how many
+    there are."""
+    return torch.exp(-x).add_(1).reciprocal_()
+
+
 class Experts(nn.Module):
-    """All experts of a layer."""
+    """All experts of a layer.
+
+    Attributes:
+        gate_up_proj_scale_inv: where `gate_up_proj` is fp8, float32 [E, rows, columns] of blocks of 128x128 numbers,
+            the gate's rows before the up's; a weight is number * scale. As is `down_proj_scale_inv`.
+        multiply: on a CPU, as in `models.linear.Linear`.
+        batch_invariant: on a GPU, a token's result is the same to the last bit in whatever batch.
+    """
 
     def __init__(self, num_experts: int, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size, dtype=dtype))
+        self.gate_up_proj_scale_inv: nn.Parameter | None
+        self.down_proj_scale_inv: nn.Parameter | None
+        self.register_parameter("gate_up_proj_scale_inv", None)
+        self.register_parameter("down_proj_scale_inv", None)
+        self.multiply: Multiply = linear
+        self.batch_invariant = False
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """(tensor name in the checkpoint, relative to this module; what it fills)."""
@@ -73,15 +123,41 @@ class Experts(nn.Module):
             yield f"{expert}.up_proj.weight", up
             yield f"{expert}.down_proj.weight", down
 
-    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        return weighted_sum(run_experts(x_TD, experts_TK, len(self.gate_up_proj), self._one), weights_TK)
+    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            plus_TD: added to the sum of a token's experts.
+        """
+        if x_TD.is_cuda:
+            return self.run_grouped(x_TD, weights_TK, experts_TK, plus_TD=plus_TD)
+        out_TD = weighted_sum(run_experts(x_TD, experts_TK, len(self.gate_up_proj), self._one), weights_TK)
+        return out_TD if plus_TD is None else out_TD + plus_TD
+
+    def run_grouped(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None
+    ) -> Tensor:
+        """What `forward` does on a GPU, without the host waiting for anything."""
+        return run_gated_experts(
+            x_TD,
+            weights_TK,
+            experts_TK,
+            ExpertWeights(self.gate_up_proj, scales=self.gate_up_proj_scale_inv),
+            ExpertWeights(self.down_proj, scales=self.down_proj_scale_inv),
+            batch_invariant=self.batch_invariant,
+            plus_TD=plus_TD,
+        )
 
     def _one(self, expert: int, x_RD: Tensor) -> Tensor:
-        return linear(silu_and_multiply(linear(x_RD, self.gate_up_proj[expert])), self.down_proj[expert])
+        gate_up, down = self.gate_up_proj[expert], self.down_proj[expert]
+        if self.gate_up_proj_scale_inv is not None and self.down_proj_scale_inv is not None:
+            halves = zip(gate_up.chunk(2), self.gate_up_proj_scale_inv[expert].chunk(2), strict=True)
+            gate_up = torch.cat([dequantize_blocks(half, scales, dtype=x_RD.dtype) for half, scales in halves])
+            down = dequantize_blocks(down, self.down_proj_scale_inv[expert], dtype=x_RD.dtype)
+        return self.multiply(silu_and_multiply(self.multiply(x_RD, gate_up, None)), down, None)
 
 
 def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """What each chosen expert makes of its token [T,K,D].
+    """What each chosen expert makes of its token [T,K,D], on a CPU: the host reads how many tokens each expert has.
 
     Brings each expert's tokens together, so that every expert's weights are read once and copied never. Gathering the
     chosen experts' weights into one batched product saves calls but copies the weights: measured on a CPU it was 10 to
@@ -91,6 +167,8 @@ def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callabl
         x_AD: one row per token, or one per assignment.
         one: what an expert, by its number, makes of some rows.
     """
+    if not len(experts_TK):
+        return x_AD.new_empty(*experts_TK.shape, x_AD.shape[1])
     experts_S = experts_TK.flatten()
     order_S = experts_S.argsort()
     x_SD = x_AD[order_S // (len(experts_S) // len(x_AD))]
@@ -118,5 +196,6 @@ class MoE(nn.Module):
         )
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD))
-        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(x_TD)
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD), plus_TD=shared_TD)
+        return out_TD

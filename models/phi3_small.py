@@ -15,12 +15,12 @@ from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
 from models.bloom import GroupedQKV
 from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig, Phi3SmallSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
-from models.rotary import Rotation
 
 
 class Phi3SmallAttention(nn.Module):

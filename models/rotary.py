@@ -1,32 +1,16 @@
-"""Rotary position embedding: angles computed once per forward, applied in every layer.
+"""Rotary position embedding: positions to angles, once per forward.
 
-Knows no family. Shapes: T token, H head, D rotary channel.
+Knows no family; `attention.rotation` applies them. Shapes: T token, P pair of channels.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from attention.rotation import Rotation
+from models.kernels.rotary import angles
 from models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The angles of one batch's tokens. Both [T,1,D]; `sin` carries the sign for each channel's partner."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-
-    def apply(self, x_THD: Tensor) -> Tensor:
-        """`x_THD` turned, in its dtype, with its channels in their order. Computes in float32."""
-        if self.interleaved:
-            partner_THD = torch.unflatten(x_THD, -1, (-1, 2)).flip(-1).flatten(-2)
-        else:
-            partner_THD = x_THD.roll(x_THD.shape[-1] // 2, -1)
-        return torch.addcmul(x_THD * self.cos, partner_THD, self.sin).to(x_THD.dtype)
 
 
 class Rotary(nn.Module):
@@ -41,15 +25,10 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", inverse_frequencies(rope), persistent=False)
 
     def forward(self, positions_T: Tensor) -> Rotation:
-        angles_TD = positions_T[:, None].float() * self.frequencies
-        cos_TD, sin_TD = angles_TD.cos() * self.scale, angles_TD.sin() * self.scale
-        if self.interleaved:
-            cos_TD = cos_TD.repeat_interleave(2, dim=-1)
-            sin_TD = torch.stack((-sin_TD, sin_TD), dim=-1).flatten(-2)
-        else:
-            cos_TD = torch.cat((cos_TD, cos_TD), dim=-1)
-            sin_TD = torch.cat((-sin_TD, sin_TD), dim=-1)
-        return Rotation(cos_TD.unsqueeze(1), sin_TD.unsqueeze(1), self.interleaved)
+        if positions_T.is_cuda:
+            return Rotation(*angles(positions_T, self.frequencies, self.scale), self.interleaved)
+        angles_TP = positions_T[:, None].float() * self.frequencies
+        return Rotation(angles_TP.cos() * self.scale, angles_TP.sin() * self.scale, self.interleaved)
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

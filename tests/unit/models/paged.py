@@ -23,18 +23,28 @@ def cache_shape(config: ModelConfig, *, num_blocks: int = 64) -> KVCacheShape:
     return KVCacheShape(parse_layout("NHD", mla=mla), BLOCK_SIZE, num_blocks)
 
 
-def backend_for(config: ModelConfig, dtype: str = "float32", kv_dtype: str = "") -> AttentionBackend:
+def backend_for(
+    config: ModelConfig, dtype: str = "float32", kv_dtype: str = "", *, device: str = "cpu"
+) -> AttentionBackend:
     shape = cache_shape(config)
-    return select_backend(attention_needs(config, dtype=dtype, device="cpu", shape=shape, kv_dtype=kv_dtype))
+    return select_backend(attention_needs(config, dtype=dtype, device=device, shape=shape, kv_dtype=kv_dtype))
 
 
 class PagedDriver:
     """Keeps each request's blocks, scattered over the cache, and how many of its tokens are computed."""
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend, dtype: str = "float32", kv_dtype: str = "") -> None:
-        self.model, self.backend = model, backend
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        dtype: str = "float32",
+        kv_dtype: str = "",
+        *,
+        device: str = "cpu",
+    ) -> None:
+        self.model, self.backend, self.device = model, backend, device
         shape = cache_shape(model.config)
-        self.cache = PagedKVCache(kv_cache_spec(model.config, dtype, kv_dtype), shape)
+        self.cache = PagedKVCache(kv_cache_spec(model.config, dtype, kv_dtype), shape, device)
         self.cache.storage.fill_(torch.nan)  # a slot that is read before it is written shows
         generator = torch.Generator().manual_seed(1)
         self.free_blocks = torch.randperm(shape.num_blocks, generator=generator).tolist()
@@ -56,8 +66,9 @@ class PagedDriver:
             context_lens=starts,
             block_tables=[self.blocks[request] for request in batch],
             block_size=BLOCK_SIZE,
+            device=self.device,
         )
-        token_ids_T = torch.tensor([token for tokens in batch.values() for token in tokens])
+        token_ids_T = torch.tensor([token for tokens in batch.values() for token in tokens], device=self.device)
         hidden_TD = self.model(token_ids_T, positions_T, self.cache, self.backend.builder.build(0, common))
         logits_TV = self.model.compute_logits(hidden_TD)
         return dict(zip(batch, torch.split(logits_TV, lengths), strict=True))

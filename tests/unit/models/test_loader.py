@@ -219,7 +219,7 @@ def test_a_file_that_contradicts_itself_is_one_line(llama: Path, tmp_path: Path)
     assert b'"F32"' in content
     file.write_bytes(content.replace(b'"F32"', b'"F16"', 1))
     with pytest.raises(
-        ConfigError, match=r"cannot read .*model\.safetensors: .*; download the checkpoint again"
+        ConfigError, match=r"model\.safetensors says that .*, F16 \[.*\], is .*; download the checkpoint again"
     ) as caught:
         load(copy)
     assert "\n" not in str(caught.value)

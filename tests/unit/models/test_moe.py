@@ -33,3 +33,9 @@ def test_a_tokens_result_depends_on_no_other_token_but_for_rounding() -> None:
     for token in range(9):
         row = slice(token, token + 1)
         torch.testing.assert_close(experts(x_TD[row], weights_TK[row], experts_TK[row]), together[row])
+
+
+def test_an_empty_batch_has_an_empty_result() -> None:
+    experts = Experts(4, 8, 6, dtype=torch.float64)
+    out_TD = experts(torch.empty(0, 8, dtype=torch.float64), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int64))
+    assert out_TD.shape == (0, 8)

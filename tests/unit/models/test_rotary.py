@@ -55,9 +55,8 @@ def test_angles_of_the_longest_contexts_equal_transformers() -> None:
     file = ConfigFile("test", {"rope_parameters": parameters})
     rope = read_rope(file, dim=64, interleaved=False, max_position_embeddings=131072)
     rotation = Rotary(rope)(positions_T)
-    halves = torch.tensor([-1.0, 1.0]).repeat_interleave(32)  # our sines carry the sign of their partner
-    torch.testing.assert_close(rotation.cos[:, 0], cos_1TD[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(rotation.sin[:, 0], sin_1TD[0] * halves, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rotation.cos_TP, cos_1TD[0, :, :32], rtol=0, atol=1e-6)
+    torch.testing.assert_close(rotation.sin_TP, sin_1TD[0, :, :32], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -1,0 +1,50 @@
+"""Weights drawn at random, for benchmarks and tests: the same in every process on the same kind of device.
+
+Norms are 1, all else is normal with the spread that models of these families are initialized with. Knows no file.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from models.fp8 import E4M3, E4M3_MAX
+
+_SEED = 0
+_STD = 0.02
+_NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+_STORED_STD = 64.0  # of fp8 numbers: seven deviations fit below 448
+_INPUT_SCALE = 1 / 16  # inputs up to 28 fit, which is many times what follows a norm
+_FP8_NUMBERS_AT_ONCE = 1 << 26
+
+
+def fill_at_random(model: nn.Module, weight_scales: Mapping[str, Tensor]) -> None:
+    """Fills all parameters, whole ones at once: one call for each expert would take seconds.
+
+    Args:
+        weight_scales: the scales of fp8 weights and of their inputs, by their names in checkpoints.
+    """
+    generator: torch.Generator | None = None
+    for name, parameter in model.named_parameters():
+        numbers = parameter.data
+        if generator is None:
+            generator = torch.Generator(numbers.device).manual_seed(_SEED)
+        if name.endswith("_scale_inv"):
+            continue
+        if name.endswith(_NORMS):
+            numbers.fill_(1.0)
+        elif numbers.dtype == E4M3:
+            _fill_fp8(numbers, generator)
+        else:
+            numbers.normal_(std=_STD, generator=generator)
+    for name, scale in weight_scales.items():
+        is_of_weight = name.rpartition(".")[2].startswith("weight")
+        scale.fill_(_STD / _STORED_STD if is_of_weight else _INPUT_SCALE)
+
+
+def _fill_fp8(numbers: Tensor, generator: torch.Generator) -> None:
+    """In pieces, since no more memory than that is free for the numbers before they are rounded."""
+    for part in numbers.view(-1).split(_FP8_NUMBERS_AT_ONCE):
+        drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
+        drawn.normal_(std=_STORED_STD, generator=generator).clamp_(-E4M3_MAX, E4M3_MAX)
+        part.copy_(drawn)

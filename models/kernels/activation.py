@@ -1,0 +1,68 @@
+"""The activation of gated MLPs: f(gate) * up, with f(gate) rounded to the tensor's dtype as between two calls.
+
+The twins are in `models.layers`. Legend: T rows, I channels of the gate, and of the up behind it.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.launch import interpreted
+from attention.kernels.rounding import round_to
+
+# Of gate and of up, that one program reads: twice 16 bytes of bf16 of each per thread.
+_TILE = 2048
+_NUM_WARPS = 4
+
+
+def silu_and_multiply(gate_up_TI: Tensor) -> Tensor:
+    """[T, I] of [T, 2 I] with rows at any stride; silu(gate) * up."""
+    return _launch(gate_up_TI, tanh_gelu=False)
+
+
+def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
+    """[T, I] of [T, 2 I] with rows at any stride; gelu(gate), approximated by tanh, * up."""
+    return _launch(gate_up_TI, tanh_gelu=True)
+
+
+def _launch(gate_up_TI: Tensor, *, tanh_gelu: bool) -> Tensor:
+    num_rows, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    out_TI = gate_up_TI.new_empty(num_rows, size)
+    _activate[(num_rows, triton.cdiv(size, _TILE))](
+        gate_up_TI,
+        out_TI,
+        gate_up_TI.stride(0),
+        SIZE=size,
+        TILE=_TILE,
+        TANH_GELU=tanh_gelu,
+        INTERPRETED=interpreted(),
+        num_warps=_NUM_WARPS,
+    )
+    return out_TI
+
+
+@triton.jit
+def _activate(
+    gate_up_ptr,
+    out_ptr,
+    stride_T,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TANH_GELU: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """TILE channels of one row."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    channels_I = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask_I = channels_I < SIZE
+    gate_I = tl.load(gate_up_ptr + row * stride_T + channels_I, mask=mask_I, other=0.0).to(tl.float32)
+    up_I = tl.load(gate_up_ptr + row * stride_T + SIZE + channels_I, mask=mask_I, other=0.0).to(tl.float32)
+    if TANH_GELU:
+        # 0.5 (1 + tanh(y)) is the sigmoid of 2 y, which loses no digits where tanh is near -1.
+        y_I = 0.7978845608028654 * (gate_I + 0.044715 * gate_I * gate_I * gate_I)
+        gated_I = gate_I * tl.sigmoid(2.0 * y_I)
+    else:
+        gated_I = gate_I * tl.sigmoid(gate_I)
+    gated_I = round_to(gated_I, dtype, INTERPRETED).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + channels_I, round_to(gated_I * up_I, dtype, INTERPRETED), mask=mask_I)

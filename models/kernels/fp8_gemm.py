@@ -1,0 +1,282 @@
+"""Products of quantized activations with fp8 weights. Tensor cores sum 128 channels; those sums are scaled and added up
+in float32, for the cores themselves keep too few bits of long sums.
+
+For few tokens the weights are the tall side of each tile and the channels are cut among several programs, of which the
+last to arrive adds up what all found, always in the same order; up to 16 tokens also get their scales of 128 channels
+in here. The twin is `models.fp8.multiply`.
+
+Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.fp8 import from_fp8, to_fp8
+from attention.kernels.launch import bound, interpreted
+from models import fp8
+from models.kernels.fp8_quantize import scales_of
+from models.quantization import FP8_BLOCK
+
+# Up to so many tokens a program quantizes its inputs itself: less work than a launch more.
+FUSED_TOKENS = 16
+# Of activations in 16 bits, a load of 16 bytes; of fp8 weights too.
+ALIGNMENT = 16
+# How many programs should share the work of few tokens, per multiprocessor, and how many channels each gets at least.
+_PROGRAMS_PER_SM = 3
+_CHANNELS_PER_SPLIT = 512
+_MAX_SPLIT_TOKENS = 256
+# Tiles of tokens that share what is read of the weights, so that programs side by side find both in the L2 cache.
+_GROUPED_TILES = 8
+
+
+class Tile(NamedTuple):
+    """What one program computes. `weights_first`: the weight's rows are the tall side of the product."""
+
+    tokens: int
+    rows: int
+    weights_first: bool
+    num_warps: int
+    num_stages: int
+
+
+class Weight(NamedTuple):
+    """An fp8 weight.
+
+    Attributes:
+        stored_NK: e4m3, contiguous; K a multiple of `ALIGNMENT`.
+        scale_RC: float32, contiguous; one column, or one for every 128 channels.
+        rows_per_scale: output channels that share a row of scales.
+        bias: [N] or None.
+        arrived: int32 zeros, as many as `num_counters`; every launch leaves zeros. Launches that share them must not
+            overlap.
+    """
+
+    stored_NK: Tensor
+    scale_RC: Tensor
+    rows_per_scale: int
+    bias: Tensor | None
+    arrived: Tensor
+
+
+def num_counters(rows: int) -> int:
+    """How many counters a weight of so many output channels needs: one for each tile that is split."""
+    tiles: int = _MAX_SPLIT_TOKENS // 64 * triton.cdiv(rows, 64)
+    return tiles
+
+
+def choose_tile(num_tokens: int) -> Tile:
+    """By the number of tokens alone, so that a batch's size picks how fast it is computed, and nothing else."""
+    if num_tokens <= 16:
+        return Tile(16, 64, weights_first=True, num_warps=4, num_stages=6)
+    if num_tokens <= 32:
+        return Tile(32, 64, weights_first=True, num_warps=4, num_stages=6)
+    if num_tokens <= _MAX_SPLIT_TOKENS:
+        return Tile(64, 64, weights_first=True, num_warps=4, num_stages=5)
+    return Tile(128, 128, weights_first=False, num_warps=8, num_stages=4)
+
+
+def choose_splits(tile: Tile, num_tokens: int, rows: int, channels: int, num_sms: int) -> int:
+    """How many programs share a tile's channels."""
+    if num_tokens > _MAX_SPLIT_TOKENS:
+        return 1
+    tiles: int = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
+    wanted = _PROGRAMS_PER_SM * num_sms // tiles
+    return max(1, min(wanted, channels // _CHANNELS_PER_SPLIT))
+
+
+def multiply(x_TK: Tensor, x_scale_TC: Tensor, weight: Weight, *, dtype: torch.dtype, batch_invariant: bool) -> Tensor:
+    """[T, N] in `dtype` of quantized activations.
+
+    Args:
+        x_TK: e4m3, contiguous.
+        x_scale_TC: float32, one column or one for every 128 channels; tokens adjacent in memory.
+        batch_invariant: a token's bits do not depend on the others: the channels are never split.
+    """
+    return launch(x_TK, x_scale_TC, weight, dtype=dtype, batch_invariant=batch_invariant)
+
+
+def quantize_and_multiply(x_TK: Tensor, weight: Weight, *, power_of_two: bool, batch_invariant: bool) -> Tensor:
+    """`multiply` of few activations in 16 bits, channels adjacent: one scale for every 128 channels of a token, as
+    `quantize_blocks` has them, to the bit."""
+    assert x_TK.shape[0] <= FUSED_TOKENS
+    return launch(x_TK, None, weight, dtype=x_TK.dtype, batch_invariant=batch_invariant, power_of_two=power_of_two)
+
+
+def launch(
+    x_TK: Tensor,
+    x_scale_TC: Tensor | None,
+    weight: Weight,
+    *,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+    power_of_two: bool = False,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """The kernel; `tile` and `splits` are for those who measure them."""
+    num_tokens, channels = x_TK.shape
+    rows = weight.stored_NK.shape[0]
+    assert x_scale_TC is None or num_tokens == 1 or x_scale_TC.stride(0) == 1
+    out_TN = torch.empty(num_tokens, rows, dtype=dtype, device=x_TK.device)
+    if num_tokens == 0:
+        return out_TN
+    tile = tile or choose_tile(num_tokens)
+    if splits is None:
+        splits = 1 if batch_invariant else choose_splits(tile, num_tokens, rows, channels, _num_sms(x_TK.device))
+    tiles_T, tiles_N = triton.cdiv(num_tokens, tile.tokens), triton.cdiv(rows, tile.rows)
+    partial = None
+    if splits > 1:
+        partial = torch.empty(
+            tiles_T * tiles_N, splits, tile.rows, tile.tokens, dtype=torch.float32, device=x_TK.device
+        )
+    blocked = x_scale_TC is None or weight.scale_RC.shape[1] > 1
+    _multiply_kernel[(tiles_T * tiles_N, splits)](
+        x_TK,
+        x_scale_TC,
+        weight.stored_NK,
+        weight.scale_RC,
+        weight.bias,
+        out_TN,
+        partial,
+        weight.arrived,
+        num_tokens,
+        rows,
+        channels,
+        x_TK.stride(0),
+        0 if x_scale_TC is None else x_scale_TC.stride(1),
+        WHOLE_BLOCKS=channels % FP8_BLOCK == 0,
+        ROWS_PER_SCALE=weight.rows_per_scale,
+        BLOCKED=blocked,
+        SPLITS=splits > 1,
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
+        BLOCK=FP8_BLOCK,
+        GROUPED=_GROUPED_TILES,
+        WEIGHTS_FIRST=tile.weights_first,
+        QUANTIZES=x_scale_TC is None,
+        SMALLEST=fp8.SMALLEST,
+        POWER_OF_TWO=power_of_two,
+        INTERPRETED=interpreted(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out_TN
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit(do_not_specialize=["num_tokens", "x_scale_stride_C"])
+def _multiply_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    num_tokens,
+    num_rows,
+    num_channels,
+    x_stride_T,
+    x_scale_stride_C,
+    WHOLE_BLOCKS: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    tile, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    num_columns = tl.cdiv(num_channels, BLOCK)
+    group_tiles = GROUPED * tl.cdiv(num_rows, ROWS)
+    first_T = tile // group_tiles * GROUPED
+    grouped = tl.minimum(tl.cdiv(num_tokens, TOKENS) - first_T, GROUPED)
+    tokens_T = (first_T + tile % group_tiles % grouped) * TOKENS + tl.arange(0, TOKENS)
+    first_row = tile % group_tiles // grouped * ROWS
+    rows_N = first_row + tl.arange(0, ROWS)
+    # Rows beyond the end are read as the last one and never written: loads need no mask.
+    read_T = tl.minimum(tokens_T, num_tokens - 1)
+    read_N = tl.minimum(rows_N, num_rows - 1)
+    channels_K = tl.arange(0, BLOCK)
+    x_TK = x_ptr + read_T.to(tl.int64)[:, None] * x_stride_T + channels_K[None, :]
+    weight_NK = weight_ptr + read_N.to(tl.int64)[:, None] * num_channels + channels_K[None, :]
+    first = split * num_columns // num_splits
+    stop = (split + 1) * num_columns // num_splits
+    sum_XY = tl.zeros((ROWS, TOKENS) if WEIGHTS_FIRST else (TOKENS, ROWS), tl.float32)
+    for column in range(bound(first, INTERPRETED), bound(stop, INTERPRETED)):
+        start = column * BLOCK
+        if WHOLE_BLOCKS:
+            x = tl.load(x_TK + start)
+            stored = tl.load(weight_NK + start)
+        else:
+            x = tl.load(x_TK + start, mask=channels_K[None, :] < num_channels - start, other=0.0)
+            stored = tl.load(weight_NK + start, mask=channels_K[None, :] < num_channels - start, other=0.0)
+        if QUANTIZES:
+            x = x.to(tl.float32)
+            x_scale_T, inverse_T = scales_of(tl.max(tl.abs(x), axis=1), SMALLEST, POWER_OF_TWO)
+            x = to_fp8(x * inverse_T[:, None], tl.float8e4nv, INTERPRETED)
+        elif BLOCKED:
+            x_scale_T = tl.load(x_scale_ptr + column * x_scale_stride_C + read_T)
+        if INTERPRETED:
+            x = from_fp8(x, INTERPRETED)
+            stored = from_fp8(stored, INTERPRETED)
+        if WEIGHTS_FIRST:
+            product_XY = tl.dot(stored, x.T)
+        else:
+            product_XY = tl.dot(x, stored.T)
+        if not BLOCKED:
+            sum_XY += product_XY
+        elif ROWS_PER_SCALE % ROWS == 0:
+            scale_T = x_scale_T * tl.load(scale_ptr + first_row // ROWS_PER_SCALE * num_columns + column)
+            sum_XY += product_XY * (scale_T[None, :] if WEIGHTS_FIRST else scale_T[:, None])
+        else:
+            scale_N = tl.load(scale_ptr + read_N // ROWS_PER_SCALE * num_columns + column)
+            sum_XY += product_XY * _outer(x_scale_T, scale_N, WEIGHTS_FIRST)
+    if SPLITS:
+        places_XY = tl.arange(0, ROWS if WEIGHTS_FIRST else TOKENS)[:, None] * (TOKENS if WEIGHTS_FIRST else ROWS)
+        places_XY += tl.arange(0, TOKENS if WEIGHTS_FIRST else ROWS)[None, :]
+        partial_XY = partial_ptr + tile.to(tl.int64) * num_splits * (ROWS * TOKENS) + places_XY
+        tl.store(partial_XY + split * (ROWS * TOKENS), sum_XY)
+        # NOTE: all threads' stores come before the one thread's count; without the barrier, partial sums get lost.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") != num_splits - 1:
+            return
+        sum_XY = tl.zeros_like(sum_XY)
+        for other in range(bound(num_splits, INTERPRETED)):
+            sum_XY += tl.load(partial_XY + other * (ROWS * TOKENS), cache_modifier=".cg")
+        tl.store(arrived_ptr + tile, 0)
+    if not BLOCKED:
+        x_scale_T, scale_N = tl.load(x_scale_ptr + read_T), tl.load(scale_ptr + read_N // ROWS_PER_SCALE)
+        sum_XY *= _outer(x_scale_T, scale_N, WEIGHTS_FIRST)
+    if bias_ptr is not None:
+        bias_N = tl.load(bias_ptr + read_N).to(tl.float32)
+        sum_XY += bias_N[:, None] if WEIGHTS_FIRST else bias_N[None, :]
+    place_T, in_T = tokens_T.to(tl.int64) * num_rows, tokens_T < num_tokens
+    if WEIGHTS_FIRST:
+        out_XY = out_ptr + place_T[None, :] + rows_N[:, None]
+        tl.store(out_XY, sum_XY, mask=in_T[None, :] & (rows_N < num_rows)[:, None])
+    else:
+        out_XY = out_ptr + place_T[:, None] + rows_N[None, :]
+        tl.store(out_XY, sum_XY, mask=in_T[:, None] & (rows_N < num_rows)[None, :])
+
+
+@triton.jit
+def _outer(token_T, row_N, WEIGHTS_FIRST: tl.constexpr):
+    if WEIGHTS_FIRST:
+        return row_N[:, None] * token_T[None, :]
+    else:  # noqa: RET505 (the compiler reads only one of the two this way)
+        return token_T[:, None] * row_N[None, :]

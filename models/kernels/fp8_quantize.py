@@ -1,0 +1,156 @@
+"""Activations in fp8, for products with fp8 weights: one scale per token, one for every 128 of its channels, or one
+that is known. A token's numbers depend on nothing else in the batch. The twin is `models.fp8`, which runs on a CPU.
+
+Legend: T tokens, K channels, C columns of scales.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.fp8 import to_fp8
+from attention.kernels.launch import interpreted
+from models import fp8
+from models.quantization import FP8_BLOCK
+
+# Blocks of 128 channels in one program: 16 bytes of bf16 in each thread of four warps.
+_COLUMNS = 8
+_NUM_WARPS = 4
+
+
+def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """(e4m3 [T, K] contiguous, scales [T, C] float32 with tokens adjacent in memory): one scale for every 128 channels.
+
+    Args:
+        x_TK: channels adjacent.
+        power_of_two: scales are rounded up to powers of two.
+    """
+    if not x_TK.is_cuda:
+        return fp8.quantize_blocks(x_TK, power_of_two=power_of_two)
+    return launch_blocks(x_TK, power_of_two=power_of_two)
+
+
+def quantize_tokens(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """(e4m3 [T, K] contiguous, scales [T, 1] float32): one scale for each token."""
+    if not x_TK.is_cuda:
+        return fp8.quantize_tokens(x_TK, power_of_two=power_of_two)
+    return launch_tokens(x_TK, None, power_of_two=power_of_two)
+
+
+def quantize_static(x_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 [T, K] contiguous, scales [T, 1] float32) by `scale`, a scalar on the device; larger numbers saturate."""
+    if not x_TK.is_cuda:
+        return fp8.quantize_static(x_TK, scale)
+    return launch_tokens(x_TK, scale, power_of_two=False)
+
+
+def launch_blocks(x_TK: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """The kernel of `quantize_blocks`."""
+    tokens, channels = x_TK.shape
+    columns = triton.cdiv(channels, FP8_BLOCK)
+    stored_TK = torch.empty(tokens, channels, dtype=fp8.E4M3, device=x_TK.device)
+    scale_CT = torch.empty(columns, tokens, dtype=torch.float32, device=x_TK.device)
+    if tokens:
+        _quantize_blocks_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](
+            x_TK,
+            stored_TK,
+            scale_CT,
+            tokens,
+            x_TK.stride(0),
+            K=channels,
+            COLUMNS=_COLUMNS,
+            BLOCK=FP8_BLOCK,
+            SMALLEST=fp8.SMALLEST,
+            POWER_OF_TWO=power_of_two,
+            INTERPRETED=interpreted(),
+            num_warps=_NUM_WARPS,
+        )
+    return stored_TK, scale_CT.T
+
+
+def launch_tokens(x_TK: Tensor, scale: Tensor | None, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """The kernel of `quantize_tokens`, and with a scale that of `quantize_static`."""
+    tokens, channels = x_TK.shape
+    stored_TK = torch.empty(tokens, channels, dtype=fp8.E4M3, device=x_TK.device)
+    scale_T1 = torch.empty(tokens, 1, dtype=torch.float32, device=x_TK.device)
+    width = triton.next_power_of_2(channels)
+    if tokens:
+        _quantize_tokens_kernel[(tokens,)](
+            x_TK,
+            stored_TK,
+            scale_T1,
+            scale,
+            x_TK.stride(0),
+            K=channels,
+            WIDTH=width,
+            SMALLEST=fp8.SMALLEST,
+            POWER_OF_TWO=power_of_two,
+            INTERPRETED=interpreted(),
+            num_warps=min(max(width // 1024, 1), 16),
+        )
+    return stored_TK, scale_T1
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantize_blocks_kernel(
+    x_ptr,
+    stored_ptr,
+    scale_ptr,
+    num_tokens,
+    stride_T,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    channels_CB = columns_C[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    in_CB = channels_CB < K
+    x_CB = tl.load(x_ptr + token * stride_T + channels_CB, mask=in_CB, other=0.0).to(tl.float32)
+    scale_C, inverse_C = scales_of(tl.max(tl.abs(x_CB), axis=1), SMALLEST, POWER_OF_TWO)
+    stored_CB = to_fp8(x_CB * inverse_C[:, None], tl.float8e4nv, INTERPRETED)
+    tl.store(stored_ptr + token * K + channels_CB, stored_CB, mask=in_CB)
+    tl.store(scale_ptr + columns_C.to(tl.int64) * num_tokens + token, scale_C, mask=columns_C * BLOCK < K)
+
+
+@triton.jit
+def _quantize_tokens_kernel(
+    x_ptr,
+    stored_ptr,
+    scale_ptr,
+    static_scale_ptr,
+    stride_T,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    channels_K = tl.arange(0, WIDTH)
+    x_K = tl.load(x_ptr + token * stride_T + channels_K, mask=channels_K < K, other=0.0).to(tl.float32)
+    if static_scale_ptr is None:
+        scale, inverse = scales_of(tl.max(tl.abs(x_K), axis=0), SMALLEST, POWER_OF_TWO)
+    else:
+        scale = tl.load(static_scale_ptr)
+        inverse = tl.div_rn(1.0, scale)
+    tl.store(
+        stored_ptr + token * K + channels_K, to_fp8(x_K * inverse, tl.float8e4nv, INTERPRETED), mask=channels_K < K
+    )
+    tl.store(scale_ptr + token, scale)
+
+
+@triton.jit
+def scales_of(largest, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Scales that map the largest numbers to e4m3's largest, 448, and their reciprocals; float32, divided exactly."""
+    largest = tl.maximum(largest, SMALLEST)
+    scale = tl.div_rn(largest, 448.0)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = (((bits + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
+        return scale, tl.div_rn(1.0, scale)
+    return scale, tl.div_rn(448.0, largest)

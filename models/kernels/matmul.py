@@ -1,0 +1,308 @@
+"""Products in which a row's result has the same bits whatever other rows there are, and however many.
+
+On a GPU each number of the result is one chain over K in one float32 accumulator, from 0 up: the instruction of the
+tensor cores adds 16 products at a time to it (of float32 an fma one), and which those are does not depend on how many
+rows and columns a tile has. So the tile may follow the number of rows, for reading at 1 row and for arithmetic at
+8192, as long as all tiles are made of one instruction: 64 rows of a warpgroup on Hopper, also for 1 row, and K is
+never split. That the hardware keeps this, for every tile that there is, is what `tests/gpu/test_batch_invariant.py`
+proves. On a CPU rows go to the library in blocks of a fixed number, because it chooses its method by their number.
+
+Legend: M rows, N columns, K what is summed over, H heads.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.kernels.launch import bound, interpreted
+
+# Rows that a CPU's library gets at once. One row costs 3 to 5 times as much as alone, 256 rows 2 to 3 times.
+_CPU_ROWS = 16
+# Bounds of one multiprocessor of an H200 that the choice of tiles weighs: bytes a second out of the L2 cache while all
+# of them read, and products and sums a second.
+_BYTES_PER_S = 45e9
+_FLOPS_PER_S = 5.0e12
+# Tiles that follow each other take the same columns for this many tiles of rows, so that weights stay in the L2 cache.
+_GROUP_M = 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Attributes:
+    rows, columns: of the result, by one program; `depth` of K at a time, `num_stages` of which are in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# NOTE: all in multiples of 64 rows for a warpgroup of 4 warps: with fewer the compiler takes another instruction, whose
+# sums may round otherwise.
+TILES = (
+    Tile(64, 16, 128, num_warps=4, num_stages=6),
+    Tile(64, 32, 128, num_warps=4, num_stages=4),
+    Tile(64, 64, 128, num_warps=4, num_stages=4),
+    Tile(128, 64, 64, num_warps=8, num_stages=4),
+    Tile(128, 128, 64, num_warps=8, num_stages=4),
+    Tile(128, 256, 64, num_warps=8, num_stages=3),
+)
+# Of any strides and dtypes; products of float32 are unrolled into registers, and spill unless tiles are small.
+_STRIDED = Tile(64, 64, 64, num_warps=4, num_stages=3)
+_STRIDED_FLOAT32 = Tile(32, 32, 32, num_warps=4, num_stages=2)
+
+
+def multiply_invariant(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, [..., N], of one dtype: sums in float32, the bias included, and rounded once on a GPU."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    out_MN = x.new_empty(x_MK.shape[0], weight_NK.shape[0])
+    if x_MK.shape[0]:
+        if x.is_cuda:
+            multiply_in_tiles(x_MK, weight_NK, bias_N, out_MN)
+        else:
+            _multiply_in_blocks(x_MK.unsqueeze(0), weight_NK.t().unsqueeze(0), out_MN.unsqueeze(0))
+            if bias_N is not None:
+                out_MN += bias_N
+    return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
+
+
+def multiply_heads_invariant(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> None:
+    """Each head's `x @ weight` into `out`, of any strides; a row is what is the same alone and among others."""
+    if x_HMK.shape[1] == 0:
+        return
+    if x_HMK.is_cuda:
+        multiply_strided(x_HMK, weight_HKN, None, out_HMN)
+    else:
+        _multiply_in_blocks(x_HMK, weight_HKN, out_HMN)
+
+
+def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> None:
+    num_rows = x_HMK.shape[1]
+    # A copy even of whole blocks: what the library does may depend on where a row lies.
+    padded_HMK = pad(x_HMK, (0, 0, 0, -num_rows % _CPU_ROWS)).contiguous()
+    for start in range(0, num_rows, _CPU_ROWS):
+        product_HMN = torch.bmm(padded_HMK[:, start : start + _CPU_ROWS].contiguous(), weight_HKN)
+        stop = min(start + _CPU_ROWS, num_rows)
+        out_HMN[:, start:stop] = product_HMN[:, : stop - start]
+
+
+@lru_cache(maxsize=4096)  # 10 us of the host otherwise, for each product of each layer
+def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
+    """What takes the least time: the programs that run one after the other on a multiprocessor, each bound by reading
+    its rows and columns or by its arithmetic. Free to follow the number of rows; see the module's docstring."""
+
+    def seconds_of_depth(tile: Tile) -> float:
+        num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
+        read = 2 * (min(num_rows, tile.rows) + tile.columns) / _BYTES_PER_S
+        one_after_the_other: int = triton.cdiv(num_tiles, num_sms)
+        return one_after_the_other * max(read, 2 * tile.rows * tile.columns / _FLOPS_PER_S)
+
+    half_full = (tile for tile in TILES if tile.rows < 2 * num_rows or tile.rows == TILES[0].rows)
+    return min(half_full, key=seconds_of_depth)
+
+
+def multiply_in_tiles(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, tile: Tile | None = None
+) -> None:
+    """By the kernel that reads whole tiles with the copy engine; by the one for any strides where that cannot, which
+    dtype and sizes alone decide."""
+    if not _has_tiles(weight_NK):
+        weight_HKN = weight_NK.t().unsqueeze(0)
+        multiply_strided(x_MK.unsqueeze(0), weight_HKN, bias_N, out_MN.unsqueeze(0))
+        return
+    if not _has_tiles(x_MK):
+        x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+    num_rows, num_columns = out_MN.shape
+    tile = tile or choose_tile(num_rows, num_columns, num_sms=_num_sms(x_MK.device))
+    _multiply_tiles[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)](
+        TensorDescriptor.from_tensor(x_MK, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight_NK, [tile.columns, tile.depth]),
+        bias_N,
+        out_MN,
+        num_rows,
+        num_columns,
+        x_MK.shape[1],
+        out_MN.stride(0),
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        GROUP_M=_GROUP_M,
+        INTERPRETED=interpreted(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _has_tiles(matrix: Tensor) -> bool:
+    """Whether the copy engine can read it, and in numbers that the tensor cores multiply."""
+    return (
+        matrix.element_size() == 2
+        and matrix.stride(1) == 1
+        and matrix.stride(0) % 8 == 0
+        and matrix.data_ptr() % 16 == 0
+    )
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _find_tile(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The first row and column of this program's tile."""
+    program = tl.program_id(0)
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tiles_of_group = GROUP_M * tl.cdiv(num_columns, BLOCK_N)
+    first_m = program // tiles_of_group * GROUP_M
+    width = tl.minimum(tiles_m - first_m, GROUP_M)
+    in_group = program % tiles_of_group
+    return (first_m + in_group % width) * BLOCK_M, in_group // width * BLOCK_N
+
+
+@triton.jit
+def _store_tile(
+    acc_MN,
+    bias_ptr,
+    out_ptr,
+    start_m,
+    start_n,
+    num_rows,
+    num_columns,
+    stride_out_m,
+    stride_out_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows_M = start_m + tl.arange(0, BLOCK_M)
+    columns_N = start_n + tl.arange(0, BLOCK_N)
+    if bias_ptr is not None:
+        acc_MN += tl.load(bias_ptr + columns_N, mask=columns_N < num_columns, other=0.0).to(tl.float32)[None, :]
+    places_MN = rows_M.to(tl.int64)[:, None] * stride_out_m + columns_N[None, :] * stride_out_n
+    mask_MN = (rows_M < num_rows)[:, None] & (columns_N < num_columns)[None, :]
+    tl.store(out_ptr + places_MN, acc_MN.to(out_ptr.dtype.element_ty), mask=mask_MN)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _multiply_tiles(
+    x_rows,
+    weight_rows,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    stride_out_m,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile. What lies past the last row, column or channel is read as 0."""
+    start_m, start_n = _find_tile(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, bound(depth, INTERPRETED), BLOCK_K):
+        x_MK = x_rows.load([start_m, start_k])
+        weight_NK = weight_rows.load([start_n, start_k])
+        if INTERPRETED:
+            x_MK = x_MK.to(tl.float32)
+            weight_NK = weight_NK.to(tl.float32)
+        acc_MN = tl.dot(x_MK, weight_NK.T, acc_MN)
+    _store_tile(acc_MN, bias_ptr, out_ptr, start_m, start_n, num_rows, num_columns, stride_out_m, 1, BLOCK_M, BLOCK_N)
+
+
+def multiply_strided(x_HMK: Tensor, weight_HKN: Tensor, bias_N: Tensor | None, out_HMN: Tensor) -> None:
+    """The kernel for several heads at once, any strides and any dtype; always the same tile of each dtype."""
+    num_heads, num_rows, num_columns = out_HMN.shape
+    tile = _STRIDED_FLOAT32 if x_HMK.dtype == torch.float32 else _STRIDED
+    _multiply_strided[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns), num_heads)](
+        x_HMK,
+        weight_HKN,
+        bias_N,
+        out_HMN,
+        num_rows,
+        num_columns,
+        x_HMK.shape[2],
+        *x_HMK.stride(),
+        *weight_HKN.stride(),
+        *out_HMN.stride(),
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        GROUP_M=_GROUP_M,
+        INTERPRETED=interpreted(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _multiply_strided(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    stride_x_h,
+    stride_x_m,
+    stride_x_k,
+    stride_w_h,
+    stride_w_k,
+    stride_w_n,
+    stride_out_h,
+    stride_out_m,
+    stride_out_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of one head."""
+    head = tl.program_id(1).to(tl.int64)
+    start_m, start_n = _find_tile(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
+    rows_M = start_m + tl.arange(0, BLOCK_M)
+    columns_N = start_n + tl.arange(0, BLOCK_N)
+    x_M = x_ptr + head * stride_x_h + rows_M.to(tl.int64) * stride_x_m
+    weight_N = weight_ptr + head * stride_w_h + columns_N.to(tl.int64) * stride_w_n
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in tl.range(0, bound(depth, INTERPRETED), BLOCK_K):
+        channels_K = start_k + tl.arange(0, BLOCK_K)
+        exists_K = channels_K < depth
+        x_MK = tl.load(
+            x_M[:, None] + channels_K[None, :] * stride_x_k,
+            mask=(rows_M < num_rows)[:, None] & exists_K[None, :],
+            other=0.0,
+        )
+        weight_KN = tl.load(
+            weight_N[None, :] + channels_K.to(tl.int64)[:, None] * stride_w_k,
+            mask=exists_K[:, None] & (columns_N < num_columns)[None, :],
+            other=0.0,
+        )
+        if INTERPRETED:
+            x_MK = x_MK.to(tl.float32)
+            weight_KN = weight_KN.to(tl.float32)
+        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+    _store_tile(
+        acc_MN,
+        bias_ptr,
+        out_ptr + head * stride_out_h,
+        start_m,
+        start_n,
+        num_rows,
+        num_columns,
+        stride_out_m,
+        stride_out_n,
+        BLOCK_M,
+        BLOCK_N,
+    )

@@ -1,0 +1,64 @@
+"""Shows how far a long load is: a bar on a terminal, lines in the log elsewhere. Knows nothing of what is loaded."""
+
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+log = logging.getLogger(__name__)
+
+# Loads that take less are not worth a line.
+_SILENT_S = 1.0
+
+
+class LoadingProgress:
+    """Call it with the bytes done so far and the bytes in all, from one thread, within its `with`.
+
+    Args:
+        what: is loaded, such as "weights".
+        console: where the bar goes if that is a terminal; None is stderr.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, what: str = "weights", *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what = what
+        self._clock = clock
+        self._since = clock()
+        self._told_tenths = 0
+        console = console or Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> "LoadingProgress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done_bytes, total=total_bytes)
+            return
+        elapsed_s = self._clock() - self._since
+        tenths = 10 * done_bytes // max(1, total_bytes)
+        if tenths > self._told_tenths and elapsed_s > _SILENT_S:
+            self._told_tenths = tenths
+            rate = done_bytes / elapsed_s / 1e9
+            log.info("%s: %d of %d MiB, %.2f GB/s", self._what, done_bytes >> 20, total_bytes >> 20, rate)

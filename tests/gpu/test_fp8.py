@@ -1,0 +1,160 @@
+"""fp8 weights on a GPU: products at the shapes of served models equal their twin, a token's bits do not depend on the
+batch where that is asked for, layers can be captured, and checkpoints and dummy weights get there fast."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models import fp8
+from models.checkpoint import read_checkpoint
+from models.dummy import fill_at_random
+from models.fp8_linear import Fp8Linear, multiplies_fp8
+from models.kernels import fp8_quantize
+from models.linear import FusedLinear, Linear
+from models.quantization import Fp8Config, Granularity
+from models.reading import read_into
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+# (parts, input channels): Llama-8B's qkv and down, DeepSeek-V3's inputs of attention, rows that no tile divides.
+SHAPES = [
+    ((4096, 1024, 1024), 4096),
+    ((4096,), 14336),
+    ((1536, 576), 7168),
+    ((200, 100), 1104),
+]
+TOKENS = [1, 3, 16, 17, 32, 64, 100, 256, 257, 1000]
+KINDS = [
+    Fp8Config(Granularity.BLOCK, False),
+    Fp8Config(Granularity.BLOCK, False, power_of_two_inputs=True),
+    Fp8Config(Granularity.CHANNEL, False),
+    Fp8Config(Granularity.TENSOR, True),
+]
+
+
+def layer_of(config: Fp8Config, parts: tuple[int, ...], channels: int, *, bias: bool = False) -> Fp8Linear:
+    torch.manual_seed(0)
+    with DEVICE:
+        named = tuple((f"part{index}", rows) for index, rows in enumerate(parts))
+        fused = FusedLinear(channels, named, dtype=torch.bfloat16, bias=bias)
+        single = Linear(channels, parts[0], dtype=torch.bfloat16, bias=bias)
+    layer = Fp8Linear(fused if len(parts) > 1 else single, "part0", config, device=DEVICE)
+    layer.requires_grad_(requires_grad=False)
+    layer.weight.copy_((torch.randn(layer.weight.shape, device=DEVICE) * 60).clamp(-448, 448))
+    if layer.bias is not None:
+        layer.bias.normal_()
+    for index, (_, scale, input_scale) in enumerate(layer.checkpoint_scales()):
+        scale.copy_((torch.rand(scale.shape) + 0.5) * 0.001 * (index + 1))
+        if input_scale is not None:
+            input_scale.fill_(0.02)
+    layer.finish()
+    return layer
+
+
+def twin(layer: Fp8Linear, x_TK: Tensor) -> Tensor:
+    """float32, from activations as they are quantized."""
+    power_of_two = layer.config.power_of_two_inputs
+    if layer.config.weights is Granularity.BLOCK:
+        stored_TK, scale_TC = fp8.quantize_blocks(x_TK, power_of_two=power_of_two)
+        columns_TK = scale_TC.repeat_interleave(128, dim=1)[:, : x_TK.shape[1]]
+    elif layer.input_scale is not None:
+        stored_TK, columns_TK = fp8.quantize_static(x_TK, layer.input_scale)
+    else:
+        stored_TK, columns_TK = fp8.quantize_tokens(x_TK, power_of_two=power_of_two)
+    out_TN = (stored_TK.double() * columns_TK.double()) @ layer.dequantized(torch.float32).double().T
+    return out_TN if layer.bias is None else out_TN + layer.bias.double()
+
+
+@pytest.mark.parametrize("config", KINDS, ids=lambda config: f"{config.weights}-{config.static_inputs}")
+@pytest.mark.parametrize(("parts", "channels"), SHAPES)
+def test_products_equal_the_twins(config: Fp8Config, parts: tuple[int, ...], channels: int) -> None:
+    layer = layer_of(config, parts, channels, bias=channels == 4096)
+    for tokens in TOKENS:
+        x_TK = torch.randn(tokens, channels, device=DEVICE, dtype=torch.bfloat16)
+        expected = twin(layer, x_TK)
+        for _ in range(2):
+            error = (layer(x_TK).double() - expected).abs().max() / expected.std()
+            assert float(error) < 0.05, tokens  # bfloat16's last bit at five deviations is 0.016 or 0.03
+
+
+@pytest.mark.parametrize("config", KINDS[::2], ids=lambda config: str(config.weights))
+@pytest.mark.parametrize(("parts", "channels"), SHAPES)
+def test_a_tokens_bits_do_not_depend_on_the_batch(config: Fp8Config, parts: tuple[int, ...], channels: int) -> None:
+    layer = layer_of(config, parts, channels)
+    layer.batch_invariant = True
+    x_TK = torch.randn(max(TOKENS), channels, device=DEVICE, dtype=torch.bfloat16)
+    together = layer(x_TK)
+    for tokens in TOKENS:
+        assert torch.equal(layer(x_TK[:tokens]), together[:tokens]), tokens
+        assert torch.equal(layer(x_TK[-tokens:]), together[-tokens:]), tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 256, 512])
+@pytest.mark.parametrize("config", KINDS[::2], ids=lambda config: str(config.weights))
+def test_a_captured_layer_replays(config: Fp8Config, tokens: int) -> None:
+    layer = layer_of(config, (4096, 1024, 1024), 4096)
+    x_TK = torch.randn(tokens, 4096, device=DEVICE, dtype=torch.bfloat16)
+    layer(x_TK)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out_TN = layer(x_TK)
+    for _ in range(3):
+        x_TK.normal_()
+        graph.replay()
+        assert torch.equal(out_TN, layer(x_TK))
+
+
+@pytest.mark.parametrize("channels", [576, 4096, 7168, 14336])
+def test_activations_are_quantized_as_by_the_twin(channels: int) -> None:
+    x_TK = torch.randn(300, channels + 64, device=DEVICE, dtype=torch.bfloat16)[:, 64:]
+    for kernel, plain in (
+        (fp8_quantize.quantize_blocks, fp8.quantize_blocks),
+        (fp8_quantize.quantize_tokens, fp8.quantize_tokens),
+    ):
+        for ours, theirs in zip(kernel(x_TK), plain(x_TK), strict=True):
+            assert torch.equal(ours.float(), theirs.float())
+
+
+def test_this_gpu_multiplies_fp8() -> None:
+    assert multiplies_fp8(DEVICE) == (torch.cuda.get_device_capability() in ((9, 0), (10, 0), (10, 3)))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    since = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - since
+
+
+def test_a_checkpoint_gets_to_the_gpu_whole(tmp_path: Path) -> None:
+    tensors = {f"t{index}": torch.randn(8_000_000 + index).bfloat16() for index in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    targets = {
+        name: torch.empty_like(tensor, device=DEVICE, dtype=torch.float32 if name == "t3" else None)
+        for name, tensor in tensors.items()
+    }
+    stored = read_checkpoint(tmp_path)
+    for _ in range(2):
+        read_into([(stored[name], target) for name, target in targets.items()])
+        for name, target in targets.items():
+            assert torch.equal(target.cpu(), tensors[name].to(target.dtype)), name
+            target.zero_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, fp8.E4M3])
+def test_eight_billion_dummy_weights_take_seconds(dtype: torch.dtype) -> None:
+    model = torch.nn.Module()
+    for index in range(16):
+        weight = torch.empty(2**29, dtype=dtype, device=DEVICE)
+        model.register_parameter(f"weight{index}", torch.nn.Parameter(weight, requires_grad=False))
+    assert seconds(lambda: fill_at_random(model, {})) < 5
+    first = next(model.parameters())[: 2**20].float()
+    assert float(first.std()) == pytest.approx(0.02 if dtype is torch.bfloat16 else 64, rel=0.02)

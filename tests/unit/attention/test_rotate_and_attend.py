@@ -1,0 +1,183 @@
+"""The layers' own norms and rotation, which a GPU does together with the write of the cache, against the same in plain
+torch followed by `forward`: outputs and caches.
+
+Legend: T tokens, H query heads, K kv heads, D head size, X channels of all heads, C latent plus rotary channels.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from attention.backend import AttentionBackend, AttentionNeeds, MLABackend, MLADims, MLAMetadata
+from attention.backends.torch_mla import TorchMLA
+from attention.backends.torch_sdpa import TorchSDPA
+from attention.backends.triton_attn import TritonAttention
+from attention.backends.triton_mla import TritonMLA
+from attention.cache import PagedKVCache
+from attention.layer import Attention
+from attention.layout import KVCacheLayout
+from attention.metadata import CommonAttentionMetadata, build_common_metadata
+from attention.mla import MLAAttention
+from attention.platform import probe_platform
+from attention.rotation import HeadNorms, Rotation
+from attention.scales import KVScales
+from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from tests.device import DEVICE
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4
+DIMS = MLADims(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, kv_lora_rank=12)
+CHANNELS = DIMS.kv_lora_rank + DIMS.qk_rope_head_dim
+# New and computed tokens of the requests: first prompts alone, then decodes with a piece of a prompt behind them.
+STEPS = ([(3, 0), (6, 0), (5, 0)], [(1, 3), (1, 6), (4, 5)])
+TABLES = [[7, 2], [0, 4], [5, 1, 3]]
+NUM_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: Tensor
+    eps: float = 1e-5
+    weight_offset: int = 0
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def norm_of(size: int) -> Norm:
+    return Norm(torch.rand(size, device=DEVICE) + 0.5)
+
+
+def rotation_of(num_tokens: int, pairs: int, *, interleaved: bool = False) -> Rotation:
+    angles_TP = torch.rand(num_tokens, pairs, device=DEVICE) * 6
+    return Rotation(angles_TP.cos(), angles_TP.sin(), interleaved)
+
+
+def needs_of(kind: KVKind, kv_dtype: str) -> AttentionNeeds:
+    sizes: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    head_size, layout = DIM, KVCacheLayout.HND
+    if kind is KVKind.MLA:
+        sizes, head_size, layout = {"num_heads": HEADS, "mla": DIMS}, CHANNELS, KVCacheLayout.LBNC
+    sizes |= {"max_num_reqs": len(TABLES), "max_model_len": 3 * BLOCK}
+    return AttentionNeeds(kind, DEVICE, "float32", head_size, BLOCK, layout, kv_dtype=kv_dtype, **sizes)
+
+
+def gqa_backend(kv_dtype: str = "") -> AttentionBackend:
+    """Its attention is tested elsewhere: any that is fast here."""
+    backend = TritonAttention if DEVICE == "cuda" else TorchSDPA
+    return backend(needs_of(KVKind.GQA, kv_dtype), probe_platform(DEVICE), context_workspace_tokens=0)
+
+
+def mla_backend(kv_dtype: str) -> MLABackend:
+    backend = TritonMLA if DEVICE == "cuda" else TorchMLA
+    return backend(needs_of(KVKind.MLA, kv_dtype), probe_platform(DEVICE), context_workspace_tokens=8)
+
+
+def new_cache(needs: AttentionNeeds) -> PagedKVCache:
+    """Poisoned, so that what is read before it is written shows."""
+    spec = KVCacheSpec(needs.kind, 2, needs.num_kv_heads, needs.head_size, needs.cache_dtype)
+    cache = PagedKVCache(spec, KVCacheShape(needs.layout, BLOCK, NUM_BLOCKS), DEVICE)
+    cache.memory.fill_(0xFF)
+    return cache
+
+
+def common_of(step: list[tuple[int, int]]) -> CommonAttentionMetadata:
+    return build_common_metadata(
+        query_lens=[new for new, _ in step],
+        context_lens=[computed for _, computed in step],
+        block_tables=TABLES,
+        block_size=BLOCK,
+        device=DEVICE,
+    )[0]
+
+
+def assert_near(ours: Tensor, expected: Tensor, kv_dtype: str) -> None:
+    """A number that is rounded to 8 bits may fall to either side."""
+    ours, expected = ours.float().nan_to_num(7.0), expected.float().nan_to_num(7.0)
+    assert (ours - expected).norm() <= (2e-2 if kv_dtype else 1e-5) * expected.norm()
+
+
+def scales_for(kv_dtype: str, *, calculate: bool) -> KVScales | None:
+    return KVScales(k_scale=0.02, v_scale=0.03, calculate=calculate).to(DEVICE) if kv_dtype else None
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("kv_dtype", "calculate"), [("", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
+def test_keys_and_values(interleaved: bool, with_norms: bool, kv_dtype: str, calculate: bool) -> None:
+    torch.manual_seed(0)
+    backend = gqa_backend(kv_dtype)
+    layers = [
+        Attention(
+            num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, scale=0.3, layer_index=1, backend=backend,
+            scales=scales_for(kv_dtype, calculate=calculate),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    caches = [new_cache(needs_of(KVKind.GQA, kv_dtype)) for _ in layers]
+    norms = HeadNorms(norm_of(DIM), norm_of(DIM)) if with_norms else None
+    for step in STEPS:
+        metadata, num_tokens = backend.builder.build(0, common_of(step)), sum(new for new, _ in step)
+        qkv_TX = torch.randn(num_tokens, (HEADS + 2 * KV_HEADS) * DIM, device=DEVICE)
+        rotation = rotation_of(num_tokens, DIM // 2, interleaved=interleaved)
+        q_THD, k_TKD, v_TKD = qkv_TX.clone().unflatten(-1, (-1, DIM)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        if norms is not None:
+            q_THD, k_TKD = norms.q(q_THD), norms.k(k_TKD)
+        expected = layers[0](rotation.apply(q_THD), rotation.apply(k_TKD), v_TKD, caches[0], metadata)
+        ours = layers[1].rotate_and_attend(qkv_TX, rotation, caches[1], metadata, norms=norms)
+        assert_near(ours, expected, kv_dtype)
+        assert_near(caches[1].view, caches[0].view, kv_dtype)
+
+
+def test_a_layer_that_shares_keys_writes_none() -> None:
+    torch.manual_seed(0)
+    backend = gqa_backend()
+    sizes: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "scale": 0.3}
+    target = Attention(**sizes, layer_index=0, backend=backend)
+    layer = Attention(**sizes, layer_index=1, backend=backend, kv_sharing_target=target)
+    cache = new_cache(needs_of(KVKind.GQA, ""))
+    metadata, rotation = backend.builder.build(0, common_of(STEPS[0])), rotation_of(14, DIM // 2)
+    qkv_TX = torch.randn(14, (HEADS + 2 * KV_HEADS) * DIM, device=DEVICE)
+    q_THD = qkv_TX.clone().unflatten(-1, (-1, DIM))[:, :HEADS]
+    target.rotate_and_attend(qkv_TX.clone(), rotation, cache, metadata)
+    before = cache.memory.clone()
+    ours = layer.rotate_and_attend(qkv_TX, rotation, cache, metadata)
+    assert torch.equal(cache.memory, before)
+    assert_near(ours, layer(rotation.apply(q_THD), None, None, cache, metadata), "")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("kv_dtype", "calculate"), [("", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
+def test_latents(interleaved: bool, kv_dtype: str, calculate: bool) -> None:
+    torch.manual_seed(0)
+    backend = mla_backend(kv_dtype)
+    projection = nn.Linear(DIMS.kv_lora_rank, HEADS * (DIMS.qk_nope_head_dim + DIMS.v_head_dim), bias=False)
+    projection.to(DEVICE).requires_grad_(requires_grad=False)
+    layers = [
+        MLAAttention(
+            num_heads=HEADS, qk_nope_head_dim=DIMS.qk_nope_head_dim, qk_rope_head_dim=DIMS.qk_rope_head_dim,
+            v_head_dim=DIMS.v_head_dim, kv_lora_rank=DIMS.kv_lora_rank, scale=0.3, layer_index=1, kv_b_proj=projection,
+            backend=backend, scales=scales_for(kv_dtype, calculate=calculate),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for layer in layers:
+        layer.process_weights_after_loading()
+    caches = [new_cache(needs_of(KVKind.MLA, kv_dtype)) for _ in layers]
+    norm = norm_of(DIMS.kv_lora_rank)
+    for step in STEPS:
+        metadata, num_tokens = backend.builder.build(0, common_of(step)), sum(new for new, _ in step)
+        q_THD = torch.randn(num_tokens, HEADS, DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim, device=DEVICE)
+        latent_TC = torch.randn(num_tokens, CHANNELS, device=DEVICE)
+        rotation = rotation_of(num_tokens, DIMS.qk_rope_head_dim // 2, interleaved=interleaved)
+        nope, rank = DIMS.qk_nope_head_dim, DIMS.kv_lora_rank
+        turned_THD = torch.cat((q_THD[..., :nope], rotation.apply(q_THD[..., nope:])), dim=-1)
+        k_pe_TR = rotation.apply(latent_TC[:, None, rank:])[:, 0]
+        assert isinstance(metadata, MLAMetadata)
+        expected = layers[0](turned_THD, norm(latent_TC[:, :rank]), k_pe_TR, caches[0], metadata)
+        ours = layers[1].rotate_and_attend(q_THD, latent_TC, rotation, caches[1], metadata, norm=norm)
+        assert_near(ours, expected, kv_dtype)
+        assert_near(caches[1].view, caches[0].view, kv_dtype)

@@ -1,0 +1,61 @@
+"""Batch-invariant mode on a CPU: a request's logits in float32 have the same bits alone and in any company."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from baton.errors import InternalError
+from models.batch_invariant import make_batch_invariant
+from models.kernels.matmul import multiply_invariant
+from models.linear import Linear
+from tests.invariance import Invariant, Lengths, differences
+from tests.unit.models.tiny import save_tiny
+
+SIZES = (2, 7, 33)
+LENGTHS = Lengths(prompt=37, outputs=7, chunk=16, longest=50)
+FAMILIES = [
+    "llama-llama3-tied",
+    "mistral-window",
+    "deepseek-v2",
+    "deepseek-v3-yarn",
+    "gemma2",
+    "llama4",
+    "gpt-oss",
+    "falcon-new",
+    "bloom",
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_request_has_the_same_logits_alone_and_in_any_batch(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    model = Invariant(tmp_path, device="cpu", dtype="float32")
+    assert differences(model, LENGTHS, SIZES) == {size: [] for size in SIZES}
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2"])
+def test_a_chunk_of_one_token_is_no_exception(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    model = Invariant(tmp_path, device="cpu", dtype="float32", workspace_tokens=5)
+    assert differences(model, replace(LENGTHS, prompt=LENGTHS.chunk + 1, outputs=2), SIZES) == {
+        size: [] for size in SIZES
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2"])
+def test_without_the_mode_they_differ(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    model = Invariant(tmp_path, device="cpu", dtype="float32", batch_invariant=False)
+    assert any(differences(model, LENGTHS, SIZES).values())
+
+
+def test_a_product_that_is_not_known_is_refused() -> None:
+    layer = Linear(4, 4, dtype=torch.float32)
+    make_batch_invariant(nn.Sequential(layer))
+    assert layer.multiply is multiply_invariant
+    layer.multiply = lambda x, weight, bias: x
+    with pytest.raises(InternalError, match="may depend on the batch"):
+        make_batch_invariant(nn.Sequential(layer))

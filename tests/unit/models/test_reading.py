@@ -1,0 +1,104 @@
+"""Tensors read in pieces by several threads arrive whole, wherever they go; what cannot be read is named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.errors import ConfigError
+from models import reading
+from models.checkpoint import StoredTensor, read_checkpoint
+from models.reading import read_into, read_tensor
+from tests.device import DEVICE
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "matrix": torch.randn(37, 53).bfloat16(),
+        "cube": torch.randn(3, 5, 7),
+        "fp8": torch.randn(64, 16).to(torch.float8_e4m3fn),
+        "scalar": torch.randn(()),
+        "nothing": torch.empty(0, 4),
+        "half": torch.randn(11).half(),
+    }
+
+
+@pytest.fixture
+def stored(tensors: dict[str, Tensor], tmp_path: Path) -> dict[str, StoredTensor]:
+    save_file(tensors, tmp_path / "model.safetensors")
+    return dict(read_checkpoint(tmp_path))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture(params=[64, 1000, 1 << 20], ids=["pieces", "some in pieces", "whole"])
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PIECE_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_every_number_arrives_in_its_place(tensors: dict[str, Tensor], stored: dict[str, StoredTensor]) -> None:
+    targets = {name: torch.empty_like(tensor, device=DEVICE) for name, tensor in tensors.items()}
+    read_into([(stored[name], target) for name, target in targets.items()])
+    for name, target in targets.items():
+        assert torch.equal(bits(target), bits(tensors[name])), name
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_numbers_are_converted_and_may_lie_apart(tensors: dict[str, Tensor], stored: dict[str, StoredTensor]) -> None:
+    wide, turned = torch.zeros(37, 2, 53, device=DEVICE), torch.zeros(7, 5, 3, device=DEVICE)
+    half = torch.zeros(11, dtype=torch.bfloat16, device=DEVICE)
+    read_into([(stored["matrix"], wide[:, 1]), (stored["cube"], turned.permute(2, 1, 0)), (stored["half"], half)])
+    assert torch.equal(wide[:, 1].cpu(), tensors["matrix"].float())
+    assert not wide[:, 0].any()
+    assert torch.equal(turned.permute(2, 1, 0).cpu(), tensors["cube"])
+    assert torch.equal(half.cpu(), tensors["half"].bfloat16())
+
+
+def test_progress_counts_every_byte_in_the_callers_thread(
+    tensors: dict[str, Tensor], stored: dict[str, StoredTensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 100)
+    calls: list[tuple[int, int]] = []
+    targets = [(stored[name], torch.empty_like(tensor)) for name, tensor in tensors.items()]
+    read_into(targets, lambda done, total: calls.append((done, total)))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert calls == sorted(calls)
+    assert calls[-1] == (total, total)
+    assert len(calls) > total / 100
+
+
+def test_one_tensor_as_it_is_stored(tensors: dict[str, Tensor], stored: dict[str, StoredTensor]) -> None:
+    assert torch.equal(read_tensor(stored["half"]), tensors["half"])
+
+
+def test_a_file_that_ends_early_or_is_gone_is_named(
+    tensors: dict[str, Tensor], stored: dict[str, StoredTensor]
+) -> None:
+    file = stored["matrix"].file
+    file.write_bytes(file.read_bytes()[:-10])
+    targets = [(stored[name], torch.empty_like(tensor)) for name, tensor in tensors.items()]
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: it ends before byte"):
+        read_into(targets)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: No such file.*; download"):
+        read_into(targets)
+
+
+def test_threads_stop_when_whoever_watches_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 1)
+    save_file({"long": torch.ones(200_000, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    target = torch.zeros(200_000, dtype=torch.float16)
+
+    def give_up(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_into([(read_checkpoint(tmp_path)["long"], target)], give_up)
+    assert bool((target == 0).any())

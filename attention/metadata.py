@@ -1,6 +1,6 @@
 """What a batch is to attention, shared by all layers and backends: where queries, sequences and new tokens lie.
 
-Knows no backend and no request; whoever forms the batch calls `build_common_metadata`. Legend: R requests, T tokens.
+Knows no backend and no request; whoever forms the batch calls `plan_batch`. Legend: R requests, T tokens.
 """
 
 from array import array
@@ -62,17 +62,54 @@ class CommonAttentionMetadata:
             self.slot_mapping[self.num_actual_tokens :].fill_(-1)
 
 
-def build_common_metadata(
+@dataclass(frozen=True)
+class HostBatch:
+    """A batch as the host works it out, still to be copied to the device.
+
+    Attributes:
+        query_start_loc_R, seq_lens_R, context_lens_R: as in `CommonAttentionMetadata`.
+        block_table: [R, blocks] int32, filled up with 0.
+        slots_T, positions_T: [T] int64 of the new tokens.
+    """
+
+    query_start_loc_R: NDArray[np.int32]
+    seq_lens_R: NDArray[np.int32]
+    context_lens_R: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+    slots_T: NDArray[np.int64]
+    positions_T: NDArray[np.int64]
+
+    @property
+    def to_copy(self) -> tuple[NDArray[np.int32] | NDArray[np.int64], ...]:
+        """What the device needs, in the order in which `common` wants it."""
+        return self.query_start_loc_R, self.seq_lens_R, self.block_table, self.slots_T, self.positions_T
+
+    def common(self, copied: Sequence[Tensor]) -> tuple[CommonAttentionMetadata, Tensor]:
+        """The metadata over what was copied, and the positions."""
+        query_start_loc, seq_lens, block_table, slot_mapping, positions = copied
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=torch.from_numpy(self.query_start_loc_R),
+            seq_lens=seq_lens,
+            seq_lens_cpu=torch.from_numpy(self.seq_lens_R),
+            num_computed_tokens_cpu=torch.from_numpy(self.context_lens_R),
+            num_reqs=len(self.seq_lens_R),
+            num_actual_tokens=len(self.positions_T),
+            max_query_len=int(np.diff(self.query_start_loc_R).max()),
+            block_table_tensor=block_table,
+            slot_mapping=slot_mapping,
+        )
+        return common, positions
+
+
+def plan_batch(
     *,
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Sequence[Sequence[int]],
     block_size: int,
-    device: torch.device | str = "cpu",
-) -> tuple[CommonAttentionMetadata, Tensor]:
-    """The metadata of a batch and its tokens' positions [T] int64, from one number or block table per request.
-
-    One copy to the device, for which the host does not wait. On a CPU what has a copy there is that copy.
+) -> HostBatch:
+    """Works a batch out from one number or block table per request.
 
     Args:
         block_tables: arrays of C ints are read fastest.
@@ -86,29 +123,32 @@ def build_common_metadata(
     num_blocks_R = np.array([len(blocks) for blocks in block_tables], dtype=np.int32)
     _check_batch(query_lens_R, context_lens_R, num_blocks_R, block_size)
     num_reqs = len(query_lens_R)
-    table = _rectangle(block_tables, int(num_blocks_R.max()))
+    table = block_rectangle(block_tables, int(num_blocks_R.max()))
     starts = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(query_lens_R, out=starts[1:])
     requests_T = np.repeat(np.arange(num_reqs), query_lens_R)
     positions_T = np.arange(starts[-1], dtype=np.int64) + (context_lens_R - starts[:-1])[requests_T]
     blocks_T, offsets_T = np.divmod(positions_T, block_size)
     slots_T = table[requests_T, blocks_T].astype(np.int64) * block_size + offsets_T
-    query_start_loc, seq_lens, block_table, slot_mapping, positions = to_device(
-        (starts, seq_lens_R, table, slots_T, positions_T), device
+    return HostBatch(starts, seq_lens_R, context_lens_R, table, slots_T, positions_T)
+
+
+def build_common_metadata(
+    *,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    device: torch.device | str = "cpu",
+) -> tuple[CommonAttentionMetadata, Tensor]:
+    """The metadata of a batch (`plan_batch`) and its tokens' positions [T] int64.
+
+    One copy to the device, for which the host does not wait. On a CPU what has a copy there is that copy.
+    """
+    batch = plan_batch(
+        query_lens=query_lens, context_lens=context_lens, block_tables=block_tables, block_size=block_size
     )
-    common = CommonAttentionMetadata(
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=torch.from_numpy(starts),
-        seq_lens=seq_lens,
-        seq_lens_cpu=torch.from_numpy(seq_lens_R),
-        num_computed_tokens_cpu=torch.from_numpy(context_lens_R),
-        num_reqs=num_reqs,
-        num_actual_tokens=int(starts[-1]),
-        max_query_len=int(query_lens_R.max()),
-        block_table_tensor=block_table,
-        slot_mapping=slot_mapping,
-    )
-    return common, positions
+    return batch.common(to_device(batch.to_copy, device))
 
 
 def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:
@@ -174,7 +214,7 @@ def common_prefix_len(
     return len(shared) * block_size
 
 
-def _rectangle(rows: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
+def block_rectangle(rows: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
     """The rows, filled up with 0. For 256 arrays of up to 128 numbers 80 us, row by row in numpy 200 us."""
     filling, flat = array("i", bytes(4 * width)), array("i")
     for row in rows:

@@ -4,6 +4,7 @@ The one place that knows all of them. Takes plain values: the environment was re
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from attention.layout import KVCacheLayout, LayoutChoice
 from attention.selection import select_backend
 from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import ConfigError
+from engine.graphs import GraphSettings
+from engine.profile import STEP_TOKENS, MemoryPlan, size_on_gpu
 from engine.request import ModelFacts
 from engine.runner import ModelRunner
 from models.config import ModelConfig
@@ -25,10 +28,22 @@ from models.loader import load_model
 
 # What operators call a cache's own dtype.
 KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
+_DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
+_CPU_TOKENS, _CPU_REQUESTS, _GPU_REQUESTS = 256, 64, 256
+_CPU_CACHE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """How much one engine step may hold."""
+
+    max_batch_tokens: int
+    max_batch_requests: int
 
 
 class Built(NamedTuple):
-    """`dtype` is that of weights and activations; the cache's is in its spec."""
+    """`dtype` is that of weights and activations; the cache's is in its spec. `memory` is what a profile found, None
+    where the cache's size was given."""
 
     runner: ModelRunner
     cache: PagedKVCache
@@ -36,6 +51,8 @@ class Built(NamedTuple):
     layout: LayoutChoice
     identity: ModelIdentity
     config: ModelConfig
+    limits: StepLimits
+    memory: MemoryPlan | None
 
 
 def build_runner(
@@ -49,8 +66,13 @@ def build_runner(
     block_size: int = 16,
     num_blocks: int | None = None,
     kv_cache_bytes: int | None = None,
+    gpu_memory_fraction: float = 0.9,
+    reserved_bytes: int = 0,
     attention_backend: str | None = None,
-    max_batch_requests: int = 256,
+    max_batch_tokens: int | None = None,
+    max_batch_requests: int | None = None,
+    cuda_graphs: bool = True,
+    batch_invariant: bool = False,
     load_format: str = "safetensors",
     progress: Callable[[int, int], None] | None = None,
 ) -> Built:
@@ -58,59 +80,126 @@ def build_runner(
 
     Args:
         dtype: "auto" means float32 on a CPU, else the checkpoint's.
+        device: "auto" means a GPU where there is one.
         kv_cache_layout: what the operator asks for; None leaves it to `preferred_layout`, then to the default.
         kv_cache_dtype: "auto" means as `dtype`; "fp8_e4m3", "fp8_e5m2".
-        max_batch_requests: of any engine step; some backends allocate for as many.
-        num_blocks: size of the cache; None means as many blocks as `kv_cache_bytes` hold.
+        num_blocks: size of the cache; None means as many blocks as `kv_cache_bytes` hold, and without that 128 MiB on
+            a CPU, on a GPU what `gpu_memory_fraction` of it leaves.
+        reserved_bytes: of the GPU, for what the process allocates later.
+        max_batch_tokens: of an engine step; None means 256 on a CPU, on a GPU what is fast there.
+        max_batch_requests: likewise; None means 64, and 256 on a GPU. Some backends allocate for as many.
+        cuda_graphs: whether a GPU's decode steps are captured.
+        batch_invariant: whether logits are to be bit-equal whatever else is in the batch.
         progress: called while weights are read with the bytes read so far and the bytes in all.
 
     Raises:
         ConfigError: a value is wrong, or model, backend and cache do not go together.
     """
-    device_type = _device_type(device)
+    place = _resolve_device(device)
+    on_gpu = place.type == "cuda"
     config = read_config(directory)
-    dtype = resolve_dtype(config, dtype, device_type=device_type)
+    dtype = resolve_dtype(config, dtype, device_type=place.type)
     kv_dtype = _resolve_kv_cache_dtype(kv_cache_dtype)
     spec = kv_cache_spec(config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=kv_cache_layout, preferred=preferred_layout)
-    if num_blocks is None:
+    max_batch_requests = max_batch_requests or (_GPU_REQUESTS if on_gpu else _CPU_REQUESTS)
+    if not on_gpu:
+        max_batch_tokens = max_batch_tokens or _CPU_TOKENS
+        kv_cache_bytes = kv_cache_bytes or _CPU_CACHE_BYTES
+    if num_blocks is None and kv_cache_bytes is not None:
         num_blocks = _num_blocks(spec, block_size=block_size, kv_cache_bytes=kv_cache_bytes)
-    shape = KVCacheShape(layout.get_kv_cache_layout(), block_size, num_blocks)
-    needs = attention_needs(
-        config, dtype=dtype, device=device, shape=shape, kv_dtype=kv_dtype, max_num_reqs=max_batch_requests
+    # Until a GPU's cache is sized, it is taken to hold the longest sequence.
+    shape = KVCacheShape(
+        layout.get_kv_cache_layout(), block_size, num_blocks or -(-config.max_context_tokens // block_size)
     )
-    backend = select_backend(needs, forced=attention_backend)
+    backend = select_backend(
+        attention_needs(
+            config,
+            dtype=dtype,
+            device=place,
+            shape=shape,
+            kv_dtype=kv_dtype,
+            max_num_reqs=max_batch_requests,
+            batch_invariant=batch_invariant,
+        ),
+        forced=attention_backend,
+    )
     identity = model_identity(directory, config, load_format=load_format)
     model = load_model(
         directory,
         config,
         backend=backend,
         dtype=dtype,
-        device=device,
+        device=place,
         kv_dtype=kv_dtype,
         load_format=load_format,
+        batch_invariant=batch_invariant,
         progress=progress,
     )
-    cache = PagedKVCache(spec, shape, device)
-    facts = ModelFacts(
-        num_blocks=num_blocks,
-        block_size=block_size,
+    facts = _facts(config, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
+    memory: MemoryPlan | None = None
+    if max_batch_tokens is None or num_blocks is None:
+        sizing = size_on_gpu(
+            lambda cache: ModelRunner(model, backend, cache, facts),
+            spec,
+            shape,
+            device=place,
+            step_tokens=STEP_TOKENS if max_batch_tokens is None else (max_batch_tokens,),
+            max_batch_requests=max_batch_requests,
+            fraction=gpu_memory_fraction,
+            reserved_bytes=reserved_bytes,
+            graphs=cuda_graphs,
+        )
+        max_batch_tokens = sizing.step_tokens
+        if num_blocks is None:
+            memory = sizing.memory
+            num_blocks = _num_blocks(spec, block_size=block_size, kv_cache_bytes=memory.kv_cache)
+    cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks), place)
+    graphs: GraphSettings | None = None
+    if on_gpu and cuda_graphs:
+        graphs = GraphSettings(
+            max_requests=max_batch_requests,
+            max_context_tokens=min(config.max_context_tokens, cache.shape.num_slots),
+            memory_bytes=None if memory is None else memory.graphs,
+        )
+    runner = ModelRunner(model, backend, cache, replace(facts, num_blocks=num_blocks), graphs=graphs)
+    limits = StepLimits(max_batch_tokens, max_batch_requests)
+    return Built(runner, cache, dtype, layout, identity, config, limits, memory)
+
+
+def _facts(config: ModelConfig, shape: KVCacheShape, identity: str) -> ModelFacts:
+    return ModelFacts(
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_context_tokens,
         # Some checkpoints name ids that their vocabulary lacks; those cannot be drawn, so they need not be forbidden.
         eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
-        identity=f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}",
+        identity=identity,
     )
-    return Built(ModelRunner(model, backend, cache, facts), cache, dtype, layout, identity, config)
 
 
-def _device_type(device: str) -> str:
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(device).type
+        place = torch.device(device)
     except RuntimeError:
+        raise ConfigError(f"device is {device!r}", field="device", value=device, allowed=_DEVICES) from None
+    if place.type != "cuda":
+        return place
+    count = torch.cuda.device_count()
+    index = place.index or 0
+    if index >= count:
         raise ConfigError(
-            f"device is {device!r}", field="device", value=device, allowed=("cpu", "cuda", "cuda:<index>")
-        ) from None
+            f"device is {device}, and this machine has {count} GPU(s)",
+            field="device",
+            value=device,
+            allowed=("auto", "cpu", *(f"cuda:{index}" for index in range(count))),
+            cure="install a torch with CUDA, or give the container a GPU" if count == 0 else "",
+        )
+    # With its index, so that it is the same in every thread.
+    return torch.device("cuda", index)
 
 
 def _resolve_kv_cache_dtype(kv_cache_dtype: str) -> str:
@@ -124,9 +213,7 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str) -> str:
     return KV_CACHE_DTYPES[kv_cache_dtype]
 
 
-def _num_blocks(spec: KVCacheSpec, *, block_size: int, kv_cache_bytes: int | None) -> int:
-    if kv_cache_bytes is None:
-        raise ConfigError("neither num_blocks nor kv_cache_bytes is given", field="num_blocks", value=None)
+def _num_blocks(spec: KVCacheSpec, *, block_size: int, kv_cache_bytes: int) -> int:
     block_bytes = spec.bytes_per_token * block_size
     if block_bytes > kv_cache_bytes:
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""The one thread that runs steps on the device. Messages in, messages out; shares no state with the event loop.
+"""The two threads between event loop and device: one launches steps, the other waits for their results.
 
-Knows neither scheduler nor requests. An exception of a step comes back as a message, and the thread goes on.
+Messages in, messages out, both in the order of the steps; shares no state with the event loop. Knows neither scheduler
+nor requests. An exception of a step comes back as a message, and the threads go on.
 """
 
 import asyncio
@@ -8,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
+from typing import NamedTuple
 
 from baton.types import TokenOutput
 from engine.batch import Batch
-from engine.runner import ModelRunner
+from engine.runner import LaunchedStep, ModelRunner
 
 
 @dataclass(frozen=True)
@@ -25,55 +26,103 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepRaised:
+    """`seconds` since it was to be launched."""
+
     error: Exception
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Job:
-    batch: Batch
-    answer: asyncio.Future[StepDone | StepRaised]
+Outcome = StepDone | StepRaised
+
+
+class _Launched(NamedTuple):
+    """From the launching thread to the waiting one."""
+
+    step: LaunchedStep | Exception
+    since_s: float
 
 
 class DeviceThread:
-    """Async context manager: the thread lives from entry to exit; exit waits for the step that runs."""
+    """Lives from `start` to `close`.
 
-    def __init__(self, runner: ModelRunner, *, clock: Callable[[], float]) -> None:
+    Args:
+        on_outcome: called on the event loop, once for each launched batch, in the order of their launch.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, *, clock: Callable[[], float], on_outcome: Callable[[Outcome], None]
+    ) -> None:
         self._runner = runner
         self._clock = clock
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name="device", daemon=True)
+        self._on_outcome = on_outcome
+        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
+        self._launched: SimpleQueue[_Launched | None] = SimpleQueue()
+        self._threads: list[Thread] = []
 
-    async def __aenter__(self) -> "DeviceThread":
-        self._thread.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join)
-
-    async def run(self, batch: Batch) -> StepDone | StepRaised:
-        """Runs one step. A caller that is cancelled does not stop the step."""
-        answer: asyncio.Future[StepDone | StepRaised] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(batch, answer))
-        return await answer
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            outcome = self._step(job.batch)
-            job.answer.get_loop().call_soon_threadsafe(_settle, job.answer, outcome)
-
-    def _step(self, batch: Batch) -> StepDone | StepRaised:
-        start_s = self._clock()
+    async def start(self) -> None:
+        """Returns when the runner is prepared; raises what that raises, and then no thread is left."""
+        loop = asyncio.get_running_loop()
+        prepared: asyncio.Future[None] = loop.create_future()
+        self._threads = [
+            Thread(target=self._launch_steps, args=(loop, prepared), name="device", daemon=True),
+            Thread(target=self._await_steps, args=(loop,), name="device-results", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
         try:
-            tokens = self._runner.run(batch)
-        except Exception as error:  # noqa: BLE001  the step's requests are told; the thread serves the others
-            return StepRaised(error, self._clock() - start_s)
-        return StepDone(tokens, self._clock() - start_s)
+            await prepared
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Returns when every launched step is over and its outcome told."""
+        self._batches.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def launch(self, batch: Batch) -> None:
+        """Runs the batch behind those that were launched before."""
+        self._batches.put(batch)
+
+    def _launch_steps(self, loop: asyncio.AbstractEventLoop, prepared: "asyncio.Future[None]") -> None:
+        error = _raised(self._runner.prepare)
+        loop.call_soon_threadsafe(_settle, prepared, error)
+        while (batch := self._batches.get()) is not None:
+            since_s = self._clock()
+            try:
+                self._launched.put(_Launched(self._runner.launch(batch), since_s))
+            except Exception as error:  # noqa: BLE001  the step's requests are told; the thread serves the others
+                self._launched.put(_Launched(error, since_s))
+        self._launched.put(None)
+
+    def _await_steps(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (launched := self._launched.get()) is not None:
+            loop.call_soon_threadsafe(self._on_outcome, self._outcome(launched))
+
+    def _outcome(self, launched: _Launched) -> Outcome:
+        step, since_s = launched
+        try:
+            if isinstance(step, Exception):
+                raise step
+            tokens = step.wait()
+        except Exception as error:  # noqa: BLE001  as above
+            return StepRaised(error, self._clock() - since_s)
+        return StepDone(tokens, step.seconds)
 
 
-def _settle(answer: asyncio.Future[StepDone | StepRaised], outcome: StepDone | StepRaised) -> None:
-    if not answer.done():
-        answer.set_result(outcome)
+def _raised(call: Callable[[], None]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  whoever waits for it is told
+        return error
+    return None
+
+
+def _settle(waiter: "asyncio.Future[None]", error: Exception | None) -> None:
+    if waiter.done():
+        return
+    if error is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(error)

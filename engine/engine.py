@@ -1,6 +1,6 @@
 """The asyncio side of one engine: owns scheduler and run loop, and tells its owner of each step in one callback.
 
-All methods belong to the event loop's thread and answer at once, also while a step runs; the device thread gets
+All methods belong to the event loop's thread and answer at once, also while steps run; the device thread gets
 batches and gives back results, nothing else. Knows neither transfers nor grpc.
 """
 
@@ -8,13 +8,14 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.types import FinishReason, TokenOutput
-from engine.device_thread import DeviceThread, StepDone, StepRaised
+from engine.device_thread import DeviceThread, Outcome, StepDone
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from engine.runner import ModelRunner
@@ -24,7 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Async context manager. On exit the step in flight ends, and every request that is left fails with Cancelled.
+    """Async context manager: on entry the device is prepared, which may take minutes; entry raises what that raises.
+
+    On exit the steps in flight end, and every request that is left fails with Cancelled.
 
     Args:
         on_step: called on the event loop after each step. It must not raise: if it does, the engine ends.
@@ -39,15 +42,17 @@ class Engine:
         on_step: Callable[[StepEvents], None],
     ) -> None:
         self._scheduler = Scheduler(limits, runner.facts)
-        self._device = DeviceThread(runner, clock=clock)
+        self._device = DeviceThread(runner, clock=clock, on_outcome=self._landed)
         self._clock = clock
         self._on_step = on_step
+        self._outcomes: deque[Outcome] = deque()  # of steps whose requests were not told yet
         self._wake = asyncio.Event()
         self._step_over = asyncio.Event()  # a new one for each step
         self._over: BatonError | None = None  # why the engine takes nothing more
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Engine":
+        await self._device.start()
         self._loop = asyncio.create_task(self._run(), name="engine")
         return self
 
@@ -126,9 +131,8 @@ class Engine:
 
     async def abort(self, request_id: str) -> None:
         """Ends the request in whatever state; returns when its blocks are free. Nothing more is told of it."""
-        step_over = self._step_over
-        if self._scheduler.abort(request_id):
-            await step_over.wait()
+        while self._scheduler.abort(request_id):
+            await self._step_over.wait()
         self._wake.set()
 
     def release(self, request_id: str) -> None:
@@ -141,11 +145,11 @@ class Engine:
 
     async def _run(self) -> None:
         try:
-            async with self._device:
-                await self._steps()
+            await self._steps()
         except Exception as error:  # noqa: BLE001  every waiting request is told below
             _log.exception("the engine's loop ended")
             self._over = _internal("the engine ended", error)
+        await self._device.close()
         assert self._over is not None, "the loop only ends for a reason"
         last = self._scheduler.fail_all(self._over)
         self._step_over.set()
@@ -153,23 +157,39 @@ class Engine:
             self._on_step(last)
 
     async def _steps(self) -> None:
-        while self._over is None:
-            batch = self._scheduler.schedule(self._clock())
-            if batch is None:
-                self._wake.clear()
+        """Schedule, launch, complete: a step is launched behind the one that runs, so that the device never waits."""
+        while self._over is None or self._scheduler.steps_in_flight:
+            self._wake.clear()
+            events = self._complete_oldest()
+            launched = self._over is None and self._launch_next()
+            if events is not None:
+                self._on_step(events)
+            elif not launched:
                 await self._wake.wait()
-                continue
-            outcome = await self._device.run(batch)
-            events = self._finish_step(outcome)
-            self._step_over.set()
-            self._step_over = asyncio.Event()
-            self._on_step(events)
 
-    def _finish_step(self, outcome: StepDone | StepRaised) -> StepEvents:
+    def _launch_next(self) -> bool:
+        batch = self._scheduler.schedule(self._clock())
+        if batch is not None:
+            self._device.launch(batch)
+        return batch is not None
+
+    def _complete_oldest(self) -> StepEvents | None:
+        """What the oldest step in flight came to, if it is over."""
+        if not self._outcomes:
+            return None
+        outcome = self._outcomes.popleft()
         if isinstance(outcome, StepDone):
-            return self._scheduler.complete(outcome.tokens, outcome.seconds)
-        _log.error("an engine step failed", exc_info=outcome.error)
-        return self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
+            events = self._scheduler.complete(outcome.tokens, outcome.seconds)
+        else:
+            _log.error("an engine step failed", exc_info=outcome.error)
+            events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
+        self._step_over.set()
+        self._step_over = asyncio.Event()
+        return events
+
+    def _landed(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._wake.set()
 
     def _check_alive(self) -> None:
         if self._over is not None:

@@ -1,6 +1,11 @@
-"""What one engine step tells its owner. Plain values; one `StepEvents` per step."""
+"""What one engine step tells its owner. Plain values; one `StepEvents` per step.
+
+Tokens come in every step for every request, so they are named tuples: those are made several times faster than frozen
+dataclasses.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.errors import BatonError
 from baton.types import FinishReason, TokenOutput
@@ -30,8 +35,7 @@ class ChunkComputed:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TokenSampled:
+class TokenSampled(NamedTuple):
     """A token of the request; its last one when `finish_reason` is set.
 
     Args:

@@ -1,75 +1,120 @@
 """Everything that edits logits before a token is chosen: bias, penalties, forbidden tokens. Batched, in place.
 
 Knows rows and logits; neither temperature nor randomness. Order: logit bias, repetition, frequency, presence,
-forbidden tokens.
+forbidden tokens. An edit is prepared on the host from rows and applied on the device, which it does not wait for.
 
-Suffixes: R row, P row with penalties, V vocabulary.
+Suffixes: R row, P row with penalties, E place that is edited, H token of a history, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import SampleRow
 
 
-def edit_logits(logits_RV: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Applies in place what each row asks for; rows that ask for nothing are not touched."""
-    _add_bias(logits_RV, rows)
-    penalised = [index for index, row in enumerate(rows) if row.history]
-    if penalised:
-        _penalise(logits_RV, rows, penalised)
-    _forbid(logits_RV, rows)
+class Edit(NamedTuple):
+    """`apply(logits_RV, *arrays)` with the arrays on the logits' device."""
+
+    arrays: tuple[NDArray[Any], ...]
+    apply: Callable[..., None]
 
 
-def _add_bias(logits_RV: Tensor, rows: Sequence[SampleRow]) -> None:
-    entries = [(i, token_id, bias) for i, row in enumerate(rows) for token_id, bias in row.params.logit_bias.items()]
-    if entries:
-        index, token_ids, biases = zip(*entries, strict=True)
-        where = _indices(index, token_ids, logits_RV.device)
-        logits_RV.index_put_(where, torch.tensor(biases, device=logits_RV.device), accumulate=True)
+def edits_of(rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> list[Edit]:
+    """What the rows ask for, in order; rows that ask for nothing are not touched.
 
-
-def _forbid(logits_RV: Tensor, rows: Sequence[SampleRow]) -> None:
-    entries = [(i, token_id) for i, row in enumerate(rows) for token_id in row.forbidden]
-    if entries:
-        index, token_ids = zip(*entries, strict=True)
-        where = _indices(index, token_ids, logits_RV.device)
-        logits_RV.index_put_(where, torch.tensor(-torch.inf, device=logits_RV.device))
-
-
-def _penalise(logits_RV: Tensor, rows: Sequence[SampleRow], penalised: list[int]) -> None:
-    """Repetition over prompt and output, the others over the output alone.
-
-    Repetition divides positive logits and multiplies negative ones; frequency subtracts per occurrence, presence once.
+    Args:
+        pending_R: on the device, int32: each row's newest token, which its history lacks; -1 for none.
     """
-    device = logits_RV.device
+    edits = (_bias(rows), _penalties(rows, pending_R), _forbidden(rows))
+    return [edit for edit in edits if edit is not None]
+
+
+def _bias(rows: Sequence[SampleRow]) -> Edit | None:
+    entries = [(i, token_id, bias) for i, row in enumerate(rows) for token_id, bias in row.params.logit_bias.items()]
+    if not entries:
+        return None
+    index, token_ids, biases = zip(*entries, strict=True)
+    return Edit((np.array(index), np.array(token_ids), np.array(biases, np.float32)), _add)
+
+
+def _forbidden(rows: Sequence[SampleRow]) -> Edit | None:
+    entries = [(i, token_id) for i, row in enumerate(rows) for token_id in row.forbidden]
+    if not entries:
+        return None
+    index, token_ids = zip(*entries, strict=True)
+    return Edit((np.array(index), np.array(token_ids)), _forbid)
+
+
+def _penalties(rows: Sequence[SampleRow], pending_R: Tensor | None) -> Edit | None:
+    penalised = [index for index, row in enumerate(rows) if row.history]
+    if not penalised:
+        return None
     asking = [rows[index] for index in penalised]
-    index_P = torch.tensor(penalised, device=device)
-    logits_PV = logits_RV[index_P]
-    output_PV = _count([np.frombuffer(row.history, np.int32)[row.prompt_tokens :] for row in asking], logits_PV)
-    prompt_PV = _count([np.frombuffer(row.history, np.int32)[: row.prompt_tokens] for row in asking], logits_PV)
+    lengths_P = np.array([len(row.history) for row in asking])
+    starts_P = lengths_P.cumsum() - lengths_P
     factors = [
         (row.params.repetition_penalty, row.params.frequency_penalty, row.params.presence_penalty) for row in asking
     ]
-    repetition_P1, frequency_P1, presence_P1 = torch.tensor(factors, device=device).T.unsqueeze(2).unbind(0)
-    repeated_PV = torch.where(logits_PV > 0, logits_PV / repetition_P1, logits_PV * repetition_P1)
-    logits_PV = torch.where((output_PV + prompt_PV) > 0, repeated_PV, logits_PV)
-    logits_PV -= frequency_P1 * output_PV
-    logits_PV -= presence_P1 * (output_PV > 0)
-    logits_RV[index_P] = logits_PV
+    arrays = (
+        np.array(penalised),
+        np.concatenate([np.frombuffer(row.history, np.int32) for row in asking]),
+        np.stack((lengths_P, starts_P, starts_P + [row.prompt_tokens for row in asking])),
+        np.array(factors, np.float32).T,
+    )
+    return Edit(arrays, partial(_penalise, pending_R=pending_R))
 
 
-def _count(token_ids: list["np.ndarray[tuple[int], np.dtype[np.int32]]"], like_PV: Tensor) -> Tensor:
-    """How often each token occurs in each row's ids, in the shape and dtype of `like_PV`."""
-    num_rows, vocab_size = like_PV.shape
-    offsets = np.repeat(np.arange(num_rows) * vocab_size, [len(ids) for ids in token_ids])
-    flat = torch.from_numpy(np.concatenate(token_ids) + offsets).to(like_PV.device)
-    return torch.bincount(flat, minlength=num_rows * vocab_size).view(num_rows, vocab_size).to(like_PV.dtype)
+def _add(logits_RV: Tensor, index_E: Tensor, token_ids_E: Tensor, bias_E: Tensor) -> None:
+    logits_RV[index_E, token_ids_E] += bias_E
 
 
-def _indices(rows: tuple[int, ...], token_ids: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    row_index, token_index = torch.tensor([rows, token_ids], device=device).unbind(0)
-    return row_index, token_index
+def _forbid(logits_RV: Tensor, index_E: Tensor, token_ids_E: Tensor) -> None:
+    logits_RV.index_put_((index_E, token_ids_E), logits_RV.new_full((), -torch.inf))
+
+
+def _penalise(
+    logits_RV: Tensor,
+    index_P: Tensor,
+    history_H: Tensor,
+    bounds_3P: Tensor,
+    factors_3P: Tensor,
+    *,
+    pending_R: Tensor | None,
+) -> None:
+    """Repetition over prompt and output, the others over the output alone.
+
+    Repetition divides positive logits and multiplies negative ones; frequency subtracts per occurrence, presence once.
+
+    Args:
+        history_H: prompt and output of all rows, one behind the other.
+        bounds_3P: how long each row's part is, where in it the row starts, and where its output does.
+    """
+    num_rows, vocab_size = len(index_P), logits_RV.shape[1]
+    lengths_P, starts_P, output_starts_P = bounds_3P.unbind(0)
+    # Only places that occur are read and written: one as often as it occurs, each time with the same number.
+    token_E = history_H.long()
+    asking_E = torch.repeat_interleave(lengths_P, output_size=len(history_H))
+    counts_E = torch.arange(len(history_H), device=logits_RV.device) >= output_starts_P[asking_E]
+    if pending_R is not None:
+        pending_P = pending_R[index_P].long()
+        known_P = pending_P >= 0
+        # A row that has none gets the first token of its history once more, which counts for nothing.
+        token_E = torch.cat((token_E, torch.where(known_P, pending_P, token_E[starts_P])))
+        asking_E = torch.cat((asking_E, torch.arange(num_rows, device=logits_RV.device)))
+        counts_E = torch.cat((counts_E, known_P))
+    place_E = asking_E * vocab_size + token_E
+    count_PV = logits_RV.new_zeros(num_rows * vocab_size).scatter_add_(0, place_E, counts_E.to(logits_RV.dtype))
+    count_E = count_PV[place_E]
+    repetition_E, frequency_E, presence_E = factors_3P[:, asking_E].unbind(0)
+    where_E = (index_P[asking_E], token_E)
+    logits_E = logits_RV[where_E]
+    logits_E = torch.where(logits_E > 0, logits_E / repetition_E, logits_E * repetition_E)
+    logits_E -= frequency_E * count_E
+    logits_E -= presence_E * (count_E > 0)
+    logits_RV[where_E] = logits_E

@@ -34,21 +34,30 @@ def philox_4x32(even_2RG: Tensor, odd_2RG: Tensor, key_2R1: Tensor) -> tuple[Ten
     return even_2RG, odd_2RG
 
 
-def exponential_noise(seeds: list[int], positions: list[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Exponential(1) variates [R, V] in float32; row i belongs to seed `seeds[i]` at output position `positions[i]`.
+def random_words(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
+    """Words [R, V]; row r belongs to a seed at an output position.
 
     Key: the seed's low and high word. Counter: (token id // 4, position, 0, 0); output word: token id % 4.
+
+    Args:
+        seed_R: int64, the bits of an unsigned number.
+        position_R: int64, below 2**32.
     """
-    num_groups = -(-vocab_size // 4)
-    seed_words = [[seed & _MASK for seed in seeds], [seed >> 32 for seed in seeds]]
-    *key, position_R = torch.tensor([*seed_words, positions], device=device).unbind(0)
-    even_2RG = torch.zeros(2, len(seeds), num_groups, dtype=torch.int64, device=device)
+    device = seed_R.device
+    num_rows, num_groups = len(seed_R), -(-vocab_size // 4)
+    even_2RG = torch.zeros(2, num_rows, num_groups, dtype=torch.int64, device=device)
     even_2RG[0] = torch.arange(num_groups, device=device)
     odd_2RG = torch.zeros_like(even_2RG)
     odd_2RG[0] = position_R.unsqueeze(1)
-    even_2RG, odd_2RG = philox_4x32(even_2RG, odd_2RG, torch.stack(key).unsqueeze(2))
+    key_2R = torch.stack((seed_R, seed_R >> 32)).bitwise_and_(_MASK)
+    even_2RG, odd_2RG = philox_4x32(even_2RG, odd_2RG, key_2R.unsqueeze(2))
     words_RG4 = torch.stack((even_2RG[0], odd_2RG[0], even_2RG[1], odd_2RG[1]), dim=2)
-    words_RV = words_RG4.view(len(seeds), -1)[:, :vocab_size]
+    return words_RG4.view(num_rows, -1)[:, :vocab_size]
+
+
+def exponential_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
+    """Exponential(1) variates [R, V] in float32, made of `random_words`."""
+    words_RV = random_words(seed_R, position_R, vocab_size)
     # Small variates decide who wins, and float32 resolves small values finely: so the uniform is near 0 there, not
     # near 1. Its largest values would round to 1, whose variate is infinite.
     uniform_RV = words_RV.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)

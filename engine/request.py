@@ -60,8 +60,9 @@ class EngineLimits:
             the next step.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None leaves the model's and the cache's own limit.
-        chunk_align_tokens: a chunk ends at a multiple of it or at the end of what is known, and a prefix is reused up
-            to one, so that how a prompt is cut does not depend on what else runs; None cuts where the budget ends.
+        chunk_align_tokens: a chunk ends at the next multiple of it or at the end of what is known, and a prefix is
+            reused up to one, so that how a prompt is cut does not depend on what else runs; None cuts where the budget
+            ends. A chunk that the rest of a step's budget does not hold waits for the next step.
         retry_after_s: hint to whoever is refused for lack of room.
 
     Raises:
@@ -82,6 +83,29 @@ class EngineLimits:
         _at_least("max_waiting", self.max_waiting, 0)
         if self.max_context_tokens is not None:
             _at_least("max_context_tokens", self.max_context_tokens, 2)
+        if self.chunk_align_tokens is not None:
+            _at_least("chunk_align_tokens", self.chunk_align_tokens, 1)
+            self._check_room_for_a_chunk(self.chunk_align_tokens)
+
+    def chunk_tokens(self, start: int, stop: int, budget: int) -> int:
+        """How much of a prompt from `start` to `stop` goes into a step with that budget left; 0: it waits for more."""
+        if self.chunk_align_tokens is None:
+            return min(budget, stop - start)
+        whole = min(stop, (start // self.chunk_align_tokens + 1) * self.chunk_align_tokens) - start
+        return whole if whole <= budget else 0
+
+    def _check_room_for_a_chunk(self, chunk_tokens: int) -> None:
+        """Beside decodes of all others a whole chunk must fit, or its prompt might wait for ever."""
+        least = chunk_tokens + self.max_batch_requests - 1
+        if self.max_batch_tokens < least:
+            raise ConfigError(
+                f"max_batch_tokens is {self.max_batch_tokens}, which leaves no room for a chunk of {chunk_tokens} "
+                f"tokens beside the decodes of {self.max_batch_requests - 1} other requests",
+                field="max_batch_tokens",
+                value=self.max_batch_tokens,
+                allowed=(f"an integer of at least {least}",),
+                cure="raise max_batch_tokens, or lower max_batch_requests",
+            )
 
 
 @dataclass(frozen=True)

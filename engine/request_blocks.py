@@ -1,17 +1,24 @@
 """How many blocks a request needs, and how it gets, names and loses them. Pure; decides nothing about order."""
 
+import math
+
 from engine.block_manager import BlockManager, KeyChain
 from engine.request import EngineRequest, ModelFacts
 from engine.state import RequestState
 
 
 class RequestBlocks:
-    """The blocks of all requests of one engine."""
+    """The blocks of all requests of one engine.
 
-    def __init__(self, facts: ModelFacts, *, prefix_cache: bool) -> None:
+    Args:
+        align_tokens: prefixes are reused up to a multiple of it.
+    """
+
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
         self._identity = facts.identity
         self._block_size = facts.block_size
         self._prefix_cache = prefix_cache
+        self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
         self._blocks = BlockManager(facts.num_blocks)
 
     @property
@@ -27,13 +34,14 @@ class RequestBlocks:
 
     def needed(self, state: RequestState) -> int:
         """Blocks that the request must hold before it may run: its known tokens, and the first that it decodes."""
-        return self._blocks_for(state.num_tokens + (0 if state.request.prefill_only else 1))
+        return self._blocks_for(state.num_tokens + (0 if state.prefill_only else 1))
 
     def cached(self, state: RequestState) -> list[int]:
         """Cached blocks that begin the request; at least one of its tokens stays to be computed."""
         if not self._prefix_cache:
             return []
-        return self._blocks.match(state.keys, state.tokens, (state.num_tokens - 1) // self._block_size)
+        blocks = self._blocks.match(state.keys, state.tokens, (state.num_tokens - 1) // self._block_size)
+        return blocks[: len(blocks) - len(blocks) % self._align_blocks]
 
     def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
         """Whether the request finds its blocks, and `spare` blocks are free afterwards."""

@@ -1,105 +1,136 @@
-"""Chooses each row's next token from its logits. Batched tensor code; greedy and drawn rows share a batch.
+"""Samples one token per row where a CUDA graph cannot: edits as `penalties` says, then the choice as `choice` says, and
+logprobs. Queues its work on the device and waits for none of it.
 
-Order: logits edited as `penalties` says; a row of temperature 0 takes the largest. Another one divides by temperature
-and keeps, in this order, the `top_k` largest, of those the fewest whose probability reaches `top_p`, and tokens of at
-least `min_p` of the largest probability; equal logits rank by token id. The choice is the Gumbel-max of counter-based
-noise, so it depends on the row's logits, its seed and its output position, and not on its batch.
+Logprobs are the log-softmax of the logits as the model gave them, before any edit.
 
-Logprobs are the log-softmax of the logits as the model gave them, before any of that.
-
-Suffixes: R row, S row that is drawn, F row that is filtered, L row that wants logprobs, V vocabulary.
+Suffixes: R row, L row that wants logprobs, N alternative, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from baton.types import SamplingParams, TokenOutput
+from attention.staging import to_device
+from baton.types import TokenOutput
 from engine.batch import SampleRow
-from engine.penalties import edit_logits
-from engine.random import exponential_noise
-
-_LEAST_TEMPERATURE = 1e-30  # float32 has nothing below that it could divide by
+from engine.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.penalties import edits_of
 
 
-def sample(logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[TokenOutput]:
-    """One token per row. Overwrites `logits_RV`, which is float32. A row that is drawn needs a seed."""
-    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    logprobs_LV = logits_RV[wanted].log_softmax(dim=-1) if wanted else None
-    edit_logits(logits_RV, rows)
-    chosen_R = _choose(logits_RV, rows)
-    token_ids: list[int] = chosen_R.tolist()
+@dataclass(frozen=True)
+class Logprobs:
+    """Of the rows that want them, on the device.
+
+    Args:
+        rows: where these rows are in the batch.
+        chosen_L: float32, of the chosen token.
+        values_LN: float32, of the most probable tokens, best first; as many as the row that wants most of them, and at
+            least one.
+        token_ids_LN: int32.
+    """
+
+    rows: tuple[int, ...]
+    chosen_L: Tensor
+    values_LN: Tensor
+    token_ids_LN: Tensor
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step has sampled, on the device.
+
+    Args:
+        chosen_R: int32, contiguous.
+    """
+
+    rows: tuple[SampleRow, ...]
+    chosen_R: Tensor
+    logprobs: Logprobs | None = None
+
+    def to_host(self) -> "SampledOnHost":
+        """Queues one copy behind the work of the current stream."""
+        words = self.chosen_R
+        if self.logprobs is not None:
+            told = (self.logprobs.chosen_L, self.logprobs.values_LN, self.logprobs.token_ids_LN)
+            words = torch.cat((words, *(tensor.flatten().view(torch.int32) for tensor in told)))
+        if words.device.type != "cpu":
+            words = torch.empty_like(words, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
+        return SampledOnHost(self.rows, () if self.logprobs is None else self.logprobs.rows, words)
+
+
+@dataclass(frozen=True)
+class SampledOnHost:
+    """What a step has sampled, in memory that a copy is under way to.
+
+    Args:
+        wanted: the rows that want logprobs.
+        words: int32; the fields of `Sampled` and of `Logprobs`, one behind the other.
+    """
+
+    rows: tuple[SampleRow, ...]
+    wanted: tuple[int, ...]
+    words: Tensor
+
+    def outputs(self) -> list[TokenOutput]:
+        """One per row. Only after the copy is done."""
+        token_ids: list[int] = self.words[: len(self.rows)].tolist()
+        outputs = [TokenOutput(token_id, row.output_index) for token_id, row in zip(token_ids, self.rows, strict=True)]
+        if self.wanted:
+            self._add_logprobs(outputs)
+        return outputs
+
+    def _add_logprobs(self, outputs: list[TokenOutput]) -> None:
+        number = len(self.wanted)
+        words_XL = self.words[len(self.rows) :].view(-1, number)
+        alternatives = len(words_XL) // 2
+        values_LN = words_XL[1 : 1 + alternatives].view(torch.float32).reshape(number, alternatives)
+        token_ids_LN = words_XL[1 + alternatives :].reshape(number, alternatives)
+        told = zip(
+            self.wanted,
+            words_XL[0].view(torch.float32).tolist(),
+            values_LN.tolist(),
+            token_ids_LN.tolist(),
+            strict=True,
+        )
+        for index, logprob, values, token_ids in told:
+            count = self.rows[index].params.logprobs or 0
+            top = tuple(zip(token_ids[:count], values[:count], strict=True))
+            outputs[index] = TokenOutput(outputs[index].token_id, outputs[index].index, logprob, top)
+
+
+def sample(logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> Sampled:
+    """One token per row. A row that is drawn needs a seed.
+
+    Args:
+        logits_RV: float32; overwritten.
+        pending_R: int32, on the device: each row's newest token where the host does not know it yet, else -1. It counts
+            for penalties.
+    """
+    numbers = SamplingArrays.empty(len(rows))
+    numbers.fill(rows)
+    wanted = tuple(index for index, row in enumerate(rows) if row.params.logprobs is not None)
+    edits = edits_of(rows, pending_R=pending_R)
+    arrays = [*numbers, np.array(wanted, np.int64), *(array for edit in edits for array in edit.arrays)]
+    tensors = iter(to_device(arrays, logits_RV.device))
+    buffers = SamplingBuffers(*islice(tensors, len(numbers)))
+    wanted_L = next(tensors)
+    logprobs_LV = logits_RV[wanted_L].log_softmax(dim=-1) if wanted else None
+    for edit in edits:
+        edit.apply(logits_RV, *islice(tensors, len(edit.arrays)))
+    chosen_R = torch.empty(len(rows), dtype=torch.int32, device=logits_RV.device)
+    choose_tokens(logits_RV, buffers, out_R=chosen_R)
     if logprobs_LV is None:
-        return [TokenOutput(token_id, row.output_index) for token_id, row in zip(token_ids, rows, strict=True)]
-    told = dict(zip(wanted, _logprobs(logprobs_LV, chosen_R[wanted], [rows[i].params for i in wanted]), strict=True))
-    nothing: tuple[float | None, tuple[tuple[int, float], ...]] = (None, ())
-    return [
-        TokenOutput(token_id, row.output_index, *told.get(index, nothing))
-        for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
-    ]
+        return Sampled(tuple(rows), chosen_R)
+    most = max(rows[index].params.logprobs or 1 for index in wanted)
+    values_LN, token_ids_LN = logprobs_LV.topk(min(most, logprobs_LV.shape[1]), dim=-1)
+    chosen_L = logprobs_LV.gather(1, chosen_R[wanted_L].long().unsqueeze(1)).squeeze(1)
+    return Sampled(tuple(rows), chosen_R, Logprobs(wanted, chosen_L, values_LN, token_ids_LN.int()))
 
 
-def _choose(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
-    if not drawn:
-        return logits_RV.argmax(dim=-1)
-    if len(drawn) == len(rows):
-        return _draw(logits_RV, rows)
-    chosen_R = logits_RV.argmax(dim=-1)
-    chosen_R[drawn] = _draw(logits_RV[drawn], [rows[index] for index in drawn])
-    return chosen_R
-
-
-def _draw(logits_SV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    params = [row.params for row in rows]
-    temperature_S = torch.tensor([max(p.temperature, _LEAST_TEMPERATURE) for p in params], device=logits_SV.device)
-    # The largest becomes 0 before the division, so that no temperature can overflow it.
-    logits_SV = (logits_SV - logits_SV.amax(dim=-1, keepdim=True)).div_(temperature_S.unsqueeze(1))
-    filtered = [index for index, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-    if filtered:
-        logits_SV[filtered] = _keep_top(logits_SV[filtered], [params[index] for index in filtered])
-    if any(p.min_p > 0 for p in params):
-        floor = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
-        floor_S1 = torch.tensor(floor, device=logits_SV.device).unsqueeze(1)
-        logits_SV.masked_fill_(logits_SV < floor_S1, -math.inf)
-    seeds = [_seed(p) for p in params]
-    noise_SV = exponential_noise(seeds, [row.output_index for row in rows], logits_SV.shape[1], logits_SV.device)
-    return logits_SV.sub_(noise_SV.log_()).argmax(dim=-1)
-
-
-def _keep_top(logits_FV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """-inf for what `top_k` and `top_p` leave out."""
-    vocab_size = logits_FV.shape[1]
-    device = logits_FV.device
-    top_k_F = torch.tensor([p.top_k or vocab_size for p in params], device=device)
-    # A row without top_p is not to lose the tokens behind which its probabilities have already summed to 1.
-    top_p_F = torch.tensor([p.top_p if p.top_p < 1.0 else math.inf for p in params], device=device)
-    sorted_FV, order_FV = logits_FV.sort(dim=-1, descending=True, stable=True)
-    dropped_FV = torch.arange(vocab_size, device=device) >= top_k_F.unsqueeze(1)
-    probability_FV = sorted_FV.masked_fill_(dropped_FV, -math.inf).softmax(dim=-1)
-    before_FV = probability_FV.cumsum(dim=-1) - probability_FV
-    dropped_FV |= before_FV >= top_p_F.unsqueeze(1)
-    dropped_FV[:, 0] = False
-    return sorted_FV.masked_fill_(dropped_FV, -math.inf).new_empty(sorted_FV.shape).scatter_(1, order_FV, sorted_FV)
-
-
-def _logprobs(
-    logprobs_LV: Tensor, chosen_L: Tensor, params: Sequence[SamplingParams]
-) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    chosen: list[float] = logprobs_LV.gather(1, chosen_L.unsqueeze(1)).squeeze(1).tolist()
-    counts = [p.logprobs or 0 for p in params]
-    if not any(counts):
-        return [(logprob, ()) for logprob in chosen]
-    values_LN, ids_LN = logprobs_LV.topk(min(max(counts), logprobs_LV.shape[1]), dim=-1)
-    tops = zip(ids_LN.tolist(), values_LN.tolist(), strict=True)
-    return [
-        (logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-        for logprob, count, (ids, values) in zip(chosen, counts, tops, strict=True)
-    ]
-
-
-def _seed(params: SamplingParams) -> int:
-    assert params.seed is not None, "the engine draws a seed for every request that has none"
-    return params.seed
+def needs_eager_sampling(rows: Sequence[SampleRow]) -> bool:
+    """Whether a row asks for what `choose_tokens` alone cannot give it."""
+    return any(row.history or row.forbidden or row.params.logit_bias or row.params.logprobs is not None for row in rows)

@@ -1,17 +1,17 @@
 """Which requests run in the next step, with which blocks, and what a finished step means for them. Pure.
 
 Knows no tensors, no clock (times come in as arguments) and no thread. Between `schedule` and the `complete` or `fail`
-that follows it one step is in flight; requests may come and go meanwhile, and the step's blocks stay held.
+of the same step it is in flight, and one more may be scheduled behind it; requests may come and go meanwhile.
 """
 
-import bisect
-from collections import deque
 from collections.abc import Sequence
 
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded, UnknownLease
 from baton.types import FinishReason, TokenOutput
 from engine.batch import Batch
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
+from engine.in_flight import Step, StepsInFlight
+from engine.next_step import NextStep
 from engine.request import (
     EngineLimits,
     EngineLoad,
@@ -23,16 +23,22 @@ from engine.request import (
     context_limit,
 )
 from engine.request_blocks import RequestBlocks
-from engine.state import Phase, RequestState, Scheduled, num_leased, tokens_waiting
+from engine.roster import Roster
+from engine.state import NO_END, End, Phase, RequestState
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over one cache.
+    """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
     Every running or reserved request has a seat, and there are no more seats than a step has tokens. So all decodes
-    fit into every step, and a request that is still in its prompt always finds at least one token of budget left.
+    fit into every step, and a request that is still in its prompt always finds budget left.
     A request runs only with blocks for all its known tokens; a decode that finds no further block sends the latest
     request back to be recomputed, never a prefill-only one.
+
+    The step behind one in flight goes on where that one will be: with the next chunk of a prompt, or with a token that
+    is still being drawn. Whoever ends with the step in front for certain has no row in it. Whoever turns out to have
+    ended there (a stop token, an abort, a failure) leaves a void row behind: nothing is told of it, but it writes to
+    its blocks, so those stay held until no step in flight has a row of the request.
     """
 
     def __init__(self, limits: EngineLimits, facts: ModelFacts) -> None:
@@ -40,16 +46,16 @@ class Scheduler:
         self._limits = limits
         self._facts = facts
         self._block_size = facts.block_size
-        self._seats = min(limits.max_batch_requests, limits.max_batch_tokens)
-        self._blocks = RequestBlocks(facts, prefix_cache=limits.prefix_cache)
-        self._requests: dict[str, RequestState] = {}
-        self._waiting: deque[RequestState] = deque()
-        self._running: list[RequestState] = []  # in order of arrival
-        self._num_reserved = 0
-        self._in_flight: list[Scheduled] = []
-        self._steps = 0
-        self._arrivals = 0
+        self._blocks = RequestBlocks(
+            facts, prefix_cache=limits.prefix_cache, align_tokens=limits.chunk_align_tokens or 1
+        )
+        self._roster = Roster(seats=min(limits.max_batch_requests, limits.max_batch_tokens))
+        self._in_flight = StepsInFlight()
         self._preemptions = 0
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._in_flight)
 
     # ---- requests come
 
@@ -61,10 +67,9 @@ class Scheduler:
             Overloaded: no room now, and `max_waiting` others wait already.
         """
         state = self._new_state(request, now)
-        if len(self._waiting) >= self._limits.max_waiting and not self._has_room(state):
-            raise self._overloaded(f"{len(self._waiting)} requests wait for room already")
-        self._enter(state)
-        self._waiting.append(state)
+        if len(self._roster.waiting) >= self._limits.max_waiting and not self._has_room(state):
+            raise self._overloaded(f"{len(self._roster.waiting)} requests wait for room already")
+        self._roster.enter(state, Phase.WAITING)
 
     def can_reserve(self, request: EngineRequest) -> bool:
         """Whether `reserve` would find room. Raises InvalidRequest as it does."""
@@ -82,9 +87,7 @@ class Scheduler:
         if not self._has_room(state):
             raise self._overloaded("no room for the request's blocks")
         self._blocks.take(state, self._blocks.cached(state))
-        state.phase = Phase.RESERVED
-        self._num_reserved += 1
-        self._enter(state)
+        self._roster.enter(state, Phase.RESERVED)
         return state.reservation()
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
@@ -113,11 +116,10 @@ class Scheduler:
         """
         state = self._reserved_state(request_id)
         check_first_token(first, index=state.num_output, vocab_size=self._facts.vocab_size)
-        state.num_computed = state.prefill_stop = state.num_tokens
+        state.fill()
         self._blocks.register(state)
-        self._run(state)
-        state.started = True
-        return self._append(state, first.token_id)[0]
+        self._roster.run(state)
+        return self._append(state, first.token_id).reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float) -> None:
         """A reserved request computes all but its cached tokens here. `output` is all of its output so far.
@@ -130,102 +132,101 @@ class Scheduler:
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         state.replace_output(output)
         state.queued_at = now
-        self._run(state)
+        self._roster.run(state)
         if not self._blocks.extend(state, state.num_tokens + 1):
             self._send_back(state)
 
     # ---- requests go
 
     def abort(self, request_id: str) -> bool:
-        """Ends the request, whatever it does. Returns True when its blocks are free only after the step in flight."""
-        state = self._requests.get(request_id)
-        if state is None:
-            return False
-        if any(state is scheduled.state for scheduled in self._in_flight):
-            state.ending = True
-            return True
-        self._remove(state)
-        return False
+        """Ends the request, whatever it does. True as long as its blocks, or those of one that ended, are in a step."""
+        state = self._roster.find(request_id)
+        if state is not None:
+            self._end(state)
+        return self._in_flight.has_row_named(request_id)
 
     def release(self, request_id: str) -> None:
         """Gives back the blocks of a prefilled request; they stay in the prefix cache. Unknown ids are ignored."""
-        state = self._requests.get(request_id)
+        state = self._roster.find(request_id)
         if state is None:
             return
         if state.phase is not Phase.HELD:
             raise InternalError(f"request {request_id} is released while {state.phase.value}", cure="abort it instead")
-        self._remove(state)
+        self._end(state)
 
     def fail_all(self, error: BatonError) -> StepEvents:
-        """Ends every request, also those of a step in flight, and tells of those that had not ended before."""
-        self._in_flight = []
-        states = list(self._requests.values())
-        for state in states:
-            self._remove(state)
-        unfinished = [state for state in states if state.phase is not Phase.HELD and not state.ending]
-        failed = tuple(RequestFailed(state.request_id, error) for state in unfinished)
-        return StepEvents(self._steps, 0.0, failed=failed)
+        """Ends every request and every step in flight, and tells of those that had not ended before."""
+        while self._in_flight:
+            self._land()
+        everyone = self._roster.everyone()
+        failed = tuple(RequestFailed(state.request_id, error) for state in everyone if state.phase is not Phase.HELD)
+        for state in everyone:
+            self._end(state)
+        return StepEvents(self._in_flight.launched, 0.0, failed=failed)
 
     # ---- steps
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step, or None when nobody can run. Single-token rows first."""
-        assert not self._in_flight, "one step at a time"
-        preemptions = self._preemptions
-        for state in [state for state in self._running if not state.prefilling]:
-            if state.phase is Phase.RUNNING and self._grow(state):
-                self._add_row(state, 1, None)
-        budget = self._limits.max_batch_tokens - len(self._in_flight)
-        for state in self._running:
-            if budget and state.prefilling:
-                budget -= self._add_chunk(state, budget, now)
-        # A step that sent somebody back has no room to give away.
-        while budget and self._preemptions == preemptions and (admitted := self._admit_waiting()) is not None:
-            budget -= self._add_chunk(admitted, budget, now)
-        if not self._in_flight:
+        """The next step, single-token rows first; None when nobody can run, or two steps are in flight.
+
+        None also when a decode finds no block while a step is in flight: who is sent back must not be in one.
+        """
+        if self._in_flight.full:
             return None
-        self._in_flight.sort(key=lambda scheduled: len(scheduled.row.token_ids) > 1)
-        self._steps += 1
-        return Batch(self._steps, tuple(scheduled.row for scheduled in self._in_flight))
+        preemptions = self._preemptions
+        decoding = self._decoding()
+        if decoding is None:
+            return None
+        step = NextStep(self._limits, block_size=self._block_size, now=now)
+        step.add_decodes(decoding)
+        for state in self._roster.running:
+            if state.prefilling:
+                step.add_chunk(state)
+        # A step that sent somebody back has no room to give away.
+        while self._preemptions == preemptions and (admitted := self._admit_waiting(step.budget)) is not None:
+            step.add_chunk(admitted)
+        return self._in_flight.launch(step) if step.rows else None
 
     def complete(self, results: Sequence[TokenOutput | None], seconds: float) -> StepEvents:
-        """The step in flight is over; `results` are its rows' tokens, None where a row drew none."""
+        """The oldest step in flight is over; `results` are its rows' tokens, None where a row drew none."""
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
         tokens: list[TokenSampled] = []
-        for (state, row, start), token in zip(self._take_in_flight(), results, strict=True):
-            was_prefilling = state.prefilling
-            state.num_computed = row.token_stop
-            self._blocks.register(state)
-            if state.ending:
-                self._remove(state)
+        block_size = self._block_size
+        step = self._land()
+        for state, row, token in zip(step.states, step.rows, results, strict=True):
+            if state.phase is Phase.ENDED:
                 continue
-            if start is not None:
-                started.append(start)
-            if was_prefilling:
+            if state.num_computed < state.prefill_stop:
                 chunks.append(ChunkComputed(state.request_id, row.token_start, row.token_stop, tuple(state.blocks)))
+                if state.request_id in step.started:
+                    started.append(step.started[state.request_id])
+            state.num_computed = num_computed = row.token_start + len(row.token_ids)
+            if num_computed // block_size > state.num_registered:
+                self._blocks.register(state)
             if token is not None:
+                state.num_pending -= 1
                 tokens.append(TokenSampled(state.request_id, token, *self._append(state, token.token_id)))
-        return StepEvents(self._steps, seconds, tuple(started), tuple(chunks), tuple(tokens))
+        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(tokens))
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
-        """The step in flight came to nothing: its requests end with `error`."""
-        failed: list[RequestFailed] = []
-        for scheduled in self._take_in_flight():
-            if not scheduled.state.ending:
-                failed.append(RequestFailed(scheduled.state.request_id, error))
-            self._remove(scheduled.state)
-        return StepEvents(self._steps, seconds, failed=tuple(failed))
+        """The oldest step in flight came to nothing: its requests end with `error`; their rows in the next are void."""
+        step = self._land()
+        failed = [state for state in step.states if state.phase is not Phase.ENDED]
+        for state in failed:
+            self._end(state)
+        events = tuple(RequestFailed(state.request_id, error) for state in failed)
+        return StepEvents(step.number, seconds, failed=events)
 
     def load(self) -> EngineLoad:
         return EngineLoad(
             blocks_total=self._blocks.num_blocks,
             blocks_free=self._blocks.num_free,
-            blocks_leased=num_leased(self._requests.values()),
-            requests_running=len(self._running),
-            requests_waiting=len(self._waiting),
-            tokens_waiting=tokens_waiting(self._waiting, self._running),
-            requests_total=self._arrivals,
+            blocks_leased=self._roster.num_leased,
+            requests_running=len(self._roster.running),
+            requests_waiting=len(self._roster.waiting),
+            tokens_waiting=self._roster.tokens_waiting,
+            requests_total=self._roster.arrivals,
             preemptions=self._preemptions,
         )
 
@@ -233,110 +234,93 @@ class Scheduler:
 
     def _has_room(self, state: RequestState) -> bool:
         """Room for `state` beside the running requests, the reserved ones, and all that wait before it."""
-        if len(self._running) + self._num_reserved + len(self._waiting) >= self._seats:
+        if self._roster.free_seats <= len(self._roster.waiting):
             return False
-        waiting = sum(self._blocks.needed(other) for other in self._waiting)
-        return self._blocks.fits(state, self._blocks.cached(state), spare=self._headroom() + waiting)
+        waiting = sum(self._blocks.needed(other) for other in self._roster.waiting)
+        return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)
 
-    def _headroom(self) -> int:
-        """One block for each running decode, so that a newcomer is not the next to be sent back."""
-        return sum(1 for state in self._running if not state.request.prefill_only)
-
-    def _admit_waiting(self) -> RequestState | None:
-        """Lets the first waiting request run, if there is room; others never pass it."""
-        if not self._waiting or len(self._running) + self._num_reserved >= self._seats:
+    def _admit_waiting(self, budget: int) -> RequestState | None:
+        """Lets the first waiting request run, if there is room for it and its chunk; others never pass it."""
+        if not self._roster.waiting or not self._roster.free_seats:
             return None
-        state = self._waiting[0]
+        state = self._roster.waiting[0]
         cached = self._blocks.cached(state)
-        if not self._blocks.fits(state, cached, spare=self._headroom()):
+        if not self._blocks.fits(state, cached, spare=self._roster.num_decoders):
             return None
-        self._waiting.popleft()
+        if not self._limits.chunk_tokens(len(cached) * self._block_size, state.num_tokens, budget):
+            return None
         self._blocks.take(state, cached)
-        self._run(state)
+        self._roster.run(state)
         return state
 
-    def _grow(self, state: RequestState) -> bool:
-        """Finds a block for the token that `state` decodes; False when `state` itself had to be sent back for it."""
-        while not self._blocks.extend(state, state.num_tokens):
-            latest = next(other for other in reversed(self._running) if not other.request.prefill_only)
-            self._send_back(latest)
-            if latest is state:
-                return False
-        return True
+    def _decoding(self) -> list[RequestState] | None:
+        """Who decodes in the next step, with a slot for it; for want of one the latest requests are sent back.
+
+        None, and nothing is changed, when that has to wait for a step in flight.
+        """
+        decoding = [state for state in self._roster.running if state.decoding]
+        full = [state for state in decoding if state.num_scheduled == len(state.blocks) * self._block_size]
+        if len(full) <= self._blocks.num_free:
+            for state in full:
+                self._blocks.extend(state, state.num_scheduled + 1)
+            return decoding
+        if self._in_flight:
+            return None
+        for state in full:
+            while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
+                self._send_back(self._roster.latest_decoder)
+        return [state for state in decoding if state.phase is Phase.RUNNING]
+
+    def _land(self) -> Step:
+        """The oldest step is in flight no more; who ended meanwhile, and has no row in the next, loses its blocks."""
+        step = self._in_flight.land()
+        for state in step.states:
+            if state.phase is Phase.ENDED and state.last_step == step.number:
+                self._blocks.give_back(state)
+        return step
 
     # ---- changes of state
 
     def _new_state(self, request: EngineRequest, now: float) -> RequestState:
-        if request.request_id in self._requests:
+        if self._roster.find(request.request_id) is not None:
             raise InvalidRequest(
                 f"request {request.request_id} is here already", field="request_id", value=request.request_id
             )
         check_request(request, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
-        keys = self._blocks.keys(request)
-        return RequestState(request, queued_at=now, keys=keys, eos_token_ids=self._facts.eos_token_ids)
+        return RequestState(
+            request,
+            queued_at=now,
+            keys=self._blocks.keys(request),
+            eos_token_ids=self._facts.eos_token_ids,
+            max_context_tokens=self.max_context_tokens,
+        )
 
     def _reserved_state(self, request_id: str) -> RequestState:
-        state = self._requests.get(request_id)
+        state = self._roster.find(request_id)
         if state is None or state.phase is not Phase.RESERVED:
             raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
         return state
 
-    def _enter(self, state: RequestState) -> None:
-        state.arrival = self._arrivals
-        self._arrivals += 1
-        self._requests[state.request_id] = state
-
-    def _run(self, state: RequestState) -> None:
-        if state.phase is Phase.RESERVED:
-            self._num_reserved -= 1
-        state.phase = Phase.RUNNING
-        bisect.insort(self._running, state, key=lambda other: other.arrival)
-
     def _send_back(self, state: RequestState) -> None:
         """Takes the blocks of a running request; its tokens stay, their KV is recomputed when there is room."""
-        self._running.remove(state)
+        assert not self._in_flight.has_row_of(state), "a step in flight writes to its blocks"
+        self._roster.wait_first(state)
         self._blocks.give_back(state)
-        state.phase = Phase.WAITING
-        self._waiting.appendleft(state)
         self._preemptions += 1
 
-    def _append(self, state: RequestState, token_id: int) -> tuple[FinishReason | None, str]:
-        state.tokens.append(token_id)
-        end = state.end_of(token_id, max_context_tokens=self.max_context_tokens)
-        if state.request.prefill_only:
-            self._running.remove(state)
-            state.phase = Phase.HELD
-        elif end[0] is not None:
-            self._remove(state)
+    def _append(self, state: RequestState, token_id: int) -> End:
+        end = state.append(token_id)
+        if state.prefill_only:
+            self._roster.hold(state)
+        elif end is not NO_END:
+            self._end(state)
         return end
 
-    def _remove(self, state: RequestState) -> None:
-        if state.phase is Phase.RUNNING:
-            self._running.remove(state)
-        elif state.phase is Phase.WAITING:
-            self._waiting.remove(state)
-        elif state.phase is Phase.RESERVED:
-            self._num_reserved -= 1
-        self._blocks.give_back(state)
-        del self._requests[state.request_id]
-
-    def _add_chunk(self, state: RequestState, budget: int, now: float) -> int:
-        """Puts as much of the request's prompt into the step as the budget lets; returns how much."""
-        num_tokens = min(budget, state.num_remaining)
-        started = None
-        if not state.started:
-            state.started = True
-            started = RequestStarted(state.request_id, state.num_cached, now - state.queued_at)
-        self._add_row(state, num_tokens, started)
-        return num_tokens
-
-    def _add_row(self, state: RequestState, num_tokens: int, started: RequestStarted | None) -> None:
-        row = state.row(num_tokens, block_size=self._block_size)
-        self._in_flight.append(Scheduled(state, row, started))
-
-    def _take_in_flight(self) -> list[Scheduled]:
-        in_flight, self._in_flight = self._in_flight, []
-        return in_flight
+    def _end(self, state: RequestState) -> None:
+        """It is told of no more. Its blocks are free, unless a step in flight writes to them: then when that lands."""
+        self._roster.end(state)
+        if not self._in_flight.has_row_of(state):
+            self._blocks.give_back(state)
 
     def _overloaded(self, message: str) -> Overloaded:
         return Overloaded(message, cure="try again later", retry_after_s=self._limits.retry_after_s)

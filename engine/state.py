@@ -1,23 +1,39 @@
 """What the scheduler keeps of one live request: its tokens, its blocks, how far its KV is, when it ends. Pure."""
 
-from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
 from baton.types import FinishReason
 from engine.batch import BatchRow, SampleRow
 from engine.block_manager import KeyChain
-from engine.events import RequestStarted
 from engine.request import EngineRequest, IntArray, Reservation, check_continuation, check_output, int_array
+
+# Shared by all rows that have no more to say; nobody writes to them.
+_UNKNOWN_TOKEN = int_array([0])
+_NO_HISTORY = int_array()
 
 
 class Phase(Enum):
-    """WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, HELD for its release; both keep blocks."""
+    """WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, HELD for its release; both keep blocks.
+
+    ENDED keeps blocks only while a step in flight has a row of it.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     RESERVED = "reserved"
     HELD = "held"
+    ENDED = "ended"
+
+
+class End(NamedTuple):
+    """Why a request ends, and with which of its own stop tokens, as text."""
+
+    reason: FinishReason | None
+    stop_reason: str
+
+
+NO_END = End(None, "")
 
 
 class RequestState:
@@ -25,18 +41,28 @@ class RequestState:
 
     Attributes:
         arrival: its number in order of arrival.
-        tokens: prompt and output so far.
+        tokens: prompt and output, as far as they are known.
         blocks: its blocks in order; empty while it waits.
         num_computed: leading tokens whose KV is in `blocks`.
+        num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
+        num_pending: tokens behind `tokens` that steps in flight are drawing.
+        last_step, row_index: the last step that has a row of it, and where; 0 before the first.
         prefill_stop: tokens that are computed as prompt; those behind it are decoded one by one.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
-        ending: aborted while in the step in flight; it goes when that step is over.
     """
 
     def __init__(
-        self, request: EngineRequest, *, queued_at: float, keys: KeyChain, eos_token_ids: tuple[int, ...]
+        self,
+        request: EngineRequest,
+        *,
+        queued_at: float,
+        keys: KeyChain,
+        eos_token_ids: tuple[int, ...],
+        max_context_tokens: int,
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
+        self.prefill_only = request.prefill_only
         self.arrival = 0
         self.queued_at = queued_at
         self.keys = keys
@@ -45,44 +71,55 @@ class RequestState:
         self.blocks: IntArray = int_array()
         self.num_cached = 0
         self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_pending = 0
+        self.last_step = 0
+        self.row_index = 0
         self.num_registered = 0
         self.prefill_stop = len(self.tokens)
         self.started = False
-        self.ending = False
         sampling = request.sampling
+        self._prompt_tokens = len(request.prompt)
+        self._max_tokens = min(self._prompt_tokens + sampling.max_tokens, max_context_tokens)
+        self._row_blocks: IntArray = int_array()
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._forbidden_early = tuple(sorted(self._eos_token_ids | self._stop_token_ids))
+        self._end_token_ids = self._eos_token_ids.union(sampling.stop_token_ids)
+        self._forbidden_early = tuple(sorted(self._end_token_ids))
         self._penalised = (
             sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         )
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
     @property
-    def num_remaining(self) -> int:
-        """Known tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.num_computed
-
-    @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self._prompt_tokens
 
     @property
     def prefilling(self) -> bool:
-        return self.num_computed < self.prefill_stop
+        """Some of its prompt is in no step yet."""
+        return self.num_scheduled < self.prefill_stop
+
+    @property
+    def decoding(self) -> bool:
+        """Its next row is a decode: its prompt is scheduled, and what is being drawn cannot be its last token."""
+        if self.num_scheduled < self.prefill_stop:
+            return False
+        return not self.num_pending or (len(self.tokens) + 1 < self._max_tokens and not self.prefill_only)
+
+    @property
+    def prompt_remaining(self) -> int:
+        """Tokens of its prompt whose KV is still to be computed."""
+        return max(0, self.prefill_stop - self.num_computed)
 
     def hold(self, blocks: list[int], *, num_cached_blocks: int, block_size: int) -> None:
         """It has these blocks now; the first `num_cached_blocks` of them came from the prefix cache."""
         self.blocks = int_array(blocks)
+        self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
-        self.num_computed = num_cached_blocks * block_size
+        self.num_computed = self.num_scheduled = num_cached_blocks * block_size
         self.prefill_stop = len(self.tokens)
         if not self.started:
             self.num_cached = self.num_computed
@@ -90,73 +127,63 @@ class RequestState:
     def drop_blocks(self) -> IntArray:
         """It has no blocks now, and no KV; returns those that it had."""
         blocks, self.blocks = self.blocks, int_array()
-        self.num_computed = self.num_registered = 0
+        self.num_computed = self.num_scheduled = self.num_registered = 0
         self.prefill_stop = len(self.tokens)
         return blocks
+
+    def fill(self) -> None:
+        """The KV of all its tokens has come into its blocks."""
+        self.num_computed = self.num_scheduled = self.prefill_stop = len(self.tokens)
+        self.started = True
 
     def replace_output(self, output: tuple[int, ...]) -> None:
         self.tokens = int_array([*self.request.prompt, *output])
         self.prefill_stop = len(self.tokens)
 
-    def row(self, num_tokens: int, *, block_size: int) -> BatchRow:
-        """Its part of a step that computes `num_tokens` more of its tokens."""
-        start, stop = self.num_computed, self.num_computed + num_tokens
+    def next_row(self, num_tokens: int, *, block_size: int) -> BatchRow:
+        """Its part of the next step, which computes `num_tokens` more of its tokens; they count as scheduled now.
+
+        Behind the known tokens comes the one that the step in front draws.
+        """
+        start, known = self.num_scheduled, len(self.tokens)
+        stop = start + num_tokens
+        pending = start == known
+        num_blocks = -(-stop // block_size)
+        # NOTE: blocks are copied only when they change. The device thread reads this array while `blocks` may grow.
+        if len(self._row_blocks) != num_blocks:
+            self._row_blocks = self.blocks[:num_blocks]
+        sample = None
+        if stop == known + self.num_pending:
+            self.num_pending += 1
+            sampling, output_index = self.request.sampling, stop - self._prompt_tokens
+            sample = SampleRow(
+                sampling,
+                output_index,
+                self._forbidden_early if output_index < sampling.min_tokens else (),
+                self.tokens[:] if self._penalised else _NO_HISTORY,
+                self._prompt_tokens,
+            )
+        self.num_scheduled = stop
         return BatchRow(
-            self.request.request_id,
-            token_ids=self.tokens[start:stop],
-            token_start=start,
-            block_ids=self.blocks[: -(-stop // block_size)],
-            sample=self._sample_row() if stop == len(self.tokens) else None,
+            self.request_id,
+            _UNKNOWN_TOKEN if pending else self.tokens[start:stop],
+            start,
+            self._row_blocks,
+            sample,
+            self.row_index if pending else None,
         )
+
+    def append(self, token_id: int) -> End:
+        """Its next token is known; NO_END when more will follow."""
+        self.tokens.append(token_id)
+        if token_id in self._end_token_ids and self.num_output > self.request.sampling.min_tokens:
+            return End(FinishReason.STOP, "" if token_id in self._eos_token_ids else str(token_id))
+        return End(FinishReason.LENGTH, "") if len(self.tokens) >= self._max_tokens else NO_END
 
     def reservation(self) -> Reservation:
         return Reservation(self.request_id, tuple(self.blocks), self.num_cached)
 
     def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
         """Raises InvalidRequest when `output`, all of it so far, does not continue what the request had."""
-        check_continuation(tuple(self.tokens[len(self.request.prompt) :]), output)
+        check_continuation(tuple(self.tokens[self._prompt_tokens :]), output)
         check_output(self.request, output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
-
-    def end_of(self, token_id: int, *, max_context_tokens: int) -> tuple[FinishReason | None, str]:
-        """Whether `token_id`, already the last of `tokens`, ends the request, and which stop token did."""
-        sampling = self.request.sampling
-        if self.num_output > sampling.min_tokens:
-            if token_id in self._eos_token_ids:
-                return FinishReason.STOP, ""
-            if token_id in self._stop_token_ids:
-                return FinishReason.STOP, str(token_id)
-        if self.num_output >= sampling.max_tokens or len(self.tokens) >= max_context_tokens:
-            return FinishReason.LENGTH, ""
-        return None, ""
-
-    def _sample_row(self) -> SampleRow:
-        sampling = self.request.sampling
-        index = self.num_output
-        return SampleRow(
-            params=sampling,
-            output_index=index,
-            forbidden=self._forbidden_early if index < sampling.min_tokens else (),
-            history=self.tokens[:] if self._penalised else int_array(),
-            prompt_tokens=len(self.request.prompt),
-        )
-
-
-class Scheduled(NamedTuple):
-    state: RequestState
-    row: BatchRow
-    started: RequestStarted | None
-
-
-def num_leased(states: Iterable[RequestState]) -> int:
-    """Distinct blocks of requests whose KV is on its way, in or out."""
-    leased: set[int] = set()
-    for state in states:
-        if state.phase in (Phase.RESERVED, Phase.HELD):
-            leased.update(state.blocks)
-    return len(leased)
-
-
-def tokens_waiting(waiting: Iterable[RequestState], running: Iterable[RequestState]) -> int:
-    """Prompt tokens that are still to be computed."""
-    prefilling = (state for state in running if state.prefilling)
-    return sum(state.num_remaining for state in (*waiting, *prefilling))

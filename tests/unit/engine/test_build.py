@@ -88,11 +88,17 @@ def test_dummy_weights_need_no_checkpoint(llama: Llama, tmp_path: Path) -> None:
     assert built.identity.weights_digest == "dummy"
 
 
+def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
+    built = build_runner(directory=llama[0])
+    assert built.cache.storage.nbytes <= 128 << 20
+    assert (built.limits.max_batch_tokens, built.limits.max_batch_requests) == (256, 64)
+    assert built.memory is None
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "told"),
     [
         ({"kv_cache_bytes": 100}, "kv_cache_mib", "at least 4096 bytes"),
-        ({}, "num_blocks", "neither num_blocks nor kv_cache_bytes"),
         ({"num_blocks": 4, "device": "gpu"}, "device", "cuda"),
         ({"num_blocks": 4, "dtype": "int8"}, "dtype", "bfloat16"),
         ({"num_blocks": 4, "kv_cache_dtype": "float8_e4m3fn"}, "kv_cache_dtype", "auto, fp8_e4m3, fp8_e5m2"),

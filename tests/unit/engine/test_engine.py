@@ -126,7 +126,8 @@ async def test_a_stop_token_ends_a_request_and_is_named(llama: Llama, built: Bui
         await heard.finished("a")
     assert heard.ids("a") == expected[: expected.index(expected[3]) + 1]
     assert heard.reasons["a"] is FinishReason.STOP
-    assert heard.steps[-1].tokens[0].stop_reason == str(expected[3])
+    (last,) = [sampled for events in heard.steps for sampled in events.tokens if sampled.finish_reason]
+    assert last.stop_reason == str(expected[3])
 
 
 # ---- the hand-over
@@ -255,7 +256,7 @@ async def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(
     llama: Llama, built: Built, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = prompt_of(6)
-    norm = built.runner._model.model.norm
+    norm = built.runner.model.model.norm
     weight = norm.weight
     async with running(built) as (engine, heard):
         norm.weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)  # does not fit: every forward raises

@@ -2,13 +2,18 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from engine.random import exponential_noise, philox_4x32
 
-CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF
+
+
+def noise_of(seeds: list[int], positions: list[int], vocab_size: int) -> torch.Tensor:
+    bits = torch.from_numpy(np.array(seeds, np.uint64).view(np.int64))
+    return exponential_noise(bits, torch.tensor(positions), vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -35,23 +40,23 @@ def test_philox_gives_the_known_answers(
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     seeds = [0, 1, 2**64 - 1, 1]
     positions = [0, 7, 7, 8]
-    together = exponential_noise(seeds, positions, 101, CPU)
+    together = noise_of(seeds, positions, 101)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        alone = exponential_noise([seed], [position], 101, CPU)
+        alone = noise_of([seed], [position], 101)
         assert torch.equal(alone[0], together[row])
-        assert torch.equal(exponential_noise([seed], [position], 50, CPU)[0], together[row, :50])
+        assert torch.equal(noise_of([seed], [position], 50)[0], together[row, :50])
 
 
 def test_neighbouring_seeds_positions_and_halves_of_a_seed_share_nothing() -> None:
     keys = [(0, 0), (1, 0), (0, 1), (1 << 32, 0), (0, 2)]
-    noise = exponential_noise([seed for seed, _ in keys], [position for _, position in keys], 4096, CPU)
+    noise = noise_of([seed for seed, _ in keys], [position for _, position in keys], 4096)
     assert len(noise.flatten().unique()) > 0.999 * noise.numel()
     correlations = torch.corrcoef(noise) - torch.eye(len(keys))
     assert correlations.abs().max() < 5 / math.sqrt(4096)
 
 
 def test_noise_is_exponential_and_finite() -> None:
-    noise = exponential_noise([3] * 64, list(range(64)), 4096, CPU).double().flatten()
+    noise = noise_of([3] * 64, list(range(64)), 4096).double().flatten()
     assert noise.isfinite().all()
     assert (noise > 0).all()
     uniform = (1 - (-noise).exp()).sort().values

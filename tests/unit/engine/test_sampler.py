@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.types import SamplingParams, TokenOutput
 from engine.batch import SampleRow
+from engine.penalties import edits_of
 from engine.random import exponential_noise
 from engine.request import int_array
-from engine.sampler import sample
+from engine.sampler import needs_eager_sampling, sample
+from tests.device import DEVICE
 
 VOCAB_SIZE = 67
 GREEDY = SamplingParams(temperature=0.0)
@@ -33,8 +37,15 @@ def random_logits(num_rows: int, *, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def outputs(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[TokenOutput]:
+    sampled = sample(logits.to(DEVICE), rows).to_host()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return sampled.outputs()
+
+
 def draw(logits: torch.Tensor, *rows: SampleRow) -> list[int]:
-    return [token.token_id for token in sample(logits.clone(), rows)]
+    return [token.token_id for token in outputs(logits.clone(), rows)]
 
 
 def reference_edits(logits: Array, one: SampleRow) -> Array:
@@ -78,7 +89,9 @@ def reference_token(logits: Array, one: SampleRow) -> int:
         return int(logits.argmax())
     assert one.params.seed is not None
     noise = (
-        exponential_noise([one.params.seed], [one.output_index], len(logits), torch.device("cpu"))[0].double().numpy()
+        exponential_noise(torch.tensor([one.params.seed]), torch.tensor([one.output_index]), len(logits))[0]
+        .double()
+        .numpy()
     )
     with np.errstate(divide="ignore"):
         return int((np.log(reference_probabilities(logits, one.params)) - np.log(noise)).argmax())
@@ -184,7 +197,7 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_row_asks() -> None:
         row(GREEDY),
         row(replace(GREEDY, logprobs=0)),
     ]
-    biased, silent, chosen_only = sample(logits.clone(), rows)
+    biased, silent, chosen_only = outputs(logits.clone(), rows)
     expected = torch.log_softmax(logits.double(), dim=-1)
     assert (biased.token_id, biased.index) == (4, 3)
     assert biased.logprob == pytest.approx(expected[0, 4].item(), abs=1e-5)
@@ -198,7 +211,59 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_row_asks() -> None:
 
 def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:
     rows = [row(replace(GREEDY, logprobs=count)) for count in (1, 20, 0)]
-    told = sample(random_logits(3), rows)
+    told = outputs(random_logits(3), rows)
     assert [len(token.top_logprobs) for token in told] == [1, 20, 0]
-    few = sample(torch.zeros(1, 3), [row(replace(GREEDY, logprobs=20))])
+    few = outputs(torch.zeros(1, 3), [row(replace(GREEDY, logprobs=20))])
     assert len(few[0].top_logprobs) == 3
+
+
+def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> None:
+    penalties = SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=1.0, presence_penalty=0.5)
+    prompts: list[list[int]] = [[5, 6], [9], [1, 2, 3], [4]]
+    texts: list[list[int]] = [[7, 7, 8], [], [9], [10]]
+    newest = [8, 9, -1, 12]
+    logits = random_logits(4) / 10
+    logits[torch.arange(4), torch.tensor([8, 9, 0, 12])] += 3.0
+    rows = [row(penalties, prompt=p, output=o) for p, o in zip(prompts, texts, strict=True)]
+    whole = [
+        row(penalties, prompt=p, output=[*o, token_id] if token_id >= 0 else o)
+        for p, o, token_id in zip(prompts, texts, newest, strict=True)
+    ]
+    late, known = (logits.to(DEVICE, copy=True) for _ in range(2))
+    late_R = sample(late, rows, pending_R=torch.tensor(newest, dtype=torch.int32, device=DEVICE)).chosen_R
+    assert torch.equal(late_R, sample(known, whole).chosen_R)
+    assert torch.equal(late, known)
+    assert not torch.equal(late.cpu(), logits)
+
+
+class _NothingWaits(TorchDispatchMode):
+    """Refuses what makes the host wait for a GPU: sizes or numbers that depend on data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "_unique2", "unique_dim"}
+        indices = [one for one in torch.utils._pytree.tree_leaves(args[1:]) if isinstance(one, torch.Tensor)]
+        assert not name.startswith("index") or all(one.dtype is not torch.bool for one in indices)
+        return func(*args, **(kwargs or {}))
+
+
+def test_edits_wait_for_nothing_on_the_device() -> None:
+    edited = [ROWS[name] for name in ("all penalties", "repetition", "bias", "forbidden", "greedy")]
+    pending_R = torch.tensor([3, -1, -1, -1, -1], dtype=torch.int32)
+    logits = random_logits(len(edited))
+    edits = edits_of(edited, pending_R=pending_R)
+    arrays = [[torch.from_numpy(array) for array in edit.arrays] for edit in edits]
+    with _NothingWaits():  # type: ignore[no-untyped-call]
+        for edit, tensors in zip(edits, arrays, strict=True):
+            edit.apply(logits, *tensors)
+    with pytest.raises(AssertionError), _NothingWaits():  # type: ignore[no-untyped-call]
+        logits[0, 0].item()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_only_what_no_graph_can_hold_is_sampled_eagerly(name: str) -> None:
+    in_graph = {"greedy", "plain", "cold", "hot"}
+    assert needs_eager_sampling([ROWS["plain"], ROWS[name]]) == (
+        name not in in_graph and not name.startswith(("top_", "min_"))
+    )
+    assert needs_eager_sampling([row(replace(GREEDY, logprobs=0))])

@@ -1,11 +1,13 @@
 """I1, I2 and I5 by model checking: whatever clients, peers and devices do, in whatever order.
 
-The model keeps for every cache slot the token sequence whose KV was last written there. A row may only read slots that
-hold exactly its own sequence.
+The model is a device that runs steps in order, at any moment between their launch and their end, and draws what it
+likes. It keeps for every cache slot the token sequence whose KV was last written there: a row may only read slots that
+hold exactly its own sequence, and no slot that a step in flight may write belongs to anybody else.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,33 +15,53 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.errors import InternalError, Overloaded
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch
+from engine.batch import Batch, BatchRow
+from engine.block_manager import BlockManager
 from engine.events import StepEvents
-from engine.request import EngineLimits, EngineRequest, IntArray, ModelFacts, Reservation
+from engine.request import EngineLimits, EngineRequest, ModelFacts, Reservation
 from engine.scheduler import Scheduler
 from engine.state import Phase, RequestState
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 9
 MAX_CONTEXT = 16
-BUDGET = 5
 SEATS = 4
 EOS = 3
 TOKENS = st.integers(0, EOS)
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class Running:
+    """A step in flight. `drawn` has a token per row, once the device has run the step."""
+
+    batch: Batch
+    drawn: list[int] | None = None
+
 
 class SchedulerMachine(RuleBasedStateMachine):
+    budget = 5
+    align: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        limits = EngineLimits(max_batch_tokens=BUDGET, max_batch_requests=SEATS, max_waiting=3)
+        limits = EngineLimits(
+            max_batch_tokens=self.budget, max_batch_requests=SEATS, max_waiting=3, chunk_align_tokens=self.align
+        )
         facts = ModelFacts(
             NUM_BLOCKS, BLOCK_SIZE, vocab_size=4, max_context_tokens=MAX_CONTEXT, eos_token_ids=(EOS,), identity=""
         )
         self.scheduler = Scheduler(limits, facts)
-        self.written: dict[int, bytes] = {}
-        self.in_flight: Batch | None = None
+        self.written: dict[int, Tokens] = {}
+        self.in_flight: deque[Running] = deque()
+        self.front: tuple[int, list[int]] = (0, [])  # the step that the device ran last, and what it drew
         self.names = 0
+        self.prompts: dict[str, int] = {}
+        self.sequences: dict[str, Tokens] = {}  # as the device sees them: what it drew is there at once
+        self.given: dict[str, int] = {}  # output tokens that its owner knows of
+        self.doomed: set[str] = set()  # a step that failed had a row of it, so its KV has a hole
         self.live: set[str] = set()  # taken in, and neither told to have ended nor aborted
         self.reserved: dict[str, Reservation] = {}
         self.held: set[str] = set()
@@ -47,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- what clients and peers do
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 8), prefill_only=st.booleans())
-    def submit(self, prompt: tuple[int, ...], max_tokens: int, prefill_only: bool) -> None:
+    def submit(self, prompt: Tokens, max_tokens: int, prefill_only: bool) -> None:
         request = self.request(prompt, max_tokens, prefill_only=prefill_only)
         try:
             self.scheduler.submit(request, 0.0)
@@ -56,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live.add(request.request_id)
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(3, 8), output=st.sampled_from([(), (1,), (1, 0)]))
-    def reserve(self, prompt: tuple[int, ...], max_tokens: int, output: tuple[int, ...]) -> None:
+    def reserve(self, prompt: Tokens, max_tokens: int, output: Tokens) -> None:
         request = self.request(prompt, max_tokens, output=output)
         promised = self.scheduler.can_reserve(request)
         try:
@@ -66,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert promised
         assert reservation.cached_tokens % BLOCK_SIZE == 0
+        assert reservation.cached_tokens % (self.align or 1) == 0
         assert reservation.cached_tokens < len(prompt) + len(output) < len(reservation.block_ids) * BLOCK_SIZE
         self.live.add(request.request_id)
         self.reserved[request.request_id] = reservation
@@ -75,9 +98,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, token_id: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         reservation = self.reserved.pop(name)
-        state = self.states()[name]
-        self.write(state.tokens, reservation.block_ids, reservation.cached_tokens, state.num_tokens)
-        if self.scheduler.admit(name, TokenOutput(token_id, state.num_output)) is not None:
+        self.write(self.sequences[name], reservation.block_ids, reservation.cached_tokens, len(self.sequences[name]))
+        first = TokenOutput(token_id, self.given[name])
+        self.sequences[name] += (token_id,)
+        self.given[name] += 1
+        if self.scheduler.admit(name, first) is not None:
             self.live.remove(name)
 
     @precondition(lambda self: self.reserved)
@@ -85,25 +110,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def more_output(self, data: st.DataObject, here: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         state = self.states()[name]
-        output = (*state.tokens[len(state.request.prompt) :], 1)
-        if len(output) >= state.request.sampling.max_tokens or state.num_tokens + 1 >= MAX_CONTEXT:
+        sequence = (*self.sequences[name], 1)
+        output = sequence[self.prompts[name] :]
+        if len(output) >= state.request.sampling.max_tokens or len(sequence) >= MAX_CONTEXT:
             return
         if here:
             self.scheduler.prefill_here(name, output, 0.0)
             del self.reserved[name]
-            return
-        try:
-            self.reserved[name] = self.scheduler.extend_reserved(name, output)
-        except Overloaded:
-            return
+        else:
+            try:
+                self.reserved[name] = self.scheduler.extend_reserved(name, output)
+            except Overloaded:
+                return
+        self.sequences[name] = sequence
+        self.given[name] = len(output)
 
-    @precondition(lambda self: self.states())
+    @precondition(lambda self: self.prompts)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.states())))
+        name = data.draw(st.sampled_from(sorted(self.prompts)))
         later = self.scheduler.abort(name)
-        assert later == (self.in_flight is not None and any(row.request_id == name for row in self.in_flight.rows))
-        assert (name in self.states()) == later
+        assert later == any(row.request_id == name for row in self.rows())
+        assert name not in self.states()
         self.live.discard(name)
         self.held.discard(name)
         self.reserved.pop(name, None)
@@ -117,125 +145,210 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- what the run loop does
 
-    @precondition(lambda self: self.in_flight is None)
     @rule()
     def schedule(self) -> None:
-        prefilling = [state for state in self.states().values() if state.phase is Phase.RUNNING and state.prefilling]
-        preemptions = self.scheduler.load().preemptions
-        self.in_flight = batch = self.scheduler.schedule(0.0)
+        running = [state for state in self.states().values() if state.phase is Phase.RUNNING]
+        prefilling = [state for state in running if state.prefilling]
+        before = self.scheduler.load()
+        batch = self.scheduler.schedule(0.0)
+        sent_back = self.scheduler.load().preemptions - before.preemptions
+        if len(self.in_flight) == 2:
+            assert batch is None
+            return
+        if self.in_flight:
+            assert sent_back == 0
         if batch is None:
-            assert not any(state.phase is Phase.RUNNING for state in self.states().values())
+            able = [state for state in running if state.phase is Phase.RUNNING and (state.prefilling or state.decoding)]
+            assert not able or (self.in_flight and before.blocks_free < len(able))
             return
         lengths = [len(row.token_ids) for row in batch.rows]
-        assert sum(lengths) <= BUDGET
+        assert sum(lengths) <= self.budget
         assert len(lengths) <= SEATS
         assert min(lengths) > 0
         assert [length > 1 for length in lengths] == sorted(length > 1 for length in lengths)
-        for row in batch.rows:
-            tokens = self.states()[row.request_id].tokens
-            assert row.token_ids == tokens[row.token_start : row.token_stop]
-            assert (row.sample is not None) == (row.token_stop == len(tokens))
-            for position in range(row.token_start):
-                assert self.written[self.slot(row.block_ids, position)] == tokens[: position + 1].tobytes()
-        if prefilling and self.scheduler.load().preemptions == preemptions:
+        if prefilling and not sent_back:
             assert any(row.request_id == prefilling[0].request_id for row in batch.rows)
+        self.in_flight.append(Running(batch))
 
-    @precondition(lambda self: self.in_flight is not None)
+    @precondition(lambda self: any(step.drawn is None for step in self.in_flight))
+    @rule(data=st.data())
+    def run_on_the_device(self, data: st.DataObject) -> None:
+        step = next(step for step in self.in_flight if step.drawn is None)
+        self.run(step, [data.draw(TOKENS) for _ in step.batch.rows])
+
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        batch = self.take_in_flight()
-        for row in batch.rows:
-            self.write(self.states()[row.request_id].tokens, row.block_ids, row.token_start, row.token_stop)
-        results = [
-            TokenOutput(data.draw(TOKENS), row.sample.output_index) if row.sample else None for row in batch.rows
-        ]
-        self.hear(self.scheduler.complete(results, 0.0))
+        if self.in_flight[0].drawn is None:
+            self.run(self.in_flight[0], [data.draw(TOKENS) for _ in self.in_flight[0].batch.rows])
+        self.complete_oldest()
 
-    @precondition(lambda self: self.in_flight is not None)
+    @precondition(lambda self: self.in_flight)
     @rule()
     def fail(self) -> None:
-        batch = self.take_in_flight()
-        for row in batch.rows:
+        step = self.in_flight.popleft()
+        if step.drawn is None:
+            self.front = (step.batch.step, [0] * len(step.batch.rows))
+        for row in step.batch.rows:
+            self.doomed.add(row.request_id)
             for position in range(row.token_start, row.token_stop):
                 self.written.pop(self.slot(row.block_ids, position), None)
-        self.hear(self.scheduler.fail(InternalError("the device failed"), 0.0))
+        expected = [row.request_id for row in step.batch.rows if row.request_id in self.live]
+        events = self.scheduler.fail(InternalError("the device failed"), 0.0)
+        assert events.step == step.batch.step
+        assert [failed.request_id for failed in events.failed] == expected
+        self.live.difference_update(expected)
 
     # ---- what always holds
 
     @invariant()
     def references_equal_holders(self) -> None:
-        held = Counter(block_id for state in self.states().values() for block_id in state.blocks)
-        manager = self.scheduler._blocks._blocks
-        assert [manager.references(block_id) for block_id in range(NUM_BLOCKS)] == [
+        held = Counter(block_id for state in self.holders() for block_id in state.blocks)
+        assert [self.manager().references(block_id) for block_id in range(NUM_BLOCKS)] == [
             held[block_id] for block_id in range(NUM_BLOCKS)
         ]
         assert self.scheduler.load().blocks_free == NUM_BLOCKS - len(held)
 
     @invariant()
     def nobody_writes_to_a_block_that_another_holds(self) -> None:
-        held = Counter(block_id for state in self.states().values() for block_id in state.blocks)
-        for state in self.states().values():
+        for state in self.holders():
             if state.phase is not Phase.HELD:
-                assert all(held[block_id] == 1 for block_id in state.blocks[state.num_computed // BLOCK_SIZE :])
+                for block_id in state.blocks[state.num_computed // BLOCK_SIZE :]:
+                    assert self.manager().references(block_id) == 1
+
+    @invariant()
+    def a_step_in_flight_reads_what_is_held_and_writes_what_nobody_can_match(self) -> None:
+        for row in self.rows():
+            assert all(self.manager().references(block_id) for block_id in row.block_ids)
+            for block_id in row.block_ids[row.token_start // BLOCK_SIZE :]:
+                assert self.manager().references(block_id) == 1
+                assert self.manager()._keys[block_id] is None
+
+    @invariant()
+    def what_can_be_matched_is_computed(self) -> None:
+        for block_id, key in enumerate(self.manager()._keys):
+            if key is not None:
+                last = self.written[block_id * BLOCK_SIZE + BLOCK_SIZE - 1]
+                assert [*memoryview(key.tokens).cast("i")] == [*last[-BLOCK_SIZE:]]
 
     @invariant()
     def who_has_not_ended_is_known(self) -> None:
-        ending = {state.request_id for state in self.states().values() if state.ending}
-        assert set(self.states()) - ending == self.live | self.held
+        assert set(self.states()) == self.live | self.held
 
     def teardown(self) -> None:
         """Without reservations and held blocks in the way, everybody who is left comes to an end."""
         for name in self.reserved:
             self.scheduler.abort(name)
             self.live.remove(name)
-        for _ in range(200):
+        for _ in range(400):
             for name in self.held:
                 self.scheduler.release(name)
             self.held.clear()
-            batch = self.take_in_flight() if self.in_flight is not None else self.scheduler.schedule(0.0)
-            if batch is None:
+            self.schedule()
+            if not self.in_flight:
                 break
-            results = [TokenOutput(0, row.sample.output_index) if row.sample else None for row in batch.rows]
-            self.hear(self.scheduler.complete(results, 0.0))
+            if self.in_flight[0].drawn is None:
+                self.run(self.in_flight[0], [0] * len(self.in_flight[0].batch.rows))
+            self.complete_oldest()
         assert self.live == set()
         assert self.states() == {}
         assert self.scheduler.load().blocks_free == NUM_BLOCKS
 
-    # ---- helpers
+    # ---- the device
 
-    def request(
-        self, prompt: tuple[int, ...], max_tokens: int, *, output: tuple[int, ...] = (), prefill_only: bool = False
-    ) -> EngineRequest:
-        self.names += 1
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        return EngineRequest(f"r{self.names}", prompt, sampling, output=output, prefill_only=prefill_only)
+    def run(self, step: Running, drawn: list[int]) -> None:
+        number, tokens_in_front = self.front
+        assert step.batch.step == number + 1
+        for row, token_id in zip(step.batch.rows, drawn, strict=True):
+            if row.request_id in self.doomed:
+                continue
+            token_ids = tuple(row.token_ids)
+            if row.token_source is not None:
+                assert token_ids == (0,)
+                token_ids = (tokens_in_front[row.token_source],)
+            self.run_row(row, token_ids, token_id)
+        step.drawn = drawn
+        self.front = (step.batch.step, drawn)
 
-    def states(self) -> dict[str, RequestState]:
-        return self.scheduler._requests
+    def run_row(self, row: BatchRow, token_ids: Tokens, drawn: int) -> None:
+        sequence = self.sequences[row.request_id]
+        assert token_ids == sequence[row.token_start : row.token_stop]
+        if self.align is not None and row.token_stop < len(sequence):
+            assert row.token_stop == (row.token_start // self.align + 1) * self.align
+        for position in range(row.token_start):
+            assert self.written[self.slot(row.block_ids, position)] == sequence[: position + 1]
+        self.write(sequence, row.block_ids, row.token_start, row.token_stop)
+        assert (row.sample is not None) == (row.token_stop == len(sequence))
+        if row.sample is not None:
+            assert row.sample.output_index == len(sequence) - self.prompts[row.request_id]
+            self.sequences[row.request_id] = (*sequence, drawn)
 
-    def slot(self, block_ids: Sequence[int], position: int) -> int:
-        return block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-
-    def write(self, tokens: IntArray, block_ids: Sequence[int], start: int, stop: int) -> None:
-        for position in range(start, stop):
-            self.written[self.slot(block_ids, position)] = tokens[: position + 1].tobytes()
-
-    def take_in_flight(self) -> Batch:
-        assert self.in_flight is not None
-        batch, self.in_flight = self.in_flight, None
-        return batch
+    def complete_oldest(self) -> None:
+        step = self.in_flight.popleft()
+        assert step.drawn is not None
+        rows = [(row, token_id) for row, token_id in zip(step.batch.rows, step.drawn, strict=True)]
+        results = [TokenOutput(token_id, row.sample.output_index) if row.sample else None for row, token_id in rows]
+        expected = [
+            (row.request_id, token_id, self.given[row.request_id])
+            for row, token_id in rows
+            if row.sample and row.request_id in self.live
+        ]
+        events = self.scheduler.complete(results, 0.0)
+        assert events.step == step.batch.step
+        assert [(told.request_id, told.token.token_id, told.token.index) for told in events.tokens] == expected
+        self.hear(events)
 
     def hear(self, events: StepEvents) -> None:
         for told in events.tokens:
+            self.given[told.request_id] += 1
             state = self.states().get(told.request_id)
             if state is not None and state.phase is Phase.HELD:
                 self.live.remove(told.request_id)
                 self.held.add(told.request_id)
             elif told.finish_reason is not None:
                 self.live.remove(told.request_id)
-        for failed in events.failed:
-            self.live.remove(failed.request_id)
+
+    # ---- helpers
+
+    def request(
+        self, prompt: Tokens, max_tokens: int, *, output: Tokens = (), prefill_only: bool = False
+    ) -> EngineRequest:
+        self.names += 1
+        name = f"r{self.names}"
+        self.prompts[name] = len(prompt)
+        self.sequences[name] = (*prompt, *output)
+        self.given[name] = len(output)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        return EngineRequest(name, prompt, sampling, output=output, prefill_only=prefill_only)
+
+    def manager(self) -> BlockManager:
+        return self.scheduler._blocks._blocks
+
+    def states(self) -> dict[str, RequestState]:
+        return {state.request_id: state for state in self.scheduler._roster.everyone()}
+
+    def holders(self) -> list[RequestState]:
+        """Everybody who lives, and who has ended with rows in flight."""
+        rows = [state for step in self.scheduler._in_flight._steps for state in step.states]
+        return list({id(state): state for state in (*self.states().values(), *rows)}.values())
+
+    def rows(self) -> Iterator[BatchRow]:
+        return (row for step in self.in_flight for row in step.batch.rows)
+
+    def slot(self, block_ids: Sequence[int], position: int) -> int:
+        return block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def write(self, sequence: Tokens, block_ids: Sequence[int], start: int, stop: int) -> None:
+        for position in range(start, stop):
+            self.written[self.slot(block_ids, position)] = sequence[: position + 1]
+
+
+class AlignedSchedulerMachine(SchedulerMachine):
+    budget = 6
+    align = 3
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestAlignedSchedulerMachine = AlignedSchedulerMachine.TestCase
+TestAlignedSchedulerMachine.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)

@@ -1,0 +1,71 @@
+"""The steps that were scheduled and are not over, oldest first. Pure.
+
+The step in front runs while the one behind it is prepared, so there are two at most.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from engine.batch import Batch, BatchRow
+from engine.events import RequestStarted
+from engine.next_step import NextStep
+from engine.state import RequestState
+
+STEPS_MAX = 2
+
+
+class Step(NamedTuple):
+    """What has to be known when the step is over.
+
+    Attributes:
+        states: whose rows these are, in their order.
+        started: of requests whose first row is in this step, by name.
+    """
+
+    number: int
+    states: list[RequestState]
+    rows: tuple[BatchRow, ...]
+    started: dict[str, RequestStarted]
+
+
+class StepsInFlight:
+    """Steps are numbered from 1 in the order of their launch, and land in that order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+        self._launched = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def full(self) -> bool:
+        return len(self._steps) == STEPS_MAX
+
+    @property
+    def launched(self) -> int:
+        """How many ever were."""
+        return self._launched
+
+    def launch(self, step: NextStep) -> Batch:
+        """Puts a step behind the others."""
+        assert not self.full, f"{STEPS_MAX} steps are in flight"
+        self._launched = number = self._launched + 1
+        for index, state in enumerate(step.states):
+            state.last_step = number
+            state.row_index = index
+        launched = Step(number, step.states, tuple(step.rows), step.started)
+        self._steps.append(launched)
+        return Batch(number, launched.rows)
+
+    def land(self) -> Step:
+        """Takes the oldest step out."""
+        return self._steps.popleft()
+
+    def has_row_of(self, state: RequestState) -> bool:
+        """Whether any of the steps has a row of the request."""
+        return bool(self._steps) and state.last_step >= self._steps[0].number
+
+    def has_row_named(self, request_id: str) -> bool:
+        """Whether any of the steps has a row of a request of that name, be it one that has ended."""
+        return any(row.request_id == request_id for step in self._steps for row in step.rows)

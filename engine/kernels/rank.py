@@ -1,0 +1,37 @@
+"""Numbers that order a row's tokens: the larger logit first, and of equal ones the lower id. Two tokens never share a
+number, so that a maximum is the same in whatever order it is taken.
+
+A rank is an int64 that holds the logit above `ID_BITS` bits of the inverted token id.
+"""
+
+import triton
+import triton.language as tl
+
+# How far the ranks of a token are apart for neighbouring numbers of float32.
+RANKS_PER_LOGIT = 1 << 20
+ID_BITS = tl.constexpr(20)
+LAST_ID = tl.constexpr((1 << 20) - 1)
+LOWEST_RANK = tl.constexpr(-(1 << 51))
+NO_RANK = tl.constexpr(-(1 << 51) - 1)
+
+
+@triton.jit
+def rank_of(logits, token_ids):
+    """float32 and int32 to int64. NaN ranks above all, as it does in torch; -0.0 is 0.0."""
+    bits = logits.to(tl.int32, bitcast=True)
+    # Of negative numbers the larger has the smaller bits.
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = tl.where(logits == 0.0, 0, bits)
+    bits = tl.where(logits != logits, 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << ID_BITS) + (token_ids ^ LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def logit_of(rank):
+    bits = (rank >> ID_BITS).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def token_of(rank):
+    return (rank & LAST_ID).to(tl.int32) ^ LAST_ID

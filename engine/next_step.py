@@ -1,0 +1,48 @@
+"""A step in the making: first everybody's decodes, then chunks of prompts for as long as there is budget. Pure."""
+
+from engine.batch import BatchRow
+from engine.events import RequestStarted
+from engine.request import EngineLimits
+from engine.state import RequestState
+
+
+class NextStep:
+    """Its rows, those of a single token first, and whose they are.
+
+    Attributes:
+        budget: tokens that still fit.
+        started: of requests whose first row is in this step, by name.
+    """
+
+    def __init__(self, limits: EngineLimits, *, block_size: int, now: float) -> None:
+        self.states: list[RequestState] = []
+        self.rows: list[BatchRow] = []
+        self.started: dict[str, RequestStarted] = {}
+        self.budget = limits.max_batch_tokens
+        self._num_single = 0
+        self._limits = limits
+        self._block_size = block_size
+        self._now = now
+
+    def add_decodes(self, states: list[RequestState]) -> None:
+        """The next token of each."""
+        block_size = self._block_size
+        self.states += states
+        self.rows += [state.next_row(1, block_size=block_size) for state in states]
+        self.budget -= len(states)
+        self._num_single += len(states)
+
+    def add_chunk(self, state: RequestState) -> None:
+        """As much of the request's prompt as fits, which may be nothing."""
+        num_tokens = self._limits.chunk_tokens(state.num_scheduled, state.prefill_stop, self.budget)
+        if not num_tokens:
+            return
+        if not state.started:
+            state.started = True
+            queue_s = self._now - state.queued_at
+            self.started[state.request_id] = RequestStarted(state.request_id, state.num_cached, queue_s)
+        index = self._num_single if num_tokens == 1 else len(self.rows)
+        self.states.insert(index, state)
+        self.rows.insert(index, state.next_row(num_tokens, block_size=self._block_size))
+        self.budget -= num_tokens
+        self._num_single += num_tokens == 1

@@ -1,0 +1,61 @@
+"""The demo models on this machine's GPU, through the whole engine. No asyncio plugin is needed."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.types import FinishReason, SamplingParams
+from engine.build import Built, build_runner
+from engine.engine import Engine
+from engine.events import StepEvents
+from engine.request import EngineLimits, EngineRequest
+
+
+@dataclass(frozen=True)
+class Output:
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def build_demo(directory: Path, **options: Any) -> Built:
+    return build_runner(
+        directory=directory, **{"device": "cuda", "num_blocks": 512, "max_batch_tokens": 256, **options}
+    )
+
+
+def generate(built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, **limits: Any) -> list[Output]:
+    """All prompts at once; outputs in their order."""
+    return asyncio.run(_generate(built, prompts, params, limits))
+
+
+async def _generate(
+    built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, limits: dict[str, Any]
+) -> list[Output]:
+    outputs = [Output([], []) for _ in prompts]
+    left = set(range(len(prompts)))
+    over = asyncio.Event()
+
+    def on_step(events: StepEvents) -> None:
+        assert events.failed == ()
+        for sampled in events.tokens:
+            index = int(sampled.request_id)
+            outputs[index].token_ids.append(sampled.token.token_id)
+            if sampled.token.logprob is not None:
+                outputs[index].logprobs.append(sampled.token.logprob)
+            if sampled.finish_reason is not None:
+                assert sampled.finish_reason is FinishReason.LENGTH
+                left.discard(index)
+        if not left:
+            over.set()
+
+    allowed = {"max_batch_tokens": built.limits.max_batch_tokens, "max_batch_requests": built.limits.max_batch_requests}
+    async with Engine(built.runner, EngineLimits(**{**allowed, **limits}), on_step=on_step) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.submit(EngineRequest(str(index), tuple(prompt), params))
+        async with asyncio.timeout(120):
+            await over.wait()
+        load = engine.load()
+        assert load.requests_running == load.requests_waiting == 0
+    return outputs

@@ -1,0 +1,34 @@
+"""On a GPU, where a step really runs while the next one is scheduled: tokens are those of one step at a time."""
+
+import asyncio
+
+import pytest
+
+from baton.config import DEMO_MODELS
+from tests.gpu.demo import build_demo
+from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
+from tests.unit.engine.tiny import Listener, running
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+def test_tokens_are_those_of_one_step_at_a_time(model: str, *, cuda_graphs: bool) -> None:
+    built = build_demo(DEMO_MODELS / model, dtype="float32", cuda_graphs=cuda_graphs)
+    built.runner.prepare()
+    requests = list(varied_requests())
+    expected = one_step_at_a_time(built, requests)
+
+    async def ahead() -> Listener:
+        async with running(built, max_batch_tokens=24, prefix_cache=False) as (engine, heard):
+            for one in requests:
+                engine.submit(one)
+            await heard.finished(*expected)
+        return heard
+
+    heard = asyncio.run(ahead())
+    assert heard.errors == {}
+    for name, tokens in expected.items():
+        assert heard.ids(name) == [token.token_id for token in tokens]
+        assert [token.index for token in heard.tokens[name]] == list(range(len(tokens)))

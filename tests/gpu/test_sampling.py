@@ -1,0 +1,102 @@
+"""Sampling on a GPU: nothing makes the host wait, and a captured choice is the eager one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from baton.types import SamplingParams, TokenOutput
+from engine.batch import SampleRow
+from engine.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.request import int_array
+from engine.sampler import sample
+
+pytestmark = pytest.mark.gpu
+
+VOCAB_SIZE = 128256
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(top_k=50),
+    SamplingParams(top_k=5000, top_p=0.999, temperature=2.0),
+    SamplingParams(min_p=0.05),
+    SamplingParams(top_p=0.95, temperature=10.0),
+)
+PENALISED = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 3.0}, logprobs=5, top_p=0.9)
+
+
+def rows_of(params: tuple[SamplingParams, ...], *, index: int) -> list[SampleRow]:
+    return [
+        SampleRow(
+            SamplingParams(**{**vars(one), "seed": 2**63 + i}),
+            index,
+            (7, 8) if one is PENALISED else (),
+            int_array([3, 4, 4, 5]) if one is PENALISED else int_array(),
+            2 if one is PENALISED else 0,
+        )
+        for i, one in enumerate(params)
+    ]
+
+
+def logits_of(num_rows: int, *, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    logits = torch.randn(num_rows, VOCAB_SIZE, generator=generator, device="cuda") * 3
+    return logits.bfloat16().float() if seed % 2 else logits
+
+
+def outputs(logits: torch.Tensor, rows: list[SampleRow]) -> list[TokenOutput]:
+    sampled = sample(logits.clone(), rows).to_host()
+    torch.cuda.synchronize()
+    return sampled.outputs()
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_sampling_makes_the_host_wait_for_nothing() -> None:
+    rows = rows_of((*PARAMS, PENALISED), index=3)
+    logits = logits_of(len(rows), seed=0)
+    pending_R = torch.full((len(rows),), -1, dtype=torch.int32, device="cuda")
+    outputs(logits, rows)  # compiles the kernels
+    with no_waiting():
+        sampled = sample(logits, rows, pending_R=pending_R).to_host()
+    torch.cuda.synchronize()
+    assert len(sampled.outputs()) == len(rows)
+
+
+def test_a_gpu_chooses_as_a_cpu_does() -> None:
+    rows = rows_of((*PARAMS, PENALISED), index=3)
+    for seed in range(4):
+        logits = logits_of(len(rows), seed=seed)
+        on_cpu = sample(logits.cpu(), rows).to_host().outputs()
+        assert [token.token_id for token in outputs(logits, rows)] == [token.token_id for token in on_cpu]
+
+
+def test_a_captured_choice_is_the_eager_one() -> None:
+    size = len(PARAMS) + 2
+    logits = logits_of(size, seed=0)
+    arrays = SamplingArrays.empty(size)
+    arrays.fill([])
+    buffers = SamplingBuffers(*(torch.from_numpy(array).cuda() for array in arrays))
+    out_R = torch.empty(size, dtype=torch.int32, device="cuda")
+    choose_tokens(logits, buffers, out_R=out_R)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        choose_tokens(logits, buffers, out_R=out_R)
+    for step in range(4):
+        rows = rows_of(PARAMS[step:], index=step)
+        arrays.fill(rows)
+        for tensor, array in zip(buffers, arrays, strict=True):
+            tensor.copy_(torch.from_numpy(array))
+        logits.copy_(logits_of(size, seed=step))
+        graph.replay()
+        assert out_R.tolist()[: len(rows)] == [token.token_id for token in outputs(logits[: len(rows)], rows)]

@@ -1,0 +1,36 @@
+"""Requests of every kind of sampling, and their tokens when no step is ever launched behind another."""
+
+from collections.abc import Iterator
+
+from baton.types import SamplingParams, TokenOutput
+from engine.build import Built
+from engine.request import EngineLimits, EngineRequest
+from engine.scheduler import Scheduler
+from tests.unit.engine.tiny import greedy, prompt_of, request
+
+
+def varied_requests() -> Iterator[EngineRequest]:
+    """Greedy and seeded ones, with penalties, minimum lengths, logprobs, and ends that nobody knows beforehand."""
+    kinds = (
+        greedy(11),
+        greedy(11, ignore_eos=False),
+        SamplingParams(max_tokens=13, seed=3, temperature=1.2, top_p=0.9, logprobs=2),
+        SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7, ignore_eos=True),
+        SamplingParams(max_tokens=16, min_tokens=6, seed=8, temperature=2.0, stop_token_ids=tuple(range(3, 30))),
+        SamplingParams(max_tokens=1, temperature=0.0),
+    )
+    for index, sampling in enumerate((*kinds, *kinds)):
+        yield request(f"r{index}", prompt_of(1 + 4 * index, seed=index), sampling)
+
+
+def one_step_at_a_time(built: Built, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
+    """Their tokens by name, without an engine."""
+    scheduler = Scheduler(EngineLimits(max_batch_tokens=24, prefix_cache=False), built.runner.facts)
+    tokens: dict[str, list[TokenOutput]] = {one.request_id: [] for one in requests}
+    for one in requests:
+        scheduler.submit(one, 0.0)
+    while (batch := scheduler.schedule(0.0)) is not None:
+        assert all(row.token_source is None for row in batch.rows)
+        for told in scheduler.complete(built.runner.run(batch), 0.0).tokens:
+            tokens[told.request_id].append(told.token)
+    return tokens

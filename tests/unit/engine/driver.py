@@ -1,0 +1,127 @@
+"""Requests straight on a runner, without scheduler and event loop: a test says which of them make a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attention.cache import PagedKVCache
+from baton.types import SamplingParams, TokenOutput
+from engine.batch import Batch, BatchRow, SampleRow
+from engine.build import Built
+from engine.graphs import GraphSettings
+from engine.request import IntArray, int_array
+from engine.runner import LaunchedStep, ModelRunner
+
+
+def runner_of(built: Built, *, graphs: GraphSettings | None) -> ModelRunner:
+    """With a cache of its own, in which a slot that is read before it is written shows."""
+    cache = PagedKVCache(built.cache.spec, built.cache.shape, built.cache.view.device)
+    cache.storage.fill_(float("nan"))
+    return ModelRunner(built.runner.model, built.runner.backend, cache, built.runner.facts, graphs=graphs)
+
+
+@dataclass
+class _Sequence:
+    sampling: SamplingParams
+    tokens: IntArray
+    num_prompt: int
+    computed: int = 0
+    blocks: IntArray = field(default_factory=int_array)
+    source: int | None = None
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.outputs) + (self.source is not None)
+
+    @property
+    def has_penalties(self) -> bool:
+        sampling = self.sampling
+        neutral = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
+        return not neutral
+
+
+class Driver:
+    """Args:
+    ahead: each step is launched before the one in front is waited for.
+    """
+
+    def __init__(self, runner: ModelRunner, *, ahead: bool = False) -> None:
+        self.runner = runner
+        self._ahead = ahead
+        self._sequences: dict[str, _Sequence] = {}
+        # Every third block: what lies between belongs to nobody.
+        self._free = list(range(runner.facts.num_blocks - 1, -1, -3))
+        self._under_way: tuple[list[_Sequence], LaunchedStep] | None = None
+
+    def add(self, name: str, prompt: Sequence[int], **sampling: Any) -> None:
+        params = SamplingParams(**{"max_tokens": 1000, "temperature": 0.0} | sampling)
+        self._sequences[name] = _Sequence(params, int_array(tuple(prompt)), len(prompt))
+
+    def move(self, name: str) -> None:
+        """Gives the request other blocks, so that its KV must be computed anew."""
+        self.finish()
+        sequence = self._sequences[name]
+        self._free = [*sequence.blocks, *self._free]
+        sequence.blocks, sequence.computed = int_array(), 0
+
+    def step(self, *names: str, chunk: int = 1000) -> None:
+        """One step of these requests, of each what is known and not computed, up to `chunk` tokens."""
+        chosen = sorted(map(self._sequences.__getitem__, names), key=lambda sequence: self._missing(sequence) > 1)
+        rows = tuple(self._row(sequence, chunk) for sequence in chosen)
+        launched = self.launch(Batch(0, rows))
+        self._receive()
+        for index, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
+            sequence.computed = row.token_stop
+            sequence.source = index if row.sample is not None else None
+        self._under_way = chosen, launched
+        if not self._ahead:
+            self._receive()
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        return self.runner.launch(batch)
+
+    def finish(self) -> None:
+        self._receive()
+
+    def outputs(self, name: str) -> list[TokenOutput]:
+        self.finish()
+        return self._sequences[name].outputs
+
+    def ids(self, name: str) -> list[int]:
+        return [token.token_id for token in self.outputs(name)]
+
+    def _receive(self) -> None:
+        if self._under_way is None:
+            return
+        chosen, launched = self._under_way
+        self._under_way = None
+        for sequence, token in zip(chosen, launched.wait(), strict=True):
+            if token is not None:
+                sequence.outputs.append(token)
+                sequence.tokens.append(token.token_id)
+            sequence.source = None
+
+    def _missing(self, sequence: _Sequence) -> int:
+        return len(sequence.tokens) - sequence.computed
+
+    def _row(self, sequence: _Sequence, chunk: int) -> BatchRow:
+        known = sequence.source is None
+        num_tokens = min(chunk, self._missing(sequence)) if known else 1
+        start, stop = sequence.computed, sequence.computed + num_tokens
+        missing = -(-stop // self.runner.facts.block_size) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks = sequence.blocks + int_array([self._free.pop() for _ in range(missing)])
+        sampled = not known or stop == len(sequence.tokens)
+        return BatchRow(
+            "",
+            sequence.tokens[start:stop] if known else int_array([0]),
+            start,
+            sequence.blocks,
+            self._sample_row(sequence) if sampled else None,
+            sequence.source,
+        )
+
+    def _sample_row(self, sequence: _Sequence) -> SampleRow:
+        history = sequence.tokens[:] if sequence.has_penalties else int_array()
+        return SampleRow(sequence.sampling, sequence.num_output, (), history, sequence.num_prompt)

@@ -1,0 +1,78 @@
+"""A small scheduler, requests for it, and steps that draw what a test says."""
+
+from collections.abc import Sequence
+
+from baton.types import SamplingParams, TokenOutput
+from engine.batch import Batch
+from engine.events import StepEvents
+from engine.request import EngineLimits, EngineRequest, ModelFacts
+from engine.scheduler import Scheduler
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 1000
+EOS = 999
+
+
+def make(
+    *,
+    num_blocks: int = 32,
+    tokens: int = 16,
+    requests: int = 8,
+    waiting: int = 8,
+    prefix_cache: bool = True,
+    align: int | None = None,
+) -> Scheduler:
+    limits = EngineLimits(
+        max_batch_tokens=tokens,
+        max_batch_requests=requests,
+        max_waiting=waiting,
+        prefix_cache=prefix_cache,
+        chunk_align_tokens=align,
+    )
+    facts = ModelFacts(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        vocab_size=VOCAB_SIZE,
+        max_context_tokens=100,
+        eos_token_ids=(EOS,),
+        identity="m",
+    )
+    return Scheduler(limits, facts)
+
+
+def request(
+    name: str,
+    prompt: Sequence[int] | int,
+    *,
+    output: tuple[int, ...] = (),
+    prefill_only: bool = False,
+    sampling: SamplingParams | None = None,
+) -> EngineRequest:
+    """`prompt` as a number means that many tokens that no other request begins with."""
+    tokens = tuple([ord(name[0]) + 100] * prompt) if isinstance(prompt, int) else tuple(prompt)
+    return EngineRequest(
+        name,
+        tokens,
+        sampling or SamplingParams(max_tokens=50, temperature=0.0),
+        output=output,
+        prefill_only=prefill_only,
+    )
+
+
+def finish(scheduler: Scheduler, batch: Batch, token_id: int = 5) -> StepEvents:
+    """Ends the oldest step in flight, which is `batch`; every row that samples draws `token_id`."""
+    results = [TokenOutput(token_id, row.sample.output_index) if row.sample else None for row in batch.rows]
+    return scheduler.complete(results, 0.0)
+
+
+def launch(scheduler: Scheduler) -> Batch:
+    """Schedules a step, which must have rows."""
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    return batch
+
+
+def step(scheduler: Scheduler, token_id: int = 5) -> tuple[dict[str, int], StepEvents]:
+    """One whole step: tokens computed per request, and what was told."""
+    batch = launch(scheduler)
+    return {row.request_id: len(row.token_ids) for row in batch.rows}, finish(scheduler, batch, token_id)

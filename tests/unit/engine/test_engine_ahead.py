@@ -1,0 +1,250 @@
+"""The engine one step ahead of its device: the same tokens, and the device never waits for the event loop."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import InternalError
+from baton.types import FinishReason, SamplingParams, TokenOutput
+from engine.batch import Batch
+from engine.build import Built
+from engine.engine import Engine
+from engine.request import EngineLimits
+from engine.runner import LaunchedStep
+from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
+from tests.unit.engine.tiny import BLOCK_SIZE, Listener, build, greedy, prompt_of, request, running, transformers_greedy
+
+Llama = tuple[Path, Any]
+Launch = Callable[[Batch], LaunchedStep]
+
+
+class Watched:
+    """Stands before a real runner's `launch`: sees every batch, and may do something before the real one."""
+
+    def __init__(self, built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[Batch] = []
+        self.launched = threading.Semaphore(0)
+        self.threads: set[str] = set()
+        self.before: Callable[[Batch], None] = lambda batch: None
+        self._launch: Launch = built.runner.launch
+        monkeypatch.setattr(built.runner, "launch", self.launch)
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        self.batches.append(batch)
+        self.threads.add(threading.current_thread().name)
+        self.before(batch)
+        self.launched.release()
+        return self._launch(batch)
+
+    @property
+    def rows_ahead(self) -> int:
+        return sum(row.token_source is not None for batch in self.batches for row in batch.rows)
+
+
+async def test_tokens_are_those_of_one_step_at_a_time(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list(varied_requests())
+    expected = one_step_at_a_time(built, requests)
+    watched = Watched(built, monkeypatch)
+    async with running(built, max_batch_tokens=24, prefix_cache=False) as (engine, heard):
+        for one in requests:
+            engine.submit(one)
+        await heard.finished(*expected)
+    assert watched.rows_ahead > 40
+    assert watched.threads == {"device"}
+    for name, tokens in expected.items():
+        assert [(token.token_id, token.index) for token in heard.tokens[name]] == [
+            (token.token_id, token.index) for token in tokens
+        ]
+        for told, once in zip(heard.tokens[name], tokens, strict=True):
+            assert told.logprob == pytest.approx(once.logprob, abs=1e-4)
+    assert FinishReason.STOP in heard.reasons.values()
+
+
+async def test_a_step_is_launched_while_the_one_in_front_runs(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step ends before the next one was launched, so an engine that waits for the end would stand still."""
+    watched = Watched(built, monkeypatch)
+    waiting: deque[threading.Event] = deque()
+    late: list[int] = []
+
+    def wait(step: LaunchedStep) -> list[TokenOutput | None]:
+        if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=10):
+            late.append(len(watched.batches))
+        return real_wait(step)
+
+    def release_the_one_in_front(batch: Batch) -> None:
+        if batch.step > 1:
+            behind[batch.step - 2].set()
+
+    behind = [threading.Event() for _ in range(12)]
+    waiting.extend(behind)
+    real_wait = LaunchedStep.wait
+    monkeypatch.setattr(LaunchedStep, "wait", wait)
+    watched.before = release_the_one_in_front
+    async with running(built) as (engine, heard):
+        engine.submit(request("a", prompt_of(5), greedy(12)))
+        await heard.finished("a")
+    assert late == []
+    assert [len(heard.ids("a")), len(watched.batches)] == [12, 12]
+
+
+async def test_an_end_token_in_the_middle_of_others_leaves_a_void_row(
+    llama: Llama, built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(built, monkeypatch)
+    prompt = prompt_of(6)
+    expected = transformers_greedy(llama[1], prompt, 12)
+    end = max(expected, key=expected.index)  # the one that comes first the latest
+    ends_at = expected.index(end) + 1
+    stops = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(end,))
+    other = prompt_of(9, seed=1)
+    async with running(built) as (engine, heard):
+        engine.submit(request("stays", other, greedy(20)))
+        engine.submit(request("ends", prompt, stops))
+        await heard.finished("ends", "stays")
+    assert heard.ids("ends") == expected[:ends_at]
+    assert heard.reasons["ends"] is FinishReason.STOP
+    assert heard.ids("stays") == transformers_greedy(llama[1], other, 20)
+    computed = sum(row.request_id == "ends" for batch in watched.batches for row in batch.rows)
+    assert computed == ends_at + 1
+
+
+async def test_requests_of_one_block_too_few_are_sent_back_and_give_the_same_tokens(llama: Llama) -> None:
+    prompts = {name: prompt_of(7, seed=seed) for seed, name in enumerate("abc")}
+    async with running(build(llama[0], num_blocks=8), prefix_cache=False) as (engine, heard):
+        for name, prompt in prompts.items():
+            engine.submit(request(name, prompt, greedy(15)))
+        await heard.finished(*prompts)
+        assert engine.load().preemptions > 0
+    for name, prompt in prompts.items():
+        assert heard.ids(name) == transformers_greedy(llama[1], prompt, 15)
+
+
+async def test_an_abort_returns_when_no_step_in_flight_has_a_row_of_the_request(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(built, monkeypatch)
+    async with running(built) as (engine, heard):
+        engine.submit(request("stays", prompt_of(5, seed=1), greedy(30)))
+        engine.submit(request("goes", prompt_of(20), greedy(200)))
+        await heard.until(lambda: len(heard.ids("goes")) >= 3)
+        assert engine._scheduler.steps_in_flight == 2
+        before = engine.load().blocks_free
+        abort = asyncio.create_task(engine.abort("goes"))
+        await asyncio.sleep(0)
+        assert not abort.done()
+        assert engine.load().blocks_free == before
+        await abort
+        assert engine.load().blocks_free >= before + 20 // BLOCK_SIZE
+        told, launched = len(heard.ids("goes")), len(watched.batches)
+        await heard.finished("stays")
+    assert len(heard.ids("goes")) == told
+    assert not any(row.request_id == "goes" for batch in watched.batches[launched:] for row in batch.rows)
+
+
+async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_behind_it(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(built, monkeypatch)
+    hold = threading.Event()
+    real_wait = LaunchedStep.wait
+
+    def wait(step: LaunchedStep) -> list[TokenOutput | None]:
+        assert hold.wait(timeout=10)
+        return real_wait(step)
+
+    monkeypatch.setattr(LaunchedStep, "wait", wait)
+    async with running(built) as (engine, heard):
+        engine.submit(request("a", prompt_of(5), greedy(1)))
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
+        engine.submit(request("b", prompt_of(5, seed=1), greedy(1)))
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
+        assert heard.steps == []
+        hold.set()
+        await heard.finished("a", "b")
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+async def test_a_failing_step_takes_what_was_built_on_it_and_spares_the_rest(
+    llama: Llama, built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    prompts = {name: prompt_of(5, seed=seed) for seed, name in enumerate("ab")}
+    watched = Watched(built, monkeypatch)
+    failing: list[LaunchedStep] = []
+    real_launch, real_wait = watched._launch, LaunchedStep.wait
+
+    def launch(batch: Batch) -> LaunchedStep:
+        if where == "launch" and batch.step == 3:
+            raise RuntimeError("the third step")
+        step = real_launch(batch)
+        if batch.step == 3:
+            failing.append(step)
+        return step
+
+    def wait(step: LaunchedStep) -> list[TokenOutput | None]:
+        if where == "wait" and step in failing:
+            raise RuntimeError("the third step")
+        return real_wait(step)
+
+    watched._launch = launch
+    monkeypatch.setattr(LaunchedStep, "wait", wait)
+
+    async with running(built) as (engine, heard):
+        engine.submit(request("a", prompts["a"], greedy(40)))
+        await heard.finished("a")
+        engine.submit(request("b", prompts["b"], greedy(12)))
+        await heard.finished("b")
+    assert isinstance(heard.errors["a"], InternalError)
+    assert "the third step" in str(heard.errors["a"])
+    assert len(heard.ids("a")) == 2
+    assert "an engine step failed" in caplog.text
+    assert heard.ids("b") == transformers_greedy(llama[1], prompts["b"], 12)
+    assert "b" not in heard.errors
+
+
+async def test_when_the_engine_closes_the_steps_in_flight_are_told_first(built: Built) -> None:
+    heard = Listener()
+    async with Engine(built.runner, EngineLimits(), on_step=heard) as engine:
+        engine.submit(request("a", prompt_of(6), greedy(400)))
+        await heard.until(lambda: len(heard.ids("a")) >= 3)
+        in_flight = engine._scheduler.steps_in_flight
+        told = len(heard.ids("a"))
+    assert in_flight == 2
+    assert len(heard.ids("a")) == told + in_flight
+    assert [token.index for token in heard.tokens["a"]] == list(range(told + in_flight))
+    assert list(heard.errors) == ["a"]
+
+
+# ---- before the first step
+
+
+async def test_the_runner_is_prepared_by_the_thread_that_launches_before_anybody_enters(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(built.runner, "prepare", lambda: prepared.append(threading.current_thread().name))
+    async with running(built) as (engine, heard):
+        assert prepared == ["device"]
+        engine.submit(request("a", prompt_of(4), greedy(2)))
+        await heard.finished("a")
+    assert prepared == ["device"]
+
+
+async def test_an_engine_whose_runner_cannot_be_prepared_is_not_entered(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare() -> None:
+        raise InternalError("no memory for a graph")
+
+    monkeypatch.setattr(built.runner, "prepare", prepare)
+    with pytest.raises(InternalError, match="no memory for a graph"):
+        async with Engine(built.runner, EngineLimits(), on_step=Listener()):
+            pass
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("device")]

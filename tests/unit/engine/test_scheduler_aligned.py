@@ -1,0 +1,94 @@
+"""Aligned chunks: how a prompt is cut depends on the prompt alone."""
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.types import TokenOutput
+from engine.request import EngineLimits
+from tests.unit.engine.scheduling import finish, launch, make, request, step
+
+
+def cuts(*, others: int, tokens: int) -> list[tuple[int, int]]:
+    """Chunks of a prompt of 21 tokens beside so many decodes and a prompt that came before it."""
+    scheduler = make(tokens=tokens, requests=4, align=8)
+    for index in range(others):
+        scheduler.submit(request(f"{index}", 1), 0.0)
+    if others:
+        step(scheduler)
+    scheduler.submit(request("p", 11, prefill_only=True), 0.0)
+    scheduler.submit(request("a", 21), 0.0)
+    chunks: list[tuple[int, int]] = []
+    while not any(stop == 21 for _, stop in chunks):
+        events = step(scheduler)[1]
+        chunks += [(chunk.token_start, chunk.token_stop) for chunk in events.chunks if chunk.request_id == "a"]
+    return chunks
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [11, 13, 16, 100])
+def test_a_prompt_is_cut_at_every_multiple_whatever_else_runs(others: int, tokens: int) -> None:
+    assert cuts(others=others, tokens=tokens) == [(0, 8), (8, 16), (16, 21)]
+
+
+def test_a_chunk_that_the_budget_does_not_hold_waits_for_the_next_step() -> None:
+    scheduler = make(tokens=15, requests=4, align=8)
+    for name in "ab":
+        scheduler.submit(request(name, 10), 0.0)
+    assert step(scheduler)[0] == {"a": 8}
+    assert scheduler.load().requests_waiting == 1
+    assert step(scheduler)[0] == {"a": 2, "b": 8}
+
+
+def test_the_end_of_a_prompt_goes_where_a_whole_chunk_would_not() -> None:
+    scheduler = make(tokens=15, requests=4, align=8)
+    scheduler.submit(request("a", 8), 0.0)
+    scheduler.submit(request("b", 7), 0.0)
+    assert step(scheduler)[0] == {"a": 8, "b": 7}
+
+
+def test_a_prefix_is_reused_up_to_a_multiple_of_chunk_and_block() -> None:
+    scheduler = make(tokens=32, requests=4, align=6)
+    scheduler.submit(request("a", range(29), prefill_only=True), 0.0)
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+    assert scheduler.reserve(request("b", range(29)), 0.0).cached_tokens == 24
+    assert scheduler.reserve(request("c", range(23)), 0.0).cached_tokens == 12
+    scheduler.abort("b")
+    scheduler.abort("c")
+    scheduler.submit(request("d", range(29)), 0.0)
+    computed, events = step(scheduler)
+    assert (computed, events.started[0].cached_tokens) == ({"d": 5}, 24)
+
+
+def test_a_reserved_prompt_that_is_computed_here_is_cut_as_if_it_had_come_here() -> None:
+    scheduler = make(tokens=16, requests=4, align=8)
+    scheduler.reserve(request("a", 17), 0.0)
+    scheduler.prefill_here("a", (1, 2), 0.0)
+    assert [step(scheduler)[0] for _ in range(4)] == [{"a": 8}, {"a": 8}, {"a": 3}, {"a": 1}]
+
+
+def test_aligned_chunks_follow_each_other_ahead() -> None:
+    scheduler = make(tokens=12, requests=4, align=8)
+    scheduler.reserve(request("d", 3), 0.0)
+    scheduler.admit("d", TokenOutput(5, 0))
+    scheduler.submit(request("a", 20), 0.0)
+    first, second = launch(scheduler), launch(scheduler)
+    finish(scheduler, first)
+    third = launch(scheduler)
+    rows = [row for batch in (first, second, third) for row in batch.rows if row.request_id == "a"]
+    assert [(row.token_start, row.token_stop) for row in rows] == [(0, 8), (8, 16), (16, 20)]
+
+
+def test_a_whole_chunk_fits_beside_all_decodes() -> None:
+    EngineLimits(max_batch_tokens=11, max_batch_requests=4, chunk_align_tokens=8)
+    with pytest.raises(ConfigError, match="leaves no room for a chunk of 8 tokens") as refused:
+        EngineLimits(max_batch_tokens=10, max_batch_requests=4, chunk_align_tokens=8)
+    assert (refused.value.field, refused.value.value) == ("max_batch_tokens", "10")
+    assert refused.value.allowed == ("an integer of at least 11",)
+    assert refused.value.cure
+
+
+def test_a_chunk_has_at_least_one_token() -> None:
+    with pytest.raises(ConfigError, match="chunk_align_tokens is 0") as refused:
+        EngineLimits(chunk_align_tokens=0)
+    assert refused.value.field == "chunk_align_tokens"

@@ -49,6 +49,7 @@ class BackendCapabilities:
         package: that must be installed, by the name that imports it.
         install: the command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
+        batch_invariant: where that is needed, a request's result has the same bits alone and in any batch.
     """
 
     name: str
@@ -65,6 +66,7 @@ class BackendCapabilities:
     package: str | None = None
     install: str = ""
     uniform_layers: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class AttentionNeeds:
         max_num_reqs, max_model_len: bounds of any batch, for buffers that are allocated once.
         layers: what each attention layer asks, by name; without tensors, which do not exist yet.
         mla: of latent attention; None otherwise.
+        batch_invariant: a request's result must have the same bits alone and in any batch, for the same chunks.
     """
 
     kind: KVKind
@@ -106,6 +109,7 @@ class AttentionNeeds:
     max_model_len: int = 8192
     layers: Mapping[str, AttentionParameters] = field(default_factory=lambda: MappingProxyType({}))
     mla: MLADims | None = None
+    batch_invariant: bool = False
 
     @property
     def cache_dtype(self) -> str:

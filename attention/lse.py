@@ -36,6 +36,9 @@ def merge_attn_states(
             sinks_H=sinks_H,
         )
         return
+    # NOTE: as copies: by vectors and one by one torch's results differ in the last bit, and which numbers go one by one
+    # depends on the strides, so a request's on what lies beside it.
+    prefix_lse_HT, suffix_lse_HT = prefix_lse_HT.contiguous(), suffix_lse_HT.contiguous()
     merged_HT = torch.logaddexp(prefix_lse_HT, suffix_lse_HT)
     if sinks_H is not None:
         merged_HT = torch.logaddexp(merged_HT, sinks_H[:, None])

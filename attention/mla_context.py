@@ -49,18 +49,21 @@ def plan_prefill(common: CommonAttentionMetadata, num_decodes: int) -> RaggedLen
 
 
 def plan_context_chunks(
-    common: CommonAttentionMetadata, num_decodes: int, *, workspace_tokens: int
+    common: CommonAttentionMetadata, num_decodes: int, *, workspace_tokens: int, apart: bool = False
 ) -> tuple[ContextChunk, ...]:
     """The prefills' context, in order, in chunks of `workspace_tokens`; only the last may be smaller.
 
     A chunk names the prefills that it has context of, so no query is attended twice to the same context, and none to a
     chunk without context of its own.
+
+    Args:
+        apart: no two prefills share a chunk, so that where a context is cut depends on no other.
     """
     context_lens = common.num_computed_tokens_cpu[num_decodes : common.num_reqs].tolist()
     if not any(context_lens):
         return ()
     query_starts = _query_starts(common, num_decodes)
-    cuts = [_cut(parts, query_starts) for parts in _parts_of_chunks(context_lens, workspace_tokens)]
+    cuts = [_cut(parts, query_starts) for parts in _parts_of_chunks(context_lens, workspace_tokens, apart=apart)]
     lists = [numbers for cut in cuts for numbers in (cut.query_starts, cut.key_starts, cut.first_positions)]
     on_device = to_device([np.array(numbers, dtype=np.int32) for numbers in lists], common.block_table_tensor.device)
     block_table = common.block_table_tensor[num_decodes:]
@@ -77,11 +80,13 @@ def _query_starts(common: CommonAttentionMetadata, num_decodes: int) -> list[int
     return starts
 
 
-def _parts_of_chunks(context_lens: list[int], workspace_tokens: int) -> list[list[_Part]]:
+def _parts_of_chunks(context_lens: list[int], workspace_tokens: int, *, apart: bool) -> list[list[_Part]]:
     chunks: list[list[_Part]] = []
     room = 0
     for prefill, context_len in enumerate(context_lens):
         start = 0
+        if apart:
+            room = 0
         while start < context_len:
             if not room:
                 chunks.append([])

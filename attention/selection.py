@@ -154,6 +154,8 @@ def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, pl
         reasons.append(f"the GPU's compute capability is {has}, below {wants}")
     if capabilities.package is not None and capabilities.package not in platform.packages:
         reasons.append(f"package {capabilities.package} is not installed: {capabilities.install}")
+    if needs.batch_invariant and not capabilities.batch_invariant:
+        reasons.append("its results depend on the batch")
     if capabilities.uniform_layers and needs.layers:
         try:
             infer_global_hyperparameters(get_per_layer_parameters(needs.layers))

@@ -34,9 +34,14 @@ def attend_decompressed(
     lens: RaggedLens,
     causal: bool,
     scale: float,
+    max_query_len: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `MLABackend.attend`."""
+    """As `MLABackend.attend`.
+
+    Args:
+        max_query_len: what the kernel's tile is cut for; None: the longest of these.
+    """
     num_queries, num_heads, _ = q_THD.shape
     if out is None:
         out = q_THD.new_empty(num_queries, num_heads, v_SHV.shape[-1])
@@ -47,7 +52,7 @@ def attend_decompressed(
         v_SHV,
         query_start_loc=lens.query_start_loc,
         key_start_loc=lens.key_start_loc,
-        max_query_len=lens.max_query_len,
+        max_query_len=max_query_len or lens.max_query_len,
         causal=causal,
         scale=scale,
         out=out,

@@ -51,8 +51,13 @@ def plan_decodes(
     sliding_window: int | None = None,
     attention_chunk_size: int | None = None,
     mask_dtype: torch.dtype,
+    apart: bool = False,
 ) -> tuple[DecodeGroup, ...]:
-    """Groups the decodes, longest first, so that filling up costs less than another call."""
+    """Groups the decodes, longest first, so that filling up costs less than another call.
+
+    Args:
+        apart: every request has a group of its own, so that its result depends on no other.
+    """
     if not len(seq_lens_R):
         return ()
     stops_R = seq_lens_R.astype(np.int64)
@@ -61,7 +66,7 @@ def plan_decodes(
         starts_R = np.maximum(starts_R, stops_R - sliding_window)
     if attention_chunk_size is not None:
         starts_R = np.maximum(starts_R, (stops_R - 1) // attention_chunk_size * attention_chunk_size)
-    groups = _group_by_length(stops_R - starts_R)
+    groups = np.split(np.arange(len(stops_R)), len(stops_R)) if apart else _group_by_length(stops_R - starts_R)
     return tuple(
         _plan_group(
             None if len(groups) == 1 else rows,

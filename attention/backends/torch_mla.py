@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
+from attention.backends.invariance import check_decodes_first
 from attention.backends.mla_prefills import new_workspace
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.cache import TORCH_DTYPES
@@ -33,27 +34,35 @@ class TorchMLAMetadata(MLAMetadata):
 
 
 class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
-    def __init__(self, *, block_size: int, workspace_tokens: int, mask_dtype: torch.dtype) -> None:
+    def __init__(
+        self, *, block_size: int, workspace_tokens: int, mask_dtype: torch.dtype, batch_invariant: bool
+    ) -> None:
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens
         self._mask_dtype = mask_dtype
+        self._apart = batch_invariant
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TorchMLAMetadata:
         del common_prefix_len, fast_build
         num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
+        if self._apart:
+            check_decodes_first(common, num_decodes)
         return TorchMLAMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),
             num_actual_tokens=common.num_actual_tokens,
             num_decode_tokens=num_decode_tokens,
             prefill=plan_prefill(common, num_decodes),
-            context_chunks=plan_context_chunks(common, num_decodes, workspace_tokens=self._workspace_tokens),
+            context_chunks=plan_context_chunks(
+                common, num_decodes, workspace_tokens=self._workspace_tokens, apart=self._apart
+            ),
             decodes=plan_decodes(
                 common.seq_lens_cpu[:num_decodes].numpy(),
                 common.block_table_tensor[:num_decodes].numpy(),
                 block_size=self._block_size,
                 mask_dtype=self._mask_dtype,
+                apart=self._apart,
             ),
         )
 
@@ -74,6 +83,7 @@ class TorchMLA:
         layouts=frozenset(MLA_LAYOUTS),
         features=frozenset(),
         cudagraph=False,
+        batch_invariant=True,
     )
     pads_v: ClassVar = False
 
@@ -84,6 +94,7 @@ class TorchMLA:
             block_size=needs.block_size,
             workspace_tokens=context_workspace_tokens,
             mask_dtype=TORCH_DTYPES[needs.dtype],
+            batch_invariant=needs.batch_invariant,
         )
 
     def forward(

@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
+from attention.backends.invariance import check_decodes_first
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.backends.torch_prefills import Prefills, attend_prefills, plan_prefills
 from attention.backends.torch_sight import Sight
@@ -40,14 +41,17 @@ class TorchSDPAMetadata(AttentionMetadata):
 
 
 class TorchSDPABuilder(DecodesFirstBuilder[TorchSDPAMetadata]):
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, batch_invariant: bool = False) -> None:
         self._block_size = block_size
+        self._batch_invariant = batch_invariant
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TorchSDPAMetadata:
         del common_prefix_len, fast_build  # no cascade attention; the plans are made by the layers
         num_decodes, _, _, _ = split_decodes_and_prefills(common)
+        if self._batch_invariant:
+            check_decodes_first(common, num_decodes)
         return TorchSDPAMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),
             num_actual_tokens=common.num_actual_tokens,
@@ -68,13 +72,15 @@ class TorchSDPA:
         layouts=frozenset(GQA_LAYOUTS),
         features=frozenset(AttentionFeature) - {AttentionFeature.CASCADE},
         cudagraph=False,
+        batch_invariant=True,
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         del platform, context_workspace_tokens  # the latter is MLA's; keys and values are gathered as they are
         self._block_size = needs.block_size
         self._dtype = TORCH_DTYPES[needs.dtype]
-        self.builder = TorchSDPABuilder(needs.block_size)
+        self._apart = needs.batch_invariant
+        self.builder = TorchSDPABuilder(needs.block_size, batch_invariant=needs.batch_invariant)
 
     def forward(
         self,
@@ -129,6 +135,7 @@ class TorchSDPA:
             sliding_window=sight.sliding_window,
             attention_chunk_size=sight.attention_chunk_size,
             mask_dtype=self._dtype,
+            apart=self._apart,
         )
         prefills = plan_prefills(
             sight,

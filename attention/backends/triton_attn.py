@@ -41,6 +41,7 @@ class TritonAttention:
         features=frozenset(AttentionFeature) - {AttentionFeature.BLOCK_SPARSE},
         cudagraph=True,
         min_compute_capability=(8, 0),
+        batch_invariant=True,
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
@@ -65,7 +66,17 @@ class TritonAttention:
         if layer.attn_type in _ENCODERS:
             assert k_THD is not None
             assert v_THV is not None
-            _attend_own(q_THD, k_THD, v_THV, metadata.common, first=0, causal=False, layer=layer, out=out)
+            _attend_own(
+                q_THD,
+                k_THD,
+                v_THV,
+                metadata.common,
+                first=0,
+                max_query_len=metadata.prefill_query_len,
+                causal=False,
+                layer=layer,
+                out=out,
+            )
         elif metadata.prefix is not None and can_share_prefix(layer):
             _attend_cascade(q_THD, kv_layer, metadata, metadata.prefix, layer=layer, scales=scales, out=out)
         else:
@@ -78,6 +89,7 @@ class TritonAttention:
                 metadata.common,
                 metadata.num_decodes,
                 metadata.plans.of(layer) if metadata.num_decodes else None,
+                prefill_query_len=metadata.prefill_query_len,
                 own_kv=own_kv,
                 layer=layer,
                 sinks_H=layer.sinks_H,
@@ -122,6 +134,7 @@ def _attend_cascade(
             prefix.rest,
             metadata.num_decodes,
             metadata.rest_plans.of(layer) if metadata.num_decodes else None,
+            prefill_query_len=metadata.prefill_query_len,
             own_kv=None,
             layer=layer,
             sinks_H=None,
@@ -150,6 +163,7 @@ def _attend_cache(
     num_decodes: int,
     plan: DecodePlan | None,
     *,
+    prefill_query_len: int,
     own_kv: tuple[Tensor, Tensor] | None,
     layer: AttentionParameters,
     sinks_H: Tensor | None,
@@ -179,7 +193,16 @@ def _attend_cache(
         return
     causal = common.causal and layer.attn_type is AttentionType.DECODER
     if own_kv is not None and causal:
-        _attend_own(q_THD, *own_kv, common, first=num_decodes, causal=True, layer=layer, out=out)
+        _attend_own(
+            q_THD,
+            *own_kv,
+            common,
+            first=num_decodes,
+            max_query_len=prefill_query_len,
+            causal=True,
+            layer=layer,
+            out=out,
+        )
         return
     unified_attention(
         q_THD,
@@ -187,7 +210,7 @@ def _attend_cache(
         query_start_loc=common.query_start_loc[num_decodes:],
         seq_lens=common.seq_lens[num_decodes:],
         block_table=common.block_table_tensor[num_decodes:],
-        max_query_len=common.max_query_len,
+        max_query_len=prefill_query_len,
         scale=layer.scale,
         causal=causal,
         sliding_window=layer.sliding_window,
@@ -210,6 +233,7 @@ def _attend_own(
     common: CommonAttentionMetadata,
     *,
     first: int,
+    max_query_len: int,
     causal: bool,
     layer: AttentionParameters,
     out: Tensor,
@@ -222,7 +246,7 @@ def _attend_own(
         v_THV,
         query_start_loc=start_loc,
         key_start_loc=start_loc,
-        max_query_len=common.max_query_len,
+        max_query_len=max_query_len,
         causal=causal,
         scale=layer.scale,
         sliding_window=layer.sliding_window,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds
+from attention.backends.invariance import ANY_QUERY_LEN, MAX_SPLITS, SPLIT_KEYS, check_decodes_first
 from attention.cache import TORCH_DTYPES
 from attention.cache_ops import WriteIndex
 from attention.cascade import SharedPrefix, share_prefix, worth_sharing
@@ -65,7 +66,9 @@ def _visibility(layer: AttentionParameters) -> tuple[int | None, int | None]:
 class TritonAttentionMetadata(AttentionMetadata):
     """Attributes:
     num_decodes: the first requests of the batch, one token each.
-    fresh_prefills: no other request has context, so that its keys are all among the call's own.
+    fresh_prefills: no other request has context, so that its keys are all among the call's own; never where results
+        must not depend on the batch, which this would.
+    prefill_query_len: what the prefills' tiles are cut for: the longest of them, or more.
     plans: of the decodes.
     prefix: what cascade attention computes once; None: none.
     rest_plans: of the decodes behind that prefix.
@@ -74,6 +77,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     common: CommonAttentionMetadata
     num_decodes: int
     fresh_prefills: bool
+    prefill_query_len: int
     plans: DecodePlans
     prefix: SharedPrefix | None
     rest_plans: DecodePlans
@@ -90,6 +94,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             num_workers=num_workers,
             num_heads=needs.num_heads,
             head_size=needs.head_size,
+            max_units=needs.max_num_reqs * (MAX_SPLITS + 1) if needs.batch_invariant else 0,
             device=torch.device(needs.device),
         )
 
@@ -101,6 +106,8 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
                 partials=partials,
                 sliding_window=sliding_window,
                 attention_chunk_size=attention_chunk_size,
+                split_keys=SPLIT_KEYS if needs.batch_invariant else None,
+                max_splits=MAX_SPLITS,
             )
 
         self._needs, self._num_sms = needs, platform.num_sms
@@ -112,8 +119,11 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     ) -> TritonAttentionMetadata:
         del fast_build  # a plan takes one small launch
         num_decodes, _, _, _ = split_decodes_and_prefills(common)
+        invariant = self._needs.batch_invariant
+        if invariant:
+            check_decodes_first(common, num_decodes)
         prefix = None
-        if common_prefix_len:
+        if common_prefix_len and not invariant:
             prefix = share_prefix(common, common_prefix_len, self._needs, num_sms=self._num_sms)
         self._plans.fill(common.seq_lens[:num_decodes])
         if prefix is not None:
@@ -123,7 +133,8 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             common=common,
             num_decodes=num_decodes,
-            fresh_prefills=not common.num_computed_tokens_cpu[num_decodes:].any(),
+            fresh_prefills=not invariant and not common.num_computed_tokens_cpu[num_decodes:].any(),
+            prefill_query_len=ANY_QUERY_LEN if invariant else common.max_query_len,
             plans=self._plans,
             prefix=prefix,
             rest_plans=self._rest_plans,
@@ -143,7 +154,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         use_sliding_window: bool,
         num_sms: int,
     ) -> bool:
-        if use_alibi or use_sliding_window:
+        if use_alibi or use_sliding_window or self._needs.batch_invariant:
             return False
         return worth_sharing(
             common_prefix_len,

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
+from attention.backends.invariance import ANY_QUERY_LEN, check_decodes_first, split_tokens_of
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
 from attention.cache_ops import WriteIndex
 from attention.kernels.mla_decode import make_mla_decode_plan, mla_decode_attention
@@ -40,21 +41,26 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
 
     full_cudagraph_supported: ClassVar[bool] = True
 
-    def __init__(self, *, block_size: int, workspace_tokens: int) -> None:
+    def __init__(self, *, block_size: int, workspace_tokens: int, batch_invariant: bool = False) -> None:
         self._block_size = block_size
         self._workspace_tokens = workspace_tokens
+        self._batch_invariant = batch_invariant
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TritonMLAMetadata:
         del common_prefix_len, fast_build
         num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(common)
+        if self._batch_invariant:
+            check_decodes_first(common, num_decodes)
         return TritonMLAMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._block_size),
             num_actual_tokens=common.num_actual_tokens,
             num_decode_tokens=num_decode_tokens,
             prefill=plan_prefill(common, num_decodes),
-            context_chunks=plan_context_chunks(common, num_decodes, workspace_tokens=self._workspace_tokens),
+            context_chunks=plan_context_chunks(
+                common, num_decodes, workspace_tokens=self._workspace_tokens, apart=self._batch_invariant
+            ),
             seq_lens=common.seq_lens[:num_decodes],
             block_table=common.block_table_tensor[:num_decodes],
         )
@@ -80,13 +86,19 @@ class TritonMLA:
         features=frozenset(),
         cudagraph=True,
         min_compute_capability=(8, 0),
+        batch_invariant=True,
     )
     pads_v: ClassVar = False
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
         self._num_heads = needs.num_heads
         self.workspace = new_workspace(needs, context_workspace_tokens)
-        self.builder = TritonMLABuilder(block_size=needs.block_size, workspace_tokens=context_workspace_tokens)
+        self.builder = TritonMLABuilder(
+            block_size=needs.block_size,
+            workspace_tokens=context_workspace_tokens,
+            batch_invariant=needs.batch_invariant,
+        )
+        self._prefill_query_len = ANY_QUERY_LEN if needs.batch_invariant else None
         self._plan = make_mla_decode_plan(
             num_heads=needs.num_heads,
             latent_channels=needs.head_size if needs.mla is None else needs.mla.kv_lora_rank,
@@ -94,6 +106,7 @@ class TritonMLA:
             max_model_len=needs.max_model_len,
             num_sms=platform.num_sms,
             device=needs.device,
+            split_tokens=split_tokens_of(needs.num_heads) if needs.batch_invariant else None,
         )
 
     def forward(
@@ -138,4 +151,13 @@ class TritonMLA:
         scale: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return attend_decompressed(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=scale, out=out)
+        return attend_decompressed(
+            q_THD,
+            k_SHD,
+            v_SHV,
+            lens=lens,
+            causal=causal,
+            scale=scale,
+            max_query_len=self._prefill_query_len,
+            out=out,
+        )

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.decode_merge import merge_partials
-from attention.kernels.decode_plan import NO_LIMIT, DecodePlan, first_visible_key, units_per_worker
+from attention.kernels.decode_plan import NO_LIMIT, DecodePlan, first_visible_key, unit_keys_of, units_per_worker
 from attention.kernels.launch import bound, interpreted
 from attention.kernels.unified_parts import tanh
 
@@ -102,6 +102,7 @@ def decode_attention(
         BLOCK_SIZE=kv_layer.shape[2],
         TILE_KEYS=tiling.tile_keys,
         UNIT_KEYS=plan.unit_keys,
+        MAX_UNITS=plan.max_units,
         ONE_UNIT_EACH=plan.one_unit_each,
         SOFT_CAP=bool(logits_soft_cap),
         INTERPRETED=interpreted(),
@@ -171,6 +172,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     UNIT_KEYS: tl.constexpr,
+    MAX_UNITS: tl.constexpr,
     ONE_UNIT_EACH: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -213,9 +215,10 @@ def _decode_kernel(
         if unit < run_stop:
             seq_len = tl.load(seq_lens_ptr + request)
             first_key = first_visible_key(seq_len, window, chunk)
-            unit_zero = first_key // UNIT_KEYS - first_unit
-            start = tl.maximum((unit_zero + unit) * UNIT_KEYS, first_key // TILE_KEYS * TILE_KEYS)
-            key_stop = tl.minimum((unit_zero + run_stop) * UNIT_KEYS, seq_len)
+            unit_keys = unit_keys_of(seq_len, first_key, UNIT_KEYS, MAX_UNITS) if MAX_UNITS else UNIT_KEYS
+            unit_zero = first_key // unit_keys - first_unit
+            start = tl.maximum((unit_zero + unit) * unit_keys, first_key // TILE_KEYS * TILE_KEYS)
+            key_stop = tl.minimum((unit_zero + run_stop) * unit_keys, seq_len)
 
             rows_G = request.to(tl.int64) * num_queries + queries_G
             q_GD = tl.load(

@@ -3,11 +3,11 @@
 Knows lengths alone, no keys and no queries. The plan lies in tensors on the device and is made there, so that a
 captured CUDA graph follows the lengths of each replay. Legend: R requests, W workers, U units, P partial results.
 
-Each request's keys are cut into units of `unit_keys`, counted from the sequence's start; those that its query cannot
-see are left out. All units of the batch, request after request, are dealt out to the workers in equal runs, so that a
-worker's share does not depend on how ragged the batch is. A request that lies in several runs leaves a partial result
-in each of them, which are merged afterwards. One worker is as many programs as there are kv heads: they read the same
-blocks at the same time.
+Each request's keys are cut into units of `unit_keys`, counted from the sequence's start, or into longer ones where the
+plan bounds how many a request has; those that its query cannot see are left out. All units of the batch, request after
+request, are dealt out to the workers in equal runs, so that a worker's share does not depend on how ragged the batch
+is. A request that lies in several runs leaves a partial result in each of them, which are merged afterwards. One worker
+is as many programs as there are kv heads: they read the same blocks at the same time.
 """
 
 from dataclasses import dataclass
@@ -79,6 +79,8 @@ class DecodePlan:
         unit_keys: a multiple of the tiling's tile_keys.
         one_unit_each: every unit leaves its own partial result, so that a request's result has the same bits alone and
             in any batch; otherwise a worker's whole share of a request does.
+        max_units: into how many the keys that a request's query sees are cut at most, and one more where they begin
+            within a unit: those of a longer request are longer, by whole times. 0: any number.
         sliding_window, attention_chunk_size: as in `attention.parameters`; they decide which keys are seen.
         unit_starts: [max_num_reqs + 1] int32, where each request's units begin among the batch's.
         first_requests: [W] int32, the request that each worker begins in.
@@ -87,6 +89,7 @@ class DecodePlan:
     tiling: DecodeTiling
     unit_keys: int
     one_unit_each: bool
+    max_units: int
     sliding_window: int | None
     attention_chunk_size: int | None
     unit_starts: Tensor
@@ -120,6 +123,7 @@ class DecodePlan:
             self.sliding_window or NO_LIMIT,
             self.attention_chunk_size or NO_LIMIT,
             UNIT_KEYS=self.unit_keys,
+            MAX_UNITS=self.max_units,
             # The same for most batches, so that few kernels are compiled.
             BLOCK_R=max(128, triton.next_power_of_2(num_reqs)),
         )
@@ -151,12 +155,14 @@ def new_decode_plan(
     sliding_window: int | None = None,
     attention_chunk_size: int | None = None,
     split_keys: int | None = None,
+    max_splits: int = 0,
 ) -> DecodePlan:
     """An empty plan.
 
     Args:
         split_keys: every so many keys of a request, counted from its start, make one partial result, whatever else is
             in the batch; a multiple of the tiling's tile_keys. None: as balances the batch best.
+        max_splits: of a request; splits of longer ones are so much longer. 0: any number.
     """
     device = partials.out.device
     assert split_keys is None or split_keys % tiling.tile_keys == 0
@@ -164,6 +170,7 @@ def new_decode_plan(
         tiling=tiling,
         unit_keys=split_keys or tiling.tile_keys,
         one_unit_each=split_keys is not None,
+        max_units=0 if split_keys is None else max_splits,
         sliding_window=sliding_window,
         attention_chunk_size=attention_chunk_size,
         unit_starts=torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device),
@@ -176,6 +183,15 @@ def new_decode_plan(
 def first_visible_key(seq_len, window, chunk):
     """Of a request's last token."""
     return tl.maximum(tl.maximum(seq_len - window, (seq_len - 1) // chunk * chunk), 0)
+
+
+@triton.jit
+def unit_keys_of(seq_len, first_key, UNIT_KEYS: tl.constexpr, MAX_UNITS: tl.constexpr):
+    """Keys of a unit of a request whose query sees keys from `first_key` on."""
+    unit_keys = UNIT_KEYS + seq_len * 0
+    if MAX_UNITS:
+        unit_keys *= tl.maximum((seq_len - first_key + UNIT_KEYS * MAX_UNITS - 1) // (UNIT_KEYS * MAX_UNITS), 1)
+    return unit_keys
 
 
 @triton.jit
@@ -193,14 +209,16 @@ def _plan_kernel(
     window,
     chunk,
     UNIT_KEYS: tl.constexpr,
+    MAX_UNITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Every program works out the whole plan and keeps one worker's part of it."""
     worker = tl.program_id(0)
     requests = tl.arange(0, BLOCK_R)
     seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_reqs, other=0)
-    unseen = first_visible_key(seq_lens, window, chunk) // UNIT_KEYS
-    units = tl.where(seq_lens > 0, (seq_lens + UNIT_KEYS - 1) // UNIT_KEYS - unseen, 0)
+    first_keys = first_visible_key(seq_lens, window, chunk)
+    unit_keys = unit_keys_of(seq_lens, first_keys, UNIT_KEYS, MAX_UNITS)
+    units = tl.where(seq_lens > 0, (seq_lens + unit_keys - 1) // unit_keys - first_keys // unit_keys, 0)
     stops = tl.cumsum(units, 0)
     start = worker * units_per_worker(tl.sum(units, 0), num_workers)
     before = (stops <= start) & (requests < num_reqs)

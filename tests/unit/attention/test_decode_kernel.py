@@ -1,5 +1,7 @@
 """The decode kernels: attention by its definition whatever the split, the layout or the features; padding is inert."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,7 +32,13 @@ ASKED = {
 
 
 def plan_of(
-    batch: Decodes, asked: Asked, *, num_workers: int = 3, split_keys: int | None = None, max_num_reqs: int = 8
+    batch: Decodes,
+    asked: Asked,
+    *,
+    num_workers: int = 3,
+    split_keys: int | None = None,
+    max_splits: int = 0,
+    max_num_reqs: int = 8,
 ) -> DecodePlan:
     _, num_heads, head_size = batch.q_RHD.shape
     partials = new_partials(
@@ -49,6 +57,7 @@ def plan_of(
         sliding_window=asked.sliding_window,
         attention_chunk_size=asked.attention_chunk_size,
         split_keys=split_keys,
+        max_splits=max_splits,
     )
     plan.fill(batch.seq_lens)
     return plan
@@ -259,6 +268,24 @@ def test_with_splits_of_a_fixed_size_a_request_has_the_same_bits_alone_and_in_an
         rows = slice(request, request + 1)
         alone = Decodes(batch.q_RHD[rows], batch.kv_layer, batch.seq_lens[rows], batch.block_table[rows], [], [])
         out, _ = attend(alone, Asked(), plan_of(alone, Asked(), split_keys=32, num_workers=5))
+        assert torch.equal(out, together[rows])
+
+
+@pytest.mark.parametrize("asked", [Asked(), ASKED["window of 17"], ASKED["all"]], ids=["plain", "window of 17", "all"])
+def test_a_bound_on_the_splits_makes_those_of_long_requests_longer(asked: Asked) -> None:
+    lengths = [50, 16, 0, 130, 97]
+    batch = decodes(lengths, asked=asked)
+    plan = plan_of(batch, asked, split_keys=16, max_splits=2)
+    starts = plan.unit_starts[:6].tolist()
+    assert all(stop - start <= 3 for start, stop in pairwise(starts))
+    if asked == Asked():
+        assert starts == [0, 2, 3, 3, 5, 7]  # of 32, 16, 80 and 64 keys
+    together, _ = attend(batch, asked, plan)
+    assert relative_error(together, batch.expected(asked)[0]) < TOLERANCE[torch.float32]
+    for request in range(len(lengths)):
+        rows = slice(request, request + 1)
+        one = Decodes(batch.q_RHD[rows], batch.kv_layer, batch.seq_lens[rows], batch.block_table[rows], [], [])
+        out, _ = attend(one, asked, plan_of(one, asked, split_keys=16, max_splits=2, num_workers=5))
         assert torch.equal(out, together[rows])
 
 

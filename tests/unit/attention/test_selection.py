@@ -181,3 +181,21 @@ def test_a_gpu_that_cannot_convert_e4m3_is_told_so_and_keeps_e5m2() -> None:
         select_backend(needs, platform=A100)
     against = reasons_against(TritonAttention.capabilities, replace(needs, kv_dtype="float8_e5m2"), A100)
     assert against == ()
+
+
+@pytest.mark.parametrize(
+    ("needs", "platform", "name"),
+    [
+        (LLAMA, CPU, "TORCH_SDPA"),
+        (DEEPSEEK, CPU, "TORCH_MLA"),
+        (on_gpu(LLAMA), H200, "TRITON_ATTN"),
+        (on_gpu(DEEPSEEK), H200, "TRITON_MLA"),
+    ],
+)
+def test_where_results_must_not_depend_on_the_batch_backends_that_do_are_refused(
+    needs: AttentionNeeds, platform: Platform, name: str
+) -> None:
+    needs = replace(needs, batch_invariant=True)
+    assert chosen(needs, platform) == name
+    refused = verdicts(needs, platform)["FLASHINFER"]
+    assert refused.endswith("its results depend on the batch")

@@ -1,0 +1,37 @@
+"""What the backends do alike where a request's result must have the same bits alone and in any batch.
+
+Decodes split their keys at fixed places, counted from a request's first. Prefills run one kernel with one tile, over
+the cache alone. A request of one new token is always a decode, so it must stand in front. How a prompt is cut into
+chunks is the scheduler's; the results are those of that cut.
+"""
+
+import numpy as np
+
+from attention.metadata import CommonAttentionMetadata
+from baton.errors import InternalError
+
+# Keys of a decode that make one partial result. On an H200 512 keys of 8 heads are read in 5 us by as many programs;
+# smaller splits cost memory and merging, larger ones leave most of the GPU idle where requests are few.
+SPLIT_KEYS = 512
+# Of one request at most, so that memory for partial results has a bound: longer ones have longer splits.
+MAX_SPLITS = 32
+# Prefill kernels cut their tiles for so many queries of a request, however many there are.
+ANY_QUERY_LEN = 2**15
+
+
+def split_tokens_of(num_heads: int) -> int:
+    """Latent tokens of a decode that make one partial result; more of them where many heads make these large."""
+    return 1024 if num_heads <= 32 else 4096
+
+
+def check_decodes_first(common: CommonAttentionMetadata, num_decodes: int) -> None:
+    """Raises InternalError if a request of one new token stands behind a prefill, where it would be taken for one."""
+    query_lens_R = np.diff(common.query_start_loc_cpu[num_decodes:].numpy())
+    if (query_lens_R == 1).any():
+        raise InternalError(
+            "a request of one new token stands behind a prefill",
+            field="query_start_loc",
+            value=tuple(query_lens_R.tolist()),
+            allowed=("single tokens first",),
+            cure="reorder the batch before its metadata is built",
+        )

@@ -1,0 +1,106 @@
+"""Every backend that offers batch invariance: a request's result has the same bits alone and in a batch, by the same
+kernels that the rest of the suite finds right."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend
+from attention.metadata import CommonAttentionMetadata, build_common_metadata
+from attention.selection import BackendClass
+from attention.spec import KVKind
+from baton.errors import InternalError
+from models.kernels.matmul import multiply_heads_invariant, multiply_invariant
+from models.linear import Linear
+from tests.conformance.attention import gqa, mla
+from tests.conformance.attention.batches import Batch
+from tests.conformance.attention.gqa import Shape, gqa_case
+from tests.conformance.attention.mla import DEEPSEEK, TINY, MLAShape, mla_case
+from tests.conformance.attention.oracle import relative_error
+from tests.conformance.attention.platform_backends import PLATFORM, backend_name, backends_here
+from tests.conformance.attention.settings import SETTINGS, Setting
+from tests.device import DEVICE
+
+ON_GPU = DEVICE == "cuda"
+DTYPE = "bfloat16" if ON_GPU else "float32"
+BOUND = 1.2e-2 if ON_GPU else 1e-5
+NAMES = ("plain", "window 7", "sinks", *(("chunks of 128", "soft cap", "ALiBi") if ON_GPU else ()))
+ASKED = [setting for setting in SETTINGS if setting.name in NAMES]
+# Decodes of one split and of several, a new sequence of one token, whole prompts, and chunks behind a context.
+SIZES = [(1, 530), (1, 0), (2, 3), (16, 24), (5, 34)]
+LONG = [(1, 30000), (1, 5000), (1, 511), (1, 512), (700, 0), (2, 0), (300, 1000), (512, 4096), (33, 6000)]
+
+
+def invariant_backends(kind: KVKind) -> list[BackendClass]:
+    return [backend for backend in backends_here(kind) if backend.capabilities.batch_invariant]
+
+
+def alone(batch: Batch, request: int) -> CommonAttentionMetadata:
+    common, _ = build_common_metadata(
+        query_lens=[batch.query_lens[request]],
+        context_lens=[batch.context_lens[request]],
+        block_tables=[batch.block_tables[request]],
+        block_size=batch.block_size,
+        device=DEVICE,
+    )
+    return common
+
+
+def gqa_backend(backend: BackendClass, setting: Setting, shape: Shape) -> AttentionBackend:
+    needs = replace(gqa.needs_of(setting, shape), batch_invariant=True, max_model_len=32768)
+    return backend(needs, PLATFORM, context_workspace_tokens=256)
+
+
+def mla_backend(backend: BackendClass, shape: MLAShape) -> AttentionBackend:
+    needs = replace(mla.needs_of(shape), batch_invariant=True, max_model_len=32768)
+    return backend(needs, PLATFORM, context_workspace_tokens=shape.workspace_tokens)
+
+
+@pytest.mark.parametrize("setting", ASKED, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("backend", invariant_backends(KVKind.GQA), ids=backend_name)
+def test_keys_and_values(backend: BackendClass, setting: Setting) -> None:
+    shape = Shape(dtype=DTYPE)
+    case = gqa_case(gqa_backend(backend, setting, shape), LONG if ON_GPU else SIZES, setting, shape)
+    together = case.run()
+    assert relative_error(together, case.expected()) < BOUND
+    k_THD, v_THD = case.new_kv()
+    assert k_THD is not None
+    assert v_THD is not None
+    for request, rows, _ in case.batch.requests():
+        metadata = case.backend.builder.build(0, alone(case.batch, request))
+        out: Tensor = case.layer(case.q_THD[rows], k_THD[rows], v_THD[rows], case.cache, metadata)
+        assert torch.equal(out, together[rows]), (request, rows)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128] if ON_GPU else [3])
+@pytest.mark.parametrize("workspace_tokens", [8192, 1000] if ON_GPU else [20])
+@pytest.mark.parametrize("backend", invariant_backends(KVKind.MLA), ids=backend_name)
+def test_latents(backend: BackendClass, workspace_tokens: int, num_heads: int) -> None:
+    dims = DEEPSEEK if ON_GPU else TINY
+    shape = MLAShape(dtype=DTYPE, workspace_tokens=workspace_tokens, num_heads=num_heads, dims=dims)
+    case = mla_case(mla_backend(backend, shape), LONG if ON_GPU else SIZES, shape)
+    case.layer.multiply_heads = multiply_heads_invariant
+    projection = Linear(dims.kv_lora_rank, case.layer.kv_b_proj.out_features, dtype=case.q_THD.dtype)
+    projection.weight = case.layer.kv_b_proj.weight
+    projection.multiply = multiply_invariant
+    case.layer.kv_b_proj = projection
+    together = case.run()
+    assert relative_error(together, case.expected()) < BOUND
+    rank = dims.kv_lora_rank
+    for request, rows, context in case.batch.requests():
+        metadata = case.layer.backend.builder.build(0, alone(case.batch, request))
+        new_TC = case.latents[request][context:]
+        out: Tensor = case.layer(case.q_THD[rows], new_TC[:, :rank], new_TC[:, rank:], case.cache, metadata)
+        assert torch.equal(out, together[rows]), (request, rows)
+
+
+@pytest.mark.parametrize("backend", invariant_backends(KVKind.GQA), ids=backend_name)
+def test_a_decode_behind_a_prefill_is_refused(backend: BackendClass) -> None:
+    made = gqa_backend(backend, SETTINGS[0], Shape(dtype=DTYPE))
+    common, _ = build_common_metadata(
+        query_lens=[3, 1], context_lens=[0, 5], block_tables=[[0], [1]], block_size=16, device=DEVICE
+    )
+    with pytest.raises(InternalError, match="stands behind a prefill"):
+        made.builder.build(0, common)

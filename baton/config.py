@@ -24,6 +24,7 @@ from baton.types import LocalPolicy
 
 DEMO_MODELS = Path(__file__).resolve().parent.parent / "models" / "demo"
 MIB = 1 << 20
+_CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 64.0
 
 Settings = TypeVar("Settings", bound="CommonSettings")
 
@@ -55,32 +56,55 @@ class NodeSettings(CommonSettings):
     )
     block_size: int = Field(16, ge=1, le=1024, description="token slots per block")
     num_blocks: int | None = Field(None, ge=1, description="blocks in the cache; default: from kv_cache_mib")
-    kv_cache_mib: int = Field(128, ge=1, description="memory for the cache when num_blocks is not given")
+    kv_cache_mib: int | None = Field(
+        None,
+        ge=1,
+        description="memory for the cache when num_blocks is not given; default: 128 on a CPU, on a GPU what "
+        "gpu_memory_fraction leaves",
+    )
+    gpu_memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="of the GPU's memory, what this node may fill; a profile at start sizes the cache"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and activations; auto: float32 on a CPU, else the checkpoint's"
     )
-    device: str = Field("cpu", description="torch device of weights and cache")
+    device: str = Field(
+        "auto", description="of weights and cache: cpu, cuda, cuda:1; auto: a GPU where there is one, else the CPU"
+    )
     threads: int = Field(1, ge=1, description="CPU threads of one engine step")
     load_format: Literal["safetensors", "dummy"] = Field("safetensors", description="dummy: random weights, for tests")
     attention_backend: str | None = Field(None, description="forces one attention backend by name")
-    max_batch_tokens: int = Field(256, ge=1, description="tokens of one engine step: the budget that prefill is cut to")
-    max_batch_requests: int = Field(64, ge=1, description="requests of one engine step")
+    max_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of one engine step: the budget that prefill is cut to; default: 256 on a CPU, on a GPU the "
+        "smallest size that a profile at start shows to be fast",
+    )
+    max_batch_requests: int | None = Field(
+        None, ge=1, description="requests of one engine step; default: 64 on a CPU, 256 on a GPU"
+    )
+    cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs; on a GPU")
+    batch_invariant: bool = Field(
+        False, description="logits are bit-equal whatever else is in the batch; slower, see the README"
+    )
     max_waiting: int = Field(256, ge=0, description="requests that may wait for room; more are refused")
     max_context_tokens: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's")
     prefix_cache: bool = Field(True, description="reuse the KV of equal prompt beginnings")
     transport: Literal["ucx", "loopback"] = Field("ucx", description="what carries KV; loopback: within one process")
-    segment_mib: float = Field(4.0, gt=0, le=1024, description="largest message of KV")
+    segment_mib: float | None = Field(
+        None, gt=0, le=1024, description="largest message of KV; default: 4 on a CPU, 64 on a GPU"
+    )
     staging_slots: int = Field(4, ge=2, description="staging buffers of segment_mib, for each direction")
     digests: bool = Field(True, description="check every segment's digest before it is scattered")
     keepalive_s: float = Field(10.0, gt=0, description="a peer that answers no ping for that long is dead")
 
-    @property
-    def segment_bytes(self) -> int:
-        return int(self.segment_mib * MIB)
+    def segment_bytes(self, *, on_gpu: bool) -> int:
+        mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)
+        return int(mib * MIB)
 
     @property
-    def kv_cache_bytes(self) -> int:
-        return self.kv_cache_mib * MIB
+    def kv_cache_bytes(self) -> int | None:
+        return None if self.kv_cache_mib is None else self.kv_cache_mib * MIB
 
 
 class PrefillSettings(NodeSettings):
@@ -151,6 +175,19 @@ def describe_validation_error(cls: type[CommonSettings], error: ValidationError)
 def child_environment(**more: str) -> dict[str, str]:
     """This process's environment for a child, with some variables added."""
     return {**os.environ, **more}
+
+
+def visible_gpus() -> int:
+    """How many GPUs a process started here would see."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def is_set(name: str) -> bool:
+    """Whether the environment sets a setting."""
+    return variable(name) in os.environ
 
 
 def variable(name: str) -> str:

@@ -2,10 +2,9 @@
 
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import torch
@@ -21,9 +20,13 @@ from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
 from models.identity import ModelIdentity
 from node.describe import to_info
+from node.progress import LoadingProgress
 from protos import common_pb2, node_pb2
 
 log = logging.getLogger("baton")
+
+# Where prompts are cut in batch-invariant mode; the same on every node, whatever its step size.
+_INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,21 @@ class Node:
         )
         self._listener: Listener | None = None
         limits = EngineLimits(
-            max_batch_tokens=settings.max_batch_tokens,
-            max_batch_requests=settings.max_batch_requests,
+            max_batch_tokens=built.limits.max_batch_tokens,
+            max_batch_requests=built.limits.max_batch_requests,
             max_context_tokens=self.max_context_tokens,
             max_waiting=settings.max_waiting,
             prefix_cache=settings.prefix_cache,
+            chunk_align_tokens=_INVARIANT_CHUNK_TOKENS[built.cache.view.device.type]
+            if settings.batch_invariant
+            else None,
         )
         self.engine = Engine(built.runner, limits, on_step=lambda events: self._heard().on_step(events))
         self.transfer = KVTransfer(
             built.cache,
             incarnation=self.incarnation,
             transport=settings.transport,
-            segment_bytes=settings.segment_bytes,
+            segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
             staging_slots=settings.staging_slots,
             digests=settings.digests,
             on_filled=lambda filled: self._heard().on_filled(filled),
@@ -96,7 +102,11 @@ class Node:
     async def __aenter__(self) -> Self:
         self._heard()
         await self.transfer.start()
-        await self.engine.__aenter__()
+        try:
+            await self.engine.__aenter__()
+        except BaseException:
+            await self.transfer.close()
+            raise
         return self
 
     async def __aexit__(
@@ -110,7 +120,7 @@ class Node:
         """One line for the log."""
         shape, spec = self.built.cache.shape, self.built.cache.spec
         return (
-            f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.settings.device}, "
+            f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.built.cache.view.device}, "
             f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
             f"{shape.num_blocks} blocks of {shape.block_size} tokens"
         )
@@ -142,34 +152,26 @@ def load(settings: NodeSettings) -> Built:
         ConfigError: a setting, or the checkpoint that it names, cannot work.
     """
     torch.set_num_threads(settings.threads)
-    return build_runner(
-        directory=settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        kv_cache_layout=settings.kv_cache_layout,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        block_size=settings.block_size,
-        num_blocks=settings.num_blocks,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        attention_backend=settings.attention_backend,
-        max_batch_requests=settings.max_batch_requests,
-        load_format=settings.load_format,
-        progress=_LoadingLog(),
-    )
-
-
-class _LoadingLog:
-    """Logs every tenth of a long load."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._told = 0
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        tenth = 10 * done_bytes // max(1, total_bytes)
-        if tenth > self._told and time.monotonic() - self._since > 1:
-            self._told = tenth
-            log.info("weights: %d of %d MiB", done_bytes >> 20, total_bytes >> 20)
+    with LoadingProgress() as progress:
+        return build_runner(
+            directory=settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            kv_cache_layout=settings.kv_cache_layout,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            gpu_memory_fraction=settings.gpu_memory_fraction,
+            reserved_bytes=2 * settings.staging_slots * settings.segment_bytes(on_gpu=True),
+            attention_backend=settings.attention_backend,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_requests=settings.max_batch_requests,
+            cuda_graphs=settings.cuda_graphs,
+            batch_invariant=settings.batch_invariant,
+            load_format=settings.load_format,
+            progress=progress,
+        )
 
 
 def _describe(identity: ModelIdentity, built: Built) -> NodeDescription:

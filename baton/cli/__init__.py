@@ -1,10 +1,14 @@
-"""The command line: `baton generate`, `status`, `up`, `demo`. An error is one line on stderr, never a traceback."""
+"""The command line: `baton generate`, `status`, `up`, `demo`, `doctor`.
+
+An error is one line on stderr, never a traceback.
+"""
 
 import sys
 from typing import Any
 
 import typer
 
+from baton.cli.doctor import doctor
 from baton.cli.generate import generate
 from baton.cli.status import status
 from baton.cli.up import demo, up
@@ -21,7 +25,7 @@ def main() -> None:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (generate, status, up, demo):
+    for command in (generate, status, up, demo, doctor):
         app.command()(command)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="baton", standalone_mode=False)

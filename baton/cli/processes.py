@@ -15,7 +15,8 @@ from typing import Self
 from baton.config import child_environment
 from baton.errors import ConfigError
 
-_READY_TIMEOUT_S = 120.0
+# A GPU node compiles kernels, profiles and captures graphs before it is ready.
+_READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 40.0
 
 

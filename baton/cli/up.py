@@ -17,12 +17,14 @@ from baton.cli.generate import stream_to_terminal
 from baton.cli.processes import Process, Processes
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.client import Client
-from baton.config import DEMO_MODELS
+from baton.config import DEMO_MODELS, is_set, visible_gpus
 from baton.errors import BatonError, ConfigError
 from baton.types import LocalPolicy, SamplingParams
 from protos import common_pb2
 
 _PAIRED_TIMEOUT_S = 60.0
+# Of a GPU's memory, for all nodes on it together.
+_GPU_SHARE = 0.9
 
 DEMO_PROMPT = (
     "Write the given bytes to the file, and return the number of bytes written, which is always the length of the "
@@ -79,10 +81,15 @@ def local_cluster(options: ClusterOptions, say: Callable[[str], None]) -> Iterat
     """
     with Processes(say) as processes:
         say(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
+        devices = _devices(options.prefill + options.decode, visible_gpus())
         prefill = [
-            processes.start("prefill_node", _node_arguments(options, "prefill", i)) for i in range(options.prefill)
+            processes.start("prefill_node", _node_arguments(options, "prefill", i) + next(devices))
+            for i in range(options.prefill)
         ]
-        decode = [processes.start("decode_node", _node_arguments(options, "decode", i)) for i in range(options.decode)]
+        decode = [
+            processes.start("decode_node", _node_arguments(options, "decode", i) + next(devices))
+            for i in range(options.decode)
+        ]
         processes.wait_ready([*prefill, *decode])
         gateway = processes.start("gateway", _gateway_arguments(options, prefill, decode))
         processes.wait_ready([gateway])
@@ -104,6 +111,19 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
             "log-level": options.log_level,
         }
     )
+
+
+def _devices(num_nodes: int, num_gpus: int) -> Iterator[list[str]]:
+    """Each node's flags: the GPUs in turn, and its part of a GPU that several of them share. What the environment says
+    for all nodes stands."""
+    sharing = -(-num_nodes // max(1, num_gpus))
+    for index in range(num_nodes):
+        flags: dict[str, object] = {}
+        if num_gpus and not is_set("device"):
+            flags["device"] = f"cuda:{index % num_gpus}"
+        if num_gpus and sharing > 1 and not is_set("gpu_memory_fraction"):
+            flags["gpu-memory-fraction"] = round(_GPU_SHARE / sharing, 3)
+        yield _flags(flags)
 
 
 def _gateway_arguments(options: ClusterOptions, prefill: list[Process], decode: list[Process]) -> list[str]:

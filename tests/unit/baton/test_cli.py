@@ -11,7 +11,9 @@ import pytest
 from baton.cli import main
 from baton.cli.generate import summary, to_json
 from baton.cli.status import to_json as status_to_json
+from baton.cli.up import _devices
 from baton.client import Completion
+from baton.config import visible_gpus
 from baton.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.types import Path as Way
 from protos import common_pb2, generation_pb2, node_pb2
@@ -150,3 +152,24 @@ def test_json_of_a_status_has_why_a_pair_was_refused() -> None:
     assert node["peers"][0]["mismatches"] == [
         {"field": "dtype", "ours": "float32", "theirs": "bfloat16", "cure": "start both alike"}
     ]
+
+
+def test_the_nodes_of_a_cluster_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert visible_gpus() == 2
+    assert list(_devices(2, visible_gpus())) == [["--device", "cuda:0"], ["--device", "cuda:1"]]
+    first, second, third = _devices(3, 2)
+    assert first == third == ["--device", "cuda:0", "--gpu-memory-fraction", "0.45"]
+    assert second[1] == "cuda:1"
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_a_cluster_without_gpus_leaves_the_device_to_its_default(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert list(_devices(2, visible_gpus())) == [[], []]
+
+
+def test_what_the_environment_says_of_devices_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_DEVICE", "cpu")
+    monkeypatch.setenv("BATON_GPU_MEMORY_FRACTION", "0.3")
+    assert list(_devices(2, 1)) == [[], []]

@@ -1,0 +1,65 @@
+"""All checks in turn, each printed as soon as it is known. Exit code 1 when one of them failed."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import combinations_with_replacement
+
+from rich.console import Console
+from rich.markup import escape
+
+from baton.config import DecodeSettings, read_settings, visible_gpus
+from node.doctor.machine import Wanted, check_machine
+from node.doctor.packages import check_packages
+from node.doctor.verdict import Grade, Verdict
+
+_COLORS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
+_MOST_GPUS_LINKED = 2
+_DEFAULT_CACHE_BYTES = 128 << 20
+
+
+def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
+    """In the order in which one depends on the other."""
+    settings = read_settings(DecodeSettings, "baton doctor", [])
+    on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
+    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or _DEFAULT_CACHE_BYTES
+    staging_bytes = 2 * settings.staging_slots * settings.segment_bytes(on_gpu=on_gpu)
+    yield from check_machine(Wanted(pairs, cache_bytes, staging_bytes))
+    broken = False
+    for verdict in check_packages():
+        broken = broken or verdict.grade is Grade.FAIL
+        yield verdict
+    if broken:
+        return
+    # What needs the packages is imported only when they are known to be there.
+    import torch
+
+    from node.doctor.gpus import check_gpus
+    from node.doctor.link import check_link
+
+    yield from check_gpus()
+    yield check_link(("cpu", "cpu"), floor_gigabytes_per_s=floor_gigabytes_per_s)
+    gpus = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), _MOST_GPUS_LINKED))]
+    for pair in combinations_with_replacement(gpus, 2):
+        yield check_link(pair, floor_gigabytes_per_s=floor_gigabytes_per_s)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="baton doctor", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=8, help="peers that a node here will have (default: 8)")
+    parser.add_argument("--min-gb-per-s", type=float, default=0.3, help="slowest link that will do (default: 0.3)")
+    given = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True)
+    failed = 0
+    for verdict in checks(given.pairs, given.min_gb_per_s):
+        failed += verdict.grade is Grade.FAIL
+        color = _COLORS[verdict.grade]
+        console.print(f"[{color}]{verdict.grade.value:4}[/] {escape(verdict.check)}: {escape(verdict.found)}")
+        if verdict.cure:
+            console.print(f"     {escape(verdict.cure)}")
+    console.print(f"{failed} failed" if failed else "all well")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""A checked round trip between two processes of this machine over the transport that nodes use: latency, rate, and what
+really carried the bytes. Knows no pair and no lease.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+from kvtransfer.transport import Arrival, Transport, open_transport
+from node.doctor.verdict import Verdict, fail, ok
+
+MIB = 1 << 20
+_PEER = 1
+_SMALL_BYTES = 64
+_LARGE_BYTES = 16 * MIB
+_ROUND_TRIPS = 50
+_LARGE_ROUND_TRIPS = 8
+_TIMEOUT_S = 30.0
+# As the transfer thread does: on few cores two ends that look without a pause starve each other.
+_NAP_S = 20e-6
+_NO_CURE = "see UCX's own report with UCX_LOG_LEVEL=info"
+_SLOW_CURES = {
+    "tcp": "the two processes do not share memory: check /dev/shm above, and that no UCX_TLS is set that leaves it out",
+    "cuda_copy": "the GPUs do not reach each other directly: show both to both processes, and share the host's IPC",
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Attributes:
+    carrier: such as "sysv", "cma", "cuda_ipc", "tcp".
+    round_trip_us: of a small message, there and back.
+    gigabytes_per_s: of large messages, one way.
+    """
+
+    carrier: str
+    round_trip_us: float
+    gigabytes_per_s: float
+
+
+def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Verdict:
+    """Args:
+    devices: of the memory here and there, such as "cpu" or "cuda:1".
+    """
+    check = f"link {devices[0]} to {devices[1]}"
+    try:
+        link = measure(devices)
+    except Exception as error:  # noqa: BLE001  (a broken installation raises whatever it likes)
+        return fail(check, f"{type(error).__name__}: {error}", _NO_CURE)
+    found = f"{link.carrier}, {link.gigabytes_per_s:.1f} GB/s, {link.round_trip_us:.0f} us there and back"
+    if link.gigabytes_per_s < floor_gigabytes_per_s:
+        cure = _SLOW_CURES.get(link.carrier, "look for what else uses this machine, or lower the floor")
+        return fail(check, f"{found}; wanted are {floor_gigabytes_per_s:g} GB/s", cure)
+    return ok(check, found)
+
+
+def measure(devices: tuple[str, str]) -> Link:
+    """Raises:
+    RuntimeError: bytes came back changed, or nothing came back in time.
+    """
+    with _echo(devices[1]) as connection:
+        transport = open_transport("ucx")
+        try:
+            connection.send(transport.listen(_PEER))
+            transport.connect(_PEER, _receive_address(connection))
+            carrier = transport.carrier(_PEER)
+            _round_trips_s(transport, _SMALL_BYTES, 2, devices[0])
+            small_s = _round_trips_s(transport, _SMALL_BYTES, _ROUND_TRIPS, devices[0])
+            _round_trips_s(transport, _LARGE_BYTES, 2, devices[0])
+            large_s = _round_trips_s(transport, _LARGE_BYTES, _LARGE_ROUND_TRIPS, devices[0])
+        finally:
+            transport.close()
+        connection.send(None)
+    return Link(carrier, small_s * 1e6, 2 * _LARGE_BYTES / large_s / 1e9)
+
+
+def _round_trips_s(transport: Transport, num_bytes: int, count: int, device: str) -> float:
+    """Seconds of one, the mean of several."""
+    out = torch.arange(num_bytes, device=device).to(torch.uint8)
+    back = torch.zeros_like(out)
+    start_s = time.monotonic()
+    for index in range(count):
+        sent = transport.send(_PEER, index, out)
+        arrival = _until_arrival(transport)
+        received = transport.receive(arrival, back)
+        _until(lambda: sent.done and received.done, transport)  # noqa: B023  (called before the next turn)
+    took_s = time.monotonic() - start_s
+    if not torch.equal(out, back):
+        raise RuntimeError(f"a message of {num_bytes} bytes came back changed")
+    return took_s / count
+
+
+def _serve(connection: Connection, device: str) -> None:
+    """The other process: sends every message back."""
+    torch.set_num_threads(1)
+    transport = open_transport("ucx")
+    connection.send(transport.listen(_PEER))
+    transport.connect(_PEER, connection.recv())
+    memory = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device)
+    while not connection.poll():
+        moved = transport.progress()
+        arrival = transport.probe()
+        if arrival is None:
+            if not moved:
+                time.sleep(_NAP_S)
+            continue
+        message = memory[: arrival.num_bytes]
+        received = transport.receive(arrival, message)
+        _until(lambda: received.done, transport)  # noqa: B023
+        sent = transport.send(_PEER, arrival.tag, message)
+        _until(lambda: sent.done, transport)  # noqa: B023
+    transport.close()
+
+
+@contextmanager
+def _echo(device: str) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, device), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+        process.join(_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _receive_address(connection: Connection) -> bytes:
+    if not connection.poll(_TIMEOUT_S):
+        raise RuntimeError(f"the other process did not come up within {_TIMEOUT_S:.0f} s")
+    address: bytes = connection.recv()
+    return address
+
+
+def _until_arrival(transport: Transport) -> Arrival:
+    found: list[Arrival] = []
+
+    def probed() -> bool:
+        arrival = transport.probe()
+        if arrival is not None:
+            found.append(arrival)
+        return arrival is not None
+
+    _until(probed, transport)
+    return found[0]
+
+
+def _until(holds: Callable[[], bool], transport: Transport) -> None:
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while not holds():
+        if not transport.progress():
+            time.sleep(_NAP_S)
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"no answer within {_TIMEOUT_S:.0f} s")

@@ -1,0 +1,94 @@
+"""What the doctor says of machines made of a few files, and of the one that the test runs on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.doctor.link import check_link
+from node.doctor.machine import MIB, Wanted, check_machine
+from node.doctor.packages import check_packages
+from node.doctor.verdict import Grade, Verdict
+
+HEALTHY = {
+    "dev/shm/.keep": "",
+    "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   8388608 kB\n",
+    "proc/1/comm": "systemd\n",
+    "sys/fs/cgroup/memory.max": "max\n",
+}
+WANTED = Wanted(pairs=1, cache_bytes=128 * MIB, staging_bytes=2 * MIB)
+
+
+def verdicts(root: Path, files: dict[str, str], wanted: Wanted = WANTED) -> dict[str, Verdict]:
+    for name, text in {**HEALTHY, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {verdict.check: verdict for verdict in check_machine(wanted, root)}
+
+
+def test_a_healthy_machine_has_no_cure_to_offer(tmp_path: Path) -> None:
+    found = verdicts(tmp_path, {})
+    assert {verdict.grade for verdict in found.values()} == {Grade.OK}
+    assert {verdict.cure for verdict in found.values()} == {""}
+
+
+def test_shared_memory_that_is_missing_or_too_small(tmp_path: Path) -> None:
+    small = verdicts(tmp_path, {}, Wanted(pairs=1 << 30))["/dev/shm"]
+    assert small.grade is Grade.FAIL
+    assert "sizeLimit" in small.cure
+    (tmp_path / "dev/shm/.keep").unlink()
+    (tmp_path / "dev/shm").rmdir()
+    (missing,) = [verdict for verdict in check_machine(WANTED, tmp_path) if verdict.check == "/dev/shm"]
+    assert (missing.grade, missing.found) == (Grade.FAIL, "not there")
+
+
+@pytest.mark.parametrize("file", ["sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"])
+def test_a_container_with_less_memory_than_the_cache_needs(tmp_path: Path, file: str) -> None:
+    limits = {"sys/fs/cgroup/memory.max": "max", file: str(100 * MIB)}
+    verdict = verdicts(tmp_path, limits)["memory"]
+    assert verdict.grade is Grade.FAIL
+    assert verdict.found.startswith("100 MiB allowed to this container")
+
+
+def test_a_containers_own_process_namespace_is_a_warning(tmp_path: Path) -> None:
+    verdict = verdicts(tmp_path, {"proc/1/comm": "python\n"})["process namespace"]
+    assert verdict.grade is Grade.WARN
+    assert "shareProcessNamespace" in verdict.cure
+
+
+def test_an_rdma_device_needs_a_way_in_an_active_port_and_locked_memory(tmp_path: Path) -> None:
+    state = "sys/class/infiniband/mlx5_0/ports/1/state"
+    shut = verdicts(tmp_path, {state: "4: ACTIVE\n"})["RDMA devices"]
+    assert (shut.grade, "none can be opened" in shut.found) == (Grade.FAIL, True)
+    opened = {state: "4: ACTIVE\n", "dev/infiniband/uverbs0": ""}
+    assert verdicts(tmp_path, opened)["RDMA devices"] == Verdict("RDMA devices", Grade.OK, "mlx5_0")
+    assert verdicts(tmp_path, {**opened, state: "1: DOWN\n"})["RDMA devices"].grade is Grade.FAIL
+
+
+def test_packages_are_imported_and_not_just_looked_up() -> None:
+    assert [verdict.grade for verdict in check_packages()] == [Grade.OK] * 4
+
+
+def test_a_link_under_its_floor_fails_with_what_was_measured() -> None:
+    verdict = check_link(("cpu", "cpu"), floor_gigabytes_per_s=1e6)
+    assert verdict.grade is Grade.FAIL
+    assert "GB/s" in verdict.found
+    assert "there and back" in verdict.found
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_verdict_per_line_and_its_exit_code_says_the_whole() -> None:
+    def doctor(*flags: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", "from baton.cli import main; main()", "doctor", *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    well = doctor("--min-gb-per-s=0.001")
+    assert well.returncode == 0, well.stdout + well.stderr
+    lines = [line for line in well.stdout.splitlines() if not line.startswith(" ")]
+    assert lines[-1] == "all well"
+    assert all(line.split()[0] in ("ok", "warn") for line in lines[:-1])
+    ill = doctor("--min-gb-per-s=1000000")
+    assert ill.returncode == 1
+    assert ill.stdout.splitlines()[-1] == "1 failed"

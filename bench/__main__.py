@@ -18,9 +18,12 @@ PLOT = "--plot"
 BENCHMARKS = (
     ("transport", "Transport alone", "bench.transport"),
     ("cache_to_cache", "Cache to cache: gather, digest, UCX, scatter", "bench.cache_to_cache"),
+    ("transfer_gpu", "Cache to cache between GPUs, beside a plain copy", "bench.transfer_gpu"),
     ("hand_over", "Handed over against one process", "bench.hand_over"),
     ("attention", "Attention kernels", "bench.attention.run"),
+    ("engine", "The engine on a GPU", "bench.engine.run"),
 )
+PLOTS = (("attention", "bench.attention.plot"), ("engine", "bench.engine.plot"))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -29,8 +32,10 @@ def main(arguments: Sequence[str]) -> None:
     """
     wanted = [argument for argument in arguments if argument != PLOT]
     if PLOT in arguments:
-        draw = importlib.import_module("bench.attention.plot").draw
-        draw(read_json(RESULTS / "attention.json"), RESULTS / "attention.svg")
+        for name, module in PLOTS:
+            figures = RESULTS / f"{name}.json"
+            if figures.exists() and (not wanted or name in wanted):
+                importlib.import_module(module).draw(read_json(figures), RESULTS / f"{name}.svg")
         return
     for name, title, module in BENCHMARKS:
         if wanted and name not in wanted:

@@ -1,0 +1,113 @@
+"""What a step must at least read and compute. Pure arithmetic over a model's parameters and configuration."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from attention.spec import KVCacheSpec
+from bench.attention.measure import Ceilings
+from models.config import GQAConfig, MLAConfig, ModelConfig
+
+_EXPERTS = ".experts."
+_EMBEDDING = "embed_tokens."
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step needs: bytes that it reads, and floating-point operations."""
+
+    num_bytes: float
+    flops: float
+
+    def milliseconds(self, machine: Ceilings) -> float:
+        """The larger of the two limits: `copy_gigabytes_per_s` counts bytes read as the bytes written."""
+        reading_ms = self.num_bytes / machine.copy_gigabytes_per_s / 1e6
+        return max(reading_ms, self.flops / machine.matmul_teraflops / 1e9)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's parameters in bytes and in number: `dense` of every token, `experts` of those that it is routed to."""
+
+    dense_bytes: int
+    dense_numbers: int
+    experts_bytes: int
+    experts_numbers: int
+
+
+def count_weights(model: nn.Module, *, tied: bool) -> Weights:
+    """The embedding counts only where it is the head too: of a lookup, a row per token is read."""
+    dense, experts = [], []
+    for name, parameter in model.named_parameters():
+        if _EXPERTS in name:
+            experts.append(parameter)
+        elif tied or _EMBEDDING not in name:
+            dense.append(parameter)
+    return Weights(
+        sum(parameter.nbytes for parameter in dense),
+        sum(parameter.numel() for parameter in dense),
+        sum(parameter.nbytes for parameter in experts),
+        sum(parameter.numel() for parameter in experts),
+    )
+
+
+def decode_work(config: ModelConfig, weights: Weights, spec: KVCacheSpec, *, requests: int, context: int) -> Work:
+    """One token of each request; every expert that some token is routed to is read once, at even routing."""
+    read, used = _expert_shares(config, requests)
+    seen = _seen_tokens(config, context)
+    return Work(
+        weights.dense_bytes + read * weights.experts_bytes + requests * seen * spec.bytes_per_token_layer,
+        2 * requests * (weights.dense_numbers + used * weights.experts_numbers)
+        + requests * seen * _decode_flops_per_token_layer(config),
+    )
+
+
+def prefill_flops(config: ModelConfig, weights: Weights, *, tokens: int, prompts: int = 1) -> float:
+    """Of prompts of equal length, causal, without the head, which sees one row of each."""
+    _, used = _expert_shares(config, tokens)
+    head = config.vocab_size * config.hidden_size
+    numbers = weights.dense_numbers - head + used * weights.experts_numbers
+    length = tokens // prompts
+    pairs = prompts * sum(_seen_pairs(length, window) for window in _windows(config))
+    return 2 * tokens * numbers + pairs * _prefill_flops_per_pair(config)
+
+
+def _expert_shares(config: ModelConfig, tokens: int) -> tuple[float, float]:
+    """(share of the experts that is read, share that one token uses)."""
+    if config.moe is None:
+        return 0.0, 0.0
+    used = config.moe.experts_per_token / config.moe.num_experts
+    return 1 - (1 - used) ** tokens, used
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+    if isinstance(config.attention, GQAConfig):
+        return list(config.attention.sliding_windows)
+    return [None] * config.num_layers
+
+
+def _seen_tokens(config: ModelConfig, context: int) -> int:
+    """Summed over the layers."""
+    return sum(min(context, window or context) for window in _windows(config))
+
+
+def _seen_pairs(length: int, window: int | None) -> float:
+    """Queries times the keys that each sees."""
+    if window is None or window >= length:
+        return length * (length + 1) / 2
+    return window * (window + 1) / 2 + (length - window) * window
+
+
+def _decode_flops_per_token_layer(config: ModelConfig) -> int:
+    attention = config.attention
+    if isinstance(attention, MLAConfig):
+        return 2 * attention.num_heads * (2 * attention.kv_lora_rank + attention.qk_rope_head_dim)
+    return 4 * attention.num_heads * attention.head_dim
+
+
+def _prefill_flops_per_pair(config: ModelConfig) -> int:
+    attention = config.attention
+    if isinstance(attention, MLAConfig):
+        channels = attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
+        return 2 * attention.num_heads * channels
+    return 4 * attention.num_heads * attention.head_dim

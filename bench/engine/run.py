@@ -1,0 +1,179 @@
+"""Engine benchmarks of this machine's GPU: random weights at the shapes that people serve."""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.attention.measure import Ceilings, ceilings
+from bench.engine import rivals
+from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
+from bench.engine.steps import decode_ms, host_cost, idle_share, prefill_ms
+from bench.table import Row
+from engine.build import Built, build_runner
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXTS = (1024, 8192)
+# Where graphs are compared with eager steps, and our attention with others'.
+COMPARED = ((1, 1024), (32, 1024), (256, 1024))
+PROMPT = 8192
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured of a model, and what is wanted of it.
+
+    Attributes:
+        decode_goal: share of the roofline by batch; above the largest, the last one's.
+        backends: attention to compare ours with, and the block size it needs.
+        whole: whether every batch and context is measured, or only a few.
+    """
+
+    name: str
+    block_size: int = 16
+    decode_goals: tuple[tuple[int, float], ...] = ()
+    prefill_goal: float | None = None
+    backends: tuple[tuple[str, int], ...] = ()
+    whole: bool = False
+    batch_invariant: bool = False
+
+
+MODELS = (
+    Model(
+        "llama-3.1-8b",
+        decode_goals=((128, 0.85), (256, 0.80)),
+        prefill_goal=0.60,
+        backends=(("FLASHINFER", 16), ("FLASH_ATTN", 256)),
+        whole=True,
+        batch_invariant=True,
+    ),
+    Model(
+        "deepseek-v2-lite",
+        block_size=64,
+        decode_goals=((256, 0.65),),
+        prefill_goal=0.35,
+        backends=(("FLASHINFER_MLA", 64),),
+        whole=True,
+        batch_invariant=True,
+    ),
+    Model("qwen3-8b"),
+    Model("mistral-7b"),
+    Model("deepseek-v3-4-layers", block_size=64),
+)
+
+
+def run(progress: Callable[[str], None], names: tuple[str, ...] = ()) -> Iterator[Row]:
+    """No rows where there is no GPU; says so.
+
+    Args:
+        names: of models; none for all.
+    """
+    if not torch.cuda.is_available():
+        progress("engine: needs a GPU")
+        return
+    machine = ceilings()
+    yield Row("copy", "2 GiB", machine.copy_gigabytes_per_s, "GB/s")
+    yield Row("matmul", "8192 x 8192 x 8192, bfloat16", machine.matmul_teraflops, "TFLOPS")
+    for model in MODELS:
+        if not names or model.name in names:
+            yield from _of_model(model, machine, progress)
+    if not names or "llama-3.1-8b" in names:
+        yield from rivals.run(CONFIGS / "llama-3.1-8b" / "config.json", COMPARED, progress)
+
+
+def _of_model(model: Model, machine: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    progress(f"engine: {model.name}")
+    built = _build(model)
+    weights = count_weights(built.runner.model, tied=built.config.tie_word_embeddings)
+    yield from _decodes(model, built, weights, machine, "decode step")
+    yield from _prefills(model, built, weights, machine)
+    if model.whole:
+        for requests in (32, 256):
+            idle = idle_share(built.runner, requests=requests, context=1024)
+            yield Row("GPU idle", f"{model.name}, decode, batch {requests}, context 1024", idle * 100, "%", limit=3.0)
+            cost = host_cost(built, requests=requests, context=min(1024, _fitting(built, requests)))
+            work = f"{model.name}, batch {requests}"
+            yield Row("CPU time of a step", work, cost.cpu_ms, "ms", limit=1.0 if requests == 256 else None)
+            yield Row("step with the scheduler", work, cost.wall_ms, "ms")
+    del built
+    _forget()
+    if model.whole:
+        yield from _variant(model, weights, machine, "decode step, graphs off", cuda_graphs=False)
+    if model.batch_invariant:
+        yield from _variant(model, weights, machine, "decode step, batch-invariant", batch_invariant=True)
+    for backend, block_size in model.backends:
+        progress(f"engine: {model.name} with {backend}")
+        what = f"decode step, {backend}"
+        yield from _variant(model, weights, machine, what, attention_backend=backend, block_size=block_size)
+
+
+def _variant(model: Model, weights: Weights, machine: Ceilings, what: str, **options: Any) -> Iterator[Row]:
+    """A few points of the model built otherwise."""
+    built = _build(model, **options)
+    yield from _decodes(model, built, weights, machine, what, few=True)
+    yield from _prefills(model, built, weights, machine, prefix=what.partition(", ")[2] + ", ", few=True)
+    del built
+    _forget()
+
+
+def _build(model: Model, **options: Any) -> Built:
+    settings = {"block_size": model.block_size, **options}
+    return build_runner(
+        directory=CONFIGS / model.name, device="cuda", load_format="dummy", max_batch_requests=256, **settings
+    )
+
+
+def _decodes(
+    model: Model, built: Built, weights: Weights, machine: Ceilings, what: str, *, few: bool = False
+) -> Iterator[Row]:
+    built.runner.prepare()
+    points = [(batch, context) for context in CONTEXTS for batch in BATCHES]
+    for batch, context in COMPARED if few or not model.whole else points:
+        measured_ms = decode_ms(built.runner, requests=batch, context=context)
+        work = decode_work(built.config, weights, built.cache.spec, requests=batch, context=context)
+        goal = next((share for most, share in model.decode_goals if batch <= most), None)
+        yield Row(
+            what,
+            f"{model.name}, batch {batch}, context {context}",
+            measured_ms,
+            "ms",
+            "roofline",
+            work.milliseconds(machine),
+            goal=None if few else goal,
+            less_is_better=True,
+        )
+
+
+def _prefills(
+    model: Model, built: Built, weights: Weights, machine: Ceilings, prefix: str = "", *, few: bool = False
+) -> Iterator[Row]:
+    chosen = built.limits.max_batch_tokens
+    cases: list[tuple[str, list[int], int | None]] = [("one step", [PROMPT], None)]
+    if not few:
+        cases += [(f"steps of {chosen} tokens", [PROMPT], chosen), ("8 prompts in one step", [PROMPT // 8] * 8, None)]
+    for how, lengths, chunk in cases:
+        took_ms = prefill_ms(built.runner, lengths=lengths, chunk=chunk)
+        flops = prefill_flops(built.config, weights, tokens=sum(lengths), prompts=len(lengths))
+        yield Row(
+            "prefill",
+            f"{prefix}{model.name}, {sum(lengths)} tokens, {how}: {took_ms:.1f} ms",
+            flops / took_ms / 1e9,
+            "TFLOPS",
+            "matmul",
+            machine.matmul_teraflops,
+            goal=model.prefill_goal if len(lengths) == 1 and not few else None,
+        )
+
+
+def _fitting(built: Built, requests: int) -> int:
+    """Tokens of each request when they share the cache, some left to decode."""
+    return built.cache.shape.num_slots // requests - 64 - built.cache.shape.block_size
+
+
+def _forget() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

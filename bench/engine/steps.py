@@ -1,0 +1,177 @@
+"""Runs steps of a built engine the way its loop does, two in flight, and times them. Owns no request and no figure's
+meaning."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from torch.profiler import ProfilerActivity, profile
+
+from baton.types import SamplingParams, TokenOutput
+from engine.batch import Batch, BatchRow, SampleRow
+from engine.build import Built
+from engine.request import EngineLimits, EngineRequest, IntArray, int_array
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
+_WARM_STEPS = 4
+_PROFILED_STEPS = 10
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """Of one step: `cpu_ms` of the host's time for scheduling, inputs and results; `wall_ms` of the whole step."""
+
+    cpu_ms: float
+    wall_ms: float
+
+
+def decode_ms(runner: ModelRunner, *, requests: int, context: int, steps: int = 24) -> float:
+    """Milliseconds of a decode step, the median over some steps in a row.
+
+    Requests take their blocks at random out of the whole cache, so that contexts longer in all than the cache can be
+    measured; each reads as much as if it had its own.
+    """
+    timed = _decode_steps(runner, requests=requests, context=context, steps=_WARM_STEPS + steps)
+    ends_s = [time.perf_counter() for _ in timed]
+    return float(median(np.diff(ends_s[_WARM_STEPS:]))) * 1e3
+
+
+def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
+    """The part of a row of decode steps in which the GPU runs nothing, by the profiler's record of kernels."""
+    steps = _decode_steps(runner, requests=requests, context=context, steps=2 * _WARM_STEPS + _PROFILED_STEPS)
+    for _ in range(_WARM_STEPS):
+        next(steps)
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for _ in range(_PROFILED_STEPS):
+            next(steps)
+    for _ in steps:
+        """The steps in flight end before the next measurement."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in record.events() if event.device_type.name == "CUDA"
+    )
+    busy, until = 0.0, float(spans[0][0])
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return float(1 - busy / (until - spans[0][0]))
+
+
+def host_cost(built: Built, *, requests: int, context: int, steps: int = 40) -> HostCost:
+    """With the real scheduler: every request has blocks of its own, and its tokens are followed to their end."""
+    limits = EngineLimits(
+        max_batch_tokens=max(requests, built.limits.max_batch_tokens), max_batch_requests=requests, prefix_cache=False
+    )
+    scheduler = Scheduler(limits, built.runner.facts)
+    for index in range(requests):
+        request = EngineRequest(f"bench-{index}", (1,) * context, GREEDY)
+        scheduler.reserve(request, 0.0)
+        scheduler.admit(request.request_id, TokenOutput(1, 0))
+    in_flight = []
+    cpu_s, ends_s = 0.0, []
+    for _ in range(_WARM_STEPS + steps):
+        before_s = time.thread_time()
+        batch = scheduler.schedule(0.0)
+        assert batch is not None
+        in_flight.append(built.runner.launch(batch))
+        if len(in_flight) == 2:
+            tokens = in_flight.pop(0).wait()
+            scheduler.complete(tokens, 0.0)
+        ends_s.append(time.perf_counter())
+        if len(ends_s) > _WARM_STEPS:
+            cpu_s += time.thread_time() - before_s
+    in_flight.pop().wait()
+    return HostCost(cpu_s / steps * 1e3, median(np.diff(ends_s[_WARM_STEPS:])) * 1e3)
+
+
+def prefill_ms(runner: ModelRunner, *, lengths: list[int], chunk: int | None = None, rounds: int = 5) -> float:
+    """Milliseconds until whole prompts are computed and their tokens are on the host, the median of some rounds.
+
+    Args:
+        chunk: tokens of one step; None: all prompts in one. With chunks there is one prompt.
+    """
+    assert chunk is None or len(lengths) == 1
+    batches = [_prompts(runner, lengths)] if chunk is None else _chunks(runner, lengths[0], chunk)
+
+    def run() -> None:
+        launched = [runner.launch(batch) for batch in batches[:2]]
+        for batch in batches[2:]:
+            launched.pop(0).wait()
+            launched.append(runner.launch(batch))
+        for step in launched:
+            step.wait()
+
+    run()
+    return median(_milliseconds(run) for _ in range(rounds))
+
+
+def _milliseconds(call: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def _decode_steps(runner: ModelRunner, *, requests: int, context: int, steps: int) -> Iterator[None]:
+    """Yields when a step's tokens are on the host; the next one is under way by then."""
+    size = runner.facts.block_size
+    num_blocks = -(-(context + steps) // size)
+    generator = np.random.default_rng(0)
+    whole = [int_array(generator.integers(0, runner.facts.num_blocks, num_blocks).tolist()) for _ in range(requests)]
+    tables: list[IntArray] = []
+    in_flight = []
+    for step in range(steps):
+        position = context - 1 + step
+        # As the scheduler does: a request's array stays the same until it gets a further block.
+        if step == 0 or position % size == 0:
+            tables = [blocks[: position // size + 1] for blocks in whole]
+        rows = tuple(
+            BatchRow(
+                f"bench-{index}",
+                int_array([1 if step == 0 else 0]),
+                position,
+                blocks,
+                _sample(step),
+                token_source=None if step == 0 else index,
+            )
+            for index, blocks in enumerate(tables)
+        )
+        in_flight.append(runner.launch(Batch(step + 1, rows)))
+        if len(in_flight) == 2:
+            in_flight.pop(0).wait()
+            yield
+    in_flight.pop().wait()
+    yield
+
+
+def _prompts(runner: ModelRunner, lengths: list[int]) -> Batch:
+    size, first, rows = runner.facts.block_size, 0, []
+    for index, length in enumerate(lengths):
+        num_blocks = -(-length // size)
+        blocks = int_array(list(range(first, first + num_blocks)))
+        first += num_blocks
+        rows.append(BatchRow(f"bench-{index}", _tokens(runner, length), 0, blocks, _sample(0)))
+    return Batch(1, tuple(rows))
+
+
+def _chunks(runner: ModelRunner, length: int, chunk: int) -> list[Batch]:
+    blocks = int_array(list(range(-(-length // runner.facts.block_size))))
+    batches: list[Batch] = []
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        mine = blocks[: -(-stop // runner.facts.block_size)]
+        sample = _sample(0) if stop == length else None
+        batches.append(
+            Batch(len(batches) + 1, (BatchRow("bench", _tokens(runner, stop - start), start, mine, sample),))
+        )
+    return batches
+
+
+def _tokens(runner: ModelRunner, count: int) -> IntArray:
+    return int_array(np.random.default_rng(1).integers(0, runner.facts.vocab_size, count).tolist())
+
+
+def _sample(output_index: int) -> SampleRow:
+    return SampleRow(GREEDY, output_index, (), int_array(), 0)

@@ -7,6 +7,9 @@ PROTOS := $(wildcard protos/*.proto)
 GENERATED := protos/common_pb2.pyi
 # Tests that only compute run two at a time; those with processes, deadlines and ports one after the other.
 COMPUTING := tests/unit tests/conformance/attention
+# Tests of kernels, which run compiled where there is a GPU.
+KERNELS := tests/unit/attention tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
+	$(addprefix tests/unit/models/test_,expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help install protos run test test-gpu check format bench docs clean
@@ -33,7 +36,7 @@ run: install  ## Start a gateway, a prefill and a decode node, send a prompt, sh
 	@$(BIN)/baton demo
 
 test-gpu: install  ## Run on a GPU what needs one, kernels compiled, and write the conformance table
-	@$(BIN)/python -m pytest -n 8 tests/conformance/attention tests/unit/attention tests/gpu \
+	@$(BIN)/python -m pytest -n 8 tests/conformance/attention $(KERNELS) tests/gpu \
 		--attention-table bench/results/attention_conformance.md
 
 test: install  ## Run every test but the GPU's

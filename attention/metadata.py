@@ -108,11 +108,13 @@ def plan_batch(
     context_lens: Sequence[int],
     block_tables: Sequence[Sequence[int]],
     block_size: int,
+    width_multiple: int = 1,
 ) -> HostBatch:
     """Works a batch out from one number or block table per request.
 
     Args:
         block_tables: arrays of C ints are read fastest.
+        width_multiple: of the block table's width, which is rounded up to that.
 
     Raises:
         InternalError: a request without new tokens, or with fewer blocks than its tokens need.
@@ -123,7 +125,7 @@ def plan_batch(
     num_blocks_R = np.array([len(blocks) for blocks in block_tables], dtype=np.int32)
     _check_batch(query_lens_R, context_lens_R, num_blocks_R, block_size)
     num_reqs = len(query_lens_R)
-    table = block_rectangle(block_tables, int(num_blocks_R.max()))
+    table = block_rectangle(block_tables, -(-int(num_blocks_R.max()) // width_multiple) * width_multiple)
     starts = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(query_lens_R, out=starts[1:])
     requests_T = np.repeat(np.arange(num_reqs), query_lens_R)

@@ -2,7 +2,9 @@
 
 Decodes split their keys at fixed places, counted from a request's first. Prefills run one kernel with one tile, over
 the cache alone. A request of one new token is always a decode, so it must stand in front. How a prompt is cut into
-chunks is the scheduler's; the results are those of that cut.
+chunks is the scheduler's; the results are those of that cut. Decodes and prefills add up in different orders: a token
+that was decoded and is computed again with a prompt (preemption, another node, an answer that begins the next prompt)
+has other bits there.
 """
 
 import numpy as np

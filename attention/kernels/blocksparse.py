@@ -203,7 +203,10 @@ def sees(positions, keys, offset, local_blocks, vert_stride, SPARSE_BLOCK: tl.co
     return seen & (keys[None, :] <= positions[:, None])
 
 
-@triton.jit(do_not_specialize=["local_blocks", "vert_stride", "step", "first_offset"])
+@triton.jit(
+    do_not_specialize=["local_blocks", "vert_stride", "step", "first_offset", "table_stride"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"],
+)
 def _prefill_kernel(
     q_ptr,
     k_source,

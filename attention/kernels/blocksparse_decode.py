@@ -165,7 +165,7 @@ def blocksparse_decode(
     )
 
 
-@triton.jit(do_not_specialize=["local_blocks", "vert_stride", "step", "first_offset"])
+@triton.jit(do_not_specialize=["local_blocks", "vert_stride", "step", "first_offset", "table_stride"])
 def _decode_kernel(
     q_ptr,
     k_ptr,

@@ -112,7 +112,8 @@ def launch(
 
 
 @gluon.jit(
-    do_not_specialize=["num_reqs", "num_tiles", "local_blocks", "vert_stride", "step", "first_offset"],
+    do_not_specialize=["num_reqs", "num_tiles", "local_blocks", "vert_stride", "step", "first_offset", "table_stride"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "block_table_ptr"],
 )
 def _attend_kernel(
     k_source,

@@ -129,7 +129,10 @@ def _in_half(values):
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_workers", "window", "chunk", "stride_lse_h"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_workers", "window", "chunk", "stride_lse_h", "stride_table_r"],
+    do_not_specialize_on_alignment=["block_table_ptr"],  # of a cascade's rest, which begins anywhere
+)
 def _decode_kernel(
     q_ptr,
     k_ptr,

@@ -98,7 +98,7 @@ def _launch(
 
 
 # NOTE: not specialised, because with one request Triton 3.6 does not compile the bisection.
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def _gather_kernel(
     layer_ptr,
     out_ptr,

@@ -104,7 +104,7 @@ def launch(
     )
 
 
-@gluon.jit(do_not_specialize=["num_reqs"])
+@gluon.jit(do_not_specialize=["num_reqs", "table_stride_R"])
 def _decode(
     kv_L,
     kv_P,

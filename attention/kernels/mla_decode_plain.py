@@ -84,7 +84,7 @@ def _heads_that_fit(num_heads: int, device: torch.device) -> int:
     return heads_of_a_program(num_heads)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs", "table_stride_R"])
 def _decode(
     q,
     kv,

@@ -219,7 +219,9 @@ def _attend(
     do_not_specialize=[
         "num_reqs", "num_tiles", "num_packs", "section", "block_size", "k_row_b", "k_row_h", "k_col_h", "v_row_b",
         "v_row_h", "v_col_h", "stride_table_r", "stride_lse_h", "stride_lse_t",
-    ]
+    ],
+    # Behind a batch's decodes they begin anywhere.
+    do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
 )  # fmt: skip
 def attend_tile(
     k_A,

@@ -119,7 +119,11 @@ def _attend_keys(
     return acc_MV, max_M, sum_M
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "section", "stride_lse_h", "stride_lse_t"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tiles", "section", "stride_lse_h", "stride_lse_t", "stride_table_r"],
+    # Behind a batch's decodes they begin anywhere, and a table is as wide as its longest request.
+    do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
+)
 def attend_tile(
     q_ptr,
     k_ptr,

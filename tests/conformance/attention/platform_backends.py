@@ -38,6 +38,11 @@ def dtypes_here(capabilities: BackendCapabilities) -> tuple[str, ...]:
     return tuple(dtype for dtype in DTYPE_BYTES if dtype in capabilities.dtypes)
 
 
+def main_dtype(capabilities: BackendCapabilities) -> str:
+    """Where one dtype stands for all: on a GPU what models run in, because its kernels are others than float32's."""
+    return "bfloat16" if DEVICE == "cuda" and "bfloat16" in capabilities.dtypes else dtypes_here(capabilities)[0]
+
+
 def backend_name(value: object) -> str:
     """For test ids."""
     capabilities = getattr(value, "capabilities", None)

@@ -15,7 +15,7 @@ from baton.errors import InternalError
 from tests.conformance.attention.batches import LONG, Batch
 from tests.conformance.attention.gqa import LAYER, Shape, backend_of, gqa_case
 from tests.conformance.attention.oracle import relative_error
-from tests.conformance.attention.platform_backends import backend_name, backends_here, dtypes_here
+from tests.conformance.attention.platform_backends import backend_name, backends_here, main_dtype
 from tests.conformance.attention.selected import batches_of, block_sizes_of, combinations, settings_of
 from tests.conformance.attention.settings import SETTINGS, Setting
 from tests.device import DEVICE
@@ -79,7 +79,7 @@ def test_attention_is_what_its_definition_says(
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (7, 1), (16, 2)], ids=["one", "MHA", "MQA", "GQA"])
 @pytest.mark.parametrize(("backend", "head_dim"), HEAD_SIZES, ids=name_of)
 def test_head_counts_and_head_sizes(backend: BackendClass, heads: tuple[int, int], head_dim: int) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = Shape(
         block_size=block_sizes_of(backend)[0],
         dtype=dtype,
@@ -93,7 +93,7 @@ def test_head_counts_and_head_sizes(backend: BackendClass, heads: tuple[int, int
 
 @pytest.mark.parametrize("backend", WITH_PARTIAL_RESULTS, ids=name_of)
 def test_a_layer_with_more_heads_than_the_backend_was_made_for_is_refused(backend: BackendClass) -> None:
-    shape = Shape(dtype=dtypes_here(backend.capabilities)[0])
+    shape = Shape(dtype=main_dtype(backend.capabilities))
     made = backend_of(backend, PLAIN, replace(shape, num_heads=shape.num_heads // 2))
     with pytest.raises(InternalError, match=f"a layer has {shape.num_heads} heads of {shape.head_dim}"):
         gqa_case(made, [(1, 12)], PLAIN, shape).run()
@@ -102,7 +102,7 @@ def test_a_layer_with_more_heads_than_the_backend_was_made_for_is_refused(backen
 @pytest.mark.parametrize("block_size", [1, 3, 8])
 @pytest.mark.parametrize("backend", ANY_BLOCK_SIZE, ids=name_of)
 def test_a_backend_for_any_block_size_takes_odd_ones(backend: BackendClass, block_size: int) -> None:
-    shape = Shape(block_size=block_size, dtype=dtypes_here(backend.capabilities)[0])
+    shape = Shape(block_size=block_size, dtype=main_dtype(backend.capabilities))
     case = gqa_case(backend_of(backend, PLAIN, shape), [(1, 12), (1, 0), (9, 0), (5, 20)], PLAIN, shape)
     assert relative_error(case.run(), case.expected()) < TOLERANCE[shape.dtype]
 
@@ -110,7 +110,7 @@ def test_a_backend_for_any_block_size_takes_odd_ones(backend: BackendClass, bloc
 @pytest.mark.parametrize("backend", LAYERS_MAY_DIFFER, ids=name_of)
 def test_layers_that_ask_for_different_things_share_one_metadata(backend: BackendClass) -> None:
     settings = [setting for setting in settings_of(backend) if setting.causal and not setting.kv_dtype]
-    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtypes_here(backend.capabilities)[0])
+    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities))
     made = backend_of(backend, PLAIN, shape)
     metadata = None
     for setting in (*settings[:4], *settings[:1]):
@@ -123,7 +123,7 @@ def test_layers_that_ask_for_different_things_share_one_metadata(backend: Backen
 
 @pytest.mark.parametrize("backend", ENCODERS_WITH_FP8, ids=name_of)
 def test_an_encoder_beside_an_fp8_cache_knows_no_scales(backend: BackendClass) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtype)
     setting = Setting("encoder", ENCODER, attn_type=AttentionType.ENCODER, kv_dtype="float8_e4m3fn")
     case = gqa_case(backend_of(backend, setting, shape), [(1, 0), (9, 0), (20, 0)], setting, shape)
@@ -133,7 +133,7 @@ def test_an_encoder_beside_an_fp8_cache_knows_no_scales(backend: BackendClass) -
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_long_contexts_split_over_many_programs(backend: BackendClass, name: str) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = Shape(block_size=block_sizes_of(backend)[-1], dtype=dtype)
     case = gqa_case(backend_of(backend, PLAIN, shape), LONG[name], PLAIN, shape)
     assert relative_error(case.run(), case.expected()) < TOLERANCE[dtype]
@@ -141,14 +141,14 @@ def test_long_contexts_split_over_many_programs(backend: BackendClass, name: str
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_backend_and_builder_agree_about_cuda_graphs(backend: BackendClass) -> None:
-    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtypes_here(backend.capabilities)[0])
+    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities))
     builder = backend_of(backend, PLAIN, shape).builder
     assert builder.full_cudagraph_supported is backend.capabilities.cudagraph
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_decodes_are_wanted_in_front(backend: BackendClass) -> None:
-    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtypes_here(backend.capabilities)[0])
+    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities))
     swaps: list[tuple[int, int]] = []
     builder = backend_of(backend, PLAIN, shape).builder
     assert builder.reorder_batch([3, 1], lambda first, second: swaps.append((first, second)))
@@ -157,7 +157,7 @@ def test_decodes_are_wanted_in_front(backend: BackendClass) -> None:
 
 @pytest.mark.parametrize(("backend", "layout"), LAYOUTS, ids=name_of)
 def test_the_new_tokens_slots_are_written_and_no_other(backend: BackendClass, layout: KVCacheLayout) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = Shape(layout=layout, block_size=block_sizes_of(backend)[0], dtype=dtype)
     case = gqa_case(backend_of(backend, PLAIN, shape), [(1, 12), (1, 0), (9, 0), (2, 15)], PLAIN, shape)
     before = case.cache.view.clone()
@@ -172,7 +172,7 @@ def test_the_new_tokens_slots_are_written_and_no_other(backend: BackendClass, la
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_padded_tokens_and_requests_change_nothing(backend: BackendClass) -> None:
     """As a captured graph has them: rows past the actual tokens hold NaN, and their slots are -1."""
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtype)
     case = gqa_case(backend_of(backend, PLAIN, shape), [(1, 12), (1, 30), (9, 0), (2, 15)], PLAIN, shape)
     expected, common = case.expected(), case.batch.common
@@ -191,7 +191,7 @@ def test_padded_tokens_and_requests_change_nothing(backend: BackendClass) -> Non
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_queries_may_be_a_slice_of_a_wider_tensor_and_the_output_the_callers(backend: BackendClass) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtype)
     case = gqa_case(backend_of(backend, PLAIN, shape), [(1, 12), (9, 0), (2, 15)], PLAIN, shape)
     contiguous = case.run()

@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from tests.conformance.attention.batches import LONG
 from tests.conformance.attention.mla import DEEPSEEK, LAYER, TINY, MLAShape, mla_backend_of, mla_case
 from tests.conformance.attention.oracle import relative_error
-from tests.conformance.attention.platform_backends import backend_name, backends_here, dtypes_here
+from tests.conformance.attention.platform_backends import backend_name, backends_here, dtypes_here, main_dtype
 from tests.conformance.attention.selected import batches_of, block_sizes_of, latent_combinations
 from tests.device import DEVICE
 
@@ -52,7 +52,7 @@ def test_latent_attention_is_what_its_definition_says(
 @pytest.mark.parametrize("num_heads", [16, 32, 64, 128] if DEVICE == "cuda" else [1, 4, 20])
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_numbers_of_heads(backend: BackendClass, num_heads: int) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = MLAShape(block_size=block_sizes_of(backend)[-1], dtype=dtype, num_heads=num_heads, dims=DIMS)
     case = mla_case(mla_backend_of(backend, shape), [(1, 12), (1, 130), (9, 0), (5, 20)], shape)
     assert relative_error(case.run(), case.expected()) < TOLERANCE[dtype]
@@ -61,7 +61,7 @@ def test_numbers_of_heads(backend: BackendClass, num_heads: int) -> None:
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_long_contexts_take_many_splits_and_many_workspaces(backend: BackendClass, name: str) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = MLAShape(block_size=block_sizes_of(backend)[-1], dtype=dtype, dims=DIMS, workspace_tokens=256)
     case = mla_case(mla_backend_of(backend, shape), LONG[name], shape)
     assert relative_error(case.run(), case.expected()) < TOLERANCE[dtype]
@@ -70,7 +70,7 @@ def test_long_contexts_take_many_splits_and_many_workspaces(backend: BackendClas
 @pytest.mark.parametrize("workspace_tokens", [1 if DEVICE == "cuda" else 7, 33, 64, 4096])
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_the_size_of_the_workspace_changes_nothing(backend: BackendClass, workspace_tokens: int) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     size = block_sizes_of(backend)[-1]
     shape = MLAShape(block_size=size, dtype=dtype, dims=DIMS, workspace_tokens=workspace_tokens)
     sizes = [(1, 70), (3, 69), (2, 0), (40, 7), (2, 30)]
@@ -80,14 +80,14 @@ def test_the_size_of_the_workspace_changes_nothing(backend: BackendClass, worksp
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_backend_and_builder_agree_about_cuda_graphs(backend: BackendClass) -> None:
-    shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=dtypes_here(backend.capabilities)[0], dims=DIMS)
+    shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities), dims=DIMS)
     builder = mla_backend_of(backend, shape).builder
     assert builder.full_cudagraph_supported is backend.capabilities.cudagraph
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_decodes_are_wanted_in_front(backend: BackendClass) -> None:
-    shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=dtypes_here(backend.capabilities)[0], dims=DIMS)
+    shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities), dims=DIMS)
     swaps: list[tuple[int, int]] = []
     builder = mla_backend_of(backend, shape).builder
     assert builder.reorder_batch([3, 1], lambda first, second: swaps.append((first, second)))
@@ -97,7 +97,7 @@ def test_decodes_are_wanted_in_front(backend: BackendClass) -> None:
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBNC, KVCacheLayout.BLNC], ids=name_of)
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_the_new_tokens_latents_are_written_and_no_others(backend: BackendClass, layout: KVCacheLayout) -> None:
-    dtype = dtypes_here(backend.capabilities)[0]
+    dtype = main_dtype(backend.capabilities)
     shape = MLAShape(layout=layout, block_size=block_sizes_of(backend)[0], dtype=dtype, dims=DIMS)
     case = mla_case(mla_backend_of(backend, shape), [(1, 12), (1, 0), (9, 0), (2, 15)], shape)
     before = case.cache.view.clone()

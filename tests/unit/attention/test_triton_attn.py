@@ -14,8 +14,8 @@ from tests.unit.attention.paged_batches import paged_batch, relative_error, trit
 
 PLAIN = SETTINGS[0]
 # Those that take other ways through the backend; the conformance tests have all of them.
-NAMES = ("plain", "window 7", "chunks of 128", "sinks", "encoder", "encoder-decoder", "fp8 e4m3 cache")
-OURS = [setting for setting in SETTINGS if setting.name in NAMES]
+NAMES = ("plain", "window 7", "chunks of 128", "sinks", "encoder", "encoder to decoder", "fp8 e4m3 cache")
+OURS = [{setting.name: setting for setting in SETTINGS}[name] for name in NAMES]
 FRESH = [(1, 0), (1, 12), (9, 0), (2, 0)]
 MIXED = [(1, 0), (1, 20), (9, 0), (2, 15)]
 # More decodes than a tile of the prefills' kernels has tokens.

@@ -1,0 +1,49 @@
+"""What changes from batch to batch compiles no kernel anew: that takes seconds, in which no request gets a token."""
+
+import os
+import subprocess
+import sys
+
+# Of the compiler's own kind, which the interpreter replaces when a kernel is imported: hence another process.
+_SCRIPT = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from attention.kernels import blocksparse, blocksparse_decode, decode, gather, mla_decode_plain, unified_kernel
+from attention.kernels.launch import _GLUON_VERSIONS
+import triton
+
+kernels = [unified_kernel.attend_tile, decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
+kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
+if triton.__version__.startswith(_GLUON_VERSIONS):
+    from attention.kernels import blocksparse_hopper, mla_decode_hopper, unified_hopper_kernel
+    kernels += [unified_hopper_kernel.attend_tile, mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
+backend = make_backend(GPUTarget("cuda", 90, 32))
+memory = torch.zeros(64, dtype=torch.int32)
+behind_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "table_ptr"}
+
+def compiled_for(kernel, moved, width):
+    # A decode's lengths are the batch's first.
+    moving = behind_decodes - ({"seq_lens_ptr"} if kernel is decode._decode_kernel else set())
+    if kernel is blocksparse_decode._decode_kernel:
+        moving = set()
+    values = {}
+    for param in kernel.params:
+        if param.name in behind_decodes:
+            values[param.name] = memory[moved:] if param.name in moving else memory
+        elif param.name in ("stride_table_r", "table_stride_R", "table_stride"):
+            values[param.name] = width
+        else:
+            values[param.name] = 0
+    return create_function_from_signature(kernel.signature, kernel.params, backend)(*values.values())[1]
+
+for kernel in kernels:
+    assert len({str(compiled_for(kernel, moved, width)) for moved, width in ((0, 1), (1, 13), (4, 32))}) == 1, kernel
+"""
+
+
+def test_tables_of_any_width_and_requests_behind_any_number_of_decodes_run_the_same_kernels() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

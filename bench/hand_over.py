@@ -60,7 +60,8 @@ class Times:
 def run(progress: Callable[[str], None]) -> list[Row]:
     """The rows of this benchmark; takes about a minute."""
     with Processes(progress) as processes:
-        flags = ["--model", str(MODEL), "--prefix-cache", "false", "--max-batch-tokens", str(BATCH_TOKENS)]
+        flags = ["--model", str(MODEL), "--device", "cpu", "--prefix-cache", "false"]
+        flags += ["--max-batch-tokens", str(BATCH_TOKENS)]
         prefill = processes.start("prefill_node", flags)
         decode = processes.start("decode_node", flags)
         processes.wait_ready([prefill, decode])

@@ -33,6 +33,7 @@ STAGING_SLOTS = 4
 ROUNDS = 10
 COPY_BYTES = 1 << 30
 INCARNATION = 1
+_TIMEOUT_S = 60.0
 SENDER, PEER = 1, 1
 
 
@@ -138,7 +139,8 @@ async def _measure(case: Case, devices: tuple[str, str], tokens: tuple[int, ...]
             lease = next(leases)
             decode.open_lease(LeaseGrant(lease, blocks, 0, number))
             connection.send((lease, number))
-            await filled.get()
+            async with asyncio.timeout(_TIMEOUT_S):
+                await filled.get()
             # Both processes read the same clock.
             end_s = time.monotonic()
             await decode.close_lease(lease)
@@ -209,6 +211,7 @@ async def _prefill_process(case: Case, tokens: int, device: str) -> AsyncIterato
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, case, tokens, device), daemon=True)
     process.start()
+    theirs.close()  # or nobody would hear of the process's end
     try:
         yield ours
         await asyncio.to_thread(process.join, 10.0)

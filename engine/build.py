@@ -31,6 +31,8 @@ KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m
 _DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
 _CPU_TOKENS, _CPU_REQUESTS, _GPU_REQUESTS = 256, 64, 256
 _CPU_CACHE_BYTES = 128 << 20
+# Of a cache that a profile sizes: a tiny model's would have so many blocks that the tables of them take gigabytes.
+_MOST_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ def build_runner(
     """
     place = _resolve_device(device)
     on_gpu = place.type == "cuda"
+    if on_gpu:
+        # NOTE: Triton launches on the thread's current GPU, wherever the tensors are, and loading runs kernels.
+        torch.cuda.set_device(place)
     config = read_config(directory)
     dtype = resolve_dtype(config, dtype, device_type=place.type)
     kv_dtype = _resolve_kv_cache_dtype(kv_cache_dtype)
@@ -149,11 +154,13 @@ def build_runner(
             fraction=gpu_memory_fraction,
             reserved_bytes=reserved_bytes,
             graphs=cuda_graphs,
+            sizes_cache=num_blocks is None,
         )
-        max_batch_tokens = sizing.step_tokens
-        if num_blocks is None:
-            memory = sizing.memory
-            num_blocks = _num_blocks(spec, block_size=block_size, kv_cache_bytes=memory.kv_cache)
+        max_batch_tokens, memory = max_batch_tokens or sizing.step_tokens, sizing.memory
+        if memory is not None:
+            fitting = _num_blocks(spec, block_size=block_size, kv_cache_bytes=memory.kv_cache)
+            num_blocks = min(fitting, _MOST_BLOCKS)
+    assert num_blocks is not None, "given, or sized just now"
     cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks), place)
     graphs: GraphSettings | None = None
     if on_gpu and cuda_graphs:
@@ -196,7 +203,7 @@ def _resolve_device(device: str) -> torch.device:
             field="device",
             value=device,
             allowed=("auto", "cpu", *(f"cuda:{index}" for index in range(count))),
-            cure="install a torch with CUDA, or give the container a GPU" if count == 0 else "",
+            cure="install a torch with CUDA, give the container a GPU, or take --device cpu" if count == 0 else "",
         )
     # With its index, so that it is the same in every thread.
     return torch.device("cuda", index)

@@ -17,6 +17,7 @@ from baton.errors import InternalError
 from baton.types import SamplingParams
 from engine.batch import BatchRow, SampleRow
 from engine.choice import SamplingArrays, SamplingBuffers
+from engine.inputs import TABLE_MULTIPLE
 from engine.request import IntArray, int_array
 
 # Triton compiles a kernel anew for a pointer that is not a multiple of 16, and wide loads want more.
@@ -245,7 +246,9 @@ def new_decode_buffers(
         slot_mapping=on_device["slot_mapping"],
         seq_lens=on_device["seq_lens"],
         query_start_loc=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
-        block_table=torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device),
+        block_table=torch.zeros(
+            max_rows, -(-max_blocks // TABLE_MULTIPLE) * TABLE_MULTIPLE, dtype=torch.int32, device=device
+        ),
         sampling=SamplingBuffers(*(on_device[name] for name in SamplingBuffers._fields)),
     )
 

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from engine.request import int_array
 from models.causal_lm import CausalLM
 
 _log = logging.getLogger(__name__)
+
+# The most that the driver keeps for one graph; a graph of some hundred kernels takes some MiB.
+_DRIVER_BYTES = 32 << 20
 
 # Replays a step of the batch whose metadata this is; returns its logits, which the next step overwrites.
 Step = Callable[[AttentionMetadata], Tensor]
@@ -79,6 +83,21 @@ def affordable(taken: Sequence[int], bound: int | None) -> int:
         return 0
     # The first one takes the memory that the others share, so it tells nothing of these.
     return left // max(1, *taken[1:]) if len(taken) > 1 else sys.maxsize
+
+
+class FreeMemory(NamedTuple):
+    """In bytes: `free` of the whole device, `reserved` by torch in this process."""
+
+    free: int
+    reserved: int
+
+
+def taken_bytes(before: FreeMemory, after: FreeMemory) -> int:
+    """What a capture took: what torch reserved for it, and what the driver did. Only the driver's part is read off the
+    device's free memory, and bounded: another process that shares the device may take gigabytes meanwhile."""
+    reserved = after.reserved - before.reserved
+    driver = before.free - after.free - reserved
+    return max(0, reserved) + min(max(0, driver), _DRIVER_BYTES)
 
 
 class DecodeGraphs:
@@ -210,20 +229,20 @@ class _Recorder:
         with torch.cuda.stream(self._stream):
             step(metadata)  # compiles kernels, and allocates what is allocated once
         current.wait_stream(self._stream)
-        free = self._free_bytes()
+        before = self._memory()
         graph = torch.cuda.CUDAGraph()
         # Other threads of a node may allocate meanwhile; only this one's mistakes count.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits_RV = step(metadata)
         replay = _Replay(graph, metadata, _unowned(logits_RV))
         del logits_RV
-        self.taken.append(max(0, free - self._free_bytes()))
+        self.taken.append(taken_bytes(before, self._memory()))
         return replay
 
-    def _free_bytes(self) -> int:
+    def _memory(self) -> FreeMemory:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]
+        return FreeMemory(torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device))
 
 
 class _Replay:

@@ -15,6 +15,9 @@ from attention.staging import to_device
 from engine.batch import BatchRow
 from engine.request import int_array
 
+# Triton compiles a kernel anew for a stride of 1 and for one that is no multiple of 16: no step is to wait for that.
+TABLE_MULTIPLE = 16
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -47,6 +50,7 @@ def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int
         context_lens=[row.token_start for row in rows],
         block_tables=[row.block_ids for row in rows],
         block_size=block_size,
+        width_multiple=TABLE_MULTIPLE,
     )
     token_ids = int_array()
     for row in rows:

@@ -21,7 +21,7 @@ from engine.runner import ModelRunner
 _log = logging.getLogger(__name__)
 
 # Step sizes to try, smallest first. A smaller step lets decodes and other prompts through earlier.
-STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
+STEP_TOKENS = (1024, 2048, 4096, 8192)
 # Of the best rate among the step sizes: what the chosen one must reach.
 _GOOD_RATE = 0.9
 # For captured graphs beside their activations: the driver keeps some MiB for each.
@@ -104,8 +104,10 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class Sizing:
+    """`memory` is None where the cache's size was not asked for."""
+
     step_tokens: int
-    memory: MemoryPlan
+    memory: MemoryPlan | None
 
 
 def size_on_gpu(
@@ -119,6 +121,7 @@ def size_on_gpu(
     fraction: float,
     reserved_bytes: int,
     graphs: bool,
+    sizes_cache: bool,
 ) -> Sizing:
     """Profiles over a small cache that is gone afterwards, and logs what was chosen.
 
@@ -126,17 +129,22 @@ def size_on_gpu(
         make_runner: of the model, whose weights are loaded.
         shape: the number of blocks does not count.
         step_tokens: sizes to choose from.
+        sizes_cache: whether memory is to be shared out too.
 
     Raises:
         ConfigError: no useful cache fits.
     """
     num_blocks = 2 * -(-max(step_tokens) // shape.block_size) + max_batch_requests
     runner = make_runner(PagedKVCache(spec, replace(shape, num_blocks=num_blocks), device))
-    profile = profile_runner(runner, step_tokens, max_batch_requests=max_batch_requests)
+    profile = profile_runner(runner, step_tokens, max_batch_requests=max_batch_requests, device=device)
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     chosen = choose_step_tokens(profile.step_s)
+    rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in profile.step_s.items())
+    _log.info("%s: prefill steps of up to %d tokens; tokens per second by step size: %s", device, chosen, rates)
+    if not sizes_cache:
+        return Sizing(chosen, None)
     memory = plan_memory(
         DeviceMemory(total, torch.cuda.memory_reserved(device), free),
         profile,
@@ -145,14 +153,14 @@ def size_on_gpu(
         graphs=graphs,
         least_bytes=num_blocks * shape.block_size * spec.bytes_per_token,
     )
-    rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in profile.step_s.items())
     _log.info("%s: %s", device, memory)
-    _log.info("%s: prefill steps of up to %d tokens; tokens per second by step size: %s", device, chosen, rates)
     return Sizing(chosen, memory)
 
 
-def profile_runner(runner: ModelRunner, step_tokens: Sequence[int], *, max_batch_requests: int) -> Profile:
-    """Runs prefill steps of these sizes and a decode step of that many requests.
+def profile_runner(
+    runner: ModelRunner, step_tokens: Sequence[int], *, max_batch_requests: int, device: torch.device
+) -> Profile:
+    """Runs prefill steps of these sizes, as far as that many requests fill them, and a decode step of that many.
 
     Args:
         runner: its cache holds the largest step, and one block for each request.
@@ -160,20 +168,21 @@ def profile_runner(runner: ModelRunner, step_tokens: Sequence[int], *, max_batch
     facts = runner.facts
     step_s: dict[int, float] = {}
     step_bytes = 0
-    for tokens in step_tokens:
+    most = max_batch_requests * facts.max_context_tokens
+    for tokens in sorted({min(tokens, most) for tokens in step_tokens}):
         batch = _prompts(tokens, facts.max_context_tokens, facts.block_size)
-        step_bytes = max(step_bytes, _peak_bytes(runner, batch))
+        step_bytes = max(step_bytes, _peak_bytes(runner, batch, device))
         step_s[tokens] = min(_seconds(runner, batch) for _ in range(2))
-    decode_bytes = _peak_bytes(runner, _decodes(max_batch_requests))
+    decode_bytes = _peak_bytes(runner, _decodes(max_batch_requests), device)
     return Profile(step_s, step_bytes, decode_bytes)
 
 
-def _peak_bytes(runner: ModelRunner, batch: Batch) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def _peak_bytes(runner: ModelRunner, batch: Batch, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     runner.run(batch)
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _seconds(runner: ModelRunner, batch: Batch) -> float:

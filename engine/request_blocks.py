@@ -11,13 +11,15 @@ class RequestBlocks:
     """The blocks of all requests of one engine.
 
     Args:
-        align_tokens: prefixes are reused up to a multiple of it.
+        align_tokens: prefixes are reused up to a multiple of it. Above 1, the KV of decoded tokens is not reused: a
+            prompt's tokens would have other last bits.
     """
 
     def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
         self._identity = facts.identity
         self._block_size = facts.block_size
         self._prefix_cache = prefix_cache
+        self._aligned = align_tokens > 1
         self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
         self._blocks = BlockManager(facts.num_blocks)
 
@@ -65,7 +67,8 @@ class RequestBlocks:
         """Offers the request's full blocks whose KV is computed to later requests."""
         if not self._prefix_cache:
             return
-        for index in range(state.num_registered, state.num_computed // self._block_size):
+        num_tokens = min(state.num_computed, state.prefill_stop) if self._aligned else state.num_computed
+        for index in range(state.num_registered, num_tokens // self._block_size):
             self._blocks.register(state.blocks[index], state.keys.key(index, state.tokens))
             state.num_registered = index + 1
 

@@ -103,7 +103,8 @@ class ModelRunner:
             return
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            self.run(_warm_up_batch(self.facts))
+            for batch in _warm_up_batches(self.facts):
+                self.run(batch)
         if self._graphs is not None:
             self._graphs.capture(progress)
         self._is_prepared = True
@@ -178,6 +179,7 @@ class _Timer:
     """From here to `stop`, as the device runs it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._start_s = self._stop_s = time.perf_counter()
         if device.type == "cuda":
@@ -193,6 +195,8 @@ class _Timer:
 
     def wait(self) -> None:
         if self._events is not None:
+            # NOTE: a thread that has no GPU yet gets the first one, and a context there takes half a gigabyte.
+            torch.cuda.set_device(self._device)
             self._events[1].synchronize()
 
     @property
@@ -240,13 +244,13 @@ def _to_host(words: Tensor) -> Tensor:
     return torch.empty_like(words, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
 
 
-def _warm_up_batch(facts: ModelFacts) -> Batch:
-    """A decode and a prompt behind some context, sampled in both ways."""
+def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
+    """A prompt without context and with some, which have kernels of their own; both alone and behind a decode, where
+    what they read is aligned differently. Sampled in both ways."""
     length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
     blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
     drawn = SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
-    rows = (
-        BatchRow("", int_array([0]), 0, blocks, SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0)),
-        BatchRow("", int_array([0] * length), 1, blocks, SampleRow(drawn, 0, (), int_array(), 0)),
-    )
-    return Batch(0, rows)
+    decode = BatchRow("", int_array([0]), 0, blocks, SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0))
+    prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
+    prompts = (prompt, prompt._replace(token_start=1))
+    return [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]

@@ -225,7 +225,8 @@ class KVTransfer:
         return self._thread.ledger.snapshot()
 
     def stuck(self, *, after_s: float) -> str:
-        """Where the thread has been stuck for that long, as a Python stack; empty while all is well."""
+        """Where the thread has been stuck for that long, as a Python stack, or that it has failed; empty while all is
+        well."""
         return self._thread.where() if self._thread.stalled_s > after_s else ""
 
     def _check_grant(self, lease: LeaseGrant) -> None:

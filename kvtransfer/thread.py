@@ -6,6 +6,7 @@ of asyncio.
 
 import ctypes
 import logging
+import math
 import os
 import queue
 import select
@@ -82,6 +83,7 @@ class TransferThread:
         self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()  # guards `_ended` against a post that comes while the thread ends
         self._ended: Exception | None = None
+        self._failed = False
         self._stopping = False
         self._turned_s = time.monotonic()
         self._wake_fd = -1
@@ -140,11 +142,16 @@ class TransferThread:
 
     @property
     def stalled_s(self) -> float:
-        """How long ago the thread began its present turn; far under a second while all is well."""
+        """How long ago the thread began its present turn; far under a second while all is well, and without end once it
+        has failed."""
+        if self._failed:
+            return math.inf
         return time.monotonic() - self._turned_s if self._thread.is_alive() else 0.0
 
     def where(self) -> str:
-        """The thread's Python stack, for a log line about a thread that is stuck."""
+        """The thread's Python stack, for a log line about a thread that is stuck; or that it has failed."""
+        if self._failed:
+            return "the thread has failed; its error is above"
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
@@ -200,6 +207,7 @@ class TransferThread:
             self._loop()
             self._drain()
         except Exception as error:
+            self._failed = True
             log.exception("the transfer thread failed")
             ended = InternalError(f"the transfer thread failed: {error}", cure="restart the node; its log says why")
         try:

@@ -22,7 +22,10 @@ class Rotary(nn.Module):
         super().__init__()
         self.interleaved = rope.interleaved
         self.scale = rope.scaling.rotary_scale if isinstance(rope.scaling, YarnScaling) else 1.0
-        self.register_buffer("frequencies", inverse_frequencies(rope), persistent=False)
+        # NOTE: of the host's powers on every device: a GPU's differ in the last bit, which late positions multiply.
+        with torch.device("cpu"):
+            frequencies = inverse_frequencies(rope)
+        self.register_buffer("frequencies", frequencies.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions_T: Tensor) -> Rotation:
         if positions_T.is_cuda:

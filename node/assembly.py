@@ -69,16 +69,7 @@ class Node:
             max_context_tokens=self.max_context_tokens,
         )
         self._listener: Listener | None = None
-        limits = EngineLimits(
-            max_batch_tokens=built.limits.max_batch_tokens,
-            max_batch_requests=built.limits.max_batch_requests,
-            max_context_tokens=self.max_context_tokens,
-            max_waiting=settings.max_waiting,
-            prefix_cache=settings.prefix_cache,
-            chunk_align_tokens=_INVARIANT_CHUNK_TOKENS[built.cache.view.device.type]
-            if settings.batch_invariant
-            else None,
-        )
+        limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
         self.engine = Engine(built.runner, limits, on_step=lambda events: self._heard().on_step(events))
         self.transfer = KVTransfer(
             built.cache,
@@ -172,6 +163,23 @@ def load(settings: NodeSettings) -> Built:
             load_format=settings.load_format,
             progress=progress,
         )
+
+
+def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:
+    """Raises: ConfigError: the settings contradict each other."""
+    max_batch_tokens, max_batch_requests = built.limits.max_batch_tokens, built.limits.max_batch_requests
+    align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
+    if align_tokens is not None and settings.max_batch_tokens is None:
+        # A size that was chosen for its speed may be too small for a chunk beside decodes.
+        max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
+    return EngineLimits(
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+        max_context_tokens=max_context_tokens,
+        max_waiting=settings.max_waiting,
+        prefix_cache=settings.prefix_cache,
+        chunk_align_tokens=align_tokens,
+    )
 
 
 def _describe(identity: ModelIdentity, built: Built) -> NodeDescription:

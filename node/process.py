@@ -6,12 +6,14 @@ A role brings a `Role`: its services, its part of the status, and how it drains.
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
+import torch
 
 from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
@@ -26,6 +28,7 @@ Settings = TypeVar("Settings", bound=NodeSettings)
 
 log = logging.getLogger("baton")
 
+_FILES = 1 << 16
 _STUCK_AFTER_S = 4.0
 
 
@@ -56,6 +59,7 @@ def run_node(
 ) -> None:
     """The whole process: model, server, role. Ends with exit code 2 on a setting that cannot work, else 0."""
     set_up_logging(settings.log_level, program)
+    _raise_file_limit()
     # NOTE: the first process of a container ignores signals that it does not handle, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -64,8 +68,29 @@ def run_node(
         asyncio.run(_run(settings, built, role, make_role))
     except ConfigError as error:
         fail(program, error)
+    except torch.OutOfMemoryError as error:
+        fail(program, _out_of_memory(error))
     except KeyboardInterrupt:
         log.info("interrupted")
+
+
+def _raise_file_limit() -> None:
+    """As far as it may: every pair takes a dozen files, and UCX keeps those of a peer that was lost in mid-message."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def _out_of_memory(error: torch.OutOfMemoryError) -> ConfigError:
+    """Torch's message has a line of figures, then sentences about its allocator."""
+    figures = str(error).partition(" If reserved but unallocated")[0].splitlines()
+    return ConfigError(
+        f"the GPU has no memory left: {' '.join(figures)}",
+        field="gpu_memory_fraction",
+        cure="end what else runs on it, or lower --gpu-memory-fraction, --kv-cache-mib or --max-batch-tokens",
+    )
 
 
 async def _run(

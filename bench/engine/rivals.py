@@ -25,7 +25,8 @@ def run(config_json: Path, points: Sequence[tuple[int, int]], progress: Callable
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("cuda"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    compiled: Any = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+    # NOTE: not dynamic: by default the second batch size would make it compile for any size, which is slower.
+    compiled: Any = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False)
     for batch, context in points:
         progress(f"engine: transformers, batch {batch}")
         cache = StaticCache(config=config, max_cache_len=context + _WARM_STEPS + _STEPS)

@@ -1,6 +1,7 @@
 """Runs steps of a built engine the way its loop does, two in flight, and times them. Owns no request and no figure's
 meaning."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ def decode_ms(runner: ModelRunner, *, requests: int, context: int, steps: int = 
 
 
 def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
-    """The part of a row of decode steps in which the GPU runs nothing, by the profiler's record of kernels."""
+    """The part of a row of decode steps in which the GPU runs nothing, by the profiler's record of kernels; NaN where
+    it records none."""
     steps = _decode_steps(runner, requests=requests, context=context, steps=2 * _WARM_STEPS + _PROFILED_STEPS)
     for _ in range(_WARM_STEPS):
         next(steps)
@@ -53,6 +55,8 @@ def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
     spans = sorted(
         (event.time_range.start, event.time_range.end) for event in record.events() if event.device_type.name == "CUDA"
     )
+    if not spans:
+        return math.nan
     busy, until = 0.0, float(spans[0][0])
     for start, end in spans:
         busy += max(0.0, end - max(start, until))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
+from torch import Tensor
 
-from kvtransfer.transport import Arrival, Transport, open_transport
+from kvtransfer.transport import REACH_GPU_MEMORY, Arrival, Transport, open_transport
 from node.doctor.verdict import Verdict, fail, ok
 
 MIB = 1 << 20
@@ -24,16 +25,18 @@ _TIMEOUT_S = 30.0
 # As the transfer thread does: on few cores two ends that look without a pause starve each other.
 _NAP_S = 20e-6
 _NO_CURE = "see UCX's own report with UCX_LOG_LEVEL=info"
-_SLOW_CURES = {
-    "tcp": "the two processes do not share memory: check /dev/shm above, and that no UCX_TLS is set that leaves it out",
-    "cuda_copy": "the GPUs do not reach each other directly: show both to both processes, and share the host's IPC",
-}
+_THROUGH_HOST = " through host memory"
+_NO_SHARED_MEMORY = (
+    "the two processes do not share memory: check /dev/shm above, and that no UCX_TLS is set that leaves it out"
+)
+_NO_GPU_PATH = "the GPUs do not reach each other directly: show both to both processes, and share the host's IPC"
+_NO_OTHER_CURE = "look for what else uses this machine, or lower the floor"
 
 
 @dataclass(frozen=True)
 class Link:
     """Attributes:
-    carrier: such as "sysv", "cma", "cuda_ipc", "tcp".
+    carrier: such as "sysv", "cma", "cuda_ipc", "tcp"; with "through host memory" where it does not reach a GPU's.
     round_trip_us: of a small message, there and back.
     gigabytes_per_s: of large messages, one way.
     """
@@ -54,9 +57,14 @@ def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Ver
         return fail(check, f"{type(error).__name__}: {error}", _NO_CURE)
     found = f"{link.carrier}, {link.gigabytes_per_s:.1f} GB/s, {link.round_trip_us:.0f} us there and back"
     if link.gigabytes_per_s < floor_gigabytes_per_s:
-        cure = _SLOW_CURES.get(link.carrier, "look for what else uses this machine, or lower the floor")
-        return fail(check, f"{found}; wanted are {floor_gigabytes_per_s:g} GB/s", cure)
+        return fail(check, f"{found}; wanted are {floor_gigabytes_per_s:g} GB/s", _cure(link.carrier))
     return ok(check, found)
+
+
+def _cure(carrier: str) -> str:
+    if carrier.startswith("tcp"):
+        return _NO_SHARED_MEMORY
+    return _NO_GPU_PATH if carrier.endswith(_THROUGH_HOST) else _NO_OTHER_CURE
 
 
 def measure(devices: tuple[str, str]) -> Link:
@@ -64,25 +72,49 @@ def measure(devices: tuple[str, str]) -> Link:
     RuntimeError: bytes came back changed, or nothing came back in time.
     """
     with _echo(devices[1]) as connection:
-        transport = open_transport("ucx")
+        transport = open_as_a_node(devices[0])
         try:
             connection.send(transport.listen(_PEER))
             transport.connect(_PEER, _receive_address(connection))
-            carrier = transport.carrier(_PEER)
-            _round_trips_s(transport, _SMALL_BYTES, 2, devices[0])
-            small_s = _round_trips_s(transport, _SMALL_BYTES, _ROUND_TRIPS, devices[0])
-            _round_trips_s(transport, _LARGE_BYTES, 2, devices[0])
-            large_s = _round_trips_s(transport, _LARGE_BYTES, _LARGE_ROUND_TRIPS, devices[0])
+            carrier, device = where_messages_lie(transport, devices[0])
+            _round_trips_s(transport, _SMALL_BYTES, 2, device)
+            small_s = _round_trips_s(transport, _SMALL_BYTES, _ROUND_TRIPS, device)
+            _round_trips_s(transport, _LARGE_BYTES, 2, device)
+            large_s = _round_trips_s(transport, _LARGE_BYTES, _LARGE_ROUND_TRIPS, device)
         finally:
             transport.close()
         connection.send(None)
     return Link(carrier, small_s * 1e6, 2 * _LARGE_BYTES / large_s / 1e9)
 
 
+def open_as_a_node(device: str) -> Transport:
+    """As a node does it: a GPU is current, with its context, before UCX is opened."""
+    on_gpu = device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize()
+    return open_transport("ucx", on_gpu=on_gpu)
+
+
+def where_messages_lie(transport: Transport, device: str) -> tuple[str, str]:
+    """What carries the bytes, and where messages lie then: nodes give a GPU's only to what reaches it."""
+    carrier = transport.carrier(_PEER)
+    if device == "cpu" or carrier in REACH_GPU_MEMORY:
+        return carrier, device
+    return carrier + _THROUGH_HOST, "cpu"
+
+
+def _ready(message: Tensor) -> Tensor:
+    """UCX knows nothing of torch's stream: what fills the memory must be over."""
+    if message.is_cuda:
+        torch.cuda.synchronize(message.device)
+    return message
+
+
 def _round_trips_s(transport: Transport, num_bytes: int, count: int, device: str) -> float:
     """Seconds of one, the mean of several."""
     out = torch.arange(num_bytes, device=device).to(torch.uint8)
-    back = torch.zeros_like(out)
+    back = _ready(torch.zeros_like(out))
     start_s = time.monotonic()
     for index in range(count):
         sent = transport.send(_PEER, index, out)
@@ -98,10 +130,11 @@ def _round_trips_s(transport: Transport, num_bytes: int, count: int, device: str
 def _serve(connection: Connection, device: str) -> None:
     """The other process: sends every message back."""
     torch.set_num_threads(1)
-    transport = open_transport("ucx")
+    transport = open_as_a_node(device)
     connection.send(transport.listen(_PEER))
     transport.connect(_PEER, connection.recv())
-    memory = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device)
+    _, device = where_messages_lie(transport, device)
+    memory = _ready(torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device))
     while not connection.poll():
         moved = transport.progress()
         arrival = transport.probe()

@@ -276,6 +276,9 @@ async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_cl
             await result(sending)
         with pytest.raises(InternalError, match="the device was lost"):
             await pair.prefill.quiet(PEER, 0)
+        # Until it is restarted, so that nobody is sent there.
+        assert pair.prefill.stuck(after_s=3600) == "the thread has failed; its error is above"
+        assert pair.decode.stuck(after_s=3600) == ""
         await result(pair.prefill.close())
 
 

@@ -87,11 +87,23 @@ def test_a_target_starts_its_process_as_a_numbered_user(stages: dict[str, Stage]
     assert (ROOT / PROGRAMS[target] / "__main__.py").is_file()
 
 
-@pytest.mark.parametrize("target", PROGRAMS)
-def test_a_target_has_no_compiler_and_installs_nothing_itself(stages: dict[str, Stage], target: str) -> None:
+@pytest.mark.parametrize("target", ["gateway", "prefill", "decode"])
+def test_a_target_without_a_gpu_has_no_compiler_and_installs_nothing_itself(
+    stages: dict[str, Stage], target: str
+) -> None:
     runs = " ".join(text for keyword, text in instructions(stages, target) if keyword == "RUN")
     assert not COMPILERS.search(runs)
     assert not re.search(r"\b(pip|apt-get)\b", runs)
+
+
+@pytest.mark.parametrize("target", ["prefill-cuda", "decode-cuda"])
+def test_a_target_for_gpus_has_the_compiler_that_triton_calls_and_nothing_else(
+    stages: dict[str, Stage], target: str
+) -> None:
+    runs = " ".join(text for keyword, text in instructions(stages, target) if keyword == "RUN")
+    (packages,) = re.findall(r"apt-get install ([^&]*)&", runs)
+    assert [word for word in packages.split() if not word.startswith("-")] == ["gcc", "libc6-dev"]
+    assert "pip" not in runs.split()
 
 
 def test_every_image_of_every_manifest_is_a_target(rendered: Rendered, stages: dict[str, Stage]) -> None:
@@ -127,7 +139,7 @@ def test_the_gateway_runs_without_what_its_image_leaves_out(dockerfile: Path) ->
     (pattern,) = re.findall(r"grep -vE '(\^\(.*\)\\b)' node\.txt > gateway\.txt", dockerfile.read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     left_out = [re.split(r"[<>=~! -]", text)[0] for text in project["dependencies"] if re.match(pattern, text)]
-    assert left_out == ["numpy", "safetensors", "torch", "ucxx"]
+    assert left_out == ["numpy", "safetensors", "torch", "triton", "ucxx"]
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_GATEWAY, *left_out],
         cwd=ROOT,

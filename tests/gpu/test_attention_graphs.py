@@ -17,7 +17,7 @@ from tests.conformance.attention.batches import Batch
 from tests.conformance.attention.gqa import Shape, backend_of, gqa_case
 from tests.conformance.attention.mla import DEEPSEEK, MLAShape, mla_backend_of, mla_case
 from tests.conformance.attention.oracle import relative_error
-from tests.conformance.attention.platform_backends import backend_name, backends_here, dtypes_here
+from tests.conformance.attention.platform_backends import backend_name, backends_here, main_dtype
 from tests.conformance.attention.selected import block_sizes_of, settings_of
 from tests.conformance.attention.settings import Setting
 
@@ -129,7 +129,7 @@ def test_a_captured_decode_replays_with_other_lengths(backend: BackendClass, set
 @pytest.mark.parametrize("backend", with_graphs(KVKind.MLA), ids=name_of)
 def test_a_captured_latent_decode_replays_with_other_lengths(backend: BackendClass, num_heads: int) -> None:
     shape = MLAShape(
-        block_size=block_sizes_of(backend)[-1], dtype=dtypes_here(backend.capabilities)[0], num_heads=num_heads,
+        block_size=block_sizes_of(backend)[-1], dtype=main_dtype(backend.capabilities), num_heads=num_heads,
         dims=DEEPSEEK,
     )  # fmt: skip
     made, static = mla_backend_of(backend, shape), static_batch()

@@ -10,7 +10,8 @@ from models.config import MoEConfig, Scoring, TopKMethod
 from models.moe import Experts, MoE, Router
 from tests.conformance.attention.oracle import relative_error
 
-pytestmark = pytest.mark.gpu
+# Without the filter the warning that `set_sync_debug_mode` gives once is an error, and the mode stays on.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 SIZE = 2048
 V2_LITE = MoEConfig(

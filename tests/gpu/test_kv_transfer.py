@@ -18,6 +18,7 @@ from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.node import KVTransfer, LeaseGrant, LinkMeasure, Refusal, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.transport import open_transport
+from node.doctor.link import measure
 from tests.conformance.kv import (
     DECODE_INCARNATION,
     PEER,
@@ -251,6 +252,12 @@ async def test_a_flipped_bit_is_refused_and_not_one_byte_written(
             assert [refused.refusal for refused in heard.refused] == [Refusal.DIGEST]
             assert not cache.memory.any()
         forger.close()
+
+
+def test_the_doctor_measures_the_way_that_nodes_take() -> None:
+    link = measure(("cuda:0", "cuda:0"))
+    assert link.carrier == "cuda_ipc"
+    assert link.gigabytes_per_s > 1
 
 
 def message_of(source: PagedKVCache, blocks: tuple[int, ...], tokens: int) -> Tensor:

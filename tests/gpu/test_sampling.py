@@ -12,7 +12,8 @@ from engine.choice import SamplingArrays, SamplingBuffers, choose_tokens
 from engine.request import int_array
 from engine.sampler import sample
 
-pytestmark = pytest.mark.gpu
+# Without the filter the warning that `set_sync_debug_mode` gives once is an error, and the mode stays on.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 VOCAB_SIZE = 128256
 PARAMS = (

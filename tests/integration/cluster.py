@@ -29,11 +29,10 @@ class Machines:
     processes: Processes
 
     def nodes(self, *wanted: tuple[str, Flags]) -> list[Process]:
-        """Starts nodes side by side, each as (role, flags), and waits until they serve."""
-        started = [
-            self.processes.start(f"{role}_node", arguments({"name": f"{role}-{next(_names)}", **flags}))
-            for role, flags in wanted
-        ]
+        """Starts nodes side by side, each as (role, flags), and waits until they serve; on the CPU if no flag says
+        otherwise."""
+        named = [(role, {"name": f"{role}-{next(_names)}", "device": "cpu", **flags}) for role, flags in wanted]
+        started = [self.processes.start(f"{role}_node", arguments(flags)) for role, flags in named]
         self.processes.wait_ready(started)
         return started
 

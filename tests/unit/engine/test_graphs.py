@@ -22,7 +22,16 @@ from baton.types import SamplingParams
 from engine.batch import BatchRow, SampleRow
 from engine.build import Built
 from engine.decode_buffers import DecodeBuffers, new_decode_buffers
-from engine.graphs import DecodeGraphs, GraphSettings, affordable, capture_sizes, decode_step, thin
+from engine.graphs import (
+    DecodeGraphs,
+    FreeMemory,
+    GraphSettings,
+    affordable,
+    capture_sizes,
+    decode_step,
+    taken_bytes,
+    thin,
+)
 from engine.request import int_array
 from models.causal_lm import CausalLM
 from models.families import attention_needs
@@ -217,6 +226,18 @@ def test_graphs_are_captured_for_as_long_as_memory_allows() -> None:
     assert affordable([400], 500) > 100
     assert affordable([400, 30, 20], 500) == 1
     assert affordable([400, 0, 0], 500) == 100
+
+
+def test_a_capture_does_not_pay_for_what_another_process_takes_meanwhile() -> None:
+    mib, gib = 1 << 20, 1 << 30
+    before = FreeMemory(60 * gib, 20 * gib)
+    alone = taken_bytes(before, FreeMemory(before.free - 104 * mib, before.reserved + 100 * mib))
+    assert alone == 104 * mib
+    crowded = taken_bytes(before, FreeMemory(before.free - 40 * gib, before.reserved + 100 * mib))
+    assert alone < crowded < 150 * mib
+    assert taken_bytes(before, FreeMemory(before.free + gib, before.reserved)) == 0
+    # Of all sizes, so that a neighbour that loads for as long as this node captures costs none of them.
+    assert len(capture_sizes(256)) * taken_bytes(before, FreeMemory(0, before.reserved)) < 700 * mib
 
 
 def test_blocks_count_as_copied_only_when_they_are() -> None:

@@ -6,11 +6,13 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import torch
 
 from baton.errors import InternalError
 from engine.batch import Batch, BatchRow
 from engine.build import Built
 from engine.graphs import GraphSettings
+from engine.inputs import stage_step
 from engine.request import int_array
 from engine.runner import ModelRunner
 from tests.unit.engine.driver import Driver, runner_of
@@ -55,6 +57,14 @@ def drive(runner: ModelRunner, *, ahead: bool) -> Driver:
     for _ in range(4):
         driver.step(*names[2:], names[0])
     return driver
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 16, 17])
+def test_a_step_has_a_block_table_that_no_kernel_is_compiled_anew_for(num_blocks: int) -> None:
+    row = BatchRow("", int_array([3]), 4 * num_blocks - 1, int_array(list(range(num_blocks))), None)
+    table = stage_step([row], torch.zeros(1, dtype=torch.int32), block_size=4).common.block_table_tensor
+    assert table.stride(0) == -(-num_blocks // 16) * 16
+    assert table[0].tolist() == [*range(num_blocks), *[0] * (table.stride(0) - num_blocks)]
 
 
 def test_greedy_tokens_equal_transformers(runner: ModelRunner, llama: tuple[Path, Any]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.errors import ConfigError
-from baton.types import TokenOutput
+from baton.types import SamplingParams, TokenOutput
 from engine.request import EngineLimits
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
@@ -92,3 +92,13 @@ def test_a_chunk_has_at_least_one_token() -> None:
     with pytest.raises(ConfigError, match="chunk_align_tokens is 0") as refused:
         EngineLimits(chunk_align_tokens=0)
     assert refused.value.field == "chunk_align_tokens"
+
+
+@pytest.mark.parametrize(("align", "cached_tokens"), [(8, 8), (None, 20)])
+def test_decoded_tokens_are_no_ones_prefix_where_their_bits_count(align: int | None, cached_tokens: int) -> None:
+    scheduler = make(tokens=16, requests=4, align=align)
+    scheduler.submit(request("a", range(9), sampling=SamplingParams(max_tokens=12, temperature=0.0)), 0.0)
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+    # Tokens 0 to 8 are the prompt; 5 is what every step draws.
+    assert scheduler.reserve(request("b", [*range(9), *[5] * 12]), 0.0).cached_tokens == cached_tokens

@@ -105,11 +105,14 @@ def test_products_equal_the_twins(
     weight = weight_of(rows, channels, rows_per_scale, bias=tokens == 5)
     quantize = fp8.quantize_tokens if rows_per_scale == 1 else fp8.quantize_blocks
     x_TK, scale_TC = quantize(torch.randn(tokens, channels, device=DEVICE))
+    expected_TN = expected(x_TK, scale_TC, weight)
+    # Tensor cores keep about 14 bits where they add up products of fp8, not the 24 of float32.
+    atol = 1e-2 if DEVICE == "cpu" else 1e-2 * float(expected_TN.std())
     for _ in range(2):  # a launch leaves its counters as the next one needs them
         out_TN = fp8_gemm.launch(
             x_TK, scale_TC, weight, dtype=torch.float32, batch_invariant=False, tile=tile, splits=splits
         )
-        torch.testing.assert_close(out_TN.cpu(), expected(x_TK, scale_TC, weight), rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(out_TN.cpu(), expected_TN, rtol=1e-4, atol=atol)
         assert not weight.arrived.any()
 
 

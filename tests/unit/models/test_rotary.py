@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from models import rotary
 from models.config_file import ConfigFile
 from models.rope_config import RopeConfig, YarnScaling, read_rope
 from models.rotary import Rotary, inverse_frequencies
@@ -44,6 +45,21 @@ def test_frequencies_and_scale_equal_transformers(scaling: dict[str, Any]) -> No
     torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     if isinstance(rope.scaling, YarnScaling):
         assert rope.scaling.rotary_scale == pytest.approx(expected_scale)
+
+
+def test_frequencies_are_computed_on_the_host_wherever_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of a GPU differ in the last bit, and two nodes on different devices must turn keys by the same angles."""
+    computed = []
+
+    def remembered(rope: RopeConfig) -> torch.Tensor:
+        computed.append(inverse_frequencies(rope))
+        return computed[-1]
+
+    monkeypatch.setattr(rotary, "inverse_frequencies", remembered)
+    with torch.device("meta"):
+        built = Rotary(RopeConfig(dim=8, theta=100.0, interleaved=False, scaling=None))
+    assert [each.device.type for each in computed] == ["cpu"]
+    assert built.frequencies.is_meta
 
 
 def test_angles_of_the_longest_contexts_equal_transformers() -> None:

@@ -3,9 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from node.doctor import link
 from node.doctor.link import check_link
 from node.doctor.machine import MIB, Wanted, check_machine
 from node.doctor.packages import check_packages
@@ -92,3 +95,40 @@ def test_the_command_prints_a_verdict_per_line_and_its_exit_code_says_the_whole(
     ill = doctor("--min-gb-per-s=1000000")
     assert ill.returncode == 1
     assert ill.stdout.splitlines()[-1] == "1 failed"
+
+
+class FakeTransport:
+    """Of a GPU whose memory only "cuda_ipc" reaches."""
+
+    def __init__(self, carrier: str) -> None:
+        self._carrier = carrier
+
+    def carrier(self, _peer: int) -> str:
+        return self._carrier
+
+
+@pytest.mark.parametrize(
+    ("carrier", "device", "expected"),
+    [
+        ("cuda_ipc", "cuda:1", ("cuda_ipc", "cuda:1")),
+        ("cma", "cuda:1", ("cma through host memory", "cpu")),
+        ("cma", "cpu", ("cma", "cpu")),
+    ],
+)
+def test_a_link_is_measured_from_the_memory_that_nodes_would_give_to_it(
+    carrier: str, device: str, expected: tuple[str, str]
+) -> None:
+    transport: Any = FakeTransport(carrier)
+    assert link.where_messages_lie(transport, device) == expected
+
+
+def test_a_gpu_is_current_before_ucx_is_opened_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"current {device}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("context"))
+    monkeypatch.setattr(link, "open_transport", lambda name, *, on_gpu: said.append(f"{name} on GPU: {on_gpu}"))
+    link.open_as_a_node("cuda:1")
+    assert said == ["current cuda:1", "context", "ucx on GPU: True"]
+    said.clear()
+    link.open_as_a_node("cpu")
+    assert said == ["ucx on GPU: False"]

@@ -1,0 +1,35 @@
+"""What a node's settings become for its engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import DecodeSettings
+from baton.errors import ConfigError
+from engine.build import StepLimits
+from node.assembly import engine_limits
+
+
+def settings(**values: object) -> DecodeSettings:
+    return DecodeSettings.model_validate(values)
+
+
+def built(max_batch_tokens: int) -> Any:
+    view = SimpleNamespace(device=torch.device("cuda", 0))
+    return SimpleNamespace(limits=StepLimits(max_batch_tokens, 256), cache=SimpleNamespace(view=view))
+
+
+def test_a_batch_invariant_node_starts_whatever_step_size_its_profile_chose() -> None:
+    limits = engine_limits(settings(batch_invariant=True), built(512), max_context_tokens=4096)
+    assert limits.chunk_align_tokens == 512
+    assert limits.max_batch_tokens == 512 + 255
+    larger = engine_limits(settings(batch_invariant=True), built(2048), max_context_tokens=4096)
+    assert larger.max_batch_tokens == 2048
+
+
+def test_a_step_size_that_the_operator_gave_is_not_changed() -> None:
+    with pytest.raises(ConfigError, match="max_batch_tokens is 512"):
+        engine_limits(settings(batch_invariant=True, max_batch_tokens=512), built(512), max_context_tokens=4096)
+    assert engine_limits(settings(), built(512), max_context_tokens=4096).max_batch_tokens == 512

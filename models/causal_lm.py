@@ -14,10 +14,34 @@ from torch import Tensor, nn
 
 from attention.cache import PagedKVCache
 from attention.metadata import AttentionMetadata
+from attention.rotation import Rotation
 from models.config import ModelConfig
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
 from models.rotary import Rotary
+
+
+class DecoderLayer(nn.Module):
+    """Attention and an MLP, each behind a norm and added to the residual stream. Families make the parts."""
+
+    input_layernorm: RMSNorm
+    self_attn: nn.Module
+    post_attention_layernorm: RMSNorm
+    mlp: nn.Module
+
+    def forward(
+        self,
+        stream_TD: Tensor,
+        update_TD: Tensor | None,
+        rotation: Rotation,
+        kv_cache: PagedKVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
+        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
+        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
+        return out_TD
 
 
 class Decoder(nn.Module):

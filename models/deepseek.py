@@ -12,7 +12,7 @@ from attention.cache import PagedKVCache
 from attention.metadata import AttentionMetadata
 from attention.mla import MLAAttention
 from attention.rotation import Rotation
-from models.causal_lm import CausalLM
+from models.causal_lm import CausalLM, DecoderLayer
 from models.config import MLAConfig, ModelConfig
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
@@ -82,7 +82,7 @@ def mla_scale(config: ModelConfig, mla: MLAConfig) -> float:
     return scale * scaling.softmax_scale if isinstance(scaling, YarnScaling) else scale
 
 
-class DeepseekLayer(nn.Module):
+class DeepseekLayer(DecoderLayer):
     def __init__(
         self, config: ModelConfig, mla: MLAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
@@ -93,25 +93,10 @@ class DeepseekLayer(nn.Module):
             size, mla, scale=mla_scale(config, mla), layer_index=layer_index, backend=backend, dtype=dtype
         )
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.mlp: nn.Module
         if config.moe is not None and config.moe.layers[layer_index]:
             self.mlp = MoE(size, config.moe, dtype=dtype)
         else:
             self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
-
-    def forward(
-        self,
-        stream_TD: Tensor,
-        update_TD: Tensor | None,
-        rotation: Rotation,
-        kv_cache: PagedKVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
-        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
-        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
-        return out_TD
 
 
 class DeepseekForCausalLM(CausalLM):

@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from attention.backend import AttentionBackend
-from attention.cache import PagedKVCache
-from attention.metadata import AttentionMetadata
-from attention.rotation import Rotation
-from models.causal_lm import CausalLM
+from models.causal_lm import CausalLM, DecoderLayer
 from models.config import GptOssSwitches, GQAConfig, ModelConfig, MoEConfig
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.layers import RMSNorm
@@ -74,7 +71,7 @@ class GptOssMoE(nn.Module):
         return out_TD
 
 
-class GptOssLayer(nn.Module):
+class GptOssLayer(DecoderLayer):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
@@ -86,20 +83,6 @@ class GptOssLayer(nn.Module):
         self.self_attn = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = GptOssMoE(size, config.moe, config.switches, dtype=dtype)
-
-    def forward(
-        self,
-        stream_TD: Tensor,
-        update_TD: Tensor | None,
-        rotation: Rotation,
-        kv_cache: PagedKVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
-        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
-        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
-        return out_TD
 
 
 class GptOssForCausalLM(CausalLM):

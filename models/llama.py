@@ -11,7 +11,7 @@ from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
 from attention.rotation import HeadNorms, Rotation
-from models.causal_lm import CausalLM
+from models.causal_lm import CausalLM, DecoderLayer
 from models.config import GQAConfig, ModelConfig
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
@@ -64,7 +64,7 @@ class LlamaAttention(nn.Module):
         return out_TD
 
 
-class LlamaLayer(nn.Module):
+class LlamaLayer(DecoderLayer):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
@@ -74,20 +74,6 @@ class LlamaLayer(nn.Module):
         self.self_attn = LlamaAttention(size, gqa, layer_index=layer_index, norm_eps=eps, backend=backend, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias)
-
-    def forward(
-        self,
-        stream_TD: Tensor,
-        update_TD: Tensor | None,
-        rotation: Rotation,
-        kv_cache: PagedKVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
-        normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
-        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
-        return out_TD
 
 
 class LlamaForCausalLM(CausalLM):

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from kvtransfer.transport import REACH_GPU_MEMORY, Arrival, Transport, open_transport
+from kvtransfer.transport import REACH_GPU_MEMORY, Arrival, Request, Transport, open_transport
 from node.doctor.verdict import Verdict, fail, ok
 
 MIB = 1 << 20
@@ -120,7 +120,7 @@ def _round_trips_s(transport: Transport, num_bytes: int, count: int, device: str
         sent = transport.send(_PEER, index, out)
         arrival = _until_arrival(transport)
         received = transport.receive(arrival, back)
-        _until(lambda: sent.done and received.done, transport)  # noqa: B023  (called before the next turn)
+        _until_done(transport, sent, received)
     took_s = time.monotonic() - start_s
     if not torch.equal(out, back):
         raise RuntimeError(f"a message of {num_bytes} bytes came back changed")
@@ -144,9 +144,8 @@ def _serve(connection: Connection, device: str) -> None:
             continue
         message = memory[: arrival.num_bytes]
         received = transport.receive(arrival, message)
-        _until(lambda: received.done, transport)  # noqa: B023
-        sent = transport.send(_PEER, arrival.tag, message)
-        _until(lambda: sent.done, transport)  # noqa: B023
+        _until_done(transport, received)
+        _until_done(transport, transport.send(_PEER, arrival.tag, message))
     transport.close()
 
 
@@ -184,6 +183,10 @@ def _until_arrival(transport: Transport) -> Arrival:
 
     _until(probed, transport)
     return found[0]
+
+
+def _until_done(transport: Transport, *requests: Request) -> None:
+    _until(lambda: all(request.done for request in requests), transport)
 
 
 def _until(holds: Callable[[], bool], transport: Transport) -> None:

@@ -9,7 +9,7 @@ from attention.spec import KVCacheSpec, KVKind
 from bench.attention.measure import Ceilings
 from bench.engine.plot import draw
 from bench.engine.roofline import Weights, Work, count_weights, decode_work, prefill_flops
-from bench.engine.run import CONFIGS, MODELS
+from bench.engine.run import CONFIGS, MODELS, Model
 from bench.engine.steps import decode_ms, host_cost, prefill_ms
 from bench.table import Row
 from engine.build import Built, build_runner
@@ -29,8 +29,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_model_can_be_read(model: object) -> None:
-    assert read_config(CONFIGS / model.name).dtype == "bfloat16"  # type: ignore[attr-defined]
+def test_every_model_can_be_read(model: Model) -> None:
+    assert read_config(CONFIGS / model.name).dtype == "bfloat16"
 
 
 def test_a_decode_step_reads_weights_once_and_each_requests_kv() -> None:

@@ -36,7 +36,7 @@ run: install  ## Start a gateway, a prefill and a decode node, send a prompt, sh
 	@$(BIN)/baton demo
 
 test-gpu: install  ## Run on a GPU what needs one, kernels compiled, and write the conformance table
-	@$(BIN)/python -m pytest -n 8 tests/conformance/attention $(KERNELS) tests/gpu \
+	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) tests/conformance/attention \
 		--attention-table bench/results/attention_conformance.md
 
 test: install  ## Run every test but the GPU's

@@ -25,6 +25,9 @@ class KVCacheSpec:
     """One token's KV, the same on every node that serves the model.
 
     head_dim is the size of the channel axis C: for MLA the latent plus the rotary dimensions, with num_kv_heads 1.
+
+    Attributes:
+        windows: by layer, how many tokens up to its own a token attends to, 0 for all; empty where no layer has one.
     """
 
     kind: KVKind
@@ -32,6 +35,7 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    windows: tuple[int, ...] = ()
 
     @property
     def kv_factor(self) -> int:
@@ -49,6 +53,11 @@ class KVCacheSpec:
     @property
     def bytes_per_token(self) -> int:
         return self.num_layers * self.bytes_per_token_layer
+
+    def first_read(self, layer: int, token: int) -> int:
+        """The first token whose KV in this layer is read when the KV of token `token` or a later one is computed."""
+        window = self.windows[layer] if self.windows else 0
+        return max(0, token - window + 1) if window else 0
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def gather_to_wire(
     places = _places(cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, out.numel())
     if cache.storage.is_cuda:
         on_device = block_ids.to(cache.storage.device, non_blocking=True)
-        if digest_out is None or places.word_bytes(cache.storage, out) < 4:
+        if digest_out is None or not places.can_be_digested(cache.storage, out):
             move(cache.memory, out, on_device, places, to_cache=False)
         else:
             gather_and_digest(
@@ -127,7 +127,7 @@ def places_of(cache: PagedKVCache, token_start: int, token_stop: int, layers: ra
     return WirePlaces(
         first=layers.start * stride_L + heads.start * stride_H,
         run=run * len(heads) if heads_adjacent else run,
-        stride_L=stride_L,
+        stride_L=stride_L * layers.step,
         stride_K=stride_K,
         stride_B=stride_B,
         stride_N=stride_N,
@@ -160,7 +160,7 @@ def _places(
             f"tokens [{token_start}, {token_stop}) of a request whose blocks hold {tokens_held}", field="token_stop"
         )
     for name, chosen, size in (("layers", layers, spec.num_layers), ("heads", heads, spec.num_kv_heads)):
-        if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= size:
+        if (chosen.step != 1 and name == "heads") or not 0 <= chosen.start < chosen.stop or chosen[-1] >= size:
             raise InternalError(f"{name} are {chosen} of {size}", field=name, value=chosen)
     _check_blocks(block_ids, block_ids_cpu, shape.num_blocks)
     per_token = len(layers) * spec.kv_factor * len(heads) * spec.head_dim * spec.itemsize

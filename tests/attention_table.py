@@ -11,6 +11,8 @@ import torch
 
 from attention.selection import BACKENDS
 
+# What runs beside them in the same session counts for nothing.
+_TESTS = ("tests/conformance/attention/", "tests/gpu/test_attention_graphs.py")
 _NAMES = {backend.capabilities.name for backend in BACKENDS}
 
 
@@ -22,7 +24,7 @@ class AttentionTable:
         self._counts: dict[tuple[str, str], tuple[int, int]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
+        if not report.nodeid.startswith(_TESTS) or (report.when != "call" and report.passed):
             return
         cell = _cell(report.nodeid)
         passed, count = self._counts.get(cell, (0, 0))

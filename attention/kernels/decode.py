@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.decode_keys import keys_of, prefetch_keys
 from attention.kernels.decode_merge import merge_partials
-from attention.kernels.decode_plan import NO_LIMIT, DecodePlan, first_visible_key, unit_keys_of, units_per_worker
-from attention.kernels.launch import bound, interpreted
+from attention.kernels.decode_plan import NO_LIMIT, DecodePlan, units_per_worker
+from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from attention.kernels.unified_parts import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -46,7 +47,8 @@ def decode_attention(
         kv_layer: [2, B, N, H, D], any strides but a last one of 1.
         q_scale, k_scale, v_scale: float32 scalars on the device, of what is kept in 8 bits; None: 1.
         seq_lens: [R] int32, what the plan was filled with.
-        block_table: [R, blocks] int32.
+        block_table: [R, blocks] int32. Plan, lengths and table are read before the kernel in front of this one has
+            ended: they must be complete before that one starts.
         lse_HR: float32, natural log-sum-exp, sinks included.
     """
     num_rows, num_heads, head_size = q_RHD.shape
@@ -106,6 +108,7 @@ def decode_attention(
         ONE_UNIT_EACH=plan.one_unit_each,
         SOFT_CAP=bool(logits_soft_cap),
         INTERPRETED=interpreted(),
+        **overlap(out.device),
         num_warps=tiling.num_warps * (2 if block_group == MAX_ROWS else 1),
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,
@@ -179,8 +182,10 @@ def _decode_kernel(
     ONE_UNIT_EACH: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One worker's run of units, for one kv head (or a part of the rows that read it)."""
+    start_dependents(OVERLAP)
     kv_head = tl.program_id(0) // group_blocks
     worker = tl.program_id(1)
     members_G = tl.program_id(0) % group_blocks * BLOCK_G + tl.arange(0, BLOCK_G)
@@ -196,6 +201,26 @@ def _decode_kernel(
     IN_HALF: tl.constexpr = kept_type.primitive_bitwidth == 8 and q_type != tl.float32
     product_type: tl.constexpr = tl.float32 if INTERPRETED else tl.float16 if IN_HALF else q_type
 
+    num_units = tl.load(unit_starts_ptr + num_reqs)
+    share = units_per_worker(num_units, num_workers)
+    unit = worker * share
+    stop = tl.minimum(unit + share, num_units)
+    request = tl.load(first_requests_ptr + worker)
+    first_unit = tl.load(unit_starts_ptr + request)
+    last_unit = tl.load(unit_starts_ptr + request + 1, mask=request < num_reqs, other=0)
+    seq_len = tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=0)
+    if OVERLAP:
+        _, start, key_stop = keys_of(
+            unit, tl.minimum(stop, last_unit), first_unit, seq_len, window, chunk, TILE_KEYS, UNIT_KEYS, MAX_UNITS
+        )
+        prefetch_keys(
+            k_ptr + kv_head.to(tl.int64) * stride_kv_h,
+            v_ptr + kv_head.to(tl.int64) * stride_kv_h,
+            block_table_ptr + request.to(tl.int64) * stride_table_r,
+            start, key_stop, unit < stop, stride_kv_b, stride_kv_n, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS,
+        )  # fmt: skip
+    await_predecessors(OVERLAP)
+
     if q_scale_ptr is not None:
         scale *= tl.load(q_scale_ptr)
     if k_scale_ptr is not None:
@@ -206,23 +231,15 @@ def _decode_kernel(
     if alibi_slopes_ptr is not None:
         slopes_G = tl.load(alibi_slopes_ptr + heads_G, mask=in_group_G, other=0.0) * _LOG2_E
 
-    num_units = tl.load(unit_starts_ptr + num_reqs)
-    share = units_per_worker(num_units, num_workers)
-    unit = worker * share
-    stop = tl.minimum(unit + share, num_units)
-    request = tl.load(first_requests_ptr + worker)
     while unit < stop:
-        first_unit = tl.load(unit_starts_ptr + request)
-        last_unit = tl.load(unit_starts_ptr + request + 1)
         run_stop = tl.minimum(unit + 1 if ONE_UNIT_EACH else stop, last_unit)
+        # Of the next request, which most programs turn to while nothing of theirs is in flight: asked for early.
+        next_last_unit = tl.load(unit_starts_ptr + request + 2, mask=request + 1 < num_reqs, other=0)
+        next_seq_len = tl.load(seq_lens_ptr + request + 1, mask=request + 1 < num_reqs, other=0)
         if unit < run_stop:
-            seq_len = tl.load(seq_lens_ptr + request)
-            first_key = first_visible_key(seq_len, window, chunk)
-            unit_keys = unit_keys_of(seq_len, first_key, UNIT_KEYS, MAX_UNITS) if MAX_UNITS else UNIT_KEYS
-            unit_zero = first_key // unit_keys - first_unit
-            start = tl.maximum((unit_zero + unit) * unit_keys, first_key // TILE_KEYS * TILE_KEYS)
-            key_stop = tl.minimum((unit_zero + run_stop) * unit_keys, seq_len)
-
+            first_key, start, key_stop = keys_of(
+                unit, run_stop, first_unit, seq_len, window, chunk, TILE_KEYS, UNIT_KEYS, MAX_UNITS
+            )
             rows_G = request.to(tl.int64) * num_queries + queries_G
             q_GD = tl.load(
                 q_ptr + (rows_G * stride_q_r + heads_G * stride_q_h)[:, None] + channels_D[None, :],
@@ -301,3 +318,4 @@ def _decode_kernel(
             unit = run_stop
         if unit == last_unit:
             request += 1
+            first_unit, last_unit, seq_len = last_unit, next_last_unit, next_seq_len

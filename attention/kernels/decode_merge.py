@@ -8,11 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.decode_plan import DecodePlan, units_per_worker
-from attention.kernels.launch import bound, interpreted
+from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Partial results that are in flight at once. Part of what makes a result's bits, so it depends on no batch.
-_BLOCK_P = 32
 
 
 def merge_partials(
@@ -20,7 +18,11 @@ def merge_partials(
 ) -> None:
     """Writes the requests that several workers shared, and those without keys; the others are written already."""
     num_rows, num_heads, head_size = out.shape
-    _merge_kernel[(num_heads, num_rows)](
+    # How many partial results are in flight at once is part of what makes a result's bits, so it depends on no batch
+    # where that matters. Of many requests, most have one worker and the others few: so few programs look after them.
+    many = not plan.one_unit_each and 4 * num_rows > plan.num_workers
+    block_h, block_p = (min(8, triton.next_power_of_2(num_heads)), 4) if many else (1, 32)
+    _merge_kernel[(triton.cdiv(num_heads, block_h), num_rows)](
         plan.partials.out,
         plan.partials.lse2,
         plan.unit_starts,
@@ -36,9 +38,11 @@ def merge_partials(
         0 if lse_HR is None else lse_HR.stride(0),
         HEAD_SIZE=head_size,
         BLOCK_D=max(16, triton.next_power_of_2(head_size)),
-        BLOCK_P=_BLOCK_P,
+        BLOCK_H=block_h,
+        BLOCK_P=block_p,
         ONE_UNIT_EACH=plan.one_unit_each,
         INTERPRETED=interpreted(),
+        **overlap(out.device),
         num_warps=4,
     )
 
@@ -60,12 +64,14 @@ def _merge_kernel(
     stride_lse_h,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ONE_UNIT_EACH: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One head of one query: its request's partial results in order, or what a request without keys comes to."""
-    head = tl.program_id(0)
+    """BLOCK_H heads of one query: its request's partial results in order, or what a request without keys comes to."""
+    start_dependents(OVERLAP)
     row = tl.program_id(1)
     request = row // num_queries
     first_unit = tl.load(unit_starts_ptr + request)
@@ -78,36 +84,42 @@ def _merge_kernel(
         first_worker = first_unit // share
         first_place = request + first_worker
         num_partials = tl.where(last_unit > first_unit, (last_unit - 1) // share - first_worker + 1, 0)
+    await_predecessors(OVERLAP)
     if num_partials == 1:  # its one worker has written the result
         return
 
+    heads_H = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_H = heads_H < num_heads
     channels_D = tl.arange(0, BLOCK_D)
-    in_head_D = channels_D < HEAD_SIZE
-    acc_D = tl.zeros([BLOCK_D], tl.float32)
-    max_lse2 = float("-inf")
-    total = 0.0
+    mask_HD = mask_H[:, None] & (channels_D < HEAD_SIZE)[None, :]
+    acc_HD = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    max_lse2_H = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total_H = tl.zeros([BLOCK_H], tl.float32)
     if sinks_ptr is not None:
-        max_lse2 = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
-        total = 1.0
+        max_lse2_H = tl.load(sinks_ptr + heads_H, mask=mask_H, other=0.0).to(tl.float32) * _LOG2_E
+        total_H += 1.0
     for start in tl.range(0, bound(num_partials, INTERPRETED), BLOCK_P):
         partials_P = start + tl.arange(0, BLOCK_P)
-        mask_P = partials_P < num_partials
-        places_P = ((first_place + partials_P).to(tl.int64) * num_queries + row % num_queries) * num_heads + head
-        lse2_P = tl.load(partial_lse2_ptr + places_P, mask=mask_P, other=float("-inf"))
-        out_PD = tl.load(
-            partial_out_ptr + places_P[:, None] * HEAD_SIZE + channels_D[None, :],
-            mask=mask_P[:, None] & in_head_D[None, :],
+        places_P = ((first_place + partials_P).to(tl.int64) * num_queries + row % num_queries) * num_heads
+        places_HP = places_P[None, :] + heads_H[:, None]
+        mask_HP = (partials_P < num_partials)[None, :] & mask_H[:, None]
+        lse2_HP = tl.load(partial_lse2_ptr + places_HP, mask=mask_HP, other=float("-inf"))
+        out_HPD = tl.load(
+            partial_out_ptr + places_HP[:, :, None] * HEAD_SIZE + channels_D[None, None, :],
+            mask=mask_HP[:, :, None] & (channels_D < HEAD_SIZE)[None, None, :],
             other=0.0,
         )
-        new_max = tl.maximum(max_lse2, tl.max(lse2_P, 0))
-        rescale = tl.exp2(max_lse2 - new_max)
-        weights_P = tl.exp2(lse2_P - new_max)
-        total = total * rescale + tl.sum(weights_P, 0)
-        acc_D = acc_D * rescale + tl.sum(out_PD * weights_P[:, None], 0)
-        max_lse2 = new_max
-    total = tl.where(max_lse2 == float("-inf"), 1.0, total)
-    out_D = acc_D / total
-    places_D = row.to(tl.int64) * stride_out_r + head * stride_out_h + channels_D
-    tl.store(out_ptr + places_D, out_D.to(out_ptr.dtype.element_ty), mask=in_head_D)
+        # Heads past the last have no numbers at all, and -inf minus -inf is NaN.
+        new_max_H = tl.where(mask_H, tl.maximum(max_lse2_H, tl.max(lse2_HP, 1)), 0.0)
+        rescale_H = tl.exp2(max_lse2_H - new_max_H)
+        weights_HP = tl.exp2(lse2_HP - new_max_H[:, None])
+        total_H = total_H * rescale_H + tl.sum(weights_HP, 1)
+        acc_HD = acc_HD * rescale_H[:, None] + tl.sum(out_HPD * weights_HP[:, :, None], 1)
+        max_lse2_H = new_max_H
+    total_H = tl.where(mask_H & (max_lse2_H > float("-inf")), total_H, 1.0)
+    out_HD = acc_HD / total_H[:, None]
+    places_HD = row.to(tl.int64) * stride_out_r + heads_H[:, None] * stride_out_h + channels_D[None, :]
+    tl.store(out_ptr + places_HD, out_HD.to(out_ptr.dtype.element_ty), mask=mask_HD)
     if lse_ptr is not None:
-        tl.store(lse_ptr + head * stride_lse_h + row, (max_lse2 + tl.log2(total)) / _LOG2_E)
+        lse_H = (max_lse2_H + tl.log2(total_H)) / _LOG2_E
+        tl.store(lse_ptr + heads_H * stride_lse_h + row, lse_H, mask=mask_H)

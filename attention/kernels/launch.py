@@ -1,4 +1,14 @@
-"""How kernels are launched here: compiled for a GPU, or interpreted on a CPU. Knows no kernel."""
+"""How kernels are launched here: compiled for a GPU, or interpreted on a CPU; each behind the other, or overlapping.
+Knows no kernel.
+
+Overlapping ones (programmatic dependent launch) spare a decode step most of the time between its kernels: programs
+start while the kernel in front still runs, and wait for its end inside. `await_predecessors` returns once the kernel in
+front has ended, and so has all before it, provided that EVERY program of EVERY overlapping kernel calls it. Hence such
+a kernel writes nothing before the wait, and loads only what is complete since a kernel was launched plainly: weights,
+and a step's lengths, slots and block tables. What it merely prefetches into L2 may be anything.
+"""
+
+from functools import cache
 
 import torch
 import triton
@@ -24,6 +34,43 @@ def interpreted() -> bool:
     Its bf16 products are wrong, so kernels that multiply matrices cast to float32 there.
     """
     return bool(triton.knobs.runtime.interpret)
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Options for a launch of a kernel that has the constexpr OVERLAP and passes it on to the two functions below."""
+    return {"OVERLAP": True, "launch_pdl": True} if _can_overlap(device) else {"OVERLAP": False}
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and not interpreted() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def await_predecessors(OVERLAP: tl.constexpr):
+    """Everything that was launched before has ended, and what it wrote is seen."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def start_dependents(OVERLAP: tl.constexpr):
+    """Lets the next kernel start, if it overlaps, once all programs have come here. May stand before the wait."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(ptrs):
+    """Asks for the lines that these addresses lie in to be brought into L2. Not for the interpreter."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0 is not used",
+        "=r,l",
+        [ptrs.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.launch import await_predecessors, overlap, start_dependents
+
 
 def merge_attn_states(
     prefix_output_THV: Tensor,
@@ -49,6 +51,7 @@ def merge_attn_states(
         CHANNELS=num_channels,
         BLOCK_H=block_h,
         BLOCK_V=block_v,
+        **overlap(out.device),
         num_warps=4,
     )
 
@@ -88,8 +91,11 @@ def _merge(
     CHANNELS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token, BLOCK_H heads."""
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     channels = tl.arange(0, BLOCK_V)
@@ -114,9 +120,6 @@ def _merge(
         total += tl.exp(sink - highest)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    if merged_lse is not None:
-        lse = tl.where(empty, minus_inf, tl.log(total) + highest)
-        tl.store(merged_lse + heads * lse_stride_H + token * lse_stride_T, lse, mask=head_mask)
     share = 1.0 / total
     channel_mask = (channels < CHANNELS)[None, :]
     prefix_values = tl.load(
@@ -130,6 +133,12 @@ def _merge(
         other=0.0,
     ).to(tl.float32)
     merged = prefix_values * (prefix_weight * share)[:, None] + suffix_values * (suffix_weight * share)[:, None]
+    # NOTE: what is written may be what was read, and every warp reads the log-sum-exps: without the barrier a late warp
+    # takes the merged one for a side's.
+    tl.debug_barrier()
+    if merged_lse is not None:
+        lse = tl.where(empty, minus_inf, tl.log(total) + highest)
+        tl.store(merged_lse + heads * lse_stride_H + token * lse_stride_T, lse, mask=head_mask)
     tl.store(
         out + token * out_stride_T + heads[:, None] * out_stride_H + channels[None, :],
         merged.to(out.dtype.element_ty),

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.fp8 import is_fp8
 from attention.kernels.mla_decode_merge import merge_splits
 from attention.kernels.mla_decode_plain import launch_plain
-from attention.kernels.mla_decode_work import MLADecodePlan
+from attention.kernels.mla_decode_work import MLADecodePlan as MLADecodePlan
 from attention.kernels.mla_decode_work import make_mla_decode_plan as make_mla_decode_plan
 
 

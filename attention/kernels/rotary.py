@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
 from attention.kernels.rotary_parts import (
     NUM_WARPS,
     TILE_PAIRS,
@@ -16,6 +16,7 @@ from attention.kernels.rotary_parts import (
     for_cache,
     load_angles,
     load_pairs,
+    prefetch_angles,
     store_pairs,
     turn,
 )
@@ -76,6 +77,7 @@ def rotate_qkv(
         ROWS=rows,
         BLOCK_P=block_p,
         INTERPRETED=interpreted(),
+        **overlap(qkv_TX.device),
         num_warps=NUM_WARPS,
     )
 
@@ -109,8 +111,10 @@ def _rotate_qkv(
     ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """ROWS heads of queries, or of keys, or of values; heads are counted through all tokens."""
+    start_dependents(OVERLAP)
     program = tl.program_id(0)
     first_of_k = tl.cdiv(num_tokens * NUM_HEADS, ROWS)
     first_of_v = first_of_k + tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
@@ -121,7 +125,7 @@ def _rotate_qkv(
         ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (rows_R % NUM_HEADS) * (2 * PAIRS)
         first_RP, second_RP = _normed_and_turned(
             ptrs_R, q_weight_ptr, cos_ptr, sin_ptr, tokens_R, mask_R, q_eps,
-            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED,
+            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
         )  # fmt: skip
         store_pairs(ptrs_R, first_RP, second_RP, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
     elif program < first_of_v:
@@ -133,7 +137,7 @@ def _rotate_qkv(
             into_R, written_R = cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLOCK_SIZE)
         first_RP, second_RP = _normed_and_turned(
             ptrs_R, k_weight_ptr, cos_ptr, sin_ptr, tokens_R, mask_R, k_eps,
-            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED,
+            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
         )  # fmt: skip
         if layer_ptr is not None:
             dtype: tl.constexpr = layer_ptr.dtype.element_ty
@@ -144,7 +148,7 @@ def _rotate_qkv(
                 written_R, PAIRS, BLOCK_P, INTERLEAVED,
             )  # fmt: skip
         store_pairs(ptrs_R, first_RP, second_RP, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
-    elif layer_ptr is not None:
+    elif layer_ptr is not None:  # without a cache there are no such programs
         rows_R = (program - first_of_v) * ROWS + tl.arange(0, ROWS)
         tokens_R, heads_R = rows_R // NUM_KV_HEADS, rows_R % NUM_KV_HEADS
         into_R, written_R = cache_places(
@@ -153,6 +157,7 @@ def _rotate_qkv(
         ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + NUM_KV_HEADS + heads_R) * (2 * PAIRS)
         channels_C = tl.arange(0, 2 * BLOCK_P)
         mask_RC = written_R[:, None] & (channels_C < 2 * PAIRS)[None, :]
+        await_predecessors(OVERLAP)
         v_RC = tl.load(ptrs_R[:, None] + channels_C[None, :], mask=mask_RC)
         into_ptrs_R = layer_ptr + stride_K + into_R + heads_R * stride_H
         stored_RC = for_cache(v_RC, layer_ptr.dtype.element_ty, v_scale_ptr, INTERPRETED)
@@ -173,14 +178,19 @@ def _normed_and_turned(
     BLOCK_P: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """In the dtype that the rows have; rounded to it behind the norm, too, as between two calls."""
     dtype: tl.constexpr = ptrs_R.dtype.element_ty
-    first_RP, second_RP = load_pairs(ptrs_R, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
-    cos_RP, sin_RP = load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS, BLOCK_P)
+    if OVERLAP:
+        prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS)
     if weight_ptr is not None:
         weight_ptrs_R = weight_ptr + tl.zeros_like(tokens_R)
         first_w_RP, second_w_RP = load_pairs(weight_ptrs_R, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
+    await_predecessors(OVERLAP)
+    first_RP, second_RP = load_pairs(ptrs_R, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
+    cos_RP, sin_RP = load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS, BLOCK_P)
+    if weight_ptr is not None:
         if WEIGHT_OFFSET:
             first_w_RP += WEIGHT_OFFSET
             second_w_RP += WEIGHT_OFFSET

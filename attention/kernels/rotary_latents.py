@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
 from attention.kernels.rotary_parts import (
     NUM_WARPS,
     TILE_PAIRS,
@@ -83,6 +83,7 @@ def rotate_latents(
         BLOCK_L=triton.next_power_of_2(latent),
         BLOCK_P=block_p,
         INTERPRETED=interpreted(),
+        **overlap(q_THD.device),
         num_warps=NUM_WARPS,
     )
 
@@ -120,8 +121,11 @@ def _rotate_latents(
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token's latent row, or ROWS heads of queries, counted through all tokens."""
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     dtype: tl.constexpr = latent_ptr.dtype.element_ty
     program = tl.program_id(0)
     if program < num_tokens:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.fp8 import to_fp8
+from attention.kernels.launch import prefetch
 from attention.kernels.rounding import round_to
 
 # Pairs in a program's tile: with 4 warps 8 per thread, so that each thread moves 16 bytes of bf16 at a time.
@@ -58,6 +59,16 @@ def load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr, BLOCK_P
     mask_RP = mask_R[:, None] & (pairs_P < PAIRS)[None, :]
     at_RP = tokens_R.to(tl.int64)[:, None] * PAIRS + pairs_P[None, :]
     return tl.load(cos_ptr + at_RP, mask=mask_RP, other=0.0), tl.load(sin_ptr + at_RP, mask=mask_RP, other=0.0)
+
+
+@triton.jit
+def prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr):
+    """Since the layer before, weights and keys have driven them out of L2."""
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(PAIRS, 32))
+    at_RL = tl.where(mask_R, tokens_R, 0).to(tl.int64)[:, None] * PAIRS
+    at_RL += tl.minimum(tl.arange(0, LINES) * 32, PAIRS - 1)[None, :]
+    prefetch(cos_ptr + at_RL)
+    prefetch(sin_ptr + at_RL)
 
 
 @triton.jit

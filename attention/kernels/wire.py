@@ -53,6 +53,14 @@ class WirePlaces:
         addresses = (memory.data_ptr() for memory in memories)
         return gcd(4, *sizes, *addresses)
 
+    def can_be_digested(self, *memories: Tensor) -> bool:
+        """Whether `gather_and_digest` takes them: all counted in words of 4 bytes, and runs of an even number of words.
+
+        NOTE: not of rows of one word, for some of which the compiler of Triton 3.6 aborts the process (an assertion in
+        LLVM's SLPVectorizer).
+        """
+        return self.word_bytes(*memories) == 4 and self.run % 8 == 0
+
 
 # Words of a row at most, words that a program moves at a time, and its warps.
 _TUNING = (512, 2048, 1)
@@ -99,8 +107,9 @@ def gather_and_digest(
     """Moves a payload out of the cache and writes its digest into `digest_out`, an int64 scalar; the other arguments
     are those of `move` and of `digest_payload`.
 
-    Only where everything can be counted in words of 4 bytes.
+    Only where `WirePlaces.can_be_digested`.
     """
+    assert places.can_be_digested(memory, payload)
     row_words, tile_words, num_warps = tuning
     cut = _cut(places, 4, row_words, tile_words)
     digest_rows = triton.cdiv(payload.numel(), 4 * columns)

@@ -1,7 +1,9 @@
 """Decodes and prefills over a key/value cache, 32 query heads on 8 of 128 channels, by every backend that serves them,
 and prefills by torch with cuDNN."""
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,9 +27,8 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 LAYER = AttentionParameters(scale=SCALE)
 OURS = "TRITON_ATTN"
-BLOCK_SIZE = 16
-# What other backends need.
-OTHER_BLOCK_SIZES = {"FLASH_ATTN": 256, "XFORMERS": 256}
+# The second is for backends that read no smaller blocks.
+BLOCK_SIZES = (16, 256)
 ROW_BYTES = NUM_HEADS * HEAD_DIM * 2
 
 DECODES = (
@@ -47,9 +48,12 @@ def run(platform: Platform, machine: Ceilings, progress: Callable[[str], None]) 
     for lengths in (*DECODES, *PREFILLS):
         work = work_of(lengths)
         progress(f"attention: {work.name}, {work.size}")
-        us_of = measure(lengths, platform, progress)
+        us_by_size = {size: measure(lengths, size, platform, progress) for size in BLOCK_SIZES}
+        us_of = dict(ChainMap(*us_by_size.values()))
         yield from rows_of(work, us_of | measure_others(lengths), OURS, goals_of(lengths), machine)
-        yield default_row(work, us_of, default_of(lengths, platform), DEFAULT_SHARE)
+        for size, measured in us_by_size.items():
+            there = replace(work, size=f"{work.size}, blocks of {size}")
+            yield default_row(there, measured, default_of(lengths, size, platform), DEFAULT_SHARE)
 
 
 def work_of(lengths: Lengths) -> Work:
@@ -89,25 +93,25 @@ def needs_of(lengths: Lengths, block_size: int) -> AttentionNeeds:
     )
 
 
-def default_of(lengths: Lengths, platform: Platform) -> str:
-    needs = needs_of(lengths, BLOCK_SIZE)
+def default_of(lengths: Lengths, block_size: int, platform: Platform) -> str:
+    needs = needs_of(lengths, block_size)
     fitting = (backend for backend in BACKENDS if not reasons_against(backend.capabilities, needs, platform))
     return str(next(fitting).capabilities.name)
 
 
-def measure(lengths: Lengths, platform: Platform, progress: Callable[[str], None]) -> dict[str, float]:
+def measure(lengths: Lengths, block_size: int, platform: Platform, progress: Callable[[str], None]) -> dict[str, float]:
     """Microseconds by backend; one that gives wrong numbers is said so and left out."""
     us_of: dict[str, float] = {}
     for backend in BACKENDS:
         name = backend.capabilities.name
-        needs = needs_of(lengths, OTHER_BLOCK_SIZES.get(name, BLOCK_SIZE))
+        needs = needs_of(lengths, block_size)
         if name == "BLOCKSPARSE_FLASH_ATTN" or reasons_against(backend.capabilities, needs, platform):
             continue
         us, error = measure_backend(backend, needs, lengths, platform)
         if error < MAX_ERROR:
             us_of[name] = us
         else:
-            progress(f"attention: {name} is wrong by {error:.1e}: {work_of(lengths).size}")
+            progress(f"attention: {name} is wrong by {error:.1e}: {work_of(lengths).size}, blocks of {block_size}")
     return us_of
 
 

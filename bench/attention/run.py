@@ -1,17 +1,30 @@
-"""All attention benchmarks of this machine's GPU."""
+"""All attention benchmarks of this machine's GPU, or some of their parts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
-from attention.platform import probe_platform
+from attention.platform import Platform, probe_platform
 from bench.attention import gqa, mla, moves, sparse
-from bench.attention.measure import ceilings
+from bench.attention.measure import Ceilings, ceilings
 from bench.table import Row
 
+Progress = Callable[[str], None]
 
-def run(progress: Callable[[str], None]) -> Iterator[Row]:
-    """No rows where there is no GPU; says so."""
+# In the order of the table. Each has the same arguments, so that parts can be measured on several GPUs at once.
+PARTS: Mapping[str, Callable[[Platform, Ceilings, Progress], Iterator[Row]]] = MappingProxyType(
+    {
+        "gqa": gqa.run,
+        "mla": mla.run,
+        "sparse": lambda platform, _, progress: sparse.run(platform, progress),
+        "moves": lambda _, machine, progress: moves.run(machine, progress),
+    }
+)
+
+
+def run(progress: Progress, parts: Sequence[str] = tuple(PARTS)) -> Iterator[Row]:
+    """What the machine can do, then the parts named. No rows where there is no GPU; says so."""
     if not torch.cuda.is_available():
         progress("attention: needs a GPU")
         return
@@ -19,7 +32,5 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
     platform, machine = probe_platform("cuda"), ceilings()
     yield Row("copy", "2 GiB", machine.copy_gigabytes_per_s, "GB/s")
     yield Row("matmul", "8192 x 8192 x 8192, bfloat16", machine.matmul_teraflops, "TFLOPS")
-    yield from gqa.run(platform, machine, progress)
-    yield from mla.run(platform, machine, progress)
-    yield from sparse.run(platform, progress)
-    yield from moves.run(machine, progress)
+    for part in parts:
+        yield from PARTS[part](platform, machine, progress)

@@ -91,15 +91,16 @@ def mla_backend_of(backend: BackendClass, shape: MLAShape) -> AttentionBackend:
 
 
 def mla_case(backend: AttentionBackend, sizes: list[tuple[int, int]], shape: MLAShape) -> MLACase:
+    """The layer's weights are the same for every batch of one shape."""
     torch.manual_seed(0)
-    batch = make_batch(sizes, shape.block_size, DEVICE)
     dims, dtype = shape.dims, TORCH_DTYPES[shape.dtype]
+    projection = nn.Linear(dims.kv_lora_rank, shape.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim), bias=False)
+    batch = make_batch(sizes, shape.block_size, DEVICE)
     cache = poisoned_cache(
         KVCacheSpec(KVKind.MLA, LAYERS, 1, shape.latent_dim, shape.dtype),
         KVCacheShape(shape.layout, shape.block_size, batch.num_blocks),
         DEVICE,
     )
-    projection = nn.Linear(dims.kv_lora_rank, shape.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim), bias=False)
     layer = MLAAttention(
         num_heads=shape.num_heads,
         qk_nope_head_dim=dims.qk_nope_head_dim,

@@ -26,6 +26,8 @@ from tests.device import DEVICE
 ON_GPU = DEVICE == "cuda"
 DTYPE = "bfloat16" if ON_GPU else "float32"
 BOUND = 1.2e-2 if ON_GPU else 1e-5
+# With every product exact and rounded to bfloat16 once, LONG is off by 2.6e-3, no request by more than 3.2e-3.
+LATENT_BOUND = 5e-3 if ON_GPU else 1e-5
 NAMES = ("plain", "window 7", "sinks", *(("chunks of 128", "soft cap", "ALiBi") if ON_GPU else ()))
 ASKED = [setting for setting in SETTINGS if setting.name in NAMES]
 # Decodes of one split and of several, a new sequence of one token, whole prompts, and chunks behind a context.
@@ -74,6 +76,7 @@ def test_keys_and_values(backend: BackendClass, setting: Setting) -> None:
         assert torch.equal(out, together[rows]), (request, rows)
 
 
+@pytest.mark.xdist_group("tens of GiB")  # the oracle of 128 heads: one at a time
 @pytest.mark.parametrize("num_heads", [16, 128] if ON_GPU else [3])
 @pytest.mark.parametrize("workspace_tokens", [8192, 1000] if ON_GPU else [20])
 @pytest.mark.parametrize("backend", invariant_backends(KVKind.MLA), ids=backend_name)
@@ -87,7 +90,7 @@ def test_latents(backend: BackendClass, workspace_tokens: int, num_heads: int) -
     projection.multiply = multiply_invariant
     case.layer.kv_b_proj = projection
     together = case.run()
-    assert relative_error(together, case.expected()) < BOUND
+    assert relative_error(together, case.expected()) < LATENT_BOUND
     rank = dims.kv_lora_rank
     for request, rows, context in case.batch.requests():
         metadata = case.layer.backend.builder.build(0, alone(case.batch, request))

@@ -53,6 +53,18 @@ def test_views_are_read_and_written_where_they_lie() -> None:
     assert wide_lse[:, [0, 1, 8]].isnan().all()
 
 
+@pytest.mark.parametrize("written", ["prefix", "suffix"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_either_side_may_be_written_over(dtype: torch.dtype, written: str) -> None:
+    parts = sides(4000, 128, 128, dtype) if DEVICE == "cuda" else sides(3, 5, 16, dtype)
+    out, lse = torch.empty_like(parts[0]), torch.empty_like(parts[1])
+    merge_attn_states(*parts, out=out, lse_HT=lse)
+    into, into_lse = parts[:2] if written == "prefix" else parts[2:]
+    merge_attn_states(*parts, out=into, lse_HT=into_lse)
+    assert torch.equal(into, out)
+    assert torch.equal(into_lse, lse)
+
+
 def test_no_tokens_are_no_work() -> None:
     parts = sides(0, 4, 8, torch.float32)
     merge_attn_states(*parts, out=parts[0])

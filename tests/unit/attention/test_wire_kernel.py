@@ -77,7 +77,7 @@ def test_the_digest_on_the_way_is_the_payloads(
     on_device = copy_of(cache, DEVICE)
     places = places_of(on_device, start, stop, layers, heads)
     payload = torch.zeros(_payload_bytes(cache, stop - start, layers, heads), dtype=torch.uint8, device=DEVICE)
-    if places.word_bytes(on_device.memory, payload) < 4:
+    if not places.can_be_digested(on_device.memory, payload):
         return
     taken = torch.full((), -1, dtype=torch.int64, device=DEVICE)
     gather_and_digest(

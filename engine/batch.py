@@ -1,7 +1,7 @@
 """The message from scheduler to runner: one step's rows, as plain integers. Knows neither queues nor tensors.
 
-Rows are made anew in every step for every request, so they are named tuples: those are made several times faster than
-frozen dataclasses.
+Most rows of a step are those of the step in front, one token further on: the same objects, which nobody has to make and
+nobody has to look into again. Rows are named tuples, which are made several times faster than frozen dataclasses.
 """
 
 from dataclasses import dataclass
@@ -38,6 +38,8 @@ class BatchRow(NamedTuple):
         token_source: the row of the step in front whose sampled token is this row's only token, which the host does not
             know yet; `token_ids` then holds a 0 in its place. None: `token_ids` are known.
         sample: None when tokens of the known sequence are still to come.
+        since: None: the row is as it says. Else it says how it is in the step of that number, and may stand in steps
+            behind that too, always at the same place: by one token further on in each.
     """
 
     request_id: str
@@ -46,15 +48,34 @@ class BatchRow(NamedTuple):
     block_ids: IntArray
     sample: SampleRow | None
     token_source: int | None = None
+    since: int | None = None
 
     @property
     def token_stop(self) -> int:
         return self.token_start + len(self.token_ids)
 
+    def at(self, step: int) -> "BatchRow":
+        """The row as it is in that step."""
+        if self.since is None or self.since == step:
+            return self
+        further, sample = step - self.since, self.sample
+        if sample is not None:
+            sample = sample._replace(output_index=sample.output_index + further)
+        return self._replace(token_start=self.token_start + further, sample=sample, since=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. Rows of a single token come first: attention splits decodes from prefills by query length."""
+    """One step. Rows of a single token come first: attention splits decodes from prefills by query length.
+
+    Args:
+        shared_rows: its rows, some of which other steps may have too; see `BatchRow.since`.
+    """
 
     step: int
-    rows: tuple[BatchRow, ...]
+    shared_rows: tuple[BatchRow, ...]
+
+    @property
+    def rows(self) -> tuple[BatchRow, ...]:
+        """The rows as they are in this step. Makes some: for who has time."""
+        return tuple(row.at(self.step) for row in self.shared_rows)

@@ -1,7 +1,9 @@
 """Which request holds which block, and which blocks hold KV that another request can use. Pure.
 
 A block is free, or held as often as its reference count says (I1). Free blocks keep their content until they are
-taken; blocks without reusable content are taken first, then the least recently used. Knows no requests, only blocks.
+taken; blocks without reusable content are taken first, then the least recently used. A block may lack KV in layers
+with a sliding window: it then serves only sequences that go on so far behind it that those layers do not read it.
+Knows no requests, only blocks.
 """
 
 from collections import OrderedDict
@@ -53,6 +55,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
+        self._windowless: set[int] = set()
         # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key taken before.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
@@ -67,8 +70,27 @@ class BlockManager:
     def references(self, block_id: int) -> int:
         return self._references[block_id]
 
-    def match(self, chain: KeyChain, tokens: IntArray, max_blocks: int) -> list[int]:
-        """The longest run of cached blocks that begins `tokens`, at most `max_blocks`. Takes no reference."""
+    def match(
+        self, chain: KeyChain, tokens: IntArray, max_blocks: int, *, window_blocks: int = 0, multiple: int = 1
+    ) -> list[int]:
+        """The longest run of cached blocks that begins `tokens` and on top of which the token behind it can be
+        computed. Takes no reference.
+
+        Args:
+            max_blocks: of the run.
+            window_blocks: how many blocks before a token its layers with a window read.
+            multiple: of how many blocks the run is to be.
+        """
+        blocks = self._run(chain, tokens, max_blocks)
+        while True:
+            del blocks[len(blocks) - len(blocks) % multiple :]
+            first_read = max(0, len(blocks) - window_blocks)
+            lacking = [index for index in range(first_read, len(blocks)) if blocks[index] in self._windowless]
+            if not lacking:
+                return blocks
+            del blocks[lacking[-1] :]
+
+    def _run(self, chain: KeyChain, tokens: IntArray, max_blocks: int) -> list[int]:
         blocks: list[int] = []
         for index in range(max_blocks):
             key = chain.key(index, tokens)
@@ -101,18 +123,34 @@ class BlockManager:
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def register(self, block_id: int, key: BlockKey) -> None:
-        """Offers a held block, whose KV is complete, to later sequences. The first block of a key keeps it."""
+    def register(self, block_id: int, key: BlockKey, *, windowless: bool = False) -> None:
+        """Offers a held block to later sequences. The first block of a key keeps it, but for a better one.
+
+        Args:
+            windowless: layers with a sliding window have no KV in it, or not of all its tokens.
+        """
         assert self._references[block_id] > 0, f"block {block_id} is not held"
-        if self._keys[block_id] is None and key.digest not in self._by_digest:
-            self._keys[block_id] = key
-            self._by_digest[key.digest] = block_id
+        if self._keys[block_id] is not None:
+            return
+        known = self._by_digest.get(key.digest)
+        if known is not None:
+            if windowless or known not in self._windowless:
+                return
+            self._forget(known)
+        self._keys[block_id] = key
+        self._by_digest[key.digest] = block_id
+        if windowless:
+            self._windowless.add(block_id)
 
     def _take_free(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         self._references[block_id] = 1
+        self._forget(block_id)
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]
         if key is not None:
             del self._by_digest[key.digest]
             self._keys[block_id] = None
-        return block_id
+            self._windowless.discard(block_id)

@@ -25,6 +25,7 @@ from models.config_reader import read_config
 from models.families import attention_needs, kv_cache_spec, resolve_dtype
 from models.identity import ModelIdentity, model_identity
 from models.loader import load_model
+from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
 
 # What operators call a cache's own dtype.
 KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
@@ -44,8 +45,15 @@ class StepLimits:
 
 
 class Built(NamedTuple):
-    """`dtype` is that of weights and activations; the cache's is in its spec. `memory` is what a profile found, None
-    where the cache's size was given."""
+    """One rank's part of a model, where several ranks compute it; each makes its own.
+
+    Attributes:
+        cache: the rank's own, with the heads that it has.
+        dtype: of weights and activations; the cache's is in its spec.
+        config: the whole model's, as is `model_spec`, one token's KV on all ranks together.
+        memory: what a profile found; None where the cache's size was given.
+        kv_heads: which of the model's this rank has; of latents it is the one, on every rank.
+    """
 
     runner: ModelRunner
     cache: PagedKVCache
@@ -55,6 +63,9 @@ class Built(NamedTuple):
     config: ModelConfig
     limits: StepLimits
     memory: MemoryPlan | None
+    model_spec: KVCacheSpec
+    parallel: TensorParallel
+    kv_heads: range
 
 
 def build_runner(
@@ -76,9 +87,10 @@ def build_runner(
     cuda_graphs: bool = True,
     batch_invariant: bool = False,
     load_format: str = "safetensors",
+    parallel: TensorParallel = SINGLE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Built:
-    """Loads the model in `directory` and allocates its cache.
+    """Loads the model in `directory`, or one rank's part of it, and allocates its cache.
 
     Args:
         dtype: "auto" means float32 on a CPU, else the checkpoint's.
@@ -92,6 +104,8 @@ def build_runner(
         max_batch_requests: likewise; None means 64, and 256 on a GPU. Some backends allocate for as many.
         cuda_graphs: whether a GPU's decode steps are captured.
         batch_invariant: whether logits are to be bit-equal whatever else is in the batch.
+        parallel: the rank that this process is. All ranks call this with the same values otherwise, at the same time:
+            their caches get the same number of blocks, which the one with the least memory sets.
         progress: called while weights are read with the bytes read so far and the bytes in all.
 
     Raises:
@@ -105,7 +119,11 @@ def build_runner(
     config = read_config(directory)
     dtype = resolve_dtype(config, dtype, device_type=place.type)
     kv_dtype = _resolve_kv_cache_dtype(kv_cache_dtype)
-    spec = kv_cache_spec(config, dtype, kv_dtype)
+    model_spec = kv_cache_spec(config, dtype, kv_dtype)
+    rank_config = local_config(config, parallel)
+    if batch_invariant:
+        refuse_batch_invariance(parallel)
+    spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=kv_cache_layout, preferred=preferred_layout)
     max_batch_requests = max_batch_requests or (_GPU_REQUESTS if on_gpu else _CPU_REQUESTS)
     if not on_gpu:
@@ -119,7 +137,7 @@ def build_runner(
     )
     backend = select_backend(
         attention_needs(
-            config,
+            rank_config,
             dtype=dtype,
             device=place,
             shape=shape,
@@ -139,9 +157,10 @@ def build_runner(
         kv_dtype=kv_dtype,
         load_format=load_format,
         batch_invariant=batch_invariant,
+        parallel=parallel,
         progress=progress,
     )
-    facts = _facts(config, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
+    facts = _facts(config, spec, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
     memory: MemoryPlan | None = None
     if max_batch_tokens is None or num_blocks is None:
         sizing = size_on_gpu(
@@ -161,6 +180,8 @@ def build_runner(
             fitting = _num_blocks(spec, block_size=block_size, kv_cache_bytes=memory.kv_cache)
             num_blocks = min(fitting, _MOST_BLOCKS)
     assert num_blocks is not None, "given, or sized just now"
+    num_blocks = parallel.smallest(num_blocks, place)
+    max_batch_tokens = parallel.smallest(max_batch_tokens, place)
     cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks), place)
     graphs: GraphSettings | None = None
     if on_gpu and cuda_graphs:
@@ -171,10 +192,13 @@ def build_runner(
         )
     runner = ModelRunner(model, backend, cache, replace(facts, num_blocks=num_blocks), graphs=graphs)
     limits = StepLimits(max_batch_tokens, max_batch_requests)
-    return Built(runner, cache, dtype, layout, identity, config, limits, memory)
+    heads = kv_heads(model_spec.num_kv_heads, parallel)
+    return Built(
+        runner, cache, dtype, layout, identity, config, limits, memory, model_spec, parallel=parallel, kv_heads=heads
+    )
 
 
-def _facts(config: ModelConfig, shape: KVCacheShape, identity: str) -> ModelFacts:
+def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str) -> ModelFacts:
     return ModelFacts(
         num_blocks=shape.num_blocks,
         block_size=shape.block_size,
@@ -183,6 +207,7 @@ def _facts(config: ModelConfig, shape: KVCacheShape, identity: str) -> ModelFact
         # Some checkpoints name ids that their vocabulary lacks; those cannot be drawn, so they need not be forbidden.
         eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
         identity=identity,
+        window_tokens=max(spec.windows, default=0),
     )
 
 

@@ -13,121 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.metadata import CommonAttentionMetadata, block_rectangle
-from baton.errors import InternalError
-from baton.types import SamplingParams
-from engine.batch import BatchRow, SampleRow
-from engine.choice import SamplingArrays, SamplingBuffers
+from engine.batch import BatchRow
+from engine.choice import SamplingBuffers
+from engine.host_rows import HostRows
 from engine.inputs import TABLE_MULTIPLE
-from engine.request import IntArray, int_array
 
 # Triton compiles a kernel anew for a pointer that is not a multiple of 16, and wide loads want more.
 _ALIGNMENT = 256
-
-# What the host writes for each row beside the numbers for sampling, and what padding holds.
-_FIELDS = (
-    ("token_ids", np.int32, 0),
-    ("token_source", np.int32, 0),
-    ("seq_lens", np.int32, 0),
-    ("positions", np.int64, 0),
-    ("slot_mapping", np.int64, -1),
-)
-_NO_BLOCKS = int_array()
-# Stands for a row that is not sampled; what is drawn for it counts for nothing.
-_NOT_SAMPLED = SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0)
-
-
-class HostRows:
-    """A step's rows in memory of the host. What stays as it was from one step to the next is not written again.
-
-    Args:
-        max_rows: a multiple of 64, so that each field is aligned.
-        max_blocks: of a row.
-
-    Attributes:
-        memory: all fields, one behind the other, as bytes.
-        fields: views of it, [N] each.
-        num_computed: [N] int32, which only the host reads.
-    """
-
-    def __init__(self, max_rows: int, *, max_blocks: int, block_size: int) -> None:
-        sampling = SamplingArrays.empty(max_rows)
-        sampling.fill(())
-        padding: dict[str, NDArray[Any]] = {name: np.full(max_rows, value, dtype) for name, dtype, value in _FIELDS}
-        padding |= sampling._asdict()
-        self.memory = np.concatenate([values.view(np.uint8) for values in padding.values()])
-        self.fields: dict[str, NDArray[Any]] = {}
-        start = 0
-        for name, values in padding.items():
-            self.fields[name] = self.memory[start : start + values.nbytes].view(values.dtype)
-            start += values.nbytes
-        self.num_computed = np.zeros(max_rows, np.int32)
-        self._padding = np.concatenate([padding[name].view(np.uint8) for name, _, _ in _FIELDS])
-        self._sampling = SamplingArrays(*(self.fields[name] for name in sampling._fields))
-        self._max_blocks = max_blocks
-        self._block_size = block_size
-        self._params: list[SamplingParams] = [_NOT_SAMPLED.params] * max_rows
-        self._blocks: list[IntArray] = [_NO_BLOCKS] * max_rows
-
-    def take(self, rows: Sequence[BatchRow]) -> dict[int, IntArray]:
-        """Takes over the rows of a step; returns the blocks of those rows of which the device has others.
-
-        Raises:
-            InternalError: more rows, or longer ones, than there is room for.
-        """
-        size, max_rows, fields = len(rows), len(self.num_computed), self.fields
-        if size > max_rows:
-            raise _no_room(f"{size} rows", "rows", size, max_rows)
-        _, tokens, starts, blocks, samples, sources = zip(*rows, strict=True)
-        self.memory[: len(self._padding)] = self._padding
-        fields["token_ids"][:size] = [ids[0] for ids in tokens]
-        fields["token_source"][:size] = [
-            place if source is None else source for place, source in enumerate(sources, max_rows)
-        ]
-        assert fields["token_source"][:size].max() < 2 * max_rows, "a token source is no row of a step"
-        self._take_places(np.array(starts, np.int32), blocks)
-        self._take_sampling([_NOT_SAMPLED if sample is None else sample for sample in samples])
-        return self._take_blocks(blocks)
-
-    def _take_places(self, starts_R: NDArray[np.int32], blocks: Sequence[IntArray]) -> None:
-        size, block_size = len(starts_R), self._block_size
-        self.num_computed[:size] = starts_R
-        self.num_computed[size:] = 0
-        self.fields["positions"][:size] = starts_R
-        np.add(starts_R, 1, out=self.fields["seq_lens"][:size])
-        columns_R, offsets_R = np.divmod(starts_R, block_size)
-        slots_R = self.fields["slot_mapping"][:size]
-        slots_R[:] = [ids[column] for ids, column in zip(blocks, columns_R.tolist(), strict=True)]
-        slots_R *= block_size
-        slots_R += offsets_R
-
-    def _take_sampling(self, samples: Sequence[SampleRow]) -> None:
-        size, known = len(samples), self._params
-        changed = [row for row, sample in enumerate(samples) if sample.params is not known[row]]
-        if changed:
-            numbers = SamplingArrays.empty(len(changed))
-            numbers.fill([samples[row] for row in changed])
-            for array, values in zip(self._sampling, numbers, strict=True):
-                array[changed] = values
-            for row in changed:
-                known[row] = samples[row].params
-        self._sampling.output_index_R[:size] = [sample.output_index for sample in samples]
-        # Padding is greedy, which is drawn fastest.
-        self._sampling.temperature_R[size:] = 0
-        known[size:] = [_NOT_SAMPLED.params] * (len(known) - size)
-
-    def _take_blocks(self, blocks: Sequence[IntArray]) -> dict[int, IntArray]:
-        known = self._blocks
-        changed = {row: ids for row, ids in enumerate(blocks) if ids is not known[row]}
-        longest = max(map(len, changed.values()), default=0)
-        if longest > self._max_blocks:
-            raise _no_room(f"a row of {longest} blocks", "block_ids", longest, self._max_blocks)
-        return changed
-
-    def copied(self, blocks: dict[int, IntArray]) -> None:
-        """The device has these rows' blocks from now on. A request's array is another one as soon as its blocks are, so
-        that it is enough to remember whose it is."""
-        for row, ids in blocks.items():
-            self._blocks[row] = ids
 
 
 @dataclass(frozen=True)
@@ -184,13 +76,13 @@ class DecodeBuffers:
             slot_mapping=self.slot_mapping[:size],
         )
 
-    def fill(self, rows: Sequence[BatchRow]) -> None:
-        """Makes these the step's rows, of one token each. One copy, behind what is queued; the host does not wait.
+    def fill(self, rows: Sequence[BatchRow], *, step: int) -> None:
+        """Makes these the rows of that step, of one token each. One copy behind what is queued; the host does not wait.
 
         Raises:
             InternalError: more rows, or longer ones, than there is room for.
         """
-        changed = self.host.take(rows)
+        changed = self.host.take(rows, step=step)
         parts: list[NDArray[Any]] = [self.host.memory]
         if changed:
             table = block_rectangle(list(changed.values()), max(map(len, changed.values())))
@@ -251,7 +143,3 @@ def new_decode_buffers(
         ),
         sampling=SamplingBuffers(*(on_device[name] for name in SamplingBuffers._fields)),
     )
-
-
-def _no_room(what: str, field: str, value: int, most: int) -> InternalError:
-    return InternalError(f"a decode step has {what}", field=field, value=value, allowed=(f"at most {most}",))

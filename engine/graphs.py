@@ -137,9 +137,9 @@ class DecodeGraphs:
             return None
         return size
 
-    def launch(self, rows: Sequence[BatchRow], size: int) -> Tensor:
+    def launch(self, rows: Sequence[BatchRow], size: int, *, step: int) -> Tensor:
         """Queues a step; its tokens will be in `buffers.sampled`. Returns its logits, good until the next step."""
-        self.buffers.fill(rows)
+        self.buffers.fill(rows, step=step)
         metadata = self._backend.builder.build(0, self._common[size])
         return self._steps[size](metadata)
 
@@ -192,7 +192,9 @@ class DecodeGraphs:
             self._common[size] = self.buffers.common(size)
             self._steps[size] = make(size)
             self.sizes = sorted(self._steps)
-            sizes = thin(sizes, affordable(taken, self._settings.memory_bytes))
+            # Ranks sum over rows as many as the graph has: what one of them cannot capture, none does.
+            count = self._model.parallel.smallest(affordable(taken, self._settings.memory_bytes), self._device)
+            sizes = thin(sizes, count)
             if progress is not None:
                 progress(len(self.sizes), len(self.sizes) + len(sizes))
 
@@ -205,7 +207,7 @@ class DecodeGraphs:
         longest = self._settings.max_context_tokens
         block_ids = int_array([0] * -(-longest // self._cache.shape.block_size))
         row = BatchRow("", int_array([0]), 0, block_ids, None)
-        self.buffers.fill([row._replace(token_start=longest - 1), *[row] * (size - 1)])
+        self.buffers.fill([row._replace(token_start=longest - 1), *[row] * (size - 1)], step=0)
         self.buffers.slot_mapping.fill_(-1)
         return self._uncaptured(size), self._backend.builder.build_for_cudagraph_capture(self._common[size])
 

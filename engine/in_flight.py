@@ -50,7 +50,8 @@ class StepsInFlight:
     def launch(self, step: NextStep) -> Batch:
         """Puts a step behind the others."""
         assert not self.full, f"{STEPS_MAX} steps are in flight"
-        self._launched = number = self._launched + 1
+        assert step.number == self._launched + 1, f"step {step.number} behind {self._launched}"
+        self._launched = number = step.number
         for index, state in enumerate(step.states):
             state.last_step = number
             state.row_index = index

@@ -10,11 +10,13 @@ class NextStep:
     """Its rows, those of a single token first, and whose they are.
 
     Attributes:
+        number: of the step.
         budget: tokens that still fit.
         started: of requests whose first row is in this step, by name.
     """
 
-    def __init__(self, limits: EngineLimits, *, block_size: int, now: float) -> None:
+    def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float) -> None:
+        self.number = number
         self.states: list[RequestState] = []
         self.rows: list[BatchRow] = []
         self.started: dict[str, RequestStarted] = {}
@@ -25,10 +27,10 @@ class NextStep:
         self._now = now
 
     def add_decodes(self, states: list[RequestState]) -> None:
-        """The next token of each."""
-        block_size = self._block_size
+        """The next token of each, in that order. First of all."""
+        step, block_size = self.number, self._block_size
         self.states += states
-        self.rows += [state.next_row(1, block_size=block_size) for state in states]
+        self.rows += [state.next_decode(place, step=step, block_size=block_size) for place, state in enumerate(states)]
         self.budget -= len(states)
         self._num_single += len(states)
 

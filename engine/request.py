@@ -43,11 +43,14 @@ class Reservation:
         block_ids: all blocks of the sequence, in order, the first decode slot included.
         cached_tokens: leading tokens whose KV is in these blocks already; a multiple of the block size, and at least
             one token of the sequence stays out of it.
+        resume_at: the earliest token that may ever be computed on top of these blocks: what neither it nor a later one
+            reads, because of a sliding window, need not come.
     """
 
     request_id: str
     block_ids: tuple[int, ...]
     cached_tokens: int
+    resume_at: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class ModelFacts:
     Args:
         max_context_tokens: longest sequence that the model was made for.
         identity: text that differs between any two models whose KV differs; part of every prefix key.
+        window_tokens: the widest sliding window of any layer; 0 where no layer has one.
     """
 
     num_blocks: int
@@ -123,6 +127,7 @@ class ModelFacts:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     identity: str
+    window_tokens: int = 0
 
 
 @dataclass(frozen=True)

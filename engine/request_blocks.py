@@ -3,7 +3,7 @@
 import math
 
 from engine.block_manager import BlockManager, KeyChain
-from engine.request import EngineRequest, ModelFacts
+from engine.request import EngineRequest, ModelFacts, Reservation
 from engine.state import RequestState
 
 
@@ -21,6 +21,8 @@ class RequestBlocks:
         self._prefix_cache = prefix_cache
         self._aligned = align_tokens > 1
         self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
+        self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
+        self._window_tokens = facts.window_tokens
         self._blocks = BlockManager(facts.num_blocks)
 
     @property
@@ -42,8 +44,30 @@ class RequestBlocks:
         """Cached blocks that begin the request; at least one of its tokens stays to be computed."""
         if not self._prefix_cache:
             return []
-        blocks = self._blocks.match(state.keys, state.tokens, (state.num_tokens - 1) // self._block_size)
-        return blocks[: len(blocks) - len(blocks) % self._align_blocks]
+        return self._blocks.match(
+            state.keys,
+            state.tokens,
+            (state.num_tokens - 1) // self._block_size,
+            window_blocks=self._window_blocks,
+            multiple=self._align_blocks,
+        )
+
+    def reservation(self, state: RequestState) -> Reservation:
+        """What is to come into the request's blocks from elsewhere."""
+        resume_at = state.num_tokens
+        if self._prefix_cache:
+            # Another sequence may share all of this one but what does not fill its last block. What is in front is
+            # found by whole blocks, so that the window before that token is to begin with one.
+            unit = self._align_blocks * self._block_size
+            resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
+        return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at)
+
+    def fill(self, state: RequestState) -> None:
+        """The KV of all the request's tokens has come, as its reservation said."""
+        state.fill()
+        if self._window_tokens:
+            state.windows_from = max(0, self.reservation(state).resume_at - self._window_tokens + 1)
+        self.register(state)
 
     def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
         """Whether the request finds its blocks, and `spare` blocks are free afterwards."""
@@ -69,7 +93,11 @@ class RequestBlocks:
             return
         num_tokens = min(state.num_computed, state.prefill_stop) if self._aligned else state.num_computed
         for index in range(state.num_registered, num_tokens // self._block_size):
-            self._blocks.register(state.blocks[index], state.keys.key(index, state.tokens))
+            self._blocks.register(
+                state.blocks[index],
+                state.keys.key(index, state.tokens),
+                windowless=index * self._block_size < state.windows_from,
+            )
             state.num_registered = index + 1
 
     def give_back(self, state: RequestState) -> None:

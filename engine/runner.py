@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -26,7 +27,7 @@ from engine.batch import Batch, BatchRow, SampleRow
 from engine.graphs import DecodeGraphs, GraphSettings
 from engine.inputs import pending_tokens, stage_step
 from engine.request import ModelFacts, int_array
-from engine.sampler import needs_eager_sampling, sample
+from engine.sampler import sample, tell
 from models.causal_lm import CausalLM
 
 _FIRST_ROWS = 64
@@ -39,10 +40,15 @@ class TokensOnHost(Protocol):
 
 
 class LaunchedStep:
-    """A step that is queued on the device."""
+    """A step that is queued on the device.
 
-    def __init__(self, num_rows: int, parts: "Sequence[_Part]", timer: "_Timer") -> None:
+    Args:
+        plain: of all rows; those in `parts` have other tokens, or more to say of them.
+    """
+
+    def __init__(self, num_rows: int, plain: "_PlainTokens | None", parts: "Sequence[_Part]", timer: "_Timer") -> None:
         self._num_rows = num_rows
+        self._plain = plain
         self._parts = parts
         self._timer = timer
 
@@ -50,6 +56,8 @@ class LaunchedStep:
         """One entry per row, None where nothing was sampled. Any one thread, once; raises what the device raised."""
         self._timer.wait()
         results: list[TokenOutput | None] = [None] * self._num_rows
+        if self._plain is not None:
+            results = self._plain.outputs()
         for indices, tokens in self._parts:
             for index, token in zip(indices, tokens.outputs(), strict=True):
                 results[index] = token
@@ -119,28 +127,44 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         timer = _Timer(self._device)
-        size = None if self._graphs is None else self._graphs.size_for(batch.rows)
+        num_rows = len(batch.shared_rows)
+        size = None if self._graphs is None else self._graphs.size_for(batch.shared_rows)
         if self._graphs is None or size is None:
-            parts = self._launch_eagerly(batch.rows)
+            plain, parts = None, self._launch_eagerly(batch.rows)
         else:
-            parts = self._launch_padded(self._graphs, batch.rows, size)
+            plain, parts = self._launch_padded(self._graphs, batch, size)
         timer.stop()
-        return LaunchedStep(len(batch.rows), parts, timer)
+        return LaunchedStep(num_rows, plain, parts, timer)
 
-    def _launch_padded(self, graphs: DecodeGraphs, rows: Sequence[BatchRow], size: int) -> "list[_Part]":
-        logits_RV = graphs.launch(rows, size)
-        plain, eager = _split(rows)
+    def _launch_padded(
+        self, graphs: DecodeGraphs, batch: Batch, size: int
+    ) -> "tuple[_PlainTokens | None, list[_Part]]":
+        rows = batch.shared_rows
+        logits_RV = graphs.launch(rows, size, step=batch.step)
+        host, num_rows = graphs.buffers.host, len(rows)
         parts: list[_Part] = []
-        if eager:
-            (eager_S,) = to_device((np.array(eager, np.int64),), self._device)
-            asking = [rows[index] for index in eager]
-            pending_S = pending_tokens(asking, graphs.buffers.token_ids.index_select(0, eager_S))
-            drawn = sample(logits_RV.index_select(0, eager_S), _samples(asking), pending_R=pending_S)
-            self._tokens_N.index_copy_(0, eager_S, drawn.chosen_R)
-            parts.append((eager, drawn.to_host()))
-        if plain:
-            parts.append((list(plain), _PlainTokens(plain, _to_host(self._tokens_N[: len(rows)]))))
-        return parts
+        if edited := sorted(host.kinds.edited):
+            (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
+            asking = [rows[index].at(batch.step) for index in edited]
+            pending_S = pending_tokens(asking, graphs.buffers.token_ids.index_select(0, edited_S))
+            drawn = sample(logits_RV.index_select(0, edited_S), _samples(asking), pending_R=pending_S)
+            self._tokens_N.index_copy_(0, edited_S, drawn.chosen_R)
+            parts.append((edited, drawn.to_host()))
+        # The host changes its own for the next step, maybe before this one is over.
+        output_indices = host.fields["output_index_R"][:num_rows].copy()
+        if told := sorted(host.kinds.told):
+            logits_LV, chosen_L = logits_RV[:num_rows], self._tokens_N[:num_rows]
+            if len(told) < num_rows:
+                (told_L,) = to_device((np.array(told, np.int64),), self._device)
+                logits_LV, chosen_L = logits_LV.index_select(0, told_L), chosen_L.index_select(0, told_L)
+            counts = [how.params.logprobs or 0 for how in _samples([rows[index] for index in told])]
+            drawn = tell(logits_LV, chosen_L, output_indices=output_indices[told].tolist(), counts=counts)
+            parts.append((told, drawn.to_host()))
+        plain = None
+        if len(edited) + len(told) < num_rows:
+            words = _to_host(self._tokens_N[:num_rows])
+            plain = _PlainTokens(output_indices, words, unsampled=frozenset(host.kinds.unsampled))
+        return plain, parts
 
     def _launch_eagerly(self, rows: Sequence[BatchRow]) -> "list[_Part]":
         self._make_room(rows)
@@ -209,28 +233,24 @@ class _Timer:
 
 @dataclass(frozen=True)
 class _PlainTokens:
-    """Args:
-    rows: and how each is sampled.
-    words: int32, of all rows of the step.
+    """Of all rows of a step.
+
+    Args:
+        output_indices: int64, as in `SampleRow`.
+        words: int32, the tokens, in memory that a copy is under way to.
+        unsampled: rows whose token counts for nothing.
     """
 
-    rows: dict[int, SampleRow]
+    output_indices: NDArray[np.int64]
     words: Tensor
+    unsampled: frozenset[int]
 
-    def outputs(self) -> list[TokenOutput]:
-        token_ids: list[int] = self.words.tolist()
-        return [TokenOutput(token_ids[index], row.output_index) for index, row in self.rows.items()]
-
-
-def _split(rows: Sequence[BatchRow]) -> tuple[dict[int, SampleRow], list[int]]:
-    """The rows that are sampled: those for which a graph does that, and the others."""
-    samples = {index: row.sample for index, row in enumerate(rows) if row.sample is not None}
-    if not needs_eager_sampling(list(samples.values())):
-        return samples, []
-    eager = [index for index, how in samples.items() if needs_eager_sampling((how,))]
-    for index in eager:
-        del samples[index]
-    return samples, eager
+    def outputs(self) -> list[TokenOutput | None]:
+        """One per row. Only after the copy is done."""
+        outputs: list[TokenOutput | None] = list(map(TokenOutput, self.words.tolist(), self.output_indices.tolist()))
+        for row in self.unsampled:
+            outputs[row] = None
+        return outputs
 
 
 def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:

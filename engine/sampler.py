@@ -27,13 +27,15 @@ class Logprobs:
 
     Args:
         rows: where these rows are in the batch.
+        counts: how many alternatives each wants.
         chosen_L: float32, of the chosen token.
         values_LN: float32, of the most probable tokens, best first; as many as the row that wants most of them, and at
             least one.
         token_ids_LN: int32.
     """
 
-    rows: tuple[int, ...]
+    rows: Sequence[int]
+    counts: Sequence[int]
     chosen_L: Tensor
     values_LN: Tensor
     token_ids_LN: Tensor
@@ -44,10 +46,11 @@ class Sampled:
     """What a step has sampled, on the device.
 
     Args:
+        output_indices: as in `SampleRow`, one per row.
         chosen_R: int32, contiguous.
     """
 
-    rows: tuple[SampleRow, ...]
+    output_indices: Sequence[int]
     chosen_R: Tensor
     logprobs: Logprobs | None = None
 
@@ -59,7 +62,9 @@ class Sampled:
             words = torch.cat((words, *(tensor.flatten().view(torch.int32) for tensor in told)))
         if words.device.type != "cpu":
             words = torch.empty_like(words, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
-        return SampledOnHost(self.rows, () if self.logprobs is None else self.logprobs.rows, words)
+        if self.logprobs is None:
+            return SampledOnHost(self.output_indices, (), (), words)
+        return SampledOnHost(self.output_indices, self.logprobs.rows, self.logprobs.counts, words)
 
 
 @dataclass(frozen=True)
@@ -67,39 +72,40 @@ class SampledOnHost:
     """What a step has sampled, in memory that a copy is under way to.
 
     Args:
-        wanted: the rows that want logprobs.
+        wanted, counts: the rows that want logprobs, and of how many alternatives.
         words: int32; the fields of `Sampled` and of `Logprobs`, one behind the other.
     """
 
-    rows: tuple[SampleRow, ...]
-    wanted: tuple[int, ...]
+    output_indices: Sequence[int]
+    wanted: Sequence[int]
+    counts: Sequence[int]
     words: Tensor
 
     def outputs(self) -> list[TokenOutput]:
         """One per row. Only after the copy is done."""
-        token_ids: list[int] = self.words[: len(self.rows)].tolist()
-        outputs = [TokenOutput(token_id, row.output_index) for token_id, row in zip(token_ids, self.rows, strict=True)]
+        num_rows = len(self.output_indices)
+        outputs = list(map(TokenOutput, self.words[:num_rows].tolist(), self.output_indices))
         if self.wanted:
-            self._add_logprobs(outputs)
+            self._add_logprobs(outputs, self.words[num_rows:].view(-1, len(self.wanted)))
         return outputs
 
-    def _add_logprobs(self, outputs: list[TokenOutput]) -> None:
+    def _add_logprobs(self, outputs: list[TokenOutput], words_XL: Tensor) -> None:
         number = len(self.wanted)
-        words_XL = self.words[len(self.rows) :].view(-1, number)
         alternatives = len(words_XL) // 2
         values_LN = words_XL[1 : 1 + alternatives].view(torch.float32).reshape(number, alternatives)
         token_ids_LN = words_XL[1 + alternatives :].reshape(number, alternatives)
         told = zip(
             self.wanted,
+            self.counts,
             words_XL[0].view(torch.float32).tolist(),
             values_LN.tolist(),
             token_ids_LN.tolist(),
             strict=True,
         )
-        for index, logprob, values, token_ids in told:
-            count = self.rows[index].params.logprobs or 0
-            top = tuple(zip(token_ids[:count], values[:count], strict=True))
-            outputs[index] = TokenOutput(outputs[index].token_id, outputs[index].index, logprob, top)
+        for index, count, logprob, values, token_ids in told:
+            output = outputs[index]
+            output.logprob = logprob
+            output.top_logprobs = tuple(zip(token_ids[:count], values[:count], strict=True))
 
 
 def sample(logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> Sampled:
@@ -123,14 +129,30 @@ def sample(logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | 
         edit.apply(logits_RV, *islice(tensors, len(edit.arrays)))
     chosen_R = torch.empty(len(rows), dtype=torch.int32, device=logits_RV.device)
     choose_tokens(logits_RV, buffers, out_R=chosen_R)
+    output_indices = [row.output_index for row in rows]
     if logprobs_LV is None:
-        return Sampled(tuple(rows), chosen_R)
-    most = max(rows[index].params.logprobs or 1 for index in wanted)
+        return Sampled(output_indices, chosen_R)
+    counts = [rows[index].params.logprobs or 0 for index in wanted]
+    return Sampled(output_indices, chosen_R, _logprobs(logprobs_LV, chosen_R[wanted_L], rows=wanted, counts=counts))
+
+
+def tell(logits_LV: Tensor, chosen_L: Tensor, *, output_indices: Sequence[int], counts: Sequence[int]) -> Sampled:
+    """Tokens that are chosen already, with their logprobs. Leaves the logits as they are.
+
+    Args:
+        counts: of alternatives, for each row.
+    """
+    told = _logprobs(logits_LV.log_softmax(dim=-1), chosen_L, rows=range(len(counts)), counts=counts)
+    return Sampled(output_indices, chosen_L, told)
+
+
+def _logprobs(logprobs_LV: Tensor, chosen_L: Tensor, *, rows: Sequence[int], counts: Sequence[int]) -> Logprobs:
+    most = max(1, *counts)
     values_LN, token_ids_LN = logprobs_LV.topk(min(most, logprobs_LV.shape[1]), dim=-1)
-    chosen_L = logprobs_LV.gather(1, chosen_R[wanted_L].long().unsqueeze(1)).squeeze(1)
-    return Sampled(tuple(rows), chosen_R, Logprobs(wanted, chosen_L, values_LN, token_ids_LN.int()))
+    of_chosen_L = logprobs_LV.gather(1, chosen_L.long().unsqueeze(1)).squeeze(1)
+    return Logprobs(rows, counts, of_chosen_L, values_LN, token_ids_LN.int())
 
 
-def needs_eager_sampling(rows: Sequence[SampleRow]) -> bool:
-    """Whether a row asks for what `choose_tokens` alone cannot give it."""
-    return any(row.history or row.forbidden or row.params.logit_bias or row.params.logprobs is not None for row in rows)
+def has_edits(row: SampleRow) -> bool:
+    """Whether the row's token is not what `choose_tokens` draws from the model's own logits."""
+    return bool(row.history or row.forbidden or row.params.logit_bias)

@@ -12,6 +12,7 @@ from engine.batch import Batch
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
 from engine.in_flight import Step, StepsInFlight
 from engine.next_step import NextStep
+from engine.places import Places
 from engine.request import (
     EngineLimits,
     EngineLoad,
@@ -24,7 +25,7 @@ from engine.request import (
 )
 from engine.request_blocks import RequestBlocks
 from engine.roster import Roster
-from engine.state import NO_END, End, Phase, RequestState
+from engine.state import NO_END, Phase, RequestState
 
 
 class Scheduler:
@@ -51,6 +52,7 @@ class Scheduler:
         )
         self._roster = Roster(seats=min(limits.max_batch_requests, limits.max_batch_tokens))
         self._in_flight = StepsInFlight()
+        self._places = Places()
         self._preemptions = 0
 
     @property
@@ -88,7 +90,7 @@ class Scheduler:
             raise self._overloaded("no room for the request's blocks")
         self._blocks.take(state, self._blocks.cached(state))
         self._roster.enter(state, Phase.RESERVED)
-        return state.reservation()
+        return self._blocks.reservation(state)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
         """The reserved request goes on behind `output`, which is all of its output so far; blocks may be added.
@@ -103,7 +105,7 @@ class Scheduler:
         if not self._blocks.extend(state, len(state.request.prompt) + len(output) + 1):
             raise self._overloaded("no room for another block")
         state.replace_output(output)
-        return state.reservation()
+        return self._blocks.reservation(state)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
         """The KV of all known tokens of a reserved request is in its blocks: it decodes behind `first` from now on.
@@ -116,10 +118,12 @@ class Scheduler:
         """
         state = self._reserved_state(request_id)
         check_first_token(first, index=state.num_output, vocab_size=self._facts.vocab_size)
-        state.fill()
-        self._blocks.register(state)
+        self._blocks.fill(state)
         self._roster.run(state)
-        return self._append(state, first.token_id).reason
+        end = state.append(first.token_id)
+        if end is not NO_END:
+            self._end(state)
+        return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float) -> None:
         """A reserved request computes all but its cached tokens here. `output` is all of its output so far.
@@ -177,11 +181,10 @@ class Scheduler:
         decoding = self._decoding()
         if decoding is None:
             return None
-        step = NextStep(self._limits, block_size=self._block_size, now=now)
-        step.add_decodes(decoding)
-        for state in self._roster.running:
-            if state.prefilling:
-                step.add_chunk(state)
+        step = NextStep(self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now)
+        step.add_decodes(self._places.seat(decoding))
+        for state in [state for state in self._roster.running if state.num_scheduled < state.prefill_stop]:
+            step.add_chunk(state)
         # A step that sent somebody back has no room to give away.
         while self._preemptions == preemptions and (admitted := self._admit_waiting(step.budget)) is not None:
             step.add_chunk(admitted)
@@ -192,21 +195,25 @@ class Scheduler:
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
         tokens: list[TokenSampled] = []
-        block_size = self._block_size
+        block_size, ended = self._block_size, Phase.ENDED  # looked up once, not for every row
         step = self._land()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
-            if state.phase is Phase.ENDED:
+            if state.phase is ended:
                 continue
-            if state.num_computed < state.prefill_stop:
-                chunks.append(ChunkComputed(state.request_id, row.token_start, row.token_stop, tuple(state.blocks)))
+            start = state.num_computed
+            state.num_computed = stop = start + len(row.token_ids)
+            if start < state.prefill_stop:
+                chunks.append(ChunkComputed(state.request_id, start, stop, tuple(state.blocks)))
                 if state.request_id in step.started:
                     started.append(step.started[state.request_id])
-            state.num_computed = num_computed = row.token_start + len(row.token_ids)
-            if num_computed // block_size > state.num_registered:
+            if stop // block_size > start // block_size:
                 self._blocks.register(state)
             if token is not None:
                 state.num_pending -= 1
-                tokens.append(TokenSampled(state.request_id, token, *self._append(state, token.token_id)))
+                end = state.append(token.token_id)
+                if end is not NO_END or state.prefill_only:
+                    self._stop_running(state)
+                tokens.append(TokenSampled(state.request_id, token, end.reason, end.stop_reason))
         return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(tokens))
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
@@ -258,8 +265,10 @@ class Scheduler:
 
         None, and nothing is changed, when that has to wait for a step in flight.
         """
-        decoding = [state for state in self._roster.running if state.decoding]
-        full = [state for state in decoding if state.num_scheduled == len(state.blocks) * self._block_size]
+        running, block_size = self._roster.running, self._block_size
+        # `state.decoding`, written out: calls for everybody in every step add up.
+        decoding = [state for state in running if state.prefill_stop <= state.num_scheduled < state.decode_stop]
+        full = [state for state in decoding if state.num_scheduled == len(state.blocks) * block_size]
         if len(full) <= self._blocks.num_free:
             for state in full:
                 self._blocks.extend(state, state.num_scheduled + 1)
@@ -308,13 +317,12 @@ class Scheduler:
         self._blocks.give_back(state)
         self._preemptions += 1
 
-    def _append(self, state: RequestState, token_id: int) -> End:
-        end = state.append(token_id)
+    def _stop_running(self, state: RequestState) -> None:
+        """It has its last token here."""
         if state.prefill_only:
             self._roster.hold(state)
-        elif end is not NO_END:
+        else:
             self._end(state)
-        return end
 
     def _end(self, state: RequestState) -> None:
         """It is told of no more. Its blocks are free, unless a step in flight writes to them: then when that lands."""

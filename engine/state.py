@@ -6,7 +6,7 @@ from typing import NamedTuple
 from baton.types import FinishReason
 from engine.batch import BatchRow, SampleRow
 from engine.block_manager import KeyChain
-from engine.request import EngineRequest, IntArray, Reservation, check_continuation, check_output, int_array
+from engine.request import EngineRequest, IntArray, check_continuation, check_output, int_array
 
 # Shared by all rows that have no more to say; nobody writes to them.
 _UNKNOWN_TOKEN = int_array([0])
@@ -48,7 +48,9 @@ class RequestState:
         num_pending: tokens behind `tokens` that steps in flight are drawing.
         last_step, row_index: the last step that has a row of it, and where; 0 before the first.
         prefill_stop: tokens that are computed as prompt; those behind it are decoded one by one.
+        decode_stop: tokens that are ever computed, if it decodes at all.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
+        windows_from: layers with a sliding window may lack the KV of the tokens before this one.
     """
 
     def __init__(
@@ -76,12 +78,17 @@ class RequestState:
         self.last_step = 0
         self.row_index = 0
         self.num_registered = 0
+        self.windows_from = 0
         self.prefill_stop = len(self.tokens)
         self.started = False
         sampling = request.sampling
         self._prompt_tokens = len(request.prompt)
         self._max_tokens = min(self._prompt_tokens + sampling.max_tokens, max_context_tokens)
+        # The last token is never computed.
+        self.decode_stop = 0 if self.prefill_only else self._max_tokens - 1
         self._row_blocks: IntArray = int_array()
+        self._row: BatchRow | None = None
+        self._row_stop = 0
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._end_token_ids = self._eos_token_ids.union(sampling.stop_token_ids)
         self._forbidden_early = tuple(sorted(self._end_token_ids))
@@ -105,9 +112,7 @@ class RequestState:
     @property
     def decoding(self) -> bool:
         """Its next row is a decode: its prompt is scheduled, and what is being drawn cannot be its last token."""
-        if self.num_scheduled < self.prefill_stop:
-            return False
-        return not self.num_pending or (len(self.tokens) + 1 < self._max_tokens and not self.prefill_only)
+        return self.prefill_stop <= self.num_scheduled < self.decode_stop
 
     @property
     def prompt_remaining(self) -> int:
@@ -127,7 +132,7 @@ class RequestState:
     def drop_blocks(self) -> IntArray:
         """It has no blocks now, and no KV; returns those that it had."""
         blocks, self.blocks = self.blocks, int_array()
-        self.num_computed = self.num_scheduled = self.num_registered = 0
+        self.num_computed = self.num_scheduled = self.num_registered = self.windows_from = 0
         self.prefill_stop = len(self.tokens)
         return blocks
 
@@ -140,11 +145,30 @@ class RequestState:
         self.tokens = int_array([*self.request.prompt, *output])
         self.prefill_stop = len(self.tokens)
 
+    def next_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
+        """`next_row` of one token, at that place of that step: the row that it had in the step in front, if that is
+        the same one token further on."""
+        row = self._row
+        if row is None or not self.num_pending or place != self.row_index or self.num_scheduled == self._row_stop:
+            return self._new_decode(place, step=step, block_size=block_size)
+        self.num_scheduled += 1
+        self.num_pending += 1
+        return row
+
+    def _new_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
+        row = self.next_row(1, block_size=block_size)
+        if row.token_source != place or row.sample is None or row.sample.forbidden or self._penalised:
+            return row
+        self._row = row._replace(since=step)
+        self._row_stop = len(self._row_blocks) * block_size
+        return self._row
+
     def next_row(self, num_tokens: int, *, block_size: int) -> BatchRow:
         """Its part of the next step, which computes `num_tokens` more of its tokens; they count as scheduled now.
 
         Behind the known tokens comes the one that the step in front draws.
         """
+        self._row = None
         start, known = self.num_scheduled, len(self.tokens)
         stop = start + num_tokens
         pending = start == known
@@ -179,9 +203,6 @@ class RequestState:
         if token_id in self._end_token_ids and self.num_output > self.request.sampling.min_tokens:
             return End(FinishReason.STOP, "" if token_id in self._eos_token_ids else str(token_id))
         return End(FinishReason.LENGTH, "") if len(self.tokens) >= self._max_tokens else NO_END
-
-    def reservation(self) -> Reservation:
-        return Reservation(self.request_id, tuple(self.blocks), self.num_cached)
 
     def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
         """Raises InvalidRequest when `output`, all of it so far, does not continue what the request had."""

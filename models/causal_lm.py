@@ -18,11 +18,15 @@ from attention.rotation import Rotation
 from models.config import ModelConfig
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
+from models.parallel import Joint, TensorParallel
 from models.rotary import Rotary
 
 
-class DecoderLayer(nn.Module):
-    """Attention and an MLP, each behind a norm and added to the residual stream. Families make the parts."""
+class DecoderLayer(Joint):
+    """Attention and an MLP, each behind a norm and added to the residual stream. Families make the parts.
+
+    Those give a rank's part of a sum.
+    """
 
     input_layernorm: RMSNorm
     self_attn: nn.Module
@@ -39,9 +43,9 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
-        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
-        out_TD: Tensor = self.mlp(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
-        return out_TD
+        attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
+        normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD)
+        return self.parallel.all_reduce(self.mlp(normed_TD))
 
 
 class Decoder(nn.Module):
@@ -56,7 +60,7 @@ class Decoder(nn.Module):
         self.norm = norm
 
 
-class CausalLM(nn.Module):
+class CausalLM(Joint):
     """Module paths equal the tensor names of checkpoints, apart from `FusedLinear` and `Experts`, which name theirs,
     and from `checkpoint_prefixes`. Families whose layers are called otherwise have their own `forward`.
 
@@ -65,6 +69,8 @@ class CausalLM(nn.Module):
 
     Attributes:
         checkpoint_prefixes: what paths begin with here, and in checkpoints.
+        config: the rank's, where several compute the model together.
+        vocab_size: the whole model's.
         rotary: None where the config has no rotary embedding.
     """
 
@@ -75,6 +81,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.vocab_size = config.vocab_size
         norm = norm or RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.model = Decoder(config, layers, norm=norm, dtype=dtype)
         self.rotary = None if config.rope is None else Rotary(config.rope)
@@ -99,9 +106,29 @@ class CausalLM(nn.Module):
         assert isinstance(self.model.norm, RMSNorm)
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 
+    def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
+        """Makes a model of one rank's config a part of one that the ranks compute together.
+
+        Args:
+            vocab_size: of the whole model.
+        """
+        self.vocab_size = vocab_size
+        for module in self.modules():
+            if isinstance(module, Joint):
+                module.parallel = parallel
+
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R,V], float32, of the rows that are to be sampled."""
+        """Logits [R,V], float32, of the rows that are to be sampled: the same bits on every rank, so that each can
+        sample by itself."""
         head = self.model.embed_tokens.as_head if self.lm_head is None else self.lm_head
-        logits_RV: Tensor = head(hidden_RD).float()
+        logits_RV: Tensor = self._of_all_ranks(head(hidden_RD)) if self.parallel.size > 1 else head(hidden_RD).float()
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
+
+    def _of_all_ranks(self, logits_RV: Tensor) -> Tensor:
+        """All ranks' logits side by side, float32, without the padding."""
+        out_RV = logits_RV.new_empty(len(logits_RV), self.vocab_size, dtype=torch.float32)
+        ranks = self.parallel.all_gather(logits_RV)
+        for own_RV, rank_RV in zip(out_RV.split(logits_RV.shape[1], dim=1), ranks, strict=False):
+            own_RV.copy_(rank_RV[:, : own_RV.shape[1]])
+        return out_RV

@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -34,7 +34,12 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 @dataclass(frozen=True)
 class StoredTensor:
     """`name` is as in `file`; `start` and `stop` are byte offsets there; `dtype` is in the format's spelling, such as
-    "BF16"."""
+    "BF16".
+
+    Attributes:
+        run_bytes, gap_bytes: of a part of a tensor: behind as many bytes of it come as many that are not. 0: it lies in
+            one piece.
+    """
 
     name: str
     file: Path
@@ -42,6 +47,22 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     stop: int
+    run_bytes: int = 0
+    gap_bytes: int = 0
+
+    def part(self, dim: int, part: range) -> "StoredTensor":
+        """The entries of that range along axis `dim`, of a tensor that lies in one piece."""
+        assert not self.gap_bytes, "a part of a part"
+        shape = (*self.shape[:dim], len(part), *self.shape[dim + 1 :])
+        entry_bytes = math.prod(self.shape[dim + 1 :]) * _DTYPE_BYTES[self.dtype]
+        run_bytes, row_bytes = len(part) * entry_bytes, self.shape[dim] * entry_bytes
+        start = self.start + part.start * entry_bytes
+        runs = math.prod(self.shape[:dim])
+        if not run_bytes or runs == 1 or run_bytes == row_bytes:
+            return replace(self, shape=shape, start=start, stop=start + runs * run_bytes)
+        stop = start + (runs - 1) * row_bytes + run_bytes
+        gap_bytes = row_bytes - run_bytes
+        return replace(self, shape=shape, start=start, stop=stop, run_bytes=run_bytes, gap_bytes=gap_bytes)
 
 
 def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:

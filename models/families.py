@@ -81,11 +81,18 @@ def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
 def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCacheSpec:
     """What one token's KV is when the model runs in `dtype`; `kv_dtype` is the cache's own, "" means the same."""
     attention = config.attention
-    if isinstance(attention, GQAConfig):
-        kind, num_kv_heads, channels = KVKind.GQA, attention.num_kv_heads, attention.head_dim
-    else:
-        kind, num_kv_heads, channels = KVKind.MLA, 1, attention.kv_lora_rank + attention.qk_rope_head_dim
-    return KVCacheSpec(kind, config.num_layers, num_kv_heads, channels, kv_dtype or dtype)
+    if isinstance(attention, MLAConfig):
+        channels = attention.kv_lora_rank + attention.qk_rope_head_dim
+        return KVCacheSpec(KVKind.MLA, config.num_layers, 1, channels, kv_dtype or dtype)
+    windows = tuple(window or 0 for window in attention.sliding_windows)
+    return KVCacheSpec(
+        kind=KVKind.GQA,
+        num_layers=config.num_layers,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        dtype=kv_dtype or dtype,
+        windows=windows if any(windows) else (),
+    )
 
 
 def attention_needs(

@@ -69,9 +69,12 @@ def multiply(x_TK: Tensor, x_scale_TC: Tensor, weight_NK: Tensor, scale_RC: Tens
 def _scales(largest: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Scales and their reciprocals."""
     largest = largest.clamp(min=SMALLEST)
+    # NOTE: a tensor, because torch divides by a number on a GPU, and a number by a tensor anywhere, by way of a rounded
+    # reciprocal. Many a bfloat16 lies in the very middle of two fp8 numbers, where the last bit of a scale decides.
+    wanted = torch.full_like(largest, E4M3_MAX)
     if not power_of_two:
-        return largest / E4M3_MAX, E4M3_MAX / largest
-    bits = (largest / E4M3_MAX).view(torch.int32)
+        return largest / wanted, wanted / largest
+    bits = (largest / wanted).view(torch.int32)
     scale = (((bits + 0x7FFFFF) >> 23) << 23).view(torch.float32)
     return scale, scale.reciprocal()
 

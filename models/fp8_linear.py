@@ -121,10 +121,15 @@ class Fp8Linear(FusedLinear):
         else:
             stored_TK, scale_T1 = fp8_quantize.quantize_tokens(x_TK, power_of_two=power_of_two)
         if not invariant and x_TK.shape[0] >= _MIN_LIBRARY_TOKENS and _has_library(weight, dtype):
-            out_TN = torch._scaled_mm(
-                stored_TK, weight.stored_NK.T, scale_a=scale_T1, scale_b=weight.scale_RC.T, out_dtype=dtype
+            out_TN: Tensor = torch._scaled_mm(
+                stored_TK,
+                weight.stored_NK.T,
+                scale_a=scale_T1,
+                scale_b=weight.scale_RC.T,
+                bias=weight.bias,
+                out_dtype=dtype,
             )
-            return out_TN if self.bias is None else out_TN + self.bias
+            return out_TN
         return fp8_gemm.multiply(stored_TK, scale_T1, weight, dtype=dtype, batch_invariant=invariant)
 
 

@@ -8,7 +8,7 @@ channel.
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from attention.backend import AttentionBackend
@@ -19,6 +19,7 @@ from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig
 from models.layers import GatedMLP, RMSNorm, gelu_tanh_and_multiply
 from models.llama import LlamaAttention
+from models.parallel import Joint
 from models.rotary import Rotary
 
 
@@ -31,7 +32,7 @@ class GemmaRMSNorm(RMSNorm):
         return rms_norm(x_TD.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x_TD.dtype)
 
 
-class GemmaLayer(nn.Module):
+class GemmaLayer(Joint):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
@@ -62,11 +63,12 @@ class GemmaLayer(nn.Module):
         Args:
             normed_TD: what this layer's first norm makes of the stream; the result is what `next_norm` makes of it.
         """
-        attended_TD = self.self_attn(normed_TD, rotation, kv_cache, metadata)
+        attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
         normed_TD = self.pre_feedforward_layernorm.add_and_norm(
             stream_TD, attended_TD, update_norm=self.post_attention_layernorm
         )
-        return next_norm.add_and_norm(stream_TD, self.mlp(normed_TD), update_norm=self.post_feedforward_layernorm)
+        out_TD = self.parallel.all_reduce(self.mlp(normed_TD))
+        return next_norm.add_and_norm(stream_TD, out_TD, update_norm=self.post_feedforward_layernorm)
 
 
 class GemmaForCausalLM(CausalLM):

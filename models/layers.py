@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, s
 
 from models.kernels import activation, norms
 from models.linear import FusedLinear, Linear, Multiply
+from models.parallel import Joint
 
 
 class RMSNorm(nn.Module):
@@ -57,17 +58,24 @@ class LayerNorm(nn.Module):
         return layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class Embedding(nn.Module):
+class Embedding(Joint):
+    """Each rank has as many rows, of consecutive ids."""
+
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_embeddings, size, dtype=dtype))
         self.multiply: Multiply = linear
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        return embedding(ids_T, self.weight)
+        if self.parallel.size == 1:
+            return embedding(ids_T, self.weight)
+        rows_T = ids_T - self.parallel.rank * len(self.weight)
+        elsewhere_T = (rows_T < 0) | (rows_T >= len(self.weight))
+        rows_TD = embedding(rows_T.masked_fill_(elsewhere_T, 0), self.weight)
+        return self.parallel.all_reduce(rows_TD.masked_fill_(elsewhere_T.unsqueeze(-1), 0))
 
     def as_head(self, x_TD: Tensor) -> Tensor:
-        """Logits, where a model ties its head to its embedding."""
+        """Logits of this rank's ids, where a model ties its head to its embedding."""
         return self.multiply(x_TD, self.weight, None)
 
 

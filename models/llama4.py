@@ -20,6 +20,7 @@ from models.kernels.grouped_gemm import ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, silu_and_multiply
 from models.linear import FusedLinear, Linear, Multiply
 from models.moe import Router, run_experts
+from models.parallel import Joint
 
 
 class Llama4Attention(nn.Module):
@@ -126,7 +127,7 @@ class Llama4MoE(nn.Module):
         return out_TD
 
 
-class Llama4Layer(nn.Module):
+class Llama4Layer(Joint):
     def __init__(
         self,
         config: ModelConfig,
@@ -162,8 +163,8 @@ class Llama4Layer(nn.Module):
         """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         attended_TD = self.self_attn(normed_TD, rotation, temperature_T11, kv_cache, metadata)
-        out_TD: Tensor = self.feed_forward(self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD))
-        return out_TD
+        normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, self.parallel.all_reduce(attended_TD))
+        return self.parallel.all_reduce(self.feed_forward(normed_TD))
 
 
 class Llama4ForCausalLM(CausalLM):

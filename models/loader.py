@@ -6,6 +6,7 @@ known to fit.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,14 +22,16 @@ from models.batch_invariant import make_batch_invariant
 from models.causal_lm import CausalLM
 from models.checkpoint import StoredTensor, read_checkpoint
 from models.config import ModelConfig
-from models.dummy import fill_at_random
+from models.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.families import FAMILIES
 from models.fp8 import E4M3
 from models.kv_scales import add_scales, check_scales, scale_views, without_scales
 from models.linear import FusedLinear
 from models.moe import Experts
+from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
 from models.quantize import finish_quantized, quantize, weight_scale_views, weights_unallocated
 from models.reading import read_into, read_tensor
+from models.shares import Share, Shares
 
 LOAD_FORMATS = ("safetensors", "dummy")
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -50,20 +53,24 @@ def load_model(
     kv_dtype: str = "",
     load_format: str = "safetensors",
     batch_invariant: bool = False,
+    parallel: TensorParallel = SINGLE,
     progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """The model of `config` on `device`, ready for inference; weights are in `dtype`, or in fp8 as `config` says.
 
+    Of several ranks: one rank's part of it, of whose tensors nothing else is read.
+
     Args:
+        config: the whole model's.
         kv_dtype: of the cache; "" means `dtype`. One of fp8 has the checkpoint's scales, or 1 where there are none.
         load_format: "safetensors" reads `directory`; "dummy" draws the same weights in every process on the same
-            kind of device.
+            kind of device, and for a rank its part of them.
         batch_invariant: a token's results have the same bits whatever else is in its batch.
         progress: called time and again with the bytes read so far and the bytes in all.
 
     Raises:
-        ConfigError: a value is unknown, or the checkpoint is damaged or does not fit `config`; names every tensor that
-            is missing, unexpected or misshapen, up to a handful.
+        ConfigError: a value is unknown, the model cannot be split so, or the checkpoint is damaged or does not fit
+            `config`; names every tensor that is missing, unexpected or misshapen, up to a handful.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -71,8 +78,12 @@ def load_model(
         )
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=tuple(DTYPE_BYTES))
+    if batch_invariant:
+        refuse_batch_invariance(parallel)
     stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
-    model = _build(config, backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
+    model = _build(local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
+    model.join(parallel, vocab_size=config.vocab_size)
+    shares = Shares(config, parallel)
     if kv_dtype in FP8_DTYPES:
         with torch.device(device):
             add_scales(model)
@@ -83,18 +94,24 @@ def load_model(
 
     if load_format == "dummy":
         weight_scales = weight_scale_views(model, {}, checkpoint_name)
-        fill_at_random(model, weight_scales)
+        if parallel.size == 1:
+            fill_at_random(model)
+        else:
+            whole = _build(config, backend=backend, dtype=TORCH_DTYPES[dtype], device="meta")
+            fill_part_at_random(whole, partial(_take_shares, model, shares), device)
+        fill_scales(weight_scales)
     else:
         views = checkpoint_views(model)
         stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
         kv_scales = scale_views(model, stored, checkpoint_name)
         weight_scales = weight_scale_views(model, stored, checkpoint_name)
         views |= kv_scales | weight_scales
-        _check(stored, views, config, directory)
-        read_into([(stored[name], view) for name, view in views.items()], progress)
+        _check(stored, views, shares, config, directory)
+        parts = [part for name, view in views.items() for part in _cut(stored[name], view, shares.of(name))]
+        read_into(parts, progress)
         check_scales(kv_scales)
         if _HEAD in stored and _HEAD not in views:
-            _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight)
+            _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight, shares.of(_HEAD))
     finish_quantized(model, weight_scales)
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -130,15 +147,50 @@ def _checkpoint_name(path: str, prefixes: Mapping[str, str]) -> str:
 
 def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
-        match module:
-            case FusedLinear():
-                parent = path.rpartition(".")[0]
-                yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
-            case Experts():
-                yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
-            case _:
-                for name, parameter in module.named_parameters(recurse=False):
-                    yield f"{path}.{name}", parameter.data
+        yield from _module_views(path, module)
+
+
+def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of the module's own parameters."""
+    match module:
+        case FusedLinear():
+            parent = path.rpartition(".")[0]
+            yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
+        case Experts():
+            yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
+        case _:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter.data
+
+
+def _cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """What is to be read to where."""
+    if share is None:
+        yield stored, view
+        return
+    for part, held in _held(view, share):
+        yield stored.part(share.dim, part), held
+
+
+def _held(view: Tensor, share: Share) -> Iterator[tuple[range, Tensor]]:
+    """Each range of the share, and the memory for it; fills the rest of the view with zeros."""
+    filled = 0
+    for part in share.ranges:
+        yield part, view.narrow(share.dim, filled, len(part))
+        filled += len(part)
+    view.narrow(share.dim, filled, view.shape[share.dim] - filled).zero_()
+
+
+def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -> None:
+    """Copies a rank's part of the parameters that the whole model's module at `path` has to `model`'s."""
+    views = dict(_module_views(path, model.get_submodule(path)))
+    for name, tensor in _module_views(path, whole):
+        share = shares.of(name)
+        if share is None:
+            views[name].copy_(tensor)
+            continue
+        for part, held in _held(views[name], share):
+            held.copy_(tensor.narrow(share.dim, part.start, len(part)))
 
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
@@ -175,7 +227,11 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
 
 
 def _check(
-    stored: Mapping[str, StoredTensor], views: Mapping[str, Tensor], config: ModelConfig, directory: Path
+    stored: Mapping[str, StoredTensor],
+    views: Mapping[str, Tensor],
+    shares: Shares,
+    config: ModelConfig,
+    directory: Path,
 ) -> None:
     missing = [name for name in views if name not in stored]
     extra = [
@@ -185,10 +241,10 @@ def _check(
     ]
     misfits = []
     for name, view in views.items():
-        tensor = stored.get(name)
-        if tensor is not None and tensor.shape != tuple(view.shape):
-            expected = list(view.shape)
-            misfits.append(f"{name} in {tensor.file.name} is {list(tensor.shape)}, the config needs {expected}")
+        tensor, share = stored.get(name), shares.of(name)
+        expected = tuple(view.shape) if share is None else share.whole_shape(view.shape)
+        if tensor is not None and tensor.shape != expected:
+            misfits.append(f"{name} in {tensor.file.name} is {list(tensor.shape)}, the config needs {list(expected)}")
         elif tensor is not None and tensor.dtype not in (allowed := _stored_dtypes(view)):
             misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, {_known_are(allowed)}")
     problems = [
@@ -215,8 +271,9 @@ def _known_are(allowed: tuple[str, ...]) -> str:
     return f"known are {', '.join(allowed)}"
 
 
-def _check_tied_head(head: StoredTensor, embedding: Tensor) -> None:
-    if torch.equal(read_tensor(head).to(embedding), embedding):
+def _check_tied_head(head: StoredTensor, embedding: Tensor, share: Share | None) -> None:
+    part = head if share is None else head.part(share.dim, *share.ranges)
+    if torch.equal(read_tensor(part).to(embedding), embedding[: part.shape[0]]):
         return
     raise ConfigError(
         f"{_HEAD} in {head.file.name} differs from the embedding that config.json ties it to",

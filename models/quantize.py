@@ -157,12 +157,12 @@ def _spelled(module: str, spellings: tuple[str, ...], stored: Mapping[str, Store
 
 
 def _shaped_as(tensor: StoredTensor | None, scale: Tensor) -> Tensor:
-    """Checkpoints keep one number as [] or as [1], and one per row as [rows] or as [rows, 1]."""
-    if tensor is None or scale.numel() != math.prod(tensor.shape) or len(tensor.shape) > 2:
+    """Checkpoints keep one number as [] or as [1], and one per row as [rows] or as [rows, 1]: of all ranks' rows."""
+    if tensor is None or len(tensor.shape) > 2 or (scale.dim() == 2 and scale.shape[1] > 1):
         return scale
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        return scale
-    return scale.view(tensor.shape)
+    if len(tensor.shape) == 1 and scale.dim() == 2:
+        return scale.view(-1)
+    return scale.view(tensor.shape) if scale.numel() == math.prod(tensor.shape) else scale
 
 
 def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -31,17 +31,27 @@ TORCH_DTYPES = MappingProxyType(
     }
 )
 _PIECE_BYTES = 16 << 20
+_LONG_RUN_BYTES = 64 << 10
 _MAX_THREADS = 8
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file that belong in `target`, as numbers of `dtype`."""
+    """Bytes of a file that belong in `target`, as numbers of `dtype`; but not those in gaps, as of a `StoredTensor`."""
 
     file: Path
     start: int
     num_bytes: int
     dtype: torch.dtype
     target: Tensor
+    gap_bytes: int = 0
+
+    def without_gaps(self, buffer: Tensor) -> Tensor:
+        """Of `num_bytes` that were read: the numbers, in the target's shape."""
+        numbers = buffer.view(self.dtype)
+        if not self.gap_bytes:
+            return numbers.view(self.target.shape)
+        runs, in_run = self.target.shape
+        return numbers.as_strided((runs, in_run), (in_run + self.gap_bytes // self.dtype.itemsize, 1))
 
 
 def read_into(
@@ -50,7 +60,7 @@ def read_into(
     """Fills each target with its tensor's numbers, in the target's dtype; the targets' shapes are right.
 
     Args:
-        targets: on the host or on one GPU.
+        targets: on the host or on one GPU. Of a part that lies in several runs, a run is contiguous in its target too.
         progress: called in this thread, after each piece, with the bytes read so far and the bytes in all.
 
     Raises:
@@ -91,6 +101,9 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 def _cut(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
     if target.numel() == 0:
         return
+    if stored.gap_bytes:
+        yield from _cut_runs(stored, target)
+        return
     # Contiguous memory is cut anywhere, other memory between its rows.
     rows = target.view(-1) if target.is_contiguous() else target
     row_bytes = (stored.stop - stored.start) // len(rows)
@@ -98,6 +111,23 @@ def _cut(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
     dtype, start = TORCH_DTYPES[stored.dtype], stored.start
     for part in rows.split(rows_per_piece):
         yield _Piece(stored.file, start, row_bytes * len(part), dtype, part)
+        start += row_bytes * len(part)
+
+
+def _cut_runs(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
+    """Short runs are read together with what lies between them: a call for each would take longer, and the ranks of a
+    host share what its kernel read."""
+    runs = target.view(-1, stored.run_bytes // TORCH_DTYPES[stored.dtype].itemsize)
+    row_bytes, start = stored.run_bytes + stored.gap_bytes, stored.start
+    if stored.run_bytes >= _LONG_RUN_BYTES:
+        for run in runs:
+            stop = start + stored.run_bytes
+            yield from _cut(replace(stored, start=start, stop=stop, run_bytes=0, gap_bytes=0), run)
+            start += row_bytes
+        return
+    for part in runs.split(max(1, _PIECE_BYTES // row_bytes)):
+        num_bytes = row_bytes * len(part) - stored.gap_bytes
+        yield _Piece(stored.file, start, num_bytes, TORCH_DTYPES[stored.dtype], part, stored.gap_bytes)
         start += row_bytes * len(part)
 
 
@@ -132,17 +162,24 @@ class _Reader:
         target = piece.target
         if target.is_cuda:
             self._ring = self._ring or _PinnedRing(target.device)
-            buffer = self._ring.buffer(piece.num_bytes)
-            self._fill(buffer, piece)
+            buffer = self._ring.buffer(target.numel() * piece.dtype.itemsize)
+            if piece.gap_bytes:
+                numbers = buffer.view(piece.dtype).view(target.shape)
+                numbers.copy_(piece.without_gaps(self._filled(piece)))
+            else:
+                self._fill(buffer, piece)
             self._ring.send(buffer.view(piece.dtype), target)
-        elif target.dtype == piece.dtype and target.is_contiguous():
+        elif target.dtype == piece.dtype and target.is_contiguous() and not piece.gap_bytes:
             self._fill(target.view(-1).view(torch.uint8), piece)
         else:
-            if len(self._buffer) < piece.num_bytes:
-                self._buffer = torch.empty(piece.num_bytes, dtype=torch.uint8, device="cpu")
-            buffer = self._buffer[: piece.num_bytes]
-            self._fill(buffer, piece)
-            target.copy_(buffer.view(piece.dtype).view(target.shape))
+            target.copy_(piece.without_gaps(self._filled(piece)))
+
+    def _filled(self, piece: _Piece) -> Tensor:
+        if len(self._buffer) < piece.num_bytes:
+            self._buffer = torch.empty(piece.num_bytes, dtype=torch.uint8, device="cpu")
+        buffer = self._buffer[: piece.num_bytes]
+        self._fill(buffer, piece)
+        return buffer
 
     def close(self) -> None:
         """Waits for what is on its way to the GPU."""

@@ -70,10 +70,10 @@ def host_cost(built: Built, *, requests: int, context: int, steps: int = 40) -> 
         max_batch_tokens=max(requests, built.limits.max_batch_tokens), max_batch_requests=requests, prefix_cache=False
     )
     scheduler = Scheduler(limits, built.runner.facts)
-    for index in range(requests):
+    for index, token_id in enumerate(_tokens(built.runner, requests)):
         request = EngineRequest(f"bench-{index}", (1,) * context, GREEDY)
         scheduler.reserve(request, 0.0)
-        scheduler.admit(request.request_id, TokenOutput(1, 0))
+        scheduler.admit(request.request_id, TokenOutput(token_id, 0))
     in_flight = []
     cpu_s, ends_s = 0.0, []
     for _ in range(_WARM_STEPS + steps):
@@ -124,6 +124,8 @@ def _decode_steps(runner: ModelRunner, *, requests: int, context: int, steps: in
     num_blocks = -(-(context + steps) // size)
     generator = np.random.default_rng(0)
     whole = [int_array(generator.integers(0, runner.facts.num_blocks, num_blocks).tolist()) for _ in range(requests)]
+    # Tokens of their own, so that a mixture sends them to as many experts as real ones.
+    first = _tokens(runner, requests)
     tables: list[IntArray] = []
     in_flight = []
     for step in range(steps):
@@ -134,7 +136,7 @@ def _decode_steps(runner: ModelRunner, *, requests: int, context: int, steps: in
         rows = tuple(
             BatchRow(
                 f"bench-{index}",
-                int_array([1 if step == 0 else 0]),
+                int_array([first[index] if step == 0 else 0]),
                 position,
                 blocks,
                 _sample(step),

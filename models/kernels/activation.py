@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
 from attention.kernels.rounding import round_to
 
 # Of gate and of up, that one program reads: twice 16 bytes of bf16 of each per thread.
@@ -36,6 +36,7 @@ def _launch(gate_up_TI: Tensor, *, tanh_gelu: bool) -> Tensor:
         TILE=_TILE,
         TANH_GELU=tanh_gelu,
         INTERPRETED=interpreted(),
+        **overlap(gate_up_TI.device),
         num_warps=_NUM_WARPS,
     )
     return out_TI
@@ -50,12 +51,15 @@ def _activate(
     TILE: tl.constexpr,
     TANH_GELU: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """TILE channels of one row."""
+    start_dependents(OVERLAP)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     channels_I = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask_I = channels_I < SIZE
+    await_predecessors(OVERLAP)
     gate_I = tl.load(gate_up_ptr + row * stride_T + channels_I, mask=mask_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_up_ptr + row * stride_T + SIZE + channels_I, mask=mask_I, other=0.0).to(tl.float32)
     if TANH_GELU:

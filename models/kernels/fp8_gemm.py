@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.fp8 import from_fp8, to_fp8
-from attention.kernels.launch import bound, interpreted
+from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, prefetch, start_dependents
 from models import fp8
 from models.kernels.fp8_quantize import scales_of
 from models.quantization import FP8_BLOCK
@@ -29,6 +29,9 @@ ALIGNMENT = 16
 _PROGRAMS_PER_SM = 3
 _CHANNELS_PER_SPLIT = 512
 _MAX_SPLIT_TOKENS = 256
+# Blocks of channels whose weights a program asks for while the kernel in front still runs: with three programs on a
+# multiprocessor half of the L2 cache of an H200.
+_PREFETCHED_BLOCKS = 8
 # Tiles of tokens that share what is read of the weights, so that programs side by side find both in the L2 cache.
 _GROUPED_TILES = 8
 
@@ -160,7 +163,9 @@ def launch(
         QUANTIZES=x_scale_TC is None,
         SMALLEST=fp8.SMALLEST,
         POWER_OF_TWO=power_of_two,
+        PREFETCHED=_PREFETCHED_BLOCKS if tile.weights_first else 0,
         INTERPRETED=interpreted(),
+        **overlap(x_TK.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -198,8 +203,11 @@ def _multiply_kernel(
     QUANTIZES: tl.constexpr,
     SMALLEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_dependents(OVERLAP)
     tile, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     num_columns = tl.cdiv(num_channels, BLOCK)
     group_tiles = GROUPED * tl.cdiv(num_rows, ROWS)
@@ -216,6 +224,10 @@ def _multiply_kernel(
     weight_NK = weight_ptr + read_N.to(tl.int64)[:, None] * num_channels + channels_K[None, :]
     first = split * num_columns // num_splits
     stop = (split + 1) * num_columns // num_splits
+    if OVERLAP:
+        for column in range(first, tl.minimum(first + PREFETCHED, stop)):
+            prefetch(weight_ptr + read_N.to(tl.int64) * num_channels + column * BLOCK)
+    await_predecessors(OVERLAP)
     sum_XY = tl.zeros((ROWS, TOKENS) if WEIGHTS_FIRST else (TOKENS, ROWS), tl.float32)
     for column in range(bound(first, INTERPRETED), bound(stop, INTERPRETED)):
         start = column * BLOCK

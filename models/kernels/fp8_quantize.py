@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.fp8 import to_fp8
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
 from models import fp8
 from models.quantization import FP8_BLOCK
 
@@ -64,6 +64,7 @@ def launch_blocks(x_TK: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
             SMALLEST=fp8.SMALLEST,
             POWER_OF_TWO=power_of_two,
             INTERPRETED=interpreted(),
+            **overlap(x_TK.device),
             num_warps=_NUM_WARPS,
         )
     return stored_TK, scale_CT.T
@@ -87,6 +88,7 @@ def launch_tokens(x_TK: Tensor, scale: Tensor | None, *, power_of_two: bool) -> 
             SMALLEST=fp8.SMALLEST,
             POWER_OF_TWO=power_of_two,
             INTERPRETED=interpreted(),
+            **overlap(x_TK.device),
             num_warps=min(max(width // 1024, 1), 16),
         )
     return stored_TK, scale_T1
@@ -105,7 +107,10 @@ def _quantize_blocks_kernel(
     SMALLEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     channels_CB = columns_C[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -129,7 +134,10 @@ def _quantize_tokens_kernel(
     SMALLEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channels_K = tl.arange(0, WIDTH)
     x_K = tl.load(x_ptr + token * stride_T + channels_K, mask=channels_K < K, other=0.0).to(tl.float32)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
 from attention.kernels.rounding import round_to
 from attention.rotation import RowNorm
 
@@ -52,6 +52,7 @@ def _launch(x_TD: Tensor, stream_TD: Tensor | None, update_norm: RowNorm | None,
         UPDATE_OFFSET=0 if update_norm is None else update_norm.weight_offset,
         OFFSET=norm.weight_offset,
         INTERPRETED=interpreted(),
+        **overlap(x_TD.device),
         num_warps=min(max(block // (32 * _CHANNELS_PER_THREAD), 1), 16),
     )
 
@@ -72,20 +73,24 @@ def _norm(
     UPDATE_OFFSET: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row."""
+    start_dependents(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     channels_D = tl.arange(0, BLOCK)
     mask_D = channels_D < SIZE
     # All loads first: one wait for memory, which is most of the time of a few rows.
-    x_D = tl.load(x_ptr + row * x_stride + channels_D, mask=mask_D, other=0.0).to(tl.float32)
     weight_D = tl.load(weight_ptr + channels_D, mask=mask_D, other=0.0)
+    if update_weight_ptr is not None:
+        update_weight_D = tl.load(update_weight_ptr + channels_D, mask=mask_D, other=0.0)
+    await_predecessors(OVERLAP)
+    x_D = tl.load(x_ptr + row * x_stride + channels_D, mask=mask_D, other=0.0).to(tl.float32)
     if stream_ptr is not None:
         stream_ptrs_D = stream_ptr + row * stream_stride + channels_D
         stream_D = tl.load(stream_ptrs_D, mask=mask_D, other=0.0).to(tl.float32)
     if update_weight_ptr is not None:
-        update_weight_D = tl.load(update_weight_ptr + channels_D, mask=mask_D, other=0.0)
         x_D = round_to(_normed(x_D, update_weight_D, update_eps, SIZE, UPDATE_OFFSET), dtype, INTERPRETED)
         x_D = x_D.to(tl.float32)
     if stream_ptr is not None:

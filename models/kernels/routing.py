@@ -149,30 +149,33 @@ def _logits(
     x_ptrs_T1 = x + tokens_T.to(tl.int64)[:, None] * x_stride
     weight_ptrs_1E = weight + experts_E[None, :] * weight_stride
     logits_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    rest_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for start in range(0, PART, BLOCK_D):
         channels_D = first + start + tl.arange(0, BLOCK_D)
         is_channel_D = channels_D < CHANNELS
         x_TD = tl.load(x_ptrs_T1 + channels_D[None, :], mask=is_token_T1 & is_channel_D[None, :], other=0.0)
         weight_DE = tl.load(weight_ptrs_1E + channels_D[:, None], mask=is_expert_1E & is_channel_D[:, None], other=0.0)
-        logits_TE = _add_product(logits_TE, x_TD, weight_DE, INTERPRETED)
+        logits_TE, rest_TE = _add_product(logits_TE, rest_TE, x_TD, weight_DE, INTERPRETED)
+    logits_TE += rest_TE
     rows_T1 = (tl.program_id(2) * num_tokens + tokens_T).to(tl.int64)[:, None]
     tl.store(logits + rows_T1 * num_experts + experts_E[None, :], logits_TE, mask=is_token_T1 & is_expert_1E)
 
 
 @triton.jit
-def _add_product(logits_TE, x_TD, weight_DE, INTERPRETED: tl.constexpr):
-    """x as bfloat16 is exact, and three numbers of bfloat16 hold a float32: three products on the tensor cores."""
+def _add_product(logits_TE, rest_TE, x_TD, weight_DE, INTERPRETED: tl.constexpr):
+    """x as bfloat16 is exact, and three numbers of bfloat16 hold a float32: three products on the tensor cores. These
+    round every sum towards zero, so that the small products, which lose hardly anything, are summed by themselves."""
     if x_TD.dtype == tl.bfloat16 and not INTERPRETED:
         high_DE = weight_DE.to(tl.bfloat16)
-        rest_DE = weight_DE - high_DE.to(tl.float32)
-        middle_DE = rest_DE.to(tl.bfloat16)
-        low_DE = (rest_DE - middle_DE.to(tl.float32)).to(tl.bfloat16)
-        logits_TE = tl.dot(x_TD, low_DE, logits_TE)
-        logits_TE = tl.dot(x_TD, middle_DE, logits_TE)
+        below_DE = weight_DE - high_DE.to(tl.float32)
+        middle_DE = below_DE.to(tl.bfloat16)
+        low_DE = (below_DE - middle_DE.to(tl.float32)).to(tl.bfloat16)
+        rest_TE = tl.dot(x_TD, low_DE, rest_TE)
+        rest_TE = tl.dot(x_TD, middle_DE, rest_TE)
         logits_TE = tl.dot(x_TD, high_DE, logits_TE)
     else:
         logits_TE = tl.dot(x_TD.to(tl.float32), weight_DE, logits_TE, input_precision="ieee")
-    return logits_TE
+    return logits_TE, rest_TE
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -203,8 +206,8 @@ def _choose(
     EXPERTS: tl.constexpr = GROUPS * GROUP_SIZE
     groups_G = tl.arange(0, BLOCK_G)
     within_X = tl.arange(0, BLOCK_X)
-    experts_GX = groups_G[:, None] * GROUP_SIZE + within_X[None, :]
     exists_GX = (groups_G < GROUPS)[:, None] & (within_X < GROUP_SIZE)[None, :]
+    experts_GX = tl.where(exists_GX, groups_G[:, None] * GROUP_SIZE + within_X[None, :], EXPERTS)
     logits_GX = tl.zeros([BLOCK_G, BLOCK_X], tl.float32)
     for part in tl.static_range(PARTS):
         row = (part * num_tokens + token) * EXPERTS
@@ -226,11 +229,12 @@ def _choose(
     choices_K = tl.arange(0, BLOCK_K)
     weights_K = tl.zeros([BLOCK_K], tl.float32)
     experts_K = tl.zeros([BLOCK_K], tl.int32)
-    places_GX = groups_G[:, None] * BLOCK_X + within_X[None, :]
     for choice in tl.static_range(CHOSEN):
-        best = tl.argmax(tl.reshape(ranked_GX, [BLOCK_G * BLOCK_X]), 0)
-        is_best_GX = places_GX == best
-        experts_K = tl.where(choices_K == choice, tl.sum(tl.where(is_best_GX, experts_GX, 0)), experts_K)
+        # NOTE: not an argmax of all: that takes a reshape, and Triton lets the reshape in front of any reduction put
+        # numbers into another order, which gives wrong places as soon as a thread holds several numbers.
+        best = tl.min(tl.where(ranked_GX == tl.max(ranked_GX), experts_GX, EXPERTS))
+        is_best_GX = experts_GX == best
+        experts_K = tl.where(choices_K == choice, best, experts_K)
         weights_K = tl.where(choices_K == choice, tl.sum(tl.where(is_best_GX, scores_GX, 0.0)), weights_K)
         ranked_GX = tl.where(is_best_GX, -float("inf"), ranked_GX)
     if NORMALIZE:

@@ -77,10 +77,14 @@ def test_products_equal_the_twins(config: Fp8Config, parts: tuple[int, ...], cha
     layer = layer_of(config, parts, channels, bias=channels == 4096)
     for tokens in TOKENS:
         x_TK = torch.randn(tokens, channels, device=DEVICE, dtype=torch.bfloat16)
-        expected = twin(layer, x_TK)
+        expected_TN = twin(layer, x_TK)
+        # Sums of 128 products that keep 12 bits or more differ by up to 0.0018 deviations, and a token's by 0.0004 of
+        # its norm; rounding to bfloat16 makes it 0.0021.
+        allowed_TN = expected_TN.abs() * 2**-8 + 0.003 * expected_TN.std()
         for _ in range(2):
-            error = (layer(x_TK).double() - expected).abs().max() / expected.std()
-            assert float(error) < 0.05, tokens  # bfloat16's last bit at five deviations is 0.016 or 0.03
+            error_TN = (layer(x_TK).double() - expected_TN).abs()
+            assert float((error_TN / allowed_TN).max()) < 1, tokens
+            assert float((error_TN.norm(dim=1) / expected_TN.norm(dim=1)).max()) < 0.003, tokens
 
 
 @pytest.mark.parametrize("config", KINDS[::2], ids=lambda config: str(config.weights))
@@ -155,6 +159,6 @@ def test_eight_billion_dummy_weights_take_seconds(dtype: torch.dtype) -> None:
     for index in range(16):
         weight = torch.empty(2**29, dtype=dtype, device=DEVICE)
         model.register_parameter(f"weight{index}", torch.nn.Parameter(weight, requires_grad=False))
-    assert seconds(lambda: fill_at_random(model, {})) < 5
+    assert seconds(lambda: fill_at_random(model)) < 5
     first = next(model.parameters())[: 2**20].float()
     assert float(first.std()) == pytest.approx(0.02 if dtype is torch.bfloat16 else 64, rel=0.02)

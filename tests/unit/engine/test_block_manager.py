@@ -110,3 +110,38 @@ def test_free_beside_does_not_count_cached_blocks_that_are_about_to_be_held() ->
     assert blocks.free_beside(held) == 1
     blocks.take(held, 0)
     assert blocks.free_beside(held) == 1
+
+
+@pytest.mark.parametrize(("window_blocks", "found"), [(0, 6), (1, 6), (2, 6), (3, 0), (6, 0)])
+def test_blocks_that_lack_windows_serve_only_what_does_not_read_these(window_blocks: int, found: int) -> None:
+    blocks = BlockManager(8)
+    tokens, keys = int_array(list(range(24))), chain()
+    held = blocks.take((), 6)
+    for index, block_id in enumerate(held):
+        blocks.register(block_id, keys.key(index, tokens), windowless=index < 4)
+    assert blocks.match(keys, tokens, 6, window_blocks=window_blocks) == held[:found]
+    assert blocks.match(keys, tokens, 5, window_blocks=window_blocks) == held[: 5 if window_blocks < 2 else 0]
+
+
+def test_a_shorter_run_that_reads_no_lacking_block_is_found() -> None:
+    blocks = BlockManager(8)
+    tokens, keys = int_array(list(range(24))), chain()
+    held = blocks.take((), 6)
+    for index, block_id in enumerate(held):
+        blocks.register(block_id, keys.key(index, tokens), windowless=index == 4)
+    assert blocks.match(keys, tokens, 6, window_blocks=2) == held[:4]
+    assert blocks.match(keys, tokens, 6, window_blocks=2, multiple=3) == held[:3]
+    assert blocks.match(keys, tokens, 6, window_blocks=1, multiple=2) == held
+
+
+def test_a_whole_block_takes_the_place_of_one_that_lacks_windows_and_not_the_other_way_round() -> None:
+    blocks = BlockManager(8)
+    tokens, keys = int_array([1, 2, 3, 4]), chain()
+    lacking, whole, late = blocks.take((), 3)
+    blocks.register(lacking, keys.key(0, tokens), windowless=True)
+    assert blocks.match(keys, tokens, 1, window_blocks=1) == []
+    blocks.register(whole, keys.key(0, tokens))
+    blocks.register(late, keys.key(0, tokens), windowless=True)
+    assert blocks.match(keys, tokens, 1, window_blocks=1) == [whole]
+    blocks.give_back([lacking, whole, late])
+    assert blocks.match(keys, tokens, 1, window_blocks=1) == [whole]

@@ -107,7 +107,7 @@ def test_padded_decodes_have_the_logits_of_the_model(family: str, tmp_path: Path
         size = graphs.size_for(rows)
         assert size is not None
         with torch.inference_mode():
-            logits_RV = graphs.launch(rows, size)[: len(rows)]
+            logits_RV = graphs.launch(rows, size, step=0)[: len(rows)]
         torch.testing.assert_close(logits_RV, reference.logits(rows), rtol=1e-4, atol=1e-5)
         assert graphs.buffers.sampled[: len(rows)].tolist() == logits_RV.argmax(dim=1).tolist()
     torch.testing.assert_close(cache.storage, reference.cache.storage, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -122,7 +122,7 @@ def test_a_step_with_the_metadata_of_its_capture_follows_the_buffers(family: str
     reference, cache = Reference(built), empty_cache(built)
     model, backend = load_with(name, tmp_path, built)
     buffers = buffers_of(max_rows=8, max_context_tokens=SETTINGS.max_context_tokens)
-    buffers.fill([row(1, SETTINGS.max_context_tokens - 1, [0] * 12)] * 8)
+    buffers.fill([row(1, SETTINGS.max_context_tokens - 1, [0] * 12)] * 8, step=0)
     buffers.slot_mapping.fill_(-1)
     common = buffers.common(3)
     captured = backend.builder.build_for_cudagraph_capture(common)
@@ -133,7 +133,7 @@ def test_a_step_with_the_metadata_of_its_capture_follows_the_buffers(family: str
     assert not cache.storage.any()
     cache.storage.fill_(torch.nan)
     for rows in steps_of_coming_and_going_requests(4):
-        buffers.fill(rows)
+        buffers.fill(rows, step=0)
         refilled = backend.builder.build(0, common)
         # On a CPU writing is torch's, which works its places out once.
         replayed = replace(captured, new_tokens=refilled.new_tokens)
@@ -152,8 +152,8 @@ def load_with(name: str, directory: Path, built: Built) -> tuple[CausalLM, Atten
 
 def test_buffers_hold_the_rows_and_padding_behind_them() -> None:
     buffers = buffers_of()
-    buffers.fill([row(7, 9, [5, 4, 3]), row(0, 0, [8], source=1), row(6, 3, [2])])
-    buffers.fill([row(7, 10, [5, 4, 3]), row(0, 4, [8, 1], source=0)])
+    buffers.fill([row(7, 9, [5, 4, 3]), row(0, 0, [8], source=1), row(6, 3, [2])], step=0)
+    buffers.fill([row(7, 10, [5, 4, 3]), row(0, 4, [8, 1], source=0)], step=0)
     assert buffers.positions[:3].tolist() == [10, 4, 0]
     assert buffers.seq_lens[:3].tolist() == [11, 5, 0]
     assert buffers.slot_mapping[:3].tolist() == [3 * BLOCK_SIZE + 2, 1 * BLOCK_SIZE, -1]
@@ -168,7 +168,7 @@ def test_buffers_hold_the_rows_and_padding_behind_them() -> None:
 def test_what_was_sampled_stays_when_rows_are_filled_in() -> None:
     buffers = buffers_of()
     buffers.sampled[:5] = torch.arange(10, 15, dtype=torch.int32)
-    buffers.fill([row(7, 0, [1]), row(0, 0, [2], source=4)])
+    buffers.fill([row(7, 0, [1]), row(0, 0, [2], source=4)], step=0)
     assert buffers.sampled[:5].tolist() == [10, 11, 12, 13, 14]
     assert buffers.tokens[buffers.token_source[:2]].tolist() == [7, 14]
 
@@ -176,13 +176,13 @@ def test_what_was_sampled_stays_when_rows_are_filled_in() -> None:
 def test_the_metadata_of_a_size_follow_the_buffers() -> None:
     buffers = buffers_of()
     common = buffers.common(4)
-    buffers.fill([row(7, 9, [5, 4, 3]), row(6, 3, [2])])
+    buffers.fill([row(7, 9, [5, 4, 3]), row(6, 3, [2])], step=0)
     assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [10, 4, 0, 0]
     assert common.num_computed_tokens_cpu.tolist() == [9, 3, 0, 0]
     assert common.slot_mapping.tolist() == [3 * BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 3, -1, -1]
     assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, 1, 2, 3, 4]
     assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (4, 4, 1)
-    buffers.fill([row(1, 0, [9])])
+    buffers.fill([row(1, 0, [9])], step=0)
     assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [1, 0, 0, 0]
     assert common.num_computed_tokens_cpu.tolist() == [0, 0, 0, 0]
 
@@ -191,7 +191,7 @@ def test_a_request_gets_its_blocks_whoever_had_the_row_before() -> None:
     buffers = buffers_of()
     first, second = row(1, 8, [5, 4, 3]), row(1, 8, [9, 8, 7])
     for rows in ([first, second], [second, first], [second], [first, second], [second, second]):
-        buffers.fill(rows)
+        buffers.fill(rows, step=0)
         for place, each in enumerate(rows):
             assert buffers.block_table[place, :3].tolist() == list(each.block_ids)
 
@@ -201,7 +201,7 @@ def test_a_request_gets_its_blocks_whoever_had_the_row_before() -> None:
 )
 def test_rows_that_do_not_fit_are_refused(rows: list[BatchRow], says: str) -> None:
     with pytest.raises(InternalError, match=says):
-        buffers_of().fill(rows)
+        buffers_of().fill(rows, step=0)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 5, 64, 100, 200, 256])
@@ -244,19 +244,19 @@ def test_blocks_count_as_copied_only_when_they_are() -> None:
     """A step that fails between leaves the next one to copy them."""
     host = buffers_of().host
     rows = [row(1, 8, [5, 4, 3]), row(1, 0, [9])]
-    assert host.take(rows) == host.take(rows) == {0: rows[0].block_ids, 1: rows[1].block_ids}
+    assert host.take(rows, step=0) == host.take(rows, step=0) == {0: rows[0].block_ids, 1: rows[1].block_ids}
     host.copied({0: rows[0].block_ids})
-    assert host.take(rows) == {1: rows[1].block_ids}
+    assert host.take(rows, step=0) == {1: rows[1].block_ids}
 
 
 def test_a_row_draws_as_its_own_request_asks() -> None:
     buffers, draw = buffers_of(), SamplingParams(temperature=0.5, top_k=7, seed=3)
     sampled = row(1, 0, [1])._replace(sample=SampleRow(draw, 4, (), int_array(), 0))
-    buffers.fill([sampled, row(2, 0, [2])])
+    buffers.fill([sampled, row(2, 0, [2])], step=0)
     assert buffers.sampling.temperature_R[:3].tolist() == [0.5, 0, 0]
     assert (int(buffers.sampling.top_k_R[0]), int(buffers.sampling.seed_R[0])) == (7, 3)
-    buffers.fill([row(2, 1, [2]), sampled._replace(sample=SampleRow(draw, 5, (), int_array(), 0))])
+    buffers.fill([row(2, 1, [2]), sampled._replace(sample=SampleRow(draw, 5, (), int_array(), 0))], step=0)
     assert buffers.sampling.temperature_R[:3].tolist() == [0, 0.5, 0]
     assert (int(buffers.sampling.top_k_R[1]), int(buffers.sampling.output_index_R[1])) == (7, 5)
-    buffers.fill([row(2, 2, [2])])
+    buffers.fill([row(2, 2, [2])], step=0)
     assert not buffers.sampling.temperature_R.any()

@@ -14,7 +14,7 @@ from engine.batch import SampleRow
 from engine.penalties import edits_of
 from engine.random import exponential_noise
 from engine.request import int_array
-from engine.sampler import needs_eager_sampling, sample
+from engine.sampler import has_edits, sample, tell
 from tests.device import DEVICE
 
 VOCAB_SIZE = 67
@@ -261,9 +261,17 @@ def test_edits_wait_for_nothing_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_only_what_no_graph_can_hold_is_sampled_eagerly(name: str) -> None:
+def test_only_what_no_graph_can_hold_is_an_edit(name: str) -> None:
     in_graph = {"greedy", "plain", "cold", "hot"}
-    assert needs_eager_sampling([ROWS["plain"], ROWS[name]]) == (
-        name not in in_graph and not name.startswith(("top_", "min_"))
-    )
-    assert needs_eager_sampling([row(replace(GREEDY, logprobs=0))])
+    assert has_edits(ROWS[name]) == (name not in in_graph and not name.startswith(("top_", "min_")))
+
+
+def test_a_token_that_is_chosen_already_is_told_with_the_same_logprobs() -> None:
+    logits = random_logits(3).to(DEVICE)
+    counts = [2, 0, 5]
+    rows = [row(replace(GREEDY, logprobs=count), index=4) for count in counts]
+    chosen = logits.argmax(dim=1).int()
+    told = tell(logits, chosen, output_indices=[4, 4, 4], counts=counts).to_host()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert told.outputs() == outputs(logits, rows)

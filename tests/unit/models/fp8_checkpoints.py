@@ -5,8 +5,9 @@ Quantizes by loops over blocks, on purpose unlike the code under test.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,11 +91,12 @@ def save_fp8(
     scale_name: str,
     left_out: tuple[str, ...] = (),
     input_scale: float | None = None,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> Pair:
-    """Both checkpoints, below `directory`."""
+    """Both checkpoints, below `directory`; `fields` replace some of the family's config."""
     plain, quantized = directory / "plain", directory / "quantized"
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family], **fields})
     model_class = getattr(transformers, f"{family}ForCausalLM")
     model_class(config).save_pretrained(plain)
     tensors, rounded = {}, {}

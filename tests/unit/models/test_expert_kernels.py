@@ -134,7 +134,7 @@ def test_the_same_experts_are_chosen(
     method: TopKMethod, groups: tuple[int, int], scoring: Scoring, batch_invariant: bool
 ) -> None:
     torch.manual_seed(0)
-    router = Router(300, moe(24, 3, scoring=scoring, method=method, groups=groups, router_bias=True))
+    router = Router(300, moe(48, 3, scoring=scoring, method=method, groups=groups, router_bias=True))
     filled(router)
     x_TD = torch.randn(5, 300)
     weights_TK, experts_TK = router(x_TD)

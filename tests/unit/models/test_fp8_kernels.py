@@ -44,6 +44,20 @@ def test_activations_are_quantized_as_by_the_twin(channels: int, power_of_two: b
         assert torch.equal(kernel[1].cpu(), scale_TC)
 
 
+def test_numbers_in_the_middle_of_two_are_rounded_as_by_the_twin() -> None:
+    """All products of mantissas that bfloat16 has: some are such numbers, but for the last bit of a scale."""
+    largest_T1 = torch.arange(128, 256)[:, None]
+    x_TK = torch.arange(256).expand(128, 256).minimum(largest_T1).bfloat16()
+    for kernel, twin in (
+        (fp8_quantize.launch_blocks(x_TK.to(DEVICE), power_of_two=False), fp8.quantize_blocks),
+        (fp8_quantize.launch_tokens(x_TK.to(DEVICE), None, power_of_two=False), fp8.quantize_tokens),
+    ):
+        for device in {DEVICE, "cpu"}:
+            stored_TK, scale_TC = twin(x_TK.to(device))
+            assert torch.equal(bits(kernel[0]), bits(stored_TK))
+            assert torch.equal(kernel[1].cpu(), scale_TC.cpu())
+
+
 def test_rows_of_a_larger_tensor_and_a_scale_that_saturates() -> None:
     x_TK = activations(6, 400)[:, 50:250]
     scale = torch.tensor(0.013, device=DEVICE)

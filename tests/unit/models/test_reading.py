@@ -61,6 +61,51 @@ def test_numbers_are_converted_and_may_lie_apart(tensors: dict[str, Tensor], sto
     assert torch.equal(half.cpu(), tensors["half"].bfloat16())
 
 
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("long_run_bytes", [1, 1 << 20], ids=["run by run", "runs together"])
+@pytest.mark.parametrize(
+    ("name", "dim", "part"),
+    [
+        ("matrix", 0, range(5, 20)),
+        ("matrix", 1, range(10, 31)),
+        ("matrix", 1, range(53)),
+        ("matrix", 1, range(7, 7)),
+        ("cube", 0, range(1, 3)),
+        ("cube", 1, range(1, 4)),
+        ("cube", 2, range(2, 7)),
+        ("fp8", 1, range(13, 16)),
+        ("half", 0, range(2, 9)),
+    ],
+)
+def test_of_a_tensor_a_part_can_be_read(
+    tensors: dict[str, Tensor],
+    stored: dict[str, StoredTensor],
+    name: str,
+    dim: int,
+    part: range,
+    long_run_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_LONG_RUN_BYTES", long_run_bytes)
+    expected, piece = tensors[name].narrow(dim, part.start, len(part)), stored[name].part(dim, part)
+    assert piece.shape == tuple(expected.shape)
+    same, wider = (torch.zeros(expected.shape, dtype=dtype, device=DEVICE) for dtype in (expected.dtype, torch.float32))
+    read_into([(piece, same), (piece, wider)])
+    assert torch.equal(bits(same), bits(expected))
+    assert torch.equal(wider.cpu(), expected.float())
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_parts_can_be_read_to_one_tensor_side_by_side(
+    tensors: dict[str, Tensor], stored: dict[str, StoredTensor]
+) -> None:
+    target = torch.zeros(3, 5, 5, device=DEVICE)
+    read_into(
+        [(stored["cube"].part(2, range(1, 3)), target[..., :2]), (stored["cube"].part(2, range(4, 7)), target[..., 2:])]
+    )
+    assert torch.equal(target.cpu(), tensors["cube"][..., [1, 2, 4, 5, 6]])
+
+
 def test_progress_counts_every_byte_in_the_callers_thread(
     tensors: dict[str, Tensor], stored: dict[str, StoredTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

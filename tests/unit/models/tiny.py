@@ -181,5 +181,8 @@ def save_tiny(name: str, directory: Path, **save_options: Any) -> Any:
         for path, tensor in model.state_dict().items():
             if path.endswith(_REDRAWN):  # transformers begins with ones and zeros, which hide mistakes
                 tensor.uniform_(0.5, 1.5)
+    if "swiglu_limit" in fields:  # which some versions of transformers write into the config and do not read
+        for layer in model.model.layers:
+            layer.mlp.experts.limit = fields["swiglu_limit"]
     model.save_pretrained(directory, **save_options)
     return model

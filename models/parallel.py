@@ -1,0 +1,225 @@
+"""One rank among several that compute one model together: what it holds of the model, and how the ranks' results meet.
+
+A rank has some query heads with their kv heads, some channels of every MLP and of every expert, and some rows of the
+vocabulary; all else is whole on each. Experts are cut by channels, not dealt out whole, so that all ranks have equal
+work whatever tokens choose. Knows configs; no module, no file, and not who starts the ranks.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from baton.errors import ConfigError
+from models.config import BloomSwitches, FalconSwitches, GQAConfig, MLAConfig, ModelConfig, MoEConfig, Phi3SmallSwitches
+from models.quantization import FP8_BLOCK, Granularity
+
+_MOST_RANKS = 64  # that an error names
+# Rows of the vocabulary come in multiples of this, which products on a GPU want; the last rank's are padded.
+_VOCABULARY_ROWS = 16
+_WHOLE_ONLY = (BloomSwitches, FalconSwitches, Phi3SmallSwitches)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """One rank. All ranks make the same calls in the same order, on tensors of equal shape.
+
+    Args:
+        group: of torch.distributed, with NCCL for tensors on GPUs; None: the process's default group.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            allowed = (f"0 to {self.size - 1}",)
+            raise ConfigError(f"rank is {self.rank} of {self.size}", field="rank", value=self.rank, allowed=allowed)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place: the same bits on each, which is why all choose the same experts.
+
+        Args:
+            x: contiguous. On a GPU the sum can be part of a CUDA graph, once one was computed outside of any.
+        """
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[rank, *x.shape]."""
+        out = x.new_empty(self.size, *x.shape)
+        # One function under two names: torch 2.13 warns of the older one.
+        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        gather(out.flatten(0, 1), x.contiguous(), group=self.group)
+        return out
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values. The host waits.
+
+        Args:
+            device: of tensors that the group takes.
+        """
+        if self.size == 1:
+            return value
+        told = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self.group)
+        return int(told.item())
+
+
+SINGLE = TensorParallel()
+
+
+class Joint(nn.Module):
+    """A module whose forward brings the ranks' results together.
+
+    Attributes:
+        parallel: those ranks; set on all such modules of a model at once, by `CausalLM.join`.
+    """
+
+    parallel: TensorParallel = SINGLE
+
+
+def query_heads(num_heads: int, parallel: TensorParallel) -> range:
+    return _equal_part(num_heads, parallel)
+
+
+def kv_heads(num_kv_heads: int, parallel: TensorParallel) -> range:
+    """One, which several ranks hold, where there are fewer than ranks. Of MLA's one latent: that, on every rank."""
+    if num_kv_heads >= parallel.size:
+        return _equal_part(num_kv_heads, parallel)
+    head = parallel.rank * num_kv_heads // parallel.size
+    return range(head, head + 1)
+
+
+def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range:
+    """Of an MLP's intermediate channels.
+
+    Args:
+        block: channels that share a scale, and stay together: ranks then differ by at most one block.
+    """
+    if block is None:
+        return _equal_part(size, parallel)
+    blocks = -(-size // block)
+    start, stop = (blocks * rank // parallel.size * block for rank in (parallel.rank, parallel.rank + 1))
+    return range(start, min(stop, size))
+
+
+def vocabulary_rows(vocab_size: int, parallel: TensorParallel) -> range:
+    """The tokens whose rows the rank holds; its padding follows them."""
+    rows = padded_rows(vocab_size, parallel)
+    return range(min(parallel.rank * rows, vocab_size), min((parallel.rank + 1) * rows, vocab_size))
+
+
+def padded_rows(vocab_size: int, parallel: TensorParallel) -> int:
+    """How many rows of the vocabulary each rank has memory for."""
+    if parallel.size == 1:
+        return vocab_size
+    return -(-vocab_size // (parallel.size * _VOCABULARY_ROWS)) * _VOCABULARY_ROWS
+
+
+def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
+    """The model of one rank, as a config of its own: with that rank's heads, channels and (padded) vocabulary.
+
+    Raises:
+        ConfigError: the model cannot be split so; names the numbers of ranks that can.
+    """
+    if parallel.size == 1:
+        return config
+    problem = _problem(config, parallel.size)
+    if problem is not None:
+        allowed = tuple(str(size) for size in range(1, _MOST_RANKS + 1) if _problem(config, size) is None)
+        raise ConfigError(
+            f"{config.architecture} cannot be split over {parallel.size} ranks: {problem}",
+            field="tensor_parallel_size",
+            value=parallel.size,
+            allowed=allowed,
+        )
+    attention, moe, block = config.attention, config.moe, channel_block(config)
+    num_heads = len(query_heads(attention.num_heads, parallel))
+    if isinstance(attention, GQAConfig):
+        num_kv_heads = len(kv_heads(attention.num_kv_heads, parallel))
+        attention = replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    else:
+        attention = replace(attention, num_heads=num_heads)
+    return replace(
+        config,
+        attention=attention,
+        intermediate_size=len(channels(config.intermediate_size, parallel, block=block)),
+        moe=None if moe is None else _local_moe(moe, parallel, block),
+        vocab_size=padded_rows(config.vocab_size, parallel),
+    )
+
+
+def channel_block(config: ModelConfig) -> int | None:
+    """How many intermediate channels must stay together."""
+    quantization = config.quantization
+    return FP8_BLOCK if quantization is not None and quantization.weights is Granularity.BLOCK else None
+
+
+def refuse_batch_invariance(parallel: TensorParallel) -> None:
+    """Raises ConfigError: which rank's part is added first depends on how many bytes are summed, so on the batch."""
+    if parallel.size > 1:
+        raise ConfigError(
+            f"batch_invariant is on, and the model is split over {parallel.size} ranks",
+            field="batch_invariant",
+            value=True,
+            allowed=("false",),
+            cure="take --tensor-parallel-size 1 for results that do not depend on the batch",
+        )
+
+
+def _equal_part(size: int, parallel: TensorParallel) -> range:
+    return range(size * parallel.rank // parallel.size, size * (parallel.rank + 1) // parallel.size)
+
+
+def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> MoEConfig:
+    return replace(
+        moe,
+        intermediate_size=len(channels(moe.intermediate_size, parallel, block=block)),
+        shared_intermediate_size=len(channels(moe.shared_intermediate_size, parallel, block=block)),
+    )
+
+
+def _problem(config: ModelConfig, size: int) -> str | None:
+    """Why the model cannot be split over so many ranks."""
+    if size == 1:
+        return None
+    if isinstance(config.switches, _WHOLE_ONLY):
+        return "this family runs on one rank only"
+    attention, block = config.attention, channel_block(config)
+    if attention.num_heads % size:
+        return f"it has {attention.num_heads} query heads"
+    if isinstance(attention, GQAConfig) and attention.num_kv_heads % size and size % attention.num_kv_heads:
+        return f"it has {attention.num_kv_heads} kv heads"
+    if block is not None:
+        for name, count in _head_channels(attention, size).items():
+            if count % block:
+                return f"a rank's {count} channels of {name} are no multiple of {block}, which share a scale"
+    for name, count in _intermediate_sizes(config).items():
+        if (count % size if block is None else -(-count // block) < size) and count:
+            return f"{name} has {count} channels" + ("" if block is None else f" in blocks of {block}")
+    return None
+
+
+def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int]:
+    """What one of so many ranks has of the projections that are cut between heads."""
+    num_heads = attention.num_heads // size
+    if isinstance(attention, GQAConfig):
+        num_kv_heads = max(1, attention.num_kv_heads // size)
+        return {"queries": num_heads * attention.head_dim, "keys": num_kv_heads * attention.head_dim}
+    return {
+        "queries": num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim),
+        "keys and values": num_heads * (attention.qk_nope_head_dim + attention.v_head_dim),
+        "outputs": num_heads * attention.v_head_dim,
+    }
+
+
+def _intermediate_sizes(config: ModelConfig) -> dict[str, int]:
+    moe = config.moe
+    if moe is None:
+        return {"its MLP": config.intermediate_size}
+    sizes = {"an expert": moe.intermediate_size, "the shared expert": moe.shared_intermediate_size}
+    return sizes if all(moe.layers) else sizes | {"its MLP": config.intermediate_size}

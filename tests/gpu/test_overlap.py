@@ -1,0 +1,45 @@
+"""Kernels that start before the ones in front of them have ended compute what they compute one after the other."""
+
+import random
+
+import pytest
+import torch
+
+from attention.kernels import launch
+from baton.config import DEMO_MODELS
+from engine.batch import BatchRow
+from engine.build import Built
+from engine.graphs import DecodeGraphs, GraphSettings
+from engine.request import int_array
+from tests.gpu.demo import build_demo
+
+pytestmark = pytest.mark.gpu
+
+BLOCKS = 16
+SETTINGS = GraphSettings(max_requests=64, max_context_tokens=BLOCKS * 16, largest=16)
+
+
+def captured(built: Built) -> DecodeGraphs:
+    graphs = DecodeGraphs(built.runner.model, built.runner.backend, built.cache, SETTINGS)
+    graphs.capture()
+    return graphs
+
+
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+@torch.inference_mode()
+def test_captured_steps_whose_kernels_overlap_give_the_same_bits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build_demo(DEMO_MODELS / model, dtype="bfloat16", num_blocks=16 * BLOCKS, cuda_graphs=False)
+    built.cache.view.zero_()
+    overlapping = captured(built)
+    monkeypatch.setattr(launch, "_can_overlap", lambda device: False)
+    one_by_one = captured(built)
+    dice = random.Random(0)
+    tables = [int_array(list(range(row * BLOCKS, (row + 1) * BLOCKS))) for row in range(16)]
+    for step in range(100):
+        size = dice.choice(overlapping.sizes)
+        rows = [
+            BatchRow("", int_array([dice.randrange(100)]), dice.randrange(BLOCKS * 16), tables[row], None)
+            for row in range(size)
+        ]
+        logits_RV = overlapping.launch(rows, size, step=step).clone()
+        assert torch.equal(logits_RV, one_by_one.launch(rows, size, step=step)), (step, size)

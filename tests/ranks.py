@@ -1,0 +1,35 @@
+"""The same work in several processes at once, each of them a rank on the CPU, connected by gloo."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from models.parallel import TensorParallel
+
+
+def run_ranks(work: Callable[..., Any], size: int, directory: Path, *arguments: Any) -> list[Any]:
+    """What `work(rank, *arguments)` gives in each process, in their order.
+
+    Args:
+        work: a module's function; modules that it is not in are not imported.
+        directory: empty.
+    """
+    spawn(_run_rank, (size, work, directory, arguments), nprocs=size)
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _run_rank(rank: int, size: int, work: Callable[..., Any], directory: Path, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    try:
+        torch.save(work(TensorParallel(rank, size), *arguments), directory / f"{rank}.pt")
+        dist.barrier()  # a rank that leaves earlier breaks connections that others are still making
+    finally:
+        dist.destroy_process_group()

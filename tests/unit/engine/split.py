@@ -1,0 +1,58 @@
+"""A model's first greedy and drawn tokens, whole or as one of several ranks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attention.spec import KVCacheSpec
+from baton.types import SamplingParams
+from engine.batch import Batch, BatchRow, SampleRow
+from engine.build import build_runner
+from engine.request import int_array
+from models.parallel import SINGLE, TensorParallel
+
+_PROMPTS = ((5, 17, 300, 41, 7, 9, 1100, 23, 64, 2), (811, 12, 3000, 4, 4, 90))
+_BLOCKS = 2  # of each request
+_NUM_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a rank reports of itself."""
+
+    tokens: list[list[int]]
+    num_blocks: int
+    max_batch_tokens: int
+    spec: KVCacheSpec
+    model_spec: KVCacheSpec
+    kv_heads: range
+
+
+def generate(parallel: TensorParallel, directories: list[Path]) -> list[Generated]:
+    """Of each model. Ranks ask for caches of different sizes."""
+    return [_generate(parallel, directory) for directory in directories]
+
+
+def generate_alone(directories: list[Path]) -> list[Generated]:
+    return generate(SINGLE, directories)
+
+
+def _generate(parallel: TensorParallel, directory: Path) -> Generated:
+    built = build_runner(
+        directory=directory, num_blocks=32 + parallel.rank, max_batch_tokens=256 - parallel.rank, parallel=parallel
+    )
+    tokens = []
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7)):
+        for step in range(_NUM_TOKENS):
+            rows = tuple(_row(index, step, params) for index in range(len(_PROMPTS)))
+            outputs = built.runner.run(Batch(step, rows))
+            tokens.append([output.token_id for output in outputs if output is not None])
+    spec, facts = built.cache.spec, built.runner.facts
+    return Generated(tokens, facts.num_blocks, built.limits.max_batch_tokens, spec, built.model_spec, built.kv_heads)
+
+
+def _row(index: int, step: int, params: SamplingParams) -> BatchRow:
+    blocks = int_array(list(range(index * _BLOCKS, (index + 1) * _BLOCKS)))
+    sample = SampleRow(params, step, (), int_array(), 0)
+    if step == 0:
+        return BatchRow(str(index), int_array(_PROMPTS[index]), 0, blocks, sample)
+    return BatchRow(str(index), int_array([0]), len(_PROMPTS[index]) + step - 1, blocks, sample, token_source=index)

@@ -1,0 +1,49 @@
+"""A runner on each of two ranks, made by what makes a node's: the same tokens as one alone, over a cache of its own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from engine.build import build_runner
+from models.parallel import TensorParallel
+from tests.ranks import run_ranks
+from tests.unit.engine.split import Generated, generate, generate_alone
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+DEMOS = [DEMO / "llama", DEMO / "deepseek"]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[list[Generated]]:
+    """By rank and model."""
+    return run_ranks(generate, 2, tmp_path_factory.mktemp("ranks"), DEMOS)
+
+
+def test_every_rank_draws_the_tokens_of_the_whole_model(together: list[list[Generated]]) -> None:
+    expected = [alone.tokens for alone in generate_alone(DEMOS)]
+    for rank in together:
+        assert [ours.tokens for ours in rank] == expected
+
+
+def test_each_rank_has_a_cache_of_its_own_heads(together: list[list[Generated]]) -> None:
+    (llama, deepseek), (other_llama, other_deepseek) = together
+    assert (llama.kv_heads, other_llama.kv_heads) == (range(1), range(1, 2))
+    assert llama.model_spec.num_kv_heads == 2
+    assert llama.spec == other_llama.spec == replace(llama.model_spec, num_kv_heads=1)
+    assert deepseek.kv_heads == other_deepseek.kv_heads == range(1)
+    assert deepseek.spec == other_deepseek.spec == deepseek.model_spec
+
+
+def test_caches_and_steps_are_as_large_as_all_ranks_can_take(together: list[list[Generated]]) -> None:
+    assert {(ours.num_blocks, ours.max_batch_tokens) for rank in together for ours in rank} == {(32, 255)}
+
+
+def test_what_no_number_of_ranks_can_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="split over 2 ranks") as refused:
+        build_runner(directory=DEMOS[0], num_blocks=4, batch_invariant=True, parallel=TensorParallel(0, 2))
+    assert refused.value.field == "batch_invariant"
+    with pytest.raises(ConfigError, match="over 3 ranks: it has 4 query heads") as refused:
+        build_runner(directory=DEMOS[0], num_blocks=4, parallel=TensorParallel(0, 3))
+    assert refused.value.allowed == ("1", "2", "4")

@@ -1,0 +1,68 @@
+"""Runs models whole, and split over ranks, over the same tokens."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from models.config_reader import read_config
+from models.loader import load_model
+from models.parallel import SINGLE, TensorParallel, local_config
+from tests.unit.models.paged import PagedDriver, backend_for
+
+PROMPT_TOKENS, CHUNK, DECODED_TOKENS = 11, 7, 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """Attributes:
+    logits: of every token of the prompt, and of those decoded.
+    tokens: decoded greedily.
+    cache: [L, K, B, N, H, C]; NaN where nothing was written.
+    """
+
+    logits: Tensor
+    tokens: list[int]
+    cache: Tensor
+
+
+def run_model(directory: Path, parallel: TensorParallel = SINGLE, *, kv_dtype: str = "") -> Run:
+    """A prompt in two chunks, then decodes."""
+    config = read_config(directory)
+    backend = backend_for(local_config(config, parallel), kv_dtype=kv_dtype)
+    model = load_model(
+        directory, config, backend=backend, dtype="float32", device="cpu", kv_dtype=kv_dtype, parallel=parallel
+    )
+    driver = PagedDriver(model, backend, kv_dtype=kv_dtype)
+    prompt = torch.randint(config.vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+    logits = [driver.step({"r": prompt[:CHUNK]})["r"], driver.step({"r": prompt[CHUNK:]})["r"]]
+    tokens: list[int] = []
+    for _ in range(DECODED_TOKENS):
+        tokens.append(int(logits[-1][-1].argmax()))
+        logits.append(driver.step({"r": tokens[-1:]})["r"])
+    return Run(torch.cat(logits), tokens, driver.cache.view.clone())
+
+
+def run_split(
+    rank: TensorParallel, models: Mapping[str, Path], sizes: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[str, int], Run]:
+    """Every model over each of its numbers of ranks, by name and number; a rank has those that it is part of."""
+    groups = {
+        size: dist.new_group(list(range(size))) for size in sorted({size for each in sizes.values() for size in each})
+    }
+    return dict(_runs(rank, models, sizes, groups))
+
+
+def _runs(
+    rank: TensorParallel,
+    models: Mapping[str, Path],
+    sizes: Mapping[str, tuple[int, ...]],
+    groups: Mapping[int, dist.ProcessGroup],
+) -> Iterator[tuple[tuple[str, int], Run]]:
+    for name, directory in models.items():
+        for size in sizes[name]:
+            if rank.rank < size:
+                yield (name, size), run_model(directory, TensorParallel(rank.rank, size, groups[size]))

@@ -24,6 +24,7 @@ from baton.types import LocalPolicy
 
 DEMO_MODELS = Path(__file__).resolve().parent.parent / "models" / "demo"
 MIB = 1 << 20
+GIGA = 1e9
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 64.0
 
 Settings = TypeVar("Settings", bound="CommonSettings")
@@ -71,7 +72,14 @@ class NodeSettings(CommonSettings):
     device: str = Field(
         "auto", description="of weights and cache: cpu, cuda, cuda:1; auto: a GPU where there is one, else the CPU"
     )
-    threads: int = Field(1, ge=1, description="CPU threads of one engine step")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks that compute the model together, each a process with a share of weights and KV, and on GPUs "
+        "with a GPU of its own, from --device on",
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of one engine step, in each rank")
     load_format: Literal["safetensors", "dummy"] = Field("safetensors", description="dummy: random weights, for tests")
     attention_backend: str | None = Field(None, description="forces one attention backend by name")
     max_batch_tokens: int | None = Field(
@@ -92,15 +100,30 @@ class NodeSettings(CommonSettings):
     prefix_cache: bool = Field(True, description="reuse the KV of equal prompt beginnings")
     transport: Literal["ucx", "loopback"] = Field("ucx", description="what carries KV; loopback: within one process")
     segment_mib: float | None = Field(
-        None, gt=0, le=1024, description="largest message of KV; default: 4 on a CPU, 64 on a GPU"
+        None,
+        gt=0,
+        le=1024,
+        description="largest message of KV, within which each job's is chosen from what the link was measured to do; "
+        "default: 4 on a CPU, 64 on a GPU",
     )
     staging_slots: int = Field(4, ge=2, description="staging buffers of segment_mib, for each direction")
+    link_floor_gb_per_s: float = Field(
+        0.0,
+        ge=0,
+        description="slowest link to a peer that will do, in GB/s as measured when the pair is made; below it the pair "
+        "is refused; 0: any",
+    )
     digests: bool = Field(True, description="check every segment's digest before it is scattered")
     keepalive_s: float = Field(10.0, gt=0, description="a peer that answers no ping for that long is dead")
 
     def segment_bytes(self, *, on_gpu: bool) -> int:
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)
         return int(mib * MIB)
+
+    @property
+    def receive_bytes_per_s(self) -> float | None:
+        """How much KV to receive; None for as much as comes."""
+        return None
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -119,7 +142,15 @@ class DecodeSettings(NodeSettings):
     local_prefill_tokens: int = Field(
         32, ge=0, description="a prompt with fewer uncached tokens is prefilled on the decode node itself"
     )
+    receive_limit_gb_per_s: float | None = Field(
+        None, gt=0, description="most KV to take from all prefill nodes together, in GB/s; more waits at the senders"
+    )
     lease_s: float = Field(300.0, gt=0, description="how long blocks are held for KV that is on its way")
+
+    @property
+    def receive_bytes_per_s(self) -> float | None:
+        limit = self.receive_limit_gb_per_s
+        return None if limit is None else limit * GIGA
 
 
 class GatewaySettings(CommonSettings):
@@ -175,6 +206,12 @@ def describe_validation_error(cls: type[CommonSettings], error: ValidationError)
 def child_environment(**more: str) -> dict[str, str]:
     """This process's environment for a child, with some variables added."""
     return {**os.environ, **more}
+
+
+def use_loopback_for_gloo() -> None:
+    """Ranks of this process's group talk over the loopback, unless the environment says otherwise: gloo takes the
+    address of the host's name by default, which a container may be unable to resolve."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def visible_gpus() -> int:

@@ -114,6 +114,7 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         total_s=receipt.total_s,
         attempts=receipt.attempts,
         prefill_cached_tokens=receipt.prefill_cached_tokens,
+        segment_bytes=receipt.segment_bytes,
     )
 
 
@@ -137,4 +138,5 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         total_s=message.total_s,
         attempts=message.attempts,
         prefill_cached_tokens=message.prefill_cached_tokens,
+        segment_bytes=message.segment_bytes,
     )

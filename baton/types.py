@@ -127,3 +127,4 @@ class Receipt:
     total_s: float
     attempts: int
     prefill_cached_tokens: int
+    segment_bytes: int

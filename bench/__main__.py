@@ -20,6 +20,7 @@ BENCHMARKS = (
     ("cache_to_cache", "Cache to cache: gather, digest, UCX, scatter", "bench.cache_to_cache"),
     ("transfer_gpu", "Cache to cache between GPUs, beside a plain copy", "bench.transfer_gpu"),
     ("hand_over", "Handed over against one process", "bench.hand_over"),
+    ("endurance", "Thousands of requests through one pair", "bench.endurance"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
 )

@@ -109,7 +109,17 @@ def _limit(segment_bytes: int) -> float:
     """What the parts allow, in GB/s, when the two threads overlap perfectly."""
     cache = PagedKVCache(SPEC, SHAPE)
     block_ids = torch.randperm(SHAPE.num_blocks)
-    layers, start, stop = next(cut(SPEC, segment_bytes=segment_bytes, token_start=0, token_stop=TOKENS))
+    layers, start, stop = next(
+        cut(
+            SPEC,
+            segment_bytes=segment_bytes,
+            layers=range(SPEC.num_layers),
+            heads=SPEC.num_kv_heads,
+            token_start=0,
+            token_stop=TOKENS,
+            resume_at=TOKENS,
+        )
+    )
     payload = torch.zeros(len(layers) * (stop - start) * SPEC.bytes_per_token_layer, dtype=torch.uint8)
     heads = range(SPEC.num_kv_heads)
 
@@ -193,7 +203,7 @@ async def _prefill(connection: Connection, segment_bytes: int, *, digests: bool)
         while (order := await asyncio.to_thread(connection.recv)) is not None:
             lease, tokens = order
             start_s = time.monotonic()
-            await prefill.send(SendJob(PEER, SENDER, lease, INCARNATION, 0, 0, tokens, blocks))
+            await prefill.send(SendJob(PEER, SENDER, lease, INCARNATION, 0, 0, tokens, tokens, blocks))
             connection.send(start_s)
 
 

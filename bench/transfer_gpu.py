@@ -194,7 +194,7 @@ async def _prefill(connection: Connection, case: Case, tokens: int, device: str)
         while (order := await asyncio.to_thread(connection.recv)) is not None:
             lease, number = order
             start_s = time.monotonic()
-            await prefill.send(SendJob(PEER, SENDER, lease, INCARNATION, 0, 0, number, blocks))
+            await prefill.send(SendJob(PEER, SENDER, lease, INCARNATION, 0, 0, number, number, blocks))
             connection.send(start_s)
 
 

@@ -230,6 +230,7 @@ class HandOver:
                 block_ids=reservation.block_ids,
                 token_start=reservation.cached_tokens,
                 token_stop=token_stop,
+                resume_at=reservation.resume_at,
             )
         )
         return number
@@ -256,6 +257,7 @@ class HandOver:
             decode_address=self.node.address,
             token_start=reservation.cached_tokens,
             token_stop=token_stop,
+            resume_at=reservation.resume_at,
         )
         self.session.send(
             pb.SessionResponse(

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, PeerRefused
 from baton.rpc.status import from_detail
+from kvtransfer.node import LinkMeasure
 from kvtransfer.plan import PlanRefused, WirePlan, agree
 from node.assembly import Node
-from node.describe import describe_mismatches, from_info, to_mismatches
+from node.describe import describe_measure, describe_mismatches, from_info, from_measure, to_mismatches
+from node.link_floor import below_floor
 from protos import common_pb2
 from protos import decode_pb2 as pb
 
@@ -53,10 +55,7 @@ class Pairs:
         try:
             plan = agree(self._node.description, from_info(info))
         except PlanRefused as refused:
-            state.phase = common_pb2.PEER_PHASE_REFUSED
-            state.mismatches.extend(to_mismatches(refused.mismatches))
-            log.warning("refused %s: %s", info.name, describe_mismatches(list(state.mismatches)))
-            await write(pb.PairResponse(refused=pb.PairRefused(info=self._node.info, mismatches=state.mismatches)))
+            await write(pb.PairResponse(refused=self._refuse(state, to_mismatches(refused.mismatches))))
             return
         number = next(self._sender_numbers)
         outbox: asyncio.Queue[pb.PairResponse | None] = asyncio.Queue()
@@ -66,8 +65,13 @@ class Pairs:
             address = await self._node.transfer.listen(number)
             await self._node.transfer.connect(number, hello.worker_address)
             await write(pb.PairResponse(accepted=self._accepted(number, address, plan)))
-            await write(pb.PairResponse(ready=await self._measure(number, incoming, state)))
-            reader = asyncio.create_task(self._read(incoming, outbox), name=f"pair-{number}")
+            measure = await self._measure(number, incoming, state)
+            if mismatch := below_floor(self._node, measure):
+                await write(pb.PairResponse(refused=self._refuse(state, to_mismatches((mismatch,)))))
+                return
+            self._ready(number, state, measure)
+            await write(pb.PairResponse(ready=from_measure(measure)))
+            reader = asyncio.create_task(self._read(incoming, outbox, state), name=f"pair-{number}")
             while (response := await outbox.get()) is not None:
                 await write(response)
         except TimeoutError:
@@ -89,7 +93,7 @@ class Pairs:
 
     async def _measure(
         self, number: int, incoming: AsyncIterator[pb.PairRequest], state: common_pb2.PeerState
-    ) -> pb.PairReady:
+    ) -> LinkMeasure:
         async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
             message = await anext(aiter(incoming))
             measure = await self._node.transfer.warmed_up(
@@ -97,13 +101,25 @@ class Pairs:
             )
         state.transport = measure.transport
         state.gigabytes_per_s = measure.gigabytes_per_s
+        state.latency_s = measure.latency_s
+        return measure
+
+    def _ready(self, number: int, state: common_pb2.PeerState, measure: LinkMeasure) -> None:
         state.phase = common_pb2.PEER_PHASE_READY
         self._numbers[state.address] = number
-        log.info("paired with %s over %s at %.1f GB/s", state.name, measure.transport, measure.gigabytes_per_s)
-        return pb.PairReady(transport=measure.transport, gigabytes_per_s=measure.gigabytes_per_s)
+        log.info("paired with %s over %s", state.name, describe_measure(measure))
+
+    def _refuse(self, state: common_pb2.PeerState, mismatches: list[common_pb2.Mismatch]) -> pb.PairRefused:
+        state.phase = common_pb2.PEER_PHASE_REFUSED
+        state.mismatches.extend(mismatches)
+        log.warning("refused %s: %s", state.name, describe_mismatches(mismatches))
+        return pb.PairRefused(info=self._node.info, mismatches=mismatches)
 
     async def _read(
-        self, incoming: AsyncIterator[pb.PairRequest], outbox: asyncio.Queue[pb.PairResponse | None]
+        self,
+        incoming: AsyncIterator[pb.PairRequest],
+        outbox: asyncio.Queue[pb.PairResponse | None],
+        state: common_pb2.PeerState,
     ) -> None:
         try:
             async for message in incoming:
@@ -112,14 +128,20 @@ class Pairs:
                         self._requests.on_hand_over(message.hand_over)
                     case "quiet" if message.quiet.HasField("error"):
                         self._requests.on_lost(message.quiet.lease, from_detail(message.quiet.error))
+                    case "refused":
+                        state.phase = common_pb2.PEER_PHASE_REFUSED
+                        state.mismatches.extend(message.refused.mismatches)
+                        log.warning("%s refused: %s", state.name, describe_mismatches(list(state.mismatches)))
+                        return
         finally:
             outbox.put_nowait(None)
 
     async def _drop(self, number: int, state: common_pb2.PeerState) -> None:
         if state.phase == common_pb2.PEER_PHASE_READY:
             log.info("lost %s", state.name)
-        state.phase = common_pb2.PEER_PHASE_LOST
-        state.detail = state.detail or "its line broke"
+        if state.phase != common_pb2.PEER_PHASE_REFUSED:
+            state.phase = common_pb2.PEER_PHASE_LOST
+            state.detail = state.detail or "its line broke"
         for lease in await self._node.transfer.disconnect(number):
             self._requests.on_lost(lease, BatonError(f"{state.name} is gone"))
 

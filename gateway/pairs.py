@@ -19,6 +19,8 @@ log = logging.getLogger("baton")
 
 _CONNECT_TIMEOUT_S = 20.0
 _RETRY_S_MIN, _RETRY_S_MAX = 0.1, 5.0
+# A link that was too slow is measured anew this often: it may have been busy.
+_MEASURE_AGAIN_S = 60.0
 _SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
 
 
@@ -60,8 +62,10 @@ class Pairs:
         for key, (prefill, decode) in wanted.items():
             if _settled(prefill, decode):
                 self._tell_once(key, prefill, decode)
-                continue
-            self._told.discard(key)
+                if not _too_slow(prefill.peers[decode.incarnation]):
+                    continue
+            else:
+                self._told.discard(key)
             attempt = self._attempts.setdefault(key, _Attempt())
             if attempt.task is None and now >= attempt.next_at:
                 attempt.task = asyncio.create_task(self._connect(attempt, prefill, decode), name="connect")
@@ -78,6 +82,7 @@ class Pairs:
         return [(prefill, decode) for prefill in self.prefills() if prefill.reachable for decode in decodes]
 
     async def _connect(self, attempt: _Attempt, prefill: PrefillNode, decode: DecodeNode) -> None:
+        pause_s, attempt.retry_s = attempt.retry_s, min(2 * attempt.retry_s, _RETRY_S_MAX)
         try:
             state = await prefill.connect(decode.status.info.address, timeout_s=_CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -85,10 +90,10 @@ class Pairs:
         else:
             if state.phase not in _SETTLED:
                 log.info("%s cannot connect to %s yet: %s", prefill.name, decode.name, state.detail)
+            if _too_slow(state):
+                pause_s = _MEASURE_AGAIN_S
         finally:
-            loop = asyncio.get_running_loop()
-            attempt.next_at = loop.time() + attempt.retry_s
-            attempt.retry_s = min(2 * attempt.retry_s, _RETRY_S_MAX)
+            attempt.next_at = asyncio.get_running_loop().time() + pause_s
             attempt.task = None
 
     def _tell_once(self, key: tuple[int, int], prefill: PrefillNode, decode: DecodeNode) -> None:
@@ -112,3 +117,8 @@ class Pairs:
 def _settled(prefill: PrefillNode, decode: DecodeNode) -> bool:
     peer = prefill.peers.get(decode.incarnation)
     return peer is not None and peer.phase in _SETTLED
+
+
+def _too_slow(peer: common_pb2.PeerState) -> bool:
+    """Whether nothing but its link keeps the pair from working."""
+    return peer.phase == common_pb2.PEER_PHASE_REFUSED and all(item.field == "link" for item in peer.mismatches)

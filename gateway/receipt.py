@@ -86,6 +86,7 @@ class ReceiptDraft:
             total_s=total_s,
             attempts=self.attempts,
             prefill_cached_tokens=self._scheduled.cached_tokens,
+            segment_bytes=sent.segment_bytes,
         )
 
     def _forget_prefill(self) -> None:

@@ -42,6 +42,8 @@ class LeaseGrant:
     Attributes:
         number: greater than that of every lease granted before in this incarnation.
         block_ids: of the whole request: token i lies in block_ids[i // block_size].
+        resume_at: the earliest token that may be computed on top; what neither it nor a later one reads is not wanted.
+            `token_stop` if not given.
 
     Raises:
         InternalError: a value cannot be.
@@ -51,6 +53,12 @@ class LeaseGrant:
     block_ids: tuple[int, ...]
     token_start: int
     token_stop: int
+    resume_at: int | None = None
+
+    @property
+    def reader(self) -> int:
+        """The earliest token that reads what comes."""
+        return self.token_stop if self.resume_at is None else self.resume_at
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < 1 << LEASE_BITS:
@@ -82,24 +90,30 @@ class _Lease:
     grant: LeaseGrant
     coverage: Coverage
     cells_missing: int
-    sender: int | None = None
+    group: int | None = None
     closing: bool = False
     scattering: int = 0
     bytes: int = 0
     segments: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
-    seen: set[int] = field(default_factory=set)
+    seen: set[tuple[int, int]] = field(default_factory=set)  # sender and number
 
     def totals(self) -> LeaseTotals:
         return LeaseTotals(self.grant.number, self.bytes, self.segments, self.last_s - self.first_s)
 
 
 class LeaseTable:
-    """All leases of one node in one incarnation."""
+    """All leases of one rank's cache in one incarnation.
 
-    def __init__(self, spec: KVCacheSpec, *, incarnation: int) -> None:
+    Args:
+        spec: of the cache.
+        heads: of the model's kv heads, those in the cache; all if not given.
+    """
+
+    def __init__(self, spec: KVCacheSpec, *, incarnation: int, heads: range | None = None) -> None:
         self._spec = spec
+        self._heads = range(spec.num_kv_heads) if heads is None else heads
         self._incarnation = incarnation
         self._leases: dict[int, _Lease] = {}
         self._highest = -1
@@ -118,26 +132,34 @@ class LeaseTable:
                 allowed=(f"above {self._highest}",),
             )
         self._highest = grant.number
-        tokens = grant.token_stop - grant.token_start
-        cells = self._spec.num_layers * tokens * self._spec.num_kv_heads
+        cells = len(self._heads) * sum(
+            grant.token_stop - max(grant.token_start, self._spec.first_read(layer, grant.reader))
+            for layer in range(self._spec.num_layers)
+        )
         lease = self._leases[grant.number] = _Lease(grant, Coverage(self._spec.num_layers), cells)
         return lease.totals() if cells == 0 else None
 
-    def arrival(self, tag: Tag, now_s: float) -> Refusal | None:
-        """Whether a message with that tag may have memory. The first one binds the lease to its sender."""
+    def arrival(self, tag: Tag, now_s: float, *, group: int | None = None) -> Refusal | None:
+        """Whether a message with that tag may have memory. The first one binds the lease to its sender's group.
+
+        Args:
+            group: which the ranks of one node have in common, and number their segments each on its own; the sender
+                alone if not given.
+        """
+        group = tag.sender if group is None else group
         if self.has_ended(tag.lease):
             return Refusal.LATE
         lease = self._leases.get(tag.lease)
         if lease is None:
             return Refusal.UNKNOWN_LEASE
-        if lease.sender is None:
-            lease.sender = tag.sender
+        if lease.group is None:
+            lease.group = group
             lease.first_s = lease.last_s = now_s
-        if lease.sender != tag.sender:
+        if lease.group != group:
             return Refusal.FOREIGN_SENDER
-        if tag.number in lease.seen:
+        if (tag.sender, tag.number) in lease.seen:
             return Refusal.DUPLICATE
-        lease.seen.add(tag.number)
+        lease.seen.add((tag.sender, tag.number))
         return None
 
     def start_scatter(self, tag: Tag, segment: Segment) -> Refusal | None:
@@ -148,7 +170,7 @@ class LeaseTable:
             return Refusal.LATE
         if segment.incarnation != self._incarnation:
             return Refusal.STALE_INCARNATION
-        if (segment.lease, segment.number) != (tag.lease, tag.number) or tag.sender != lease.sender:
+        if (segment.lease, segment.number) != (tag.lease, tag.number) or (tag.sender, tag.number) not in lease.seen:
             return Refusal.MISLABELLED
         if not self._within(lease.grant, segment):
             return Refusal.OUT_OF_RANGE
@@ -188,9 +210,9 @@ class LeaseTable:
         lease = self._leases.get(number)
         return number <= self._highest if lease is None else lease.closing
 
-    def bound_to(self, sender: int) -> tuple[int, ...]:
-        """The open leases that this sender began to fill."""
-        return tuple(number for number, lease in self._leases.items() if lease.sender == sender and not lease.closing)
+    def bound_to(self, group: int) -> tuple[int, ...]:
+        """The open leases that this group's senders began to fill."""
+        return tuple(number for number, lease in self._leases.items() if lease.group == group and not lease.closing)
 
     @property
     def open_leases(self) -> int:
@@ -203,8 +225,10 @@ class LeaseTable:
     def _within(self, grant: LeaseGrant, segment: Segment) -> bool:
         return (
             0 <= segment.layer_start < segment.layer_stop <= self._spec.num_layers
+            and segment.layer_step >= 1
             and grant.token_start <= segment.token_start < segment.token_stop <= grant.token_stop
-            and 0 <= segment.head_start < segment.head_stop <= self._spec.num_kv_heads
+            and self._heads.start <= segment.head_start < segment.head_stop <= self._heads.stop
+            and all(self._spec.first_read(layer, grant.reader) <= segment.token_start for layer in segment.layers)
         )
 
     def _payload_bytes(self, segment: Segment) -> int:

@@ -7,12 +7,14 @@ neither engine nor grpc nor role.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
 from attention.cache import PagedKVCache
 from baton.errors import ConfigError, DeadlineExceeded, InternalError
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
+from kvtransfer.link import LinkSpeed
 from kvtransfer.movers import MakeMover, open_mover
 from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
@@ -28,6 +30,7 @@ __all__ = [
     "LeaseGrant",
     "LeaseTotals",
     "LinkMeasure",
+    "LinkSpeed",
     "PeerTraffic",
     "Refusal",
     "SegmentRefused",
@@ -52,6 +55,8 @@ class KVTransfer:
         segment_bytes: largest payload of one message; the size of a staging slot.
         staging_slots: how many of them, for each direction that is used.
         digests: whether segments are sent with a digest, and refused without the right one.
+        receive_bytes_per_s: how much is received of segments, on average; unlimited if not given. More waits at the
+            senders.
         on_filled: a lease has all its tokens; called once, unless the lease is closed before.
         on_refused: a message was not scattered and its lease cannot be trusted to become complete.
         make_mover: what moves KV between cache and staging; the one for where the cache is, if not given.
@@ -69,6 +74,7 @@ class KVTransfer:
         segment_bytes: int,
         staging_slots: int,
         digests: bool,
+        receive_bytes_per_s: float | None = None,
         on_filled: Callable[[LeaseFilled], None],
         on_refused: Callable[[SegmentRefused], None],
         make_mover: MakeMover = open_mover,
@@ -92,6 +98,7 @@ class KVTransfer:
             segment_bytes=segment_bytes,
             staging_slots=staging_slots,
             digests=digests,
+            receive_bytes_per_s=receive_bytes_per_s,
             make_mover=make_mover,
             on_filled=lambda filled: self._tell(on_filled, filled),
             on_refused=lambda refused: self._tell(on_refused, refused),
@@ -158,7 +165,7 @@ class KVTransfer:
         return await self._call(lambda future: self._thread.sender.warm_up(peer, sender_number, future))
 
     async def warmed_up(self, peer: int, messages: int, bytes: int, *, timeout_s: float) -> LinkMeasure:
-        """Waits for a peer's warm-up messages and checks them.
+        """Waits for a peer's warm-up messages, checks and times them; then measures the latency by round trips.
 
         Raises:
             DataLoss: they came damaged, or not as many as the peer says.
@@ -168,11 +175,20 @@ class KVTransfer:
         waiting: asyncio.Future[LinkMeasure] = self._begin(
             lambda future: self._thread.expect_warm_up(peer, messages, bytes, future)
         )
+        awaited = f"{messages} warm-up messages"
         try:
             async with asyncio.timeout(timeout_s):
-                return await waiting
+                measure = await waiting
+                awaited = "answers to pings"
+                latency_s: float = await self._call(lambda future: self._thread.measure_latency(peer, future))
+                return replace(measure, latency_s=latency_s)
         except TimeoutError:
-            raise DeadlineExceeded(f"{messages} warm-up messages did not arrive within {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"{awaited} did not arrive within {timeout_s:g} s") from None
+
+    async def use_link(self, peer: int, link: LinkSpeed) -> None:
+        """What the receiver has measured: jobs for it are cut to segments of the size that suits them, in place of the
+        largest."""
+        await self._call(lambda future: self._thread.use_link(peer, link, future))
 
     async def send(self, job: SendJob) -> tuple[SentSegment, ...]:
         """Sends one job; returns when all of it is complete at the transport, so that its blocks may be freed: then

@@ -3,22 +3,28 @@
 Knows neither how nodes find each other nor what carries the bytes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attention.spec import KVCacheShape, KVCacheSpec
-from baton.errors import PeerRefused
+from baton.errors import ConfigError, PeerRefused
+from kvtransfer.flows import Flow, Link, flows
 
 # The wire's meaning: order of a payload, trailer, tag, digest. Raise the newest with every change of one of them.
-WIRE_OLDEST = 1
-WIRE_NEWEST = 1
+WIRE_OLDEST = 2
+WIRE_NEWEST = 2
 
 
 @dataclass(frozen=True)
 class NodeDescription:
     """What a node tells its peers of itself.
 
-    Model identity, `spec` and an overlapping wire range must be equal on both ends; `shape` and `package_version` may
-    differ.
+    Model identity, `spec`, `batch_invariant` and an overlapping wire range must be equal on both ends; `shape`,
+    `package_version` and `tensor_parallel_size` may differ.
+
+    Attributes:
+        spec: of the whole model, whatever a rank has of it.
+        shape: of each rank's cache.
     """
 
     architecture: str
@@ -29,6 +35,8 @@ class NodeDescription:
     wire_oldest: int
     wire_newest: int
     package_version: str
+    batch_invariant: bool = False
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ _SPEC_CURES = {
     "kind": _SAME_CHECKPOINT,
     "num_kv_heads": _SAME_CHECKPOINT,
     "head_dim": _SAME_CHECKPOINT,
+    "windows": _SAME_CHECKPOINT,
     "dtype": _SAME_DTYPE,
 }
 
@@ -104,12 +113,46 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
         for name, cure in _SPEC_CURES.items()
         if getattr(ours.spec, name) != getattr(theirs.spec, name)
     ]
+    if ours.batch_invariant != theirs.batch_invariant:
+        mismatches.append(_batch_invariant_mismatch(ours, theirs))
+    if not mismatches and (mismatch := _ranks_mismatch(ours, theirs)):
+        mismatches.append(mismatch)
     wire_version = min(ours.wire_newest, theirs.wire_newest)
     if wire_version < max(ours.wire_oldest, theirs.wire_oldest):
         mismatches.append(_wire_mismatch(ours, theirs))
     if mismatches:
         raise PlanRefused(tuple(mismatches))
     return WirePlan(wire_version, ours.spec)
+
+
+def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[Link, Flow]:
+    """What goes from which rank to which, for two nodes that agreed."""
+    return flows(
+        num_layers=sender.spec.num_layers,
+        num_kv_heads=sender.spec.num_kv_heads,
+        senders=sender.tensor_parallel_size,
+        receivers=receiver.tensor_parallel_size,
+    )
+
+
+def _ranks_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch | None:
+    try:
+        links_between(ours, theirs)
+    except ConfigError as error:
+        sizes = str(ours.tensor_parallel_size), str(theirs.tensor_parallel_size)
+        return Mismatch("tensor_parallel_size", *sizes, cure=str(error))
+    return None
+
+
+def _batch_invariant_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:
+    """A prompt's KV would be rounded in one way and its continuation in another: not what one process gives."""
+    said = {True: "on", False: "off"}
+    return Mismatch(
+        "batch_invariant",
+        said[ours.batch_invariant],
+        said[theirs.batch_invariant],
+        "set BATON_BATCH_INVARIANT (--batch-invariant) alike on both nodes",
+    )
 
 
 def _wire_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:

@@ -17,11 +17,13 @@ from attention.cache import PagedKVCache
 from baton.errors import BatonError, DataLoss, UnknownLease
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
 from kvtransfer.movers import Mover, Pending, Reading
+from kvtransfer.rate_limit import RateLimit
 from kvtransfer.records import Ledger, SegmentRefused
-from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
+from kvtransfer.round_trips import RoundTrips
+from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transport import Arrival, Request, Transport
-from kvtransfer.warm_up import WarmUpReceiver
+from kvtransfer.warm_up import WarmUpReceiver, maps_slot
 
 _WRONG_REFERENCE = frozenset(
     {
@@ -62,6 +64,7 @@ class Receiver:
         on_filled, on_refused: called on the transfer thread.
         catch_up: runs the calls posted so far. A lease may have been granted, and its first segment have come, since
             that was last done.
+        limit: how much may be taken of segments. The others wait at their senders; what measures links does not.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Receiver:
         on_filled: Callable[[LeaseTotals], None],
         on_refused: Callable[[SegmentRefused], None],
         catch_up: Callable[[], object],
+        limit: RateLimit | None = None,
     ) -> None:
         self._mover = mover
         self._transport = transport
@@ -93,13 +97,22 @@ class Receiver:
         self._closing: dict[int, Future[LeaseTotals]] = {}
         self._receptions: list[_Reception] = []
         self._held: Counter[int] = Counter()
-        # Arrivals of peers that hold their share of the slots already.
+        # Arrivals of peers that hold their share of the slots already, and those over the limit; in their order.
         self._parked: deque[tuple[Tag, Arrival]] = deque()
+        self._limit = limit
         self.warm_ups = WarmUpReceiver(digests=digests)
+        self.round_trips = RoundTrips(transport)
 
     @property
     def in_flight(self) -> int:
-        return len(self._receptions)
+        return len(self._receptions) + self.round_trips.in_flight
+
+    @property
+    def limited_s(self) -> float | None:
+        """How long the limit keeps what has arrived waiting; None while it does not."""
+        if self._limit is None or not self._parked:
+            return None
+        return self._limit.wait_s(time.monotonic()) or None
 
     @property
     def open_leases(self) -> int:
@@ -125,6 +138,7 @@ class Receiver:
     def lost(self, peer: int) -> tuple[int, ...]:
         """Forgets a peer; the transport is to cancel what is in flight. Its open leases, which it cannot fill."""
         self.warm_ups.lost(peer)
+        self.round_trips.lost(peer)
         for tag, arrival in self._parked:
             if tag.sender == peer:
                 self._transport.discard(arrival)
@@ -153,6 +167,9 @@ class Receiver:
                 break
             accepted = True
             tag = Tag.unpack(arrival.tag)
+            if tag.number in (PING, PONG) and arrival.peer in self._ledger.peers:
+                self.round_trips.arrived(tag, arrival, time.monotonic())
+                continue
             refusal = self._look_up(tag, arrival)
             if refusal in (Refusal.UNKNOWN_LEASE, Refusal.UNKNOWN_SENDER):
                 self._catch_up()
@@ -176,7 +193,11 @@ class Receiver:
         return self._leases.arrival(tag, time.monotonic())
 
     def _offer(self, tag: Tag, arrival: Arrival) -> bool:
-        """Begins to receive, unless no slot is free or the peer holds its share."""
+        """Begins to receive, unless no slot is free, the peer holds its share, or the limit is reached."""
+        limit = None if tag.number == WARM_UP else self._limit
+        now_s = time.monotonic()
+        if limit is not None and limit.wait_s(now_s) > 0:
+            return False
         pool = self._pools.of(through_host=self._ledger.peers[tag.sender].through_host)
         if self._held[tag.sender] >= self._ledger.fair_share(pool.slots):
             return False
@@ -184,6 +205,8 @@ class Receiver:
         if slot is None:
             return False
         request = self._transport.receive(arrival, slot.memory[: arrival.num_bytes])
+        if limit is not None:
+            limit.take(arrival.num_bytes, now_s)
         self._held[tag.sender] += 1
         self._receptions.append(_Reception(tag, pool, slot, arrival.num_bytes, request))
         return True
@@ -204,9 +227,7 @@ class Receiver:
                 return False
             if not self._has_come(item):
                 return self._end(item)
-            item.reading = self._mover.read(
-                item.slot, item.num_bytes, with_digest=self._digests, with_extremes=item.tag.number == WARM_UP
-            )
+            item.reading = self._read(item)
             moved = True
         if item.scatter is None:
             if not item.reading.done:
@@ -222,6 +243,13 @@ class Receiver:
         self._scattered(item.tag.sender, item.segment)
         return self._end(item)
 
+    def _read(self, item: _Reception) -> Reading:
+        """What of a message that has come is to be looked at: that measures its link, only the trailer."""
+        maps = item.tag.number == WARM_UP and maps_slot(item.tag.lease)
+        measures = item.tag.number == WARM_UP and not maps
+        with_digest = self._digests and not measures
+        return self._mover.read(item.slot, item.num_bytes, with_digest=with_digest, with_extremes=maps)
+
     def _has_come(self, item: _Reception) -> bool:
         if item.request.failure() is None:
             return True
@@ -235,7 +263,7 @@ class Receiver:
         tag = item.tag
         if tag.number == WARM_UP:
             if tag.sender in self._ledger.peers:
-                self.warm_ups.received(tag.sender, item.num_bytes, reading, time.monotonic())
+                self.warm_ups.received(tag.sender, tag.lease, item.num_bytes, reading, time.monotonic())
             return None
         segment = decode_trailer(reading.trailer)
         if segment is None:

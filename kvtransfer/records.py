@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from kvtransfer.leases import Refusal
+from kvtransfer.link import LinkSpeed, choose_payload_bytes
 
 
 @dataclass(frozen=True)
 class SendJob:
-    """KV of one request's tokens [token_start, token_stop), all layers, for one lease of a peer.
+    """KV of one request's tokens [token_start, token_stop) for one lease of a peer: what of it token `resume_at` or a
+    later one reads.
 
     Attributes:
         peer: this node's number for the receiver.
@@ -31,6 +33,7 @@ class SendJob:
     first_segment: int
     token_start: int
     token_stop: int
+    resume_at: int
     block_ids: tuple[int, ...]
 
 
@@ -54,10 +57,16 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class LinkMeasure:
-    """A warm link: what carries the bytes, and how fast a second pass through the staging buffers was."""
+    """A warm link: what carries the bytes, and what it was measured to do, as `LinkSpeed` has it."""
 
     transport: str
     gigabytes_per_s: float
+    latency_s: float = 0.0
+    message_cost_s: float = 0.0
+
+    @property
+    def speed(self) -> LinkSpeed:
+        return LinkSpeed(self.latency_s, self.message_cost_s, self.gigabytes_per_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,20 @@ class Peer:
         payload_limit: what one message to it may carry.
         carrier: what moves the bytes between the two.
         through_host: whether the cache is on a GPU and what it exchanges with this peer goes through host memory.
+        link: what was measured when the pair was made; None until then.
     """
 
     number: int
     payload_limit: int
     carrier: str
     through_host: bool = False
+    link: LinkSpeed | None = None
+
+    def payload_bytes_for(self, job_bytes: int) -> int:
+        """What one message of a job of that size should carry at most."""
+        if self.link is None:
+            return self.payload_limit
+        return choose_payload_bytes(self.link, job_bytes=job_bytes, limit=self.payload_limit)
 
     @property
     def transport(self) -> str:

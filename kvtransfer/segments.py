@@ -9,7 +9,8 @@ Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bi
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from itertools import pairwise
+from typing import NamedTuple, Self
 
 from google.protobuf.message import DecodeError
 
@@ -22,6 +23,9 @@ LEASE_BITS = 36
 NUMBER_BITS = 16
 # This number marks warm-up messages; their lease field counts messages and means no lease.
 WARM_UP = (1 << NUMBER_BITS) - 1
+# These mark the two ways of a round trip, whose sender field means nothing. Segments have lower numbers.
+PING, PONG = WARM_UP - 1, WARM_UP - 2
+SEGMENTS_MAX = PONG
 
 # Inner cuts fall on multiples of it, so that they hit no block of a usual size in its middle: a gather copies runs.
 _ALIGN_TOKENS = 64
@@ -81,10 +85,11 @@ class Segment:
     head_stop: int
     payload_bytes: int
     digest: int = 0
+    layer_step: int = 1
 
     @property
     def layers(self) -> range:
-        return range(self.layer_start, self.layer_stop)
+        return range(self.layer_start, self.layer_stop, self.layer_step)
 
     @property
     def heads(self) -> range:
@@ -115,6 +120,7 @@ class Segment:
             head_stop=self.head_stop,
             payload_bytes=self.payload_bytes,
             digest=self.digest,
+            layer_step=self.layer_step,
         )
 
     def encode(self) -> bytes:
@@ -144,6 +150,7 @@ def decode_trailer(trailer: bytes) -> Segment | None:
         head_stop=message.head_stop,
         payload_bytes=message.payload_bytes,
         digest=message.digest,
+        layer_step=message.layer_step,
     )
     # Only one sequence of bytes is the trailer of a segment; this also finds absent fields.
     return segment if segment.encode() == trailer else None
@@ -153,30 +160,79 @@ def payload_bytes(spec: KVCacheSpec, *, layers: int, tokens: int, heads: int) ->
     return layers * tokens * spec.kv_factor * heads * spec.head_dim * spec.itemsize
 
 
+class Piece(NamedTuple):
+    """Some tokens in some layers, before anybody knows of heads."""
+
+    layers: range
+    token_start: int
+    token_stop: int
+
+
 def cut(
-    spec: KVCacheSpec, *, segment_bytes: int, token_start: int, token_stop: int
-) -> Iterator[tuple[range, int, int]]:
-    """Cuts a token range into pieces (layers, token_start, token_stop) of at most `segment_bytes` payload each.
+    spec: KVCacheSpec,
+    *,
+    segment_bytes: int,
+    layers: range,
+    heads: int,
+    token_start: int,
+    token_stop: int,
+    resume_at: int,
+) -> Iterator[Piece]:
+    """Cuts what is read of a token range into pieces of at most `segment_bytes` payload each.
 
     All layers in one piece if they fit; else as many layers of the whole range as fit; else one layer of part of it,
     because long runs of tokens are what gather and scatter copy fast.
+
+    Args:
+        layers, heads: those that one sender sends to one receiver; of heads it is their number.
+        resume_at: the earliest token that the receiver may compute on this KV. A layer with a window reads only so far
+            before it.
 
     Raises:
         ConfigError: not even one token of one layer fits.
     """
     check_segment_bytes(spec, segment_bytes)
-    per_layer = spec.bytes_per_token_layer
-    num_tokens = token_stop - token_start
-    if num_tokens <= 0:
+    per_layer = payload_bytes(spec, layers=1, tokens=1, heads=heads)
+    for box in read_boxes(spec, layers=layers, token_start=token_start, token_stop=token_stop, resume_at=resume_at):
+        yield from _cut_box(box, per_layer, segment_bytes)
+
+
+def read_boxes(
+    spec: KVCacheSpec, *, layers: range, token_start: int, token_stop: int, resume_at: int
+) -> Iterator[Piece]:
+    """What of a token range is read by token `resume_at` and later ones: as few boxes as there are runs of tokens that
+    the same layers read, where layers follow each other at one distance."""
+    first = {layer: max(token_start, spec.first_read(layer, resume_at)) for layer in layers}
+    borders = sorted({start for start in first.values() if start < token_stop}) if token_start < token_stop else []
+    for start, stop in pairwise([*borders, token_stop]):
+        for run in _even_runs([layer for layer in layers if first[layer] <= start]):
+            yield Piece(run, start, stop)
+
+
+def _even_runs(layers: list[int]) -> Iterator[range]:
+    """The layers as ranges: one where they have one distance, else those that follow each other."""
+    steps = {second - first for first, second in pairwise(layers)}
+    if len(steps) <= 1:
+        step = steps.pop() if steps else 1
+        yield range(layers[0], layers[-1] + 1, step)
         return
-    layers_each = max(1, min(spec.num_layers, segment_bytes // (per_layer * num_tokens)))
+    start = layers[0]
+    for layer, following in pairwise([*layers, -1]):
+        if following != layer + 1:
+            yield range(start, layer + 1)
+            start = following
+
+
+def _cut_box(box: Piece, per_layer: int, segment_bytes: int) -> Iterator[Piece]:
+    num_tokens = box.token_stop - box.token_start
+    layers_each = max(1, segment_bytes // (per_layer * num_tokens))
     tokens_each = segment_bytes // per_layer
-    for layer in range(0, spec.num_layers, layers_each):
-        layers = range(layer, min(layer + layers_each, spec.num_layers))
-        start = token_start
-        while start < token_stop:
-            stop = _next_cut(start, tokens_each, token_stop)
-            yield layers, start, stop
+    for first in range(0, len(box.layers), layers_each):
+        layers = box.layers[first : first + layers_each]
+        start = box.token_start
+        while start < box.token_stop:
+            stop = _next_cut(start, tokens_each, box.token_stop)
+            yield Piece(layers, start, stop)
             start = stop
 
 

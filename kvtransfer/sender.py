@@ -4,6 +4,7 @@ Each slot goes back by its own segment's end. Knows nothing of leases' states, a
 again and again.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,12 +16,12 @@ import torch
 
 from attention.cache import PagedKVCache
 from baton.errors import BatonError, Cancelled, ConfigError, DataLoss
-from kvtransfer.movers import Mover, Payload, Pending
+from kvtransfer.movers import Done, Mover, Payload, Pending
 from kvtransfer.records import Ledger, Peer, SendJob, WarmUp
-from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, Tag, cut, payload_bytes
+from kvtransfer.segments import SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transport import Request, Transport
-from kvtransfer.warm_up import pattern, warm_up_segments
+from kvtransfer.warm_up import maps_slot, pattern, warm_up_segments
 
 T = TypeVar("T")
 
@@ -122,6 +123,8 @@ class Sender:
             return
 
         def fill(slot: Slot, segment: Segment) -> Payload:
+            if not maps_slot(segment.lease):
+                return Done()
             value = pattern(segment.lease)
             return self._mover.fill(slot, segment.payload_bytes, value, with_digest=self._digests)
 
@@ -130,7 +133,7 @@ class Sender:
             _tell(future, sent, finished.error)
 
         pool = self._pools.of(through_host=peer.through_host)
-        segments = warm_up_segments(pool.slots, peer.payload_limit)
+        segments = warm_up_segments(pool.slots, peer.payload_limit, time.monotonic)
         self._jobs.append(_Job(peer_number, sender_number, None, pool, segments, fill, done))
 
     def quiet(self, peer: int, lease: int, future: "Future[None]") -> None:
@@ -248,18 +251,38 @@ class Sender:
 
     def _cut(self, job: SendJob, peer: Peer) -> Iterator[Segment]:
         spec = self._spec
-        pieces = cut(spec, segment_bytes=peer.payload_limit, token_start=job.token_start, token_stop=job.token_stop)
+        heads = range(spec.num_kv_heads)
+        chosen = peer.payload_bytes_for((job.token_stop - job.token_start) * spec.bytes_per_token)
+        pieces = cut(
+            spec,
+            segment_bytes=max(chosen, spec.bytes_per_token_layer),
+            layers=range(spec.num_layers),
+            heads=len(heads),
+            token_start=job.token_start,
+            token_stop=job.token_stop,
+            resume_at=job.resume_at,
+        )
         for number, (layers, start, stop) in enumerate(pieces, start=job.first_segment):
-            if number >= WARM_UP:
+            if number >= SEGMENTS_MAX:
                 raise ConfigError(
-                    f"lease {job.lease} needs more than {WARM_UP} segments",
+                    f"lease {job.lease} needs more than {SEGMENTS_MAX} segments",
                     field="segment_bytes",
                     value=peer.payload_limit,
                     cure="raise --segment-mib",
                 )
-            heads = spec.num_kv_heads
-            size = payload_bytes(spec, layers=len(layers), tokens=stop - start, heads=heads)
-            yield Segment(job.incarnation, job.lease, number, layers.start, layers.stop, start, stop, 0, heads, size)
+            yield Segment(
+                incarnation=job.incarnation,
+                lease=job.lease,
+                number=number,
+                layer_start=layers.start,
+                layer_stop=layers[-1] + 1,
+                layer_step=layers.step,
+                token_start=start,
+                token_stop=stop,
+                head_start=heads.start,
+                head_stop=heads.stop,
+                payload_bytes=payload_bytes(spec, layers=len(layers), tokens=stop - start, heads=len(heads)),
+            )
 
 
 def _tell(future: "Future[T]", result: T, error: BatonError | None) -> None:

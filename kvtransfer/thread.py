@@ -17,13 +17,16 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from attention.cache import PagedKVCache
-from baton.errors import BatonError, InternalError
+from baton.errors import BatonError, DataLoss, InternalError
 from kvtransfer.leases import LeaseTotals
+from kvtransfer.link import LinkSpeed
 from kvtransfer.movers import MakeMover, Mover
+from kvtransfer.rate_limit import RateLimit
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import Ledger, LinkMeasure, Peer, PeerTraffic, SegmentRefused
 from kvtransfer.segments import TRAILER_BYTES
@@ -65,6 +68,7 @@ class TransferThread:
         segment_bytes: int,
         staging_slots: int,
         digests: bool,
+        receive_bytes_per_s: float | None,
         make_mover: MakeMover,
         on_filled: Callable[[LeaseTotals], None],
         on_refused: Callable[[SegmentRefused], None],
@@ -77,6 +81,7 @@ class TransferThread:
         self._segment_bytes = segment_bytes
         self._staging_slots = staging_slots
         self._digests = digests
+        self._receive_bytes_per_s = receive_bytes_per_s
         self._on_filled = on_filled
         self._on_refused = on_refused
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -196,6 +201,17 @@ class TransferThread:
             raise InternalError(f"peer {peer} is not connected", field="peer", value=peer)
         self.receiver.warm_ups.expect(peer, messages, num_bytes, self.ledger.peers[peer].transport, future)
 
+    def measure_latency(self, peer: int, future: "Future[float]") -> None:
+        if peer not in self.ledger.peers:
+            raise DataLoss("the peer is not connected", field="peer", value=peer)
+        self.receiver.round_trips.measure(peer, time.monotonic(), future)
+
+    def use_link(self, peer: int, link: LinkSpeed, future: "Future[None]") -> None:
+        if peer not in self.ledger.peers:
+            raise DataLoss("the peer is not connected", field="peer", value=peer)
+        self.ledger.peers[peer] = replace(self.ledger.peers[peer], link=link)
+        future.set_result(None)
+
     def _run(self) -> None:
         try:
             self._open()
@@ -246,6 +262,7 @@ class TransferThread:
             on_filled=self._on_filled,
             on_refused=self._on_refused,
             catch_up=self._run_calls,
+            limit=RateLimit(self._receive_bytes_per_s) if self._receive_bytes_per_s else None,
         )
         self._started.set_result(None)
 
@@ -271,10 +288,16 @@ class TransferThread:
             if self._in_flight or quiet_s < _HOT_S:
                 time.sleep(min(max(quiet_s * _NAP_FRACTION, shortest_s), _NAP_LONGEST_S))
             elif self.transport.arm():
-                poll.poll(_WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS)
+                poll.poll(self._longest_wait_ms())
                 # Here and not with the calls: a call may have been run before its wake came.
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
+
+    def _longest_wait_ms(self) -> int:
+        limited_s = self.receiver.limited_s
+        if limited_s is not None:
+            return min(math.ceil(limited_s * 1e3), _WAIT_LEASED_MS)
+        return _WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS
 
     def _advance(self) -> bool:
         """One look at everything; whether anything happened. Every part is looked at, whatever the others had."""

@@ -58,7 +58,7 @@ class Node:
             built.config.max_context_tokens,
             built.cache.shape.num_slots,
         )
-        self.description = _describe(built.identity, built)
+        self.description = _describe(built.identity, built, batch_invariant=settings.batch_invariant)
         self.info = to_info(
             self.description,
             name=self.name,
@@ -78,6 +78,7 @@ class Node:
             segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
             staging_slots=settings.staging_slots,
             digests=settings.digests,
+            receive_bytes_per_s=settings.receive_bytes_per_s,
             on_filled=lambda filled: self._heard().on_filled(filled),
             on_refused=lambda refused: self._heard().on_refused(refused),
         )
@@ -182,7 +183,7 @@ def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: i
     )
 
 
-def _describe(identity: ModelIdentity, built: Built) -> NodeDescription:
+def _describe(identity: ModelIdentity, built: Built, *, batch_invariant: bool) -> NodeDescription:
     shape: KVCacheShape = built.cache.shape
     return NodeDescription(
         architecture=identity.architecture,
@@ -193,4 +194,5 @@ def _describe(identity: ModelIdentity, built: Built) -> NodeDescription:
         wire_oldest=WIRE_OLDEST,
         wire_newest=WIRE_NEWEST,
         package_version=__version__,
+        batch_invariant=batch_invariant,
     )

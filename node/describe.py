@@ -3,7 +3,9 @@
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.plan import Mismatch, NodeDescription
+from kvtransfer.records import LinkMeasure
 from protos import common_pb2 as pb
+from protos import decode_pb2
 
 _KINDS = {KVKind.GQA: pb.KV_KIND_GQA, KVKind.MLA: pb.KV_KIND_MLA}
 _KINDS_BACK = {number: kind for kind, number in _KINDS.items()}
@@ -39,10 +41,12 @@ def to_info(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=spec.dtype,
+            windows=spec.windows,
         ),
         cache_shape=pb.CacheShape(layout=shape.layout.name, block_size=shape.block_size, num_blocks=shape.num_blocks),
         wire=pb.WireVersions(oldest=description.wire_oldest, newest=description.wire_newest),
         max_context_tokens=max_context_tokens,
+        batch_invariant=description.batch_invariant,
     )
 
 
@@ -64,12 +68,33 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=spec.dtype,
+            windows=tuple(spec.windows),
         ),
         shape=KVCacheShape(KVCacheLayout[shape.layout], shape.block_size, shape.num_blocks),
         wire_oldest=info.wire.oldest,
         wire_newest=info.wire.newest,
         package_version=info.package_version,
+        batch_invariant=info.batch_invariant,
     )
+
+
+def from_measure(measure: LinkMeasure) -> decode_pb2.PairReady:
+    return decode_pb2.PairReady(
+        transport=measure.transport,
+        gigabytes_per_s=measure.gigabytes_per_s,
+        latency_s=measure.latency_s,
+        message_cost_s=measure.message_cost_s,
+    )
+
+
+def to_measure(ready: decode_pb2.PairReady) -> LinkMeasure:
+    return LinkMeasure(ready.transport, ready.gigabytes_per_s, ready.latency_s, ready.message_cost_s)
+
+
+def describe_measure(measure: LinkMeasure) -> str:
+    """For logs, what a link is."""
+    times = f"{measure.latency_s * 1e6:.0f} us one way, {measure.message_cost_s * 1e6:.0f} us for one more message"
+    return f"{measure.transport} at {measure.gigabytes_per_s:.1f} GB/s, {times}"
 
 
 def to_mismatches(mismatches: tuple[Mismatch, ...]) -> list[pb.Mismatch]:

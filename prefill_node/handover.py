@@ -168,6 +168,7 @@ class HandOver:
             first_segment=first_segment,
             token_start=token_start,
             token_stop=min(chunk.token_stop, self.ticket.token_stop),
+            resume_at=self.ticket.resume_at,
             block_ids=chunk.block_ids,
         )
 
@@ -187,6 +188,7 @@ class HandOver:
             bytes_sent=sent.num_bytes,
             segments=len(sent.segments),
             transport=self.pair.state.transport,
+            segment_bytes=max((segment.payload_bytes for segment in sent.segments), default=0),
         )
 
     async def _stop_sending(self, sending: asyncio.Task[Sent]) -> None:
@@ -201,10 +203,11 @@ class HandOver:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
-    if ticket.token_stop != num_tokens or ticket.token_start >= num_tokens:
+    in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop
+    if ticket.token_stop != num_tokens or ticket.token_start >= num_tokens or not in_order:
         said = f"{ticket.token_start}..{ticket.token_stop}"
         raise InvalidRequest(
-            f"the ticket asks for tokens {said} of {num_tokens}",
+            f"the ticket asks for tokens {said}, to resume at {ticket.resume_at}, of {num_tokens}",
             field="ticket",
             value=said,
             cure="ask for a new ticket",

@@ -16,7 +16,8 @@ from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from kvtransfer.plan import PlanRefused, agree
 from node.assembly import Node
-from node.describe import describe_mismatches, from_info, to_mismatches
+from node.describe import describe_measure, describe_mismatches, from_info, to_measure, to_mismatches
+from node.link_floor import below_floor
 from protos import common_pb2, decode_pb2_grpc
 from protos import decode_pb2 as pb
 
@@ -83,9 +84,8 @@ class Pair:
                 call = decode_pb2_grpc.DecodeStub(channel).Pair()
                 async with asyncio.timeout(self._timeout_s):
                     accepted = await self._hello(call)
-                    if accepted is None:
+                    if accepted is None or not await self._warm_up(call, accepted):
                         return
-                    await self._warm_up(call, accepted)
                 writer = asyncio.create_task(self._write_all(call))
                 await self._read_all(call)
         except grpc.aio.AioRpcError as error:
@@ -116,20 +116,36 @@ class Pair:
             return None
         return response.accepted
 
-    async def _warm_up(self, call: Call, accepted: pb.PairAccepted) -> None:
+    async def _warm_up(self, call: Call, accepted: pb.PairAccepted) -> bool:
+        """Sends what the decode node times; False when the link is too slow for one of the two."""
         self.sender_number = accepted.sender_number
         await self._node.transfer.connect(self.number, accepted.worker_address, message_bytes=accepted.message_bytes)
         warm = await self._node.transfer.warm_up(self.number, accepted.sender_number)
         warmed_up = pb.WarmedUp(messages=warm.messages, bytes=warm.bytes)
         await call.write(pb.PairRequest(warmed_up=warmed_up))
         response = await _read(call, self.state.name)
-        self.state.transport = response.ready.transport
-        self.state.gigabytes_per_s = response.ready.gigabytes_per_s
+        if response.WhichOneof("message") == "refused":
+            self._refuse(list(response.refused.mismatches))
+            return False
+        measure = to_measure(response.ready)
+        self.state.transport = measure.transport
+        self.state.gigabytes_per_s = measure.gigabytes_per_s
+        self.state.latency_s = measure.latency_s
+        if mismatch := below_floor(self._node, measure):
+            self._refuse(to_mismatches((mismatch,)))
+            await self._tell_refused(call)
+            return False
+        await self._node.transfer.use_link(self.number, measure.speed)
         self.state.phase = common_pb2.PEER_PHASE_READY
         self._settled.set()
-        log.info(
-            "paired with %s over %s at %.1f GB/s", self.state.name, self.state.transport, self.state.gigabytes_per_s
-        )
+        log.info("paired with %s over %s", self.state.name, describe_measure(measure))
+        return True
+
+    async def _tell_refused(self, call: Call) -> None:
+        """Returns once the decode node has heard it: closing the channel would overtake the message."""
+        refused = pb.PairRefused(info=self._node.info, mismatches=self.state.mismatches)
+        await call.write(pb.PairRequest(refused=refused))
+        await call.read()
 
     async def _write_all(self, call: Call) -> None:
         while True:

@@ -111,7 +111,8 @@ def summary(usage: Usage, receipt: Receipt) -> str:
     if receipt.bytes_sent:
         lines.append(
             f"{receipt.prefill_node} sent {receipt.prompt_tokens_sent} tokens' KV to {receipt.decode_node}: "
-            f"{receipt.bytes_sent} bytes in {receipt.segments} segment(s) over {receipt.transport}, "
+            f"{receipt.bytes_sent} bytes in {receipt.segments} segment(s) of at most {receipt.segment_bytes} over "
+            f"{receipt.transport}, "
             f"{receipt.transfer_s * 1e3:.1f} ms behind the first token"
         )
     return "\n".join(lines)

@@ -104,6 +104,7 @@ def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
         "state": _phase(peer),
         "transport": peer.transport,
         "gigabytes_per_s": peer.gigabytes_per_s,
+        "latency_s": peer.latency_s,
         "bytes_total": peer.bytes_total,
         "segments_total": peer.segments_total,
         "detail": peer.detail,
@@ -135,7 +136,7 @@ def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
 
 
 def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]]) -> Table:
-    table = Table("prefill", "decode", "state", "transport", "GB/s", "sent MiB", "segments", box=SIMPLE)
+    table = Table("prefill", "decode", "state", "transport", "GB/s", "latency us", "sent MiB", "segments", box=SIMPLE)
     for node, peer in pairs:
         state = _phase(peer)
         cells = (
@@ -144,6 +145,7 @@ def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.Pee
             f"{state}: {peer.detail}" if peer.detail else state,
             peer.transport,
             f"{peer.gigabytes_per_s:.2f}",
+            f"{peer.latency_s * 1e6:.0f}",
             f"{peer.bytes_total / (1 << 20):.1f}",
             str(peer.segments_total),
         )

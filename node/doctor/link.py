@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.transport import REACH_GPU_MEMORY, Arrival, Request, Transport, open_transport
+from node.doctor.cures import THROUGH_HOST, cure_for
 from node.doctor.verdict import Verdict, fail, ok
 
 MIB = 1 << 20
@@ -25,12 +26,6 @@ _TIMEOUT_S = 30.0
 # As the transfer thread does: on few cores two ends that look without a pause starve each other.
 _NAP_S = 20e-6
 _NO_CURE = "see UCX's own report with UCX_LOG_LEVEL=info"
-_THROUGH_HOST = " through host memory"
-_NO_SHARED_MEMORY = (
-    "the two processes do not share memory: check /dev/shm above, and that no UCX_TLS is set that leaves it out"
-)
-_NO_GPU_PATH = "the GPUs do not reach each other directly: show both to both processes, and share the host's IPC"
-_NO_OTHER_CURE = "look for what else uses this machine, or lower the floor"
 
 
 @dataclass(frozen=True)
@@ -57,14 +52,8 @@ def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Ver
         return fail(check, f"{type(error).__name__}: {error}", _NO_CURE)
     found = f"{link.carrier}, {link.gigabytes_per_s:.1f} GB/s, {link.round_trip_us:.0f} us there and back"
     if link.gigabytes_per_s < floor_gigabytes_per_s:
-        return fail(check, f"{found}; wanted are {floor_gigabytes_per_s:g} GB/s", _cure(link.carrier))
+        return fail(check, f"{found}; wanted are {floor_gigabytes_per_s:g} GB/s", cure_for(link.carrier))
     return ok(check, found)
-
-
-def _cure(carrier: str) -> str:
-    if carrier.startswith("tcp"):
-        return _NO_SHARED_MEMORY
-    return _NO_GPU_PATH if carrier.endswith(_THROUGH_HOST) else _NO_OTHER_CURE
 
 
 def measure(devices: tuple[str, str]) -> Link:
@@ -101,7 +90,7 @@ def where_messages_lie(transport: Transport, device: str) -> tuple[str, str]:
     carrier = transport.carrier(_PEER)
     if device == "cpu" or carrier in REACH_GPU_MEMORY:
         return carrier, device
-    return carrier + _THROUGH_HOST, "cpu"
+    return carrier + THROUGH_HOST, "cpu"
 
 
 def _ready(message: Tensor) -> Tensor:

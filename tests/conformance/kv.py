@@ -84,6 +84,7 @@ def make_transfer(
     segment_bytes: int = 1000,
     staging_slots: int = 3,
     digests: bool = True,
+    receive_bytes_per_s: float | None = None,
     make_mover: MakeMover = open_mover,
 ) -> KVTransfer:
     if transport.endswith(LATE):
@@ -95,6 +96,7 @@ def make_transfer(
         segment_bytes=segment_bytes,
         staging_slots=staging_slots,
         digests=digests,
+        receive_bytes_per_s=receive_bytes_per_s,
         make_mover=make_mover,
         on_filled=heard.filled.append,
         on_refused=heard.refused.append,
@@ -138,6 +140,7 @@ def job(
     token_start: int,
     token_stop: int,
     *,
+    resume_at: int | None = None,
     first_segment: int = 0,
     peer: int = PEER,
     sender_number: int = SENDER,
@@ -150,5 +153,6 @@ def job(
         first_segment=first_segment,
         token_start=token_start,
         token_stop=token_stop,
+        resume_at=token_stop if resume_at is None else resume_at,
         block_ids=block_ids,
     )

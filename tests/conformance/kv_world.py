@@ -1,390 +1,290 @@
 """One receiver in a world in which everything happens only when it is told to: messages arrive, requests and copies
-end, peers vanish. The receiver, its lease table and its staging are the real ones; a world can be copied at any
-moment, so that every order of events can be tried.
+end, leases are closed, peers vanish, the receiver looks. The receiver, its lease table and its staging are the real
+ones; what may be observed of them is checked with every event.
 """
 
-import copy
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from attention.cache import PagedKVCache
 from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
-from baton.errors import BatonError, DataLoss
-from kvtransfer.leases import LeaseGrant, LeaseTotals
-from kvtransfer.movers import CpuMover, Done, DoneReading, Pending
-from kvtransfer.receiver import Receiver
+from attention.spec import KVCacheShape
+from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
+from kvtransfer.receiver import Receiver, _Reception
 from kvtransfer.records import Ledger, Peer, SegmentRefused
-from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
-from kvtransfer.staging import Pools, Slot, StagingPool
-from kvtransfer.transport import Arrival
+from kvtransfer.segments import Tag
+from kvtransfer.staging import Pools, StagingPool
+from tests.conformance.kv_simulated import (
+    INCARNATION,
+    JUNK,
+    SLOT_BYTES,
+    SPEC,
+    Closing,
+    Copies,
+    Message,
+    Network,
+    Staging,
+    make_message,
+    one_pool,
+    written_by,
+)
 
-SPEC = KVCacheSpec(KVKind.MLA, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
-INCARNATION = 5
-SLOT_BYTES = SPEC.bytes_per_token + TRAILER_BYTES
-POISON = -1.0
-# Events by which the world goes on without anybody's doing.
-_COMING = ("arrive", "end", "copy")
-
+# A kind, and the number of what it happens to.
 Event = tuple[str, int]
-
-
-def value_of(lease: int, token: int) -> float:
-    """What the sender's cache has there; no two tokens have the same."""
-    return 100.0 * lease + token
-
-
-@dataclass(eq=False)
-class Network:
-    """A transport whose messages wait until they are taken, and whose receives end when they are told to."""
-
-    queues: dict[int, deque[tuple[int, bytes]]]
-    requests: "list[Receive]" = field(default_factory=list)
-
-    def probe(self) -> Arrival | None:
-        for peer, queue in self.queues.items():
-            if queue:
-                tag, message = queue.popleft()
-                return Arrival(peer, tag, len(message), message)
-        return None
-
-    def receive(self, arrival: Arrival, into: Tensor) -> "Receive":
-        assert isinstance(arrival.handle, bytes)
-        request = Receive(arrival.peer, arrival.tag, arrival.handle, into)
-        self.requests.append(request)
-        return request
-
-    def discard(self, arrival: Arrival) -> None:
-        """Nothing waits for it."""
-
-    def disconnect(self, peer: int) -> None:
-        self.queues.pop(peer, None)
-        for request in self.requests:
-            request.cancelled = request.cancelled or request.peer == peer
-
-
-@dataclass(eq=False)
-class Receive:
-    """A message on its way into a slot. Its bytes are written when it ends, so a slot used by another one is found."""
-
-    peer: int
-    tag: int
-    message: bytes
-    into: Tensor
-    done: bool = False
-    cancelled: bool = False
-
-    def failure(self) -> BatonError | None:
-        return DataLoss("the link was closed") if self.cancelled else None
-
-    def end(self) -> None:
-        if not self.cancelled:
-            self.into.copy_(torch.frombuffer(bytearray(self.message), dtype=torch.uint8))
-        self.done = True
-
-
-@dataclass(eq=False)
-class Copy:
-    """A reading or a scatter, which happens when it is told to."""
-
-    slot: Slot
-    num_bytes: int
-    segment: Segment | None = None
-    block_ids: Tensor | None = None
-    result: Done | DoneReading | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None
-
-    @property
-    def digest(self) -> int:
-        return 0
-
-    @property
-    def trailer(self) -> bytes:
-        assert isinstance(self.result, DoneReading)
-        return self.result.trailer
-
-    @property
-    def extremes(self) -> tuple[int, int]:
-        return (0, 0)
-
-
-@dataclass(eq=False)
-class Copies:
-    """A mover for a CPU's cache whose operations wait."""
-
-    cpu: CpuMover
-    waiting: list[Copy] = field(default_factory=list)
-    on_gpu: bool = False
-
-    def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> Copy:
-        assert not with_digest
-        assert not with_extremes
-        self.waiting.append(Copy(slot, num_bytes))
-        return self.waiting[-1]
-
-    def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> Copy:
-        self.waiting.append(Copy(slot, segment.payload_bytes, segment, block_ids))
-        return self.waiting[-1]
-
-    def end(self, operation: Copy) -> None:
-        self.waiting.remove(operation)
-        if operation.segment is None or operation.block_ids is None:
-            operation.result = self.cpu.read(
-                operation.slot, operation.num_bytes, with_digest=False, with_extremes=False
-            )
-        else:
-            operation.result = self.cpu.scatter(operation.slot, operation.block_ids, operation.segment)
-
-
-@dataclass(eq=False)
-class Closing:
-    """What a lease's owner waits on after `close`."""
-
-    lease: int
-    totals: LeaseTotals | None = None
-
-    def set_result(self, totals: LeaseTotals) -> None:
-        assert self.totals is None
-        self.totals = totals
-
-    def set_exception(self, error: Exception) -> None:
-        raise error
+LOOK: Event = ("look", 0)
+# Nothing but their owners brings these about.
+_CALLS = ("close", "lose")
 
 
 def _nothing() -> None:
-    """Between parts of a digest, and when the receiver wants to catch up with calls: there is nothing else to do."""
+    """When the receiver wants to catch up with calls, none waits: they are events."""
 
 
 class World:
-    """A receiver with one lease for each peer, each of as many segments of one token.
+    """Leases of as many segments each, of one token; lease i is filled by peer `senders[i]`.
 
-    Events: ("arrive", peer), ("again", peer) for a message sent twice, ("step", 0), ("end", request), ("copy",
-    operation), ("close", lease), ("lose", peer). Leases are numbered like the peers that fill them.
+    Events: ("arrive", lease) for its next message, ("again", message) for one sent twice, ("look", 0), ("end",
+    message) of a receive, ("copy", message) of a reading or scatter, ("close", lease), ("lose", peer). What a cancel
+    and a timeout are to a receiver is a close; the owner of the lease does it, whatever has come and whatever has not.
+
+    Args:
+        repeats: how many messages may be sent twice.
     """
 
-    def __init__(self, peers: tuple[int, ...], *, segments: int, slots: int, repeats: int) -> None:
+    def __init__(self, senders: tuple[int, ...], *, segments: int, slots: int, repeats: int) -> None:
+        self.senders = senders
         self.segments = segments
-        self.cache = PagedKVCache(SPEC, KVCacheShape(KVCacheLayout.NHD, 1, len(peers) * segments))
-        self.cache.view.fill_(POISON)
-        self.network = Network({peer: deque() for peer in peers})
-        self.copies = Copies(CpuMover(self.cache, _nothing))
-        self.ledger = Ledger(peers={peer: Peer(peer, SLOT_BYTES, "simulated") for peer in peers})
-        self.pool = StagingPool(slot_bytes=SLOT_BYTES, slots=slots, device=torch.device("cpu"))
-        self.sent = dict.fromkeys(peers, 0)
+        self.grants = [
+            LeaseGrant(lease, tuple(range(lease * segments, (lease + 1) * segments)), 0, segments)
+            for lease in range(len(senders))
+        ]
+        self.messages = [
+            make_message(1 + lease * segments + token, peer, lease, token)
+            for lease, peer in enumerate(senders)
+            for token in range(segments)
+        ]
+        self.peers = {number: Peer(number, SPEC.bytes_per_token, "simulated") for number in sorted(set(senders))}
+        self.pool = one_pool(slots)
+        self.staging = Staging(self.pool)
+        self.network = Network(
+            self.staging,
+            {message.number: message.arrival for message in self.messages},
+            {peer: deque() for peer in self.peers},
+        )
+        trailers = {JUNK: b"", **{message.number: message.trailer for message in self.messages}}
+        self.copies = Copies(self.staging, trailers, [JUNK] * len(self.messages))
+        self.ledger = Ledger(peers=dict(self.peers))
+        self.sent = [0] * len(senders)
         self.repeats = repeats
-        self.filled: set[int] = set()
+        self.filled = [False] * len(senders)
         self.closing: dict[int, Closing] = {}
-        self.closed: dict[int, list[float]] = {}  # lease: what its blocks held when it was over
+        self.told: list[SegmentRefused] = []
+        self.receiver = self._make_receiver()
+        for grant in self.grants:
+            self.receiver.open(grant)
+        self.block_ids = dict(self.receiver._block_ids)
+
+    def _make_receiver(self) -> Receiver:
         # Of mover and transport, they do what a receiver asks for.
         mover: Any = self.copies
         transport: Any = self.network
-        self.receiver = Receiver(
-            self.cache,
+        pools = Pools(direct=self._the_pool, in_host=self._the_pool)
+        pools.of(through_host=False)
+        return Receiver(
+            PagedKVCache(SPEC, KVCacheShape(KVCacheLayout.NHD, 1, len(self.messages))),
             mover,
             transport,
             self.ledger,
-            Pools(direct=self._the_pool, in_host=self._the_pool),
+            pools,
             slot_bytes=SLOT_BYTES,
             incarnation=INCARNATION,
             digests=False,
             on_filled=self._on_filled,
-            on_refused=self._on_refused,
+            on_refused=self.told.append,
             catch_up=_nothing,
         )
-        for index, peer in enumerate(peers):
-            self.receiver.open(LeaseGrant(peer, self._blocks(index), 0, segments))
-        self.lost: set[int] = set()
-        self.refused: Counter[str] = Counter()
 
     def _the_pool(self) -> StagingPool:
         return self.pool
 
-    def _blocks(self, index: int) -> tuple[int, ...]:
-        return tuple(range(index * self.segments, (index + 1) * self.segments))
-
-    def _held(self, lease: int) -> list[float]:
-        start = list(self.sent).index(lease) * self.segments
-        values: list[float] = self.cache.view.flatten()[start : start + self.segments].tolist()
-        return values
-
     def _on_filled(self, totals: LeaseTotals) -> None:
         lease = totals.number
-        assert lease not in self.filled, "told once"
+        assert not self.filled[lease], "told once"
         assert lease not in self.closing, "nobody waits for it any more"
-        assert self._held(lease) == [value_of(lease, token) for token in range(self.segments)], "I2"
-        self.filled.add(lease)
+        assert all(self._has_come(message) for message in self._of(lease)), "I2: it is filled"
+        self.filled[lease] = True
 
-    def _on_refused(self, refused: SegmentRefused) -> None:
-        self.refused[refused.refusal.name] += 1
+    def _of(self, lease: int) -> list[Message]:
+        return self.messages[lease * self.segments : (lease + 1) * self.segments]
+
+    def _has_come(self, message: Message) -> bool:
+        return self.copies.blocks[message.number - 1] == message.number
 
     # ---- events
 
-    def possible(self) -> Iterator[Event]:
-        """Events that can happen now, apart from a step, which always can."""
-        for peer in self.sent:
-            if peer not in self.lost:
-                if self.sent[peer] < self.segments:
-                    yield "arrive", peer
-                if self.repeats and self.sent[peer]:
-                    yield "again", peer
-                yield "lose", peer
-            if peer not in self.closing:
-                yield "close", peer
-        yield from (("end", index) for index in range(len(self.network.requests)))
-        yield from (("copy", index) for index in range(len(self.copies.waiting)))
+    def possible(self) -> list[Event]:
+        """Events that can happen now."""
+        return list(self._possible())
 
-    def happen(self, event: Event) -> None:
+    def _possible(self) -> Iterator[Event]:
+        yield LOOK
+        for lease, peer in enumerate(self.senders):
+            if peer in self.ledger.peers:
+                if self.sent[lease] < self.segments:
+                    yield "arrive", lease
+                if self.repeats:
+                    for message in self._of(lease)[: self.sent[lease]]:
+                        yield "again", message.number
+            if lease not in self.closing:
+                yield "close", lease
+        for peer in self.ledger.peers:
+            yield "lose", peer
+        for request in self.network.requests:
+            yield "end", request.message
+        for copy in self.copies.waiting:
+            yield "copy", copy.message
+
+    def happen(self, event: Event) -> bool:
+        """Whether it was a look that found nothing to do."""
         kind, number = event
         match kind:
+            case "look":
+                return self._look()
             case "arrive":
-                self.network.queues[number].append(self._message(number, self.sent[number]))
+                message = self._of(number)[self.sent[number]]
+                self.network.queues[message.peer].append(message.number)
                 self.sent[number] += 1
             case "again":
-                self.network.queues[number].append(self._message(number, self.sent[number] - 1))
+                self.network.queues[self.messages[number - 1].peer].append(number)
                 self.repeats -= 1
-            case "step":
-                self.receiver.step()
             case "end":
-                self.network.requests.pop(number).end()
+                self.network.end(next(request for request in self.network.requests if request.message == number))
             case "copy":
-                self.copies.end(self.copies.waiting[number])
+                self._copy(number)
             case "close":
-                future: Any = Closing(number)
+                future: Any = Closing()
                 self.closing[number] = future
                 self.receiver.close(number, future)
             case "lose":
-                self.lost.add(number)
-                self.ledger.peers.pop(number)
-                self.receiver.lost(number)
-                self.network.disconnect(number)
-        self._check()
-
-    def _message(self, peer: int, token: int) -> tuple[int, bytes]:
-        size = SPEC.bytes_per_token
-        segment = Segment(INCARNATION, peer, token, 0, 1, token, token + 1, 0, 1, size)
-        payload = torch.tensor([value_of(peer, token)]).view(torch.uint8).numpy().tobytes()
-        return Tag(peer, peer, token).pack(), payload + segment.encode()
-
-    def _check(self) -> None:
-        for lease, closing in self.closing.items():
-            if closing.totals is not None:
-                held = self._held(lease)
-                assert self.closed.setdefault(lease, held) == held, "I3: written to after its lease was over"
-        for lease in self.sent:
-            wrong = {POISON, *(value_of(lease, token) for token in range(self.segments))}
-            assert wrong.issuperset(self._held(lease)), "I3: another lease's tokens"
-
-    def check_end(self) -> None:
-        """Nothing is under way and nothing can come: no slot is lost, and nothing of lost peers is kept."""
-        assert self.pool.available == self.pool.slots, "no slot is lost"
-        assert self.receiver.in_flight == 0
-        assert all(closing.totals is not None for closing in self.closing.values())
-        for peer in self.lost:
-            assert not self.receiver.holds(peer), "I6"
-            assert all(tag.sender != peer for tag, _ in self.receiver._parked), "I6"
-        for lease in set(self.sent) - set(self.closing) - self.lost:
-            assert lease in self.filled, "a lease whose sender lives and sent all is filled"
-
-    # ---- exploring
-
-    def key(self) -> Any:
-        """Equal for worlds that behave alike."""
-        receiver = self.receiver
-        stages = tuple(
-            (item.tag.pack(), item.request.done, self._stage(item.reading), self._stage(item.scatter))
-            for item in receiver._receptions
-        )
-        leases = tuple(
-            (number, lease.sender, lease.closing, lease.scattering, lease.cells_missing, tuple(sorted(lease.seen)))
-            for number, lease in receiver._leases._leases.items()
-        )
-        queues = tuple((peer, tuple(tag for tag, _ in queue)) for peer, queue in self.network.queues.items())
-        return (
-            stages,
-            leases,
-            queues,
-            tuple(tag.pack() for tag, _ in receiver._parked),
-            tuple((request.tag, request.cancelled) for request in self.network.requests),
-            tuple((copy.slot.index, copy.segment is None) for copy in self.copies.waiting),
-            tuple(self.sent.values()),
-            self.repeats,
-            frozenset(self.filled),
-            frozenset(self.lost),
-            tuple(sorted((lease, closing.totals is None) for lease, closing in self.closing.items())),
-            tuple(self.cache.view.flatten().tolist()),
-        )
-
-    @staticmethod
-    def _stage(operation: Pending | None) -> bool | None:
-        return None if operation is None else operation.done
-
-    def copied(self) -> "World":
-        constants: list[object] = [SPEC, _nothing, self.cache.spec, self.cache.shape, *self.ledger.peers.values()]
-        for item in self.receiver._receptions:
-            constants += [item.tag, item.segment]
-        for lease in self.receiver._leases._leases.values():
-            constants += [lease.grant, self.receiver._block_ids[lease.grant.number]]
-        return copy.deepcopy(self, {id(value): value for value in constants})
-
-
-@dataclass(frozen=True)
-class Explored:
-    """How many worlds differ, and in how many of them nothing can come any more."""
-
-    worlds: int
-    ends: int
-
-
-def explore(world: World) -> Explored:
-    """Tries every order of events, the receiver looking after each; calls that end a lease or a link also come between
-    another event and the look, as they do when both happened since the last one."""
-    seen = {world.key()}
-    frontier = [(world, False)]
-    ends = 0
-    while frontier:
-        here, is_behind = frontier.pop()
-        possible = list(here.possible())
-        if is_behind:
-            nexts = [[event] for event in possible if event[0] in ("close", "lose")]
-        else:
-            nexts = [[event] for event in possible]
-            ends += _is_over(here, possible)
-        for events in [*nexts, []]:
-            looked = here.copied()
-            for event in events:
-                looked.happen(event)
-            if events and not is_behind:
-                unseen = looked.copied()
-                if _new(seen, unseen.key(), "behind"):
-                    frontier.append((unseen, True))
-            looked.happen(("step", 0))
-            if _new(seen, looked.key(), ""):
-                frontier.append((looked, False))
-    return Explored(len(seen), ends)
-
-
-def _is_over(world: World, possible: list[Event]) -> bool:
-    """Checks a world in which, once the receiver has looked, only owners of leases and links could do anything."""
-    if any(kind in _COMING for kind, _ in possible):
+                self._lose(number)
+        self._check_slots()
         return False
-    settled = world.copied()
-    while settled.receiver.step():
-        """It looks again for as long as that brings anything."""
-    over = all(kind not in _COMING for kind, _ in settled.possible())
-    if over:
-        settled.check_end()
-    return over
 
+    def _copy(self, number: int) -> None:
+        copy = next(copy for copy in self.copies.waiting if copy.message == number)
+        for block in written_by(copy):
+            lease = block // self.segments
+            assert not self.is_closed(lease), "I3: written to after its lease was over"
+            assert self.copies.blocks[block] == JUNK, "I3: written to twice"
+        self.copies.end(copy)
+        for block in written_by(copy):
+            assert self._has_come(self.messages[block]), "I3: another segment's or another lease's tokens"
 
-def _new(seen: set[Any], key: Any, kind: str) -> bool:
-    before = len(seen)
-    seen.add((kind, key))
-    return len(seen) > before
+    def _lose(self, peer: int) -> None:
+        """What the transfer thread does when it disconnects a peer."""
+        self.ledger.peers.pop(peer)
+        bound = self.receiver.lost(peer)
+        assert all(self.senders[lease] == peer and lease not in self.closing for lease in bound), "its open leases"
+        self.network.disconnect(peer)
+        assert all(tag.sender != peer for tag, _ in self.receiver._parked), "I6: nothing of it waits"
+        self.network.discarded.clear()
+
+    def _look(self) -> bool:
+        receiver = self.receiver
+        before = tuple(receiver._receptions)
+        self.ledger.refusals.clear()
+        self.told.clear()
+        idle = not receiver.step()
+        self._check_slots()
+        self._check_refusals([item for item in before if item not in receiver._receptions])
+        if idle:
+            self._check_idle()
+        return idle
+
+    # ---- what must hold
+
+    def _check_slots(self) -> None:
+        """A slot is free, or taken by one message that is being looked after, of which at most one operation runs."""
+        pool, receptions = self.pool, self.receiver._receptions
+        taken = {item.slot.index for item in receptions}
+        assert len(taken) == len(receptions), "a slot is taken by one message at a time"
+        assert pool._taken == taken, "no slot is lost, and none given back while it is used"
+        assert len(pool._free) + len(taken) == pool.slots
+        busy = self._busy_slots()
+        assert len(set(busy)) == len(busy), "a slot is used by one operation at a time"
+        assert taken.issuperset(busy), "a slot is not given back while it is used"
+
+    def _check_refusals(self, over: list[_Reception]) -> None:
+        """What is over after a look was scattered, was cancelled with its link, or was refused for a reason; every
+        refusal is counted once."""
+        expected: Counter[Refusal] = Counter()
+        for item in over:
+            if item.request.failure() is not None:
+                assert item.tag.sender not in self.ledger.peers
+            elif item.scatter is None:
+                assert item.tag.lease in self.closing, "refused for no reason"
+                expected[Refusal.LATE] += 1
+        for number in self.network.discarded:
+            late = self.messages[number - 1].tag.lease in self.closing
+            assert late or self._is_known(number), "refused for no reason"
+            expected[Refusal.LATE if late else Refusal.DUPLICATE] += 1
+        self.network.discarded.clear()
+        assert self.ledger.refusals == expected
+        assert Counter(refused.refusal for refused in self.told) == expected - Counter(
+            {Refusal.LATE: expected[Refusal.LATE]}
+        )
+
+    def _check_idle(self) -> None:
+        """The receiver waits for nothing but what is under way, so all that waits ends when that ends."""
+        receiver = self.receiver
+        assert self.pool._taken == set(self._busy_slots()), "no slot is kept"
+        assert receiver.in_flight == len(self.pool._taken)
+        held = Counter(item.tag.sender for item in receiver._receptions)
+        for peer in self.peers:
+            assert receiver.holds(peer) == (held[peer] > 0), "I6"
+            assert peer in self.ledger.peers or not self.network.queues[peer]
+        share = self.ledger.fair_share(self.pool.slots)
+        for tag, _ in receiver._parked:
+            assert tag.sender in self.ledger.peers, "I6"
+            assert not self.pool.available or held[tag.sender] >= share, "it waits although there is room"
+        assert not self.pool.available or not any(self.network.queues.values()), "it waits although there is room"
+        for lease in range(len(self.senders)):
+            self._check_lease(lease)
+
+    def _check_lease(self, lease: int) -> None:
+        receiver = self.receiver
+        if lease in self.closing:
+            scattered = {block // self.segments for copy in self.copies.waiting for block in written_by(copy)}
+            assert self.is_closed(lease) == (lease not in scattered), "a lease's end waits for its scatters"
+        kept = not self.is_closed(lease)
+        assert (lease in receiver._leases._leases) == (lease in receiver._block_ids) == kept
+        assert (lease in receiver._closing) == (kept and lease in self.closing)
+        if lease in self.closing or self.senders[lease] not in self.ledger.peers:
+            return
+        for message in self._of(lease)[: self.sent[lease]]:
+            assert self._is_known(message.number), "a segment is lost"
+        assert self.filled[lease] == all(self._has_come(message) for message in self._of(lease))
+
+    def _is_known(self, number: int) -> bool:
+        """Whether a message is under way, or has come."""
+        return (
+            self._has_come(self.messages[number - 1])
+            or any(self.number_of(item.tag) == number for item in self.receiver._receptions)
+            or any(arrival.handle == number for _, arrival in self.receiver._parked)
+            or any(number in queue for queue in self.network.queues.values())
+        )
+
+    def _busy_slots(self) -> list[int]:
+        return [request.slot for request in self.network.requests] + [copy.slot for copy in self.copies.waiting]
+
+    def number_of(self, tag: Tag) -> int:
+        return 1 + tag.lease * self.segments + tag.number
+
+    def is_closed(self, lease: int) -> bool:
+        closing = self.closing.get(lease)
+        return closing is not None and closing.totals is not None
+
+    def is_over(self) -> bool:
+        """Nothing is under way and nothing more can come."""
+        return not self._busy_slots() and all(kind in (*_CALLS, "look", "again") for kind, _ in self._possible())

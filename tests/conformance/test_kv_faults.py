@@ -31,6 +31,7 @@ def big_job(lease: int, sender_number: int) -> SendJob:
         first_segment=0,
         token_start=0,
         token_stop=TOKENS,
+        resume_at=TOKENS,
         block_ids=ALL_BLOCKS,
     )
 

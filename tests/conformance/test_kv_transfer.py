@@ -123,7 +123,7 @@ async def test_the_smaller_of_two_segment_sizes_counts(transport: str) -> None:
     ):
         await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
-        assert warm.bytes == 300 * warm.messages
+        assert warm.bytes <= 300 * warm.messages
         await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
         await fill(Pair(sender, receiver, heard), blocks_p, blocks_d, 0, NUM_TOKENS)
 
@@ -157,9 +157,15 @@ async def test_warm_up_goes_through_every_slot_and_measures_the_link(transport: 
     prefill, _, decode, _ = planted_pair()
     async with linked(prefill, decode, transport=transport, segment_bytes=100_000) as pair:
         warm = await pair.prefill.warm_up(PEER, SENDER)
-        assert (warm.messages, warm.bytes) == (6, 600_000)
+        # One through each of three slots, then at least two small ones and two large ones for each.
+        assert warm.messages >= 3 * (1 + 2 + 2)
+        assert warm.bytes >= 3 * (100_000 + 2 * 50_000 + 2 * 100_000)
         measure = await pair.decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
         assert measure.gigabytes_per_s > 0
+        # There and back through two threads, and by far quicker than any timeout.
+        assert 1e-7 < measure.latency_s < 0.5
+        assert 0 <= measure.message_cost_s < 0.5
+        await pair.prefill.use_link(PEER, measure.speed)
         assert measure.transport in {"loopback", "sysv", "posix", "cma", "tcp"}
         assert pair.decode.counters().refused == 0
 

@@ -34,6 +34,7 @@ RECEIPT = Receipt(
     total_s=1.2,
     attempts=1,
     prefill_cached_tokens=0,
+    segment_bytes=2048,
 )
 USAGE = Usage(prompt_tokens=84, completion_tokens=11, cached_tokens=0)
 
@@ -136,7 +137,7 @@ def test_the_summary_tells_path_speed_and_transfer() -> None:
     said = summary(USAGE, RECEIPT)
     assert "remote: prompt prefilled on prefill-0" in said
     assert "the first after 200 ms, then 10 per second" in said
-    assert "4096 bytes in 2 segment(s) over cma" in said
+    assert "4096 bytes in 2 segment(s) of at most 2048 over cma" in said
 
 
 def test_json_of_a_status_has_why_a_pair_was_refused() -> None:

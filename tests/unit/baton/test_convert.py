@@ -100,6 +100,7 @@ def test_usage(usage: Usage) -> None:
         total_s=seconds,
         attempts=numbers,
         prefill_cached_tokens=numbers,
+        segment_bytes=st.integers(0, 2**64 - 1),
     )
 )
 def test_receipt(receipt: Receipt) -> None:

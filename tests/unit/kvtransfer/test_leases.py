@@ -56,6 +56,42 @@ def test_a_lease_is_filled_when_every_layer_token_and_head_has_come_once() -> No
     assert (done.filled.bytes, done.filled.segments, done.filled.seconds) == (8 * SPEC.bytes_per_token, 4, 13.0)
 
 
+def test_a_lease_is_filled_by_what_will_be_read_and_takes_nothing_else() -> None:
+    table = LeaseTable(replace(SPEC, windows=(3, 0)), incarnation=OURS)
+    table.open(LeaseGrant(4, (0, 1), 0, 8, resume_at=7))  # of layer 0 tokens from 5 on
+    parts = [segment(4, 0, layers=(1, 2), tokens=(0, 5)), segment(4, 1, tokens=(5, 8))]
+    for part in parts:
+        assert table.arrival(Tag(1, 4, part.number), 0.0) is None
+    early = segment(4, 0, tokens=(4, 8))
+    assert table.start_scatter(Tag(1, 4, 0), early) is Refusal.OUT_OF_RANGE
+    for part in parts:
+        assert table.start_scatter(Tag(1, 4, part.number), part) is None
+        filled = table.finish_scatter(part, 1.0).filled
+    assert filled is not None
+    assert filled.bytes == (5 + 2 * 3) * SPEC.bytes_per_token_layer
+
+
+def test_of_a_model_that_several_ranks_hold_only_this_ones_heads_are_taken() -> None:
+    table = LeaseTable(SPEC, incarnation=OURS, heads=range(4, 6))
+    table.open(LEASE)
+    for number, heads in enumerate([(3, 5), (5, 7), (0, 2)]):
+        assert table.arrival(Tag(1, 4, number), 0.0) is None
+        assert table.start_scatter(Tag(1, 4, number), segment(4, number, heads=heads)) is Refusal.OUT_OF_RANGE
+    ours = segment(4, 3, heads=(4, 6))
+    assert table.arrival(Tag(1, 4, 3), 0.0) is None
+    assert table.start_scatter(Tag(1, 4, 3), ours) is None
+    assert table.finish_scatter(ours, 1.0).filled is not None
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_step_between_layers_that_leaves_some_out_does_not_fill_a_lease(step: int) -> None:
+    table = table_with(LEASE)
+    part = replace(segment(4, 0), layer_step=step)
+    assert table.arrival(Tag(1, 4, 0), 0.0) is None
+    refusal = table.start_scatter(Tag(1, 4, 0), part)
+    assert refusal is (Refusal.OUT_OF_RANGE if step == 0 else Refusal.WRONG_SIZE)
+
+
 def test_a_lease_without_tokens_is_filled_at_once() -> None:
     table = table_with()
     totals = table.open(LeaseGrant(0, (), 16, 16))

@@ -64,6 +64,16 @@ def test_two_8_bit_caches_are_as_different_as_any_two_dtypes() -> None:
     assert agree(ours, ours).bytes_per_token * 2 == agree(NODE, NODE).bytes_per_token
 
 
+def test_one_node_that_is_batch_invariant_and_one_that_is_not_are_refused() -> None:
+    invariant = replace(NODE, batch_invariant=True)
+    with pytest.raises(PlanRefused) as refused:
+        agree(invariant, NODE)
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("batch_invariant", "on", "off")
+    assert "BATON_BATCH_INVARIANT" in mismatch.cure
+    assert agree(invariant, invariant) == agree(NODE, NODE)
+
+
 def test_every_mismatch_is_listed() -> None:
     theirs = replace(NODE, weights_digest="other", spec=replace(SPEC, num_layers=2, dtype="float32"), wire_oldest=9)
     theirs = replace(theirs, wire_newest=9)

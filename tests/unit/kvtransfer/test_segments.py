@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from attention.spec import KVCacheSpec, KVKind
 from baton.errors import ConfigError, InternalError
-from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, Tag, cut, decode_trailer, payload_bytes
+from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Piece, Segment, Tag, cut, decode_trailer, payload_bytes
 
 SEGMENT = Segment(2**64 - 1, 77, 3, 0, 4, 16, 32, 0, 2, 4096)
 
 tags = st.builds(Tag, st.integers(0, 2**12 - 1), st.integers(0, 2**36 - 1), st.integers(0, WARM_UP))
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
-segments = st.builds(Segment, u64, u64, u32, u32, u32, u32, u32, u32, u32, u64, u64)
+segments = st.builds(Segment, u64, u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u32)
 
 
 @settings(deadline=None)
@@ -64,32 +64,58 @@ def test_the_digest_covers_the_payload_and_every_other_field() -> None:
     assert sealed.digest not in digests | {0}
 
 
-specs = st.builds(
-    KVCacheSpec,
-    st.just(KVKind.GQA),
-    num_layers=st.integers(1, 5),
-    num_kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([4, 8]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-)
+def pieces_of(
+    spec: KVCacheSpec, segment_bytes: int, start: int, stop: int, *, resume_at: int | None = None
+) -> list[Piece]:
+    """All layers and heads of a token range."""
+    return list(
+        cut(
+            spec,
+            segment_bytes=segment_bytes,
+            layers=range(spec.num_layers),
+            heads=spec.num_kv_heads,
+            token_start=start,
+            token_stop=stop,
+            resume_at=stop if resume_at is None else resume_at,
+        )
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> KVCacheSpec:
+    num_layers = draw(st.integers(1, 7))
+    windows = draw(st.lists(st.sampled_from([0, 1, 40, 150]), min_size=num_layers, max_size=num_layers))
+    return KVCacheSpec(
+        KVKind.GQA,
+        num_layers=num_layers,
+        num_kv_heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([4, 8])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        windows=tuple(windows) if any(windows) else (),
+    )
 
 
 @settings(deadline=None)
-@given(specs, st.integers(0, 300), st.integers(0, 300), st.integers(0, 20_000))
-def test_pieces_fit_and_cover_every_layer_and_token_once(
-    spec: KVCacheSpec, token_start: int, num_tokens: int, spare_bytes: int
+@given(specs(), st.integers(0, 300), st.integers(0, 300), st.integers(0, 60), st.integers(0, 20_000))
+def test_pieces_fit_and_hold_once_whatever_is_read_later(
+    spec: KVCacheSpec, token_start: int, num_tokens: int, later: int, spare_bytes: int
 ) -> None:
     segment_bytes = spec.bytes_per_token_layer + spare_bytes
+    token_stop = token_start + num_tokens
+    resume_at = token_stop + later
     covered: set[tuple[int, int]] = set()
-    for layers, start, stop in cut(
-        spec, segment_bytes=segment_bytes, token_start=token_start, token_stop=token_start + num_tokens
-    ):
+    for layers, start, stop in pieces_of(spec, segment_bytes, token_start, token_stop, resume_at=resume_at):
         size = payload_bytes(spec, layers=len(layers), tokens=stop - start, heads=spec.num_kv_heads)
         assert 0 < size <= segment_bytes
         cells = {(layer, token) for layer in layers for token in range(start, stop)}
         assert not cells & covered
         covered |= cells
-    assert len(covered) == spec.num_layers * num_tokens
+    assert covered == {
+        (layer, token)
+        for layer, window in enumerate(spec.windows or (0,) * spec.num_layers)
+        for token in range(token_start, token_stop)
+        if not window or resume_at - token < window  # the query at `resume_at` sees itself and the window - 1 before it
+    }
 
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=8, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -97,20 +123,33 @@ ONE = SPEC.bytes_per_token_layer
 
 
 def test_all_layers_go_in_one_piece_if_they_fit() -> None:
-    assert list(cut(SPEC, segment_bytes=8 * 100 * ONE, token_start=5, token_stop=105)) == [(range(8), 5, 105)]
+    assert pieces_of(SPEC, 8 * 100 * ONE, 5, 105) == [(range(8), 5, 105)]
 
 
 def test_else_as_many_layers_of_all_tokens_as_fit() -> None:
-    pieces = list(cut(SPEC, segment_bytes=3 * 100 * ONE, token_start=0, token_stop=100))
+    pieces = pieces_of(SPEC, 3 * 100 * ONE, 0, 100)
     assert pieces == [(range(3), 0, 100), (range(3, 6), 0, 100), (range(6, 8), 0, 100)]
 
 
 def test_else_one_layer_of_part_of_the_tokens_with_inner_cuts_on_round_positions() -> None:
-    pieces = list(cut(SPEC, segment_bytes=150 * ONE, token_start=10, token_stop=300))
+    pieces = pieces_of(SPEC, 150 * ONE, 10, 300)
     assert pieces[:3] == [(range(1), 10, 128), (range(1), 128, 256), (range(1), 256, 300)]
     assert len(pieces) == 8 * 3
 
 
+@pytest.mark.parametrize(
+    ("windows", "full"),
+    [((30, 0) * 4, [range(1, 8, 2)]), ((30, 30, 30, 30, 30, 0, 30, 30), [range(5, 6)]), ((0, 0, 30, 0) * 2, None)],
+)
+def test_layers_without_a_window_go_together_also_where_others_lie_between_them(
+    windows: tuple[int, ...], full: list[range] | None
+) -> None:
+    pieces = pieces_of(replace(SPEC, windows=windows), 8 * 100 * ONE, 0, 100)
+    early = [piece.layers for piece in pieces if piece.token_stop == 71]
+    assert early == (full or [range(2), range(3, 6), range(7, 8)])
+    assert pieces[len(early) :] == [(range(8), 71, 100)]
+
+
 def test_a_segment_that_cannot_hold_one_token_of_one_layer_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="segment_bytes"):
-        list(cut(SPEC, segment_bytes=ONE - 1, token_start=0, token_stop=1))
+        pieces_of(SPEC, ONE - 1, 0, 1)

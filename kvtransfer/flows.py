@@ -1,0 +1,73 @@
+"""Which rank of a sender sends what to which rank of a receiver, so that every rank gets its share of the KV once. Pure.
+
+A node of several ranks splits the kv heads over them in order; where there are fewer heads than ranks, as with MLA's one
+latent, neighbouring ranks hold the same. What several ranks of the sender hold is split among them by layers. Knows
+nothing of blocks, links and bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank of the sender and one of the receiver."""
+
+    sender_rank: int
+    receiver_rank: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one link carries of every token: layers, and heads by the model's numbers."""
+
+    layers: range
+    heads: range
+
+
+def heads_of(rank: int, *, ranks: int, num_kv_heads: int) -> range:
+    """The kv heads that a rank holds.
+
+    Raises:
+        ConfigError: neither number is a multiple of the other.
+    """
+    if num_kv_heads % ranks and ranks % num_kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size is {ranks}, and the model has {num_kv_heads} kv heads",
+            field="tensor_parallel_size",
+            value=ranks,
+            allowed=("a divisor or a multiple of the kv heads",),
+        )
+    each = max(1, num_kv_heads // ranks)
+    first = rank * num_kv_heads // ranks
+    return range(first, first + each)
+
+
+def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -> Mapping[Link, Flow]:
+    """All links that carry anything between nodes of so many ranks.
+
+    Raises:
+        ConfigError: as `heads_of`.
+    """
+    found: dict[Link, Flow] = {}
+    for receiver in range(receivers):
+        wanted = heads_of(receiver, ranks=receivers, num_kv_heads=num_kv_heads)
+        holders: dict[range, list[int]] = {}
+        for sender in range(senders):
+            common = _common(wanted, heads_of(sender, ranks=senders, num_kv_heads=num_kv_heads))
+            if common:
+                holders.setdefault(common, []).append(sender)
+        for heads, ranks in holders.items():
+            for part in range(len(ranks)):
+                # Turned by the receiver's rank: what is left over by an uneven division is not always the same one's.
+                sender = ranks[(part + receiver) % len(ranks)]
+                layers = range(part * num_layers // len(ranks), (part + 1) * num_layers // len(ranks))
+                if layers:
+                    found[Link(sender, receiver)] = Flow(layers, heads)
+    return found
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -1,0 +1,67 @@
+"""How a process becomes a rank: its device, and the group of torch.distributed. Knows not who started it."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from baton.config import use_loopback_for_gloo
+from baton.errors import ConfigError
+from models.parallel import TensorParallel
+
+# Ranks that read a checkpoint at their own pace wait for each other that long. Of one that dies others hear at once.
+_TIMEOUT = timedelta(minutes=20)
+
+
+def join(rank: int, size: int, *, store: Path, device: str) -> TensorParallel:
+    """Meets the other ranks; NCCL where they have GPUs, else gloo, over this machine's loopback.
+
+    Args:
+        store: a file that all ranks see, and no other group has used.
+        device: as the node's setting has it; each rank takes another GPU.
+    """
+    place = torch.device(rank_device(device, rank))
+    on_gpu = place.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(place)
+    else:
+        use_loopback_for_gloo()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.FileStore(str(store), size),
+        rank=rank,
+        world_size=size,
+        timeout=_TIMEOUT,
+        device_id=place if on_gpu else None,
+    )
+    return TensorParallel(rank, size)
+
+
+def leave() -> None:
+    """On a CPU. A group with GPUs ends with its process: NCCL would wait for the graphs that it is part of."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
+def rank_device(device: str, rank: int) -> str:
+    """The device of one rank: the node's own for rank 0, for the others the GPUs that follow.
+
+    Raises:
+        ConfigError: there are not as many.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    name, _, first = device.partition(":")
+    if name != "cuda" or not (first or "0").isdigit():
+        return device
+    index, count = int(first or 0) + rank, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"rank {rank} would need cuda:{index}, and this machine has {count} GPU(s)",
+            field="tensor_parallel_size",
+            value=rank + 1,
+            allowed=(f"up to {count}",),
+            cure="lower --tensor-parallel-size, or take another --device",
+        )
+    return f"cuda:{index}"

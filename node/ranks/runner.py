@@ -1,0 +1,66 @@
+"""The runner of a node of several ranks: every step goes to all of them, and rank 0's results count.
+
+Has the part of `ModelRunner`'s interface that an engine uses. Knows neither processes nor transfers.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from baton.types import TokenOutput
+from engine.batch import Batch
+from engine.request import ModelFacts
+from engine.runner import LaunchedStep, ModelRunner
+from node.ranks.steps import StepWriter
+
+
+class RankedRunner:
+    """Args:
+    runner: of rank 0.
+    steps: to the others.
+    on_failure: hears, on any thread, that a step failed here: the others may be in the middle of it, so that no
+        further step can be computed. What waits for the step's results then waits for the end of the process.
+    """
+
+    def __init__(self, runner: ModelRunner, steps: StepWriter, *, on_failure: Callable[[str], None]) -> None:
+        self._runner = runner
+        self._steps = steps
+        self._on_failure = on_failure
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._runner.facts
+
+    def prepare(self) -> None:
+        self._steps.prepare()
+        self._runner.prepare()
+
+    def launch(self, batch: Batch) -> "RankedStep":
+        try:
+            self._steps.launch(batch)
+            return RankedStep(self._runner.launch(batch), self._fail)
+        except Exception as error:  # noqa: BLE001  whatever it is, the ranks are not in step any more
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._on_failure(f"an engine step failed: {type(error).__name__}: {error}")
+        threading.Event().wait()
+        raise AssertionError("nobody sets that event")
+
+
+class RankedStep:
+    """A step that is queued on all ranks."""
+
+    def __init__(self, step: LaunchedStep, fail: Callable[[Exception], NoReturn]) -> None:
+        self._step = step
+        self._fail = fail
+
+    def wait(self) -> list[TokenOutput | None]:
+        try:
+            return self._step.wait()
+        except Exception as error:  # noqa: BLE001  as above
+            self._fail(error)
+
+    @property
+    def seconds(self) -> float:
+        return self._step.seconds

@@ -1,0 +1,350 @@
+"""A node's KV transfer over all its ranks: what a role asks of the node is asked of each rank, for each of its links.
+
+A pair of nodes has as many links as `kvtransfer.flows` says. Both nodes number a pair's links alike: the pair's own
+number plus the other node's rank. Knows neither processes nor grpc; a node of one rank is the plain case of it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from baton.errors import DataLoss, PeerRefused, UnknownLease
+from kvtransfer.flows import Flow, Link
+from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
+from kvtransfer.link import LinkSpeed
+from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.segments import Segment
+
+T = TypeVar("T")
+
+# Pairs' own numbers are at least that far apart where nothing else limits them.
+MOST_RANKS = 64
+
+
+class RankTransfer(Protocol):
+    """One rank's transfer: a `KVTransfer`, or what stands for one in another process."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def listen(self, peer: int) -> bytes: ...
+
+    async def connect(self, peer: int, address: bytes, *, message_bytes: int | None = None, group: int) -> None: ...
+
+    async def disconnect(self, peer: int) -> tuple[int, ...]: ...
+
+    async def warm_up(self, peer: int, sender_number: int) -> WarmUp: ...
+
+    async def warmed_up(self, peer: int, messages: int, bytes: int, *, timeout_s: float) -> LinkMeasure: ...
+
+    async def use_link(self, peer: int, link: LinkSpeed) -> None: ...
+
+    async def send(self, job: SendJob) -> tuple[Segment, ...]: ...
+
+    async def quiet(self, peer: int, lease: int) -> None: ...
+
+    async def open_lease(self, lease: LeaseGrant) -> None: ...
+
+    async def close_lease(self, number: int) -> LeaseTotals: ...
+
+    def counters(self) -> TransferCounters: ...
+
+    def stuck(self, *, after_s: float) -> str: ...
+
+
+# Makes one rank's transfer, which then tells of leases by these two.
+MakeTransfer = Callable[[Callable[[LeaseTotals], None], Callable[[SegmentRefused], None]], RankTransfer]
+
+
+@dataclass(frozen=True)
+class _End:
+    """This node's end of one link of a pair."""
+
+    link: Link
+    flow: Flow
+    rank: RankTransfer
+    number: int
+
+
+@dataclass
+class _Lease:
+    """What the ranks have told of a lease so far."""
+
+    opening: asyncio.Task[None]
+    filled: list[LeaseTotals] = field(default_factory=list)
+
+
+class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
+    """For the event loop on which `start` ran.
+
+    Args:
+        makers: of the ranks' transfers, rank 0's first.
+        message_bytes: the largest message that each of them takes.
+        on_filled: every rank has all of a lease's tokens; the totals are those of all ranks together.
+        on_refused: as for `KVTransfer`, from any rank.
+    """
+
+    def __init__(
+        self,
+        makers: Sequence[MakeTransfer],
+        *,
+        message_bytes: int,
+        on_filled: Callable[[LeaseTotals], None],
+        on_refused: Callable[[SegmentRefused], None],
+    ) -> None:
+        self.message_bytes = message_bytes
+        self._on_filled = on_filled
+        self._ranks = [make(self._filled, on_refused) for make in makers]
+        self._pairs: dict[int, tuple[_End, ...]] = {}
+        self._leases: dict[int, _Lease] = {}
+
+    async def start(self) -> None:
+        """Raises what a rank raises; no transfer is left then."""
+        try:
+            await asyncio.gather(*(rank.start() for rank in self._ranks))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---- pairs
+
+    async def listen(self, pair: int, flows: Mapping[Link, Flow], *, sends: bool) -> dict[Link, bytes]:
+        """Opens this node's ends of a pair's links; returns each one's address, for the other node's `connect`.
+
+        Args:
+            pair: at the receiver, the first of the sender numbers that it drew for the peer's ranks; at the sender, a
+                number of its own, with room for the peer's ranks behind it.
+            sends: whether this node is the sender.
+        """
+        self._pairs[pair] = ends = tuple(self._ends(pair, flows, sends=sends))
+        addresses = await asyncio.gather(*(end.rank.listen(end.number) for end in ends))
+        return {end.link: address for end, address in zip(ends, addresses, strict=True)}
+
+    async def connect(self, pair: int, addresses: Mapping[Link, bytes], *, message_bytes: int | None = None) -> None:
+        """Makes the endpoints to a peer that is listened to. Arguments and errors as for `KVTransfer`.
+
+        Raises:
+            PeerRefused: the peer listens on other links.
+        """
+        ends = self._pairs[pair]
+        if addresses.keys() != {end.link for end in ends}:
+            raise PeerRefused(
+                f"the peer listens on {len(addresses)} links, and this node wants {len(ends)} others",
+                field="links",
+                cure="start both nodes with the same version",
+            )
+        await asyncio.gather(
+            *(
+                end.rank.connect(end.number, addresses[end.link], message_bytes=message_bytes, group=pair)
+                for end in ends
+            )
+        )
+
+    async def disconnect(self, pair: int) -> tuple[int, ...]:
+        """Closes a pair's links; returns, when nothing of the peer is in flight, the open leases that it had begun to
+        fill."""
+        ends = self._pairs.pop(pair, ())
+        leases = await asyncio.gather(*(end.rank.disconnect(end.number) for end in ends))
+        return tuple(sorted({lease for each in leases for lease in each}))
+
+    async def warm_up(self, pair: int, sender_number: int) -> dict[Link, WarmUp]:
+        """Warms every link up; those that share a rank one after the other, so that each is measured undisturbed."""
+        sent: dict[Link, WarmUp] = {}
+        for ends in _rounds(self._pairs[pair]):
+            warm = await asyncio.gather(
+                *(end.rank.warm_up(end.number, sender_number + end.link.sender_rank) for end in ends)
+            )
+            sent.update(zip((end.link for end in ends), warm, strict=True))
+        return sent
+
+    async def warmed_up(self, pair: int, sent: Mapping[Link, WarmUp], *, timeout_s: float) -> LinkMeasure:
+        """Waits until all of a peer's warm-up messages have come, and says what the pair can do.
+
+        GB/s are those of the slowest link, as many times as there are links that share no rank; transport and times
+        too are the slowest's.
+
+        Raises:
+            PeerRefused: it has warmed up other links; or as `KVTransfer` says.
+        """
+        ends = self._pairs[pair]
+        if sent.keys() != {end.link for end in ends}:
+            raise PeerRefused("the peer has warmed up other links", field="links")
+        measures: list[LinkMeasure] = []
+        for round_ends in _rounds(ends):
+            measures += await asyncio.gather(
+                *(
+                    end.rank.warmed_up(
+                        end.number, sent[end.link].messages, sent[end.link].bytes, timeout_s=timeout_s
+                    )
+                    for end in round_ends
+                )
+            )
+        slowest = min(measures, key=lambda measure: measure.gigabytes_per_s)
+        return LinkMeasure(
+            slowest.transport,
+            slowest.gigabytes_per_s * _lanes(ends),
+            latency_s=max(measure.latency_s for measure in measures),
+            message_cost_s=max(measure.message_cost_s for measure in measures),
+        )
+
+    async def use_link(self, pair: int, speed: LinkSpeed) -> None:
+        """What `warmed_up` has measured, of the pair."""
+        ends = self._pairs[pair]
+        each = replace(speed, bytes_per_s=speed.bytes_per_s / _lanes(ends))
+        await asyncio.gather(*(end.rank.use_link(end.number, each) for end in ends))
+
+    # ---- sending
+
+    async def send(self, job: SendJob) -> tuple[Segment, ...]:
+        """Sends a job, over each link of its pair what that one carries; segments of all links count from the job's
+        first one. Returns and raises as `KVTransfer.send`, once nothing of it is in flight on any link."""
+        ends = self._pairs.get(job.peer)
+        if not ends:
+            raise DataLoss("the peer is not connected", field="peer", value=job.peer)
+        jobs = [
+            replace(
+                job,
+                peer=end.number,
+                sender_number=job.sender_number + end.link.sender_rank,
+                layers=end.flow.layers,
+                heads=end.flow.heads,
+            )
+            for end in ends
+        ]
+        if len(ends) == 1:
+            return await ends[0].rank.send(jobs[0])
+        sent = await _all(end.rank.send(part) for end, part in zip(ends, jobs, strict=True))
+        return tuple(segment for segments in sent for segment in segments)
+
+    async def quiet(self, pair: int, lease: int) -> None:
+        """Ends what is queued for a lease; returns when nothing of it is in flight and nothing reads its blocks."""
+        await asyncio.gather(*(end.rank.quiet(end.number, lease) for end in self._pairs.get(pair, ())))
+
+    # ---- leases
+
+    async def open_lease(self, lease: LeaseGrant) -> None:
+        """Returns when every rank lets one peer fill its share of these tokens. A call that is cancelled opens the
+        lease all the same: it is to be closed.
+
+        Raises:
+            InternalError: as `KVTransfer.open_lease`; the lease is open nowhere.
+        """
+        opening = asyncio.create_task(self._open(lease), name=f"open-lease-{lease.number}")
+        self._leases[lease.number] = _Lease(opening)
+        await asyncio.shield(opening)
+
+    async def close_lease(self, number: int) -> LeaseTotals:
+        """Ends a lease on every rank; when this returns, nothing is being written to its blocks or ever will be.
+
+        Raises:
+            UnknownLease: it is not open.
+        """
+        lease = self._leases.pop(number, None)
+        if lease is None:
+            raise UnknownLease(f"lease {number} is not open", field="number", value=number)
+        await asyncio.wait([lease.opening])
+        return _together(await _all(rank.close_lease(number) for rank in self._ranks))
+
+    async def _open(self, lease: LeaseGrant) -> None:
+        opened = await asyncio.gather(*(rank.open_lease(lease) for rank in self._ranks), return_exceptions=True)
+        errors = [error for error in opened if isinstance(error, BaseException)]
+        if not errors:
+            return
+        self._leases.pop(lease.number, None)
+        await asyncio.gather(
+            *(
+                rank.close_lease(lease.number)
+                for rank, error in zip(self._ranks, opened, strict=True)
+                if not isinstance(error, BaseException)
+            ),
+            return_exceptions=True,
+        )
+        raise errors[0]
+
+    def _filled(self, totals: LeaseTotals) -> None:
+        lease = self._leases.get(totals.number)
+        if lease is None:
+            return  # closed since
+        lease.filled.append(totals)
+        if len(lease.filled) == len(self._ranks):
+            self._on_filled(_together(lease.filled))
+
+    # ---- how things stand
+
+    def counters(self) -> TransferCounters:
+        """Of all ranks together; peers by their pairs' numbers. Those of other processes are up to a second old."""
+        counters = [rank.counters() for rank in self._ranks]
+        refusals = {
+            refusal: count
+            for refusal in Refusal
+            if (count := sum(each.refusals.get(refusal, 0) for each in counters))
+        }
+        by_rank = dict(zip(map(id, self._ranks), counters, strict=True))
+        peers: dict[int, PeerTraffic] = {}
+        for pair, ends in self._pairs.items():
+            traffic = [by_rank[id(end.rank)].peers.get(end.number, PeerTraffic()) for end in ends]
+            peers[pair] = PeerTraffic(
+                sum(each.bytes_total for each in traffic), sum(each.segments_total for each in traffic)
+            )
+        return TransferCounters(refusals, peers)
+
+    def stuck(self, *, after_s: float) -> str:
+        """Where a rank's transfer thread is stuck; empty while all is well."""
+        return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")
+
+    def _ends(self, pair: int, flows: Mapping[Link, Flow], *, sends: bool) -> Iterator[_End]:
+        for link, flow in flows.items():
+            ours, theirs = link.sender_rank, link.receiver_rank
+            if not sends:
+                ours, theirs = theirs, ours
+            yield _End(link, flow, self._ranks[ours], pair + theirs)
+
+
+async def _all(calls: Iterator[Awaitable[T]]) -> list[T]:
+    """All results, once every call has ended, however; raises the first error then."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    done: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        done.append(result)
+    return done
+
+
+def _together(totals: Sequence[LeaseTotals]) -> LeaseTotals:
+    return LeaseTotals(
+        totals[0].number,
+        bytes=sum(each.bytes for each in totals),
+        segments=sum(each.segments for each in totals),
+        seconds=max(each.seconds for each in totals),
+    )
+
+
+def _rounds(ends: Sequence[_End]) -> list[list[_End]]:
+    """The links in as few groups as can be, in each of which none shares a rank with another."""
+    turns = 1 + max(max(end.link.sender_rank, end.link.receiver_rank) for end in ends)
+    groups: dict[int, list[_End]] = {}
+    for end in ends:
+        groups.setdefault((end.link.receiver_rank - end.link.sender_rank) % turns, []).append(end)
+    return list(groups.values())
+
+
+def _lanes(ends: Sequence[_End]) -> int:
+    """How many links can be in use that share no rank."""
+    return min(len({end.link.sender_rank for end in ends}), len({end.link.receiver_rank for end in ends}))

@@ -1,0 +1,64 @@
+"""A link that is slower than the operator wants is a reason against the pair, with what helps for its transport."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import DecodeSettings
+from kvtransfer.records import LinkMeasure
+from node.describe import describe_measure, from_measure, to_measure
+from node.link_floor import below_floor, machine_cures
+from tests.unit.node.test_doctor import HEALTHY, WANTED, verdicts
+
+MEASURE = LinkMeasure("tcp", 1.25, latency_s=40e-6, message_cost_s=90e-6)
+
+
+def node(floor: float) -> Any:
+    settings = DecodeSettings.model_validate({"link_floor_gb_per_s": floor})
+    cache = SimpleNamespace(view=torch.zeros(1))
+    return SimpleNamespace(settings=settings, name="decode-7", built=SimpleNamespace(cache=cache))
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.25])
+def test_at_the_floor_and_without_one_there_is_no_reason(floor: float) -> None:
+    assert below_floor(node(floor), MEASURE) is None
+
+
+def test_below_it_both_sides_read_what_was_measured_and_what_is_wanted() -> None:
+    reason = below_floor(node(2), MEASURE)
+    assert reason is not None
+    assert (reason.field, reason.ours) == ("link", "1.25 GB/s over tcp (measured)")
+    assert reason.theirs == "at least 2 GB/s (wanted by decode-7, --link-floor-gb-per-s)"
+
+
+@pytest.mark.parametrize(
+    ("transport", "word"),
+    [
+        ("tcp", "shareProcessNamespace"),
+        ("tcp", "/dev/shm"),
+        ("tcp", "memlock"),
+        ("tcp", "UCX_NET_DEVICES"),
+        ("sysv through host memory", "show both to both"),
+        ("cuda_ipc", "lower the floor"),
+    ],
+)
+def test_the_cure_is_for_the_transport(transport: str, word: str) -> None:
+    reason = below_floor(node(2), LinkMeasure(transport, 0.5))
+    assert reason is not None
+    assert word in reason.cure
+
+
+def test_what_the_doctor_finds_on_this_machine_is_part_of_the_cure(tmp_path: Any) -> None:
+    verdicts(tmp_path, HEALTHY)
+    assert list(machine_cures(WANTED, tmp_path)) == []
+    verdicts(tmp_path, {"proc/1/comm": "python\n"})
+    (found,) = machine_cures(WANTED, tmp_path)
+    assert found.startswith("process namespace a container's own")
+    assert "hostPID" in found
+
+
+def test_a_measure_goes_to_the_other_side_as_it_is() -> None:
+    assert to_measure(from_measure(MEASURE)) == MEASURE
+    assert describe_measure(MEASURE) == "tcp at 1.2 GB/s, 40 us one way, 90 us for one more message"

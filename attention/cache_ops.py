@@ -23,6 +23,9 @@ from attention.kernels.gather import gather_ranges, gather_slots
 from attention.kernels.store import store
 from attention.wire import gather_to_wire as gather_to_wire
 from attention.wire import scatter_from_wire as scatter_from_wire
+from attention.wire_conversion import Converter as Converter
+from attention.wire_conversion import gather_converted as gather_converted
+from attention.wire_conversion import open_converter as open_converter
 
 
 class TokenIndex:

@@ -22,9 +22,13 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
 
     Attributes:
         full_cudagraph_supported: a whole decode step with this backend can be captured.
+        plans_on_device: what `build` works out for decodes it works out on the device, from the common metadata's
+            tensors, and the host need not know how they have changed. So it may be a part of the captured step, and a
+            replay needs no `build`.
     """
 
     full_cudagraph_supported: ClassVar[bool] = False
+    plans_on_device: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False) -> M_co:
@@ -36,7 +40,8 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> M_co:
         """The metadata with which a graph is captured; a later `build` of as many requests and tokens refills the
-        same memory, so that the graph replays with the new lengths."""
+        same memory, so that the graph replays with the new lengths. Called within the capture where the builder
+        `plans_on_device`, and before it elsewhere."""
         return self.build(0, common)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from attention.cache import PagedKVCache
 from attention.digest import COLUMNS, digest_on_device, length_term
 from attention.kernels.wire import WirePlaces, gather_and_digest, move
+from attention.spec import KVCacheSpec
 from baton.errors import InternalError
 
 
@@ -47,7 +48,7 @@ def gather_to_wire(
     Raises:
         InternalError: a block outside of the cache, a range outside of the blocks, or an `out` of another size.
     """
-    places = _places(cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, out.numel())
+    places = check_places(cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, out.numel())
     if cache.storage.is_cuda:
         on_device = block_ids.to(cache.storage.device, non_blocking=True)
         if digest_out is None or not places.can_be_digested(cache.storage, out):
@@ -88,7 +89,7 @@ def scatter_from_wire(
 
     Measured likewise: 6-10 GB/s at 4 KiB per token and layer, 5-9 at 512 bytes; on an H200 93-97 % of a copy.
     """
-    places = _places(cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, payload.numel())
+    places = check_places(cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, payload.numel())
     if cache.storage.is_cuda:
         move(cache.memory, payload, block_ids.to(cache.storage.device, non_blocking=True), places, to_cache=True)
         return
@@ -142,7 +143,7 @@ def places_of(cache: PagedKVCache, token_start: int, token_stop: int, layers: ra
     )
 
 
-def _places(
+def check_places(
     cache: PagedKVCache,
     block_ids: Tensor,
     block_ids_cpu: Tensor | None,
@@ -151,9 +152,18 @@ def _places(
     layers: range,
     heads: range,
     payload_bytes: int,
+    *,
+    spec: KVCacheSpec | None = None,
 ) -> WirePlaces:
-    """Raises: InternalError. A wrong reference must end as an error, never as a read or write somewhere else."""
-    spec, shape = cache.spec, cache.shape
+    """Where a request's runs lie. A wrong reference must end as an error, never as a read or write somewhere else.
+
+    Args:
+        spec: of the payload; the cache's if not given.
+
+    Raises:
+        InternalError
+    """
+    spec, shape = spec or cache.spec, cache.shape
     tokens_held = block_ids.numel() * shape.block_size
     if not 0 <= token_start < token_stop <= tokens_held:
         raise InternalError(

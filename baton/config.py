@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from baton.errors import ConfigError
@@ -25,7 +25,8 @@ from baton.types import LocalPolicy
 DEMO_MODELS = Path(__file__).resolve().parent.parent / "models" / "demo"
 MIB = 1 << 20
 GIGA = 1e9
-_CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 64.0
+_CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
+_CONVERTIBLE = ("float32", "bfloat16", "float16")
 
 Settings = TypeVar("Settings", bound="CommonSettings")
 
@@ -104,7 +105,7 @@ class NodeSettings(CommonSettings):
         gt=0,
         le=1024,
         description="largest message of KV, within which each job's is chosen from what the link was measured to do; "
-        "default: 4 on a CPU, 64 on a GPU",
+        "default: 4 on a CPU, 256 on a GPU",
     )
     staging_slots: int = Field(4, ge=2, description="staging buffers of segment_mib, for each direction")
     link_floor_gb_per_s: float = Field(
@@ -126,6 +127,11 @@ class NodeSettings(CommonSettings):
         return None
 
     @property
+    def converted_kv_dtypes(self) -> tuple[str, ...]:
+        """Of other nodes' caches, that this node takes in its own dtype."""
+        return ()
+
+    @property
     def kv_cache_bytes(self) -> int | None:
         return None if self.kv_cache_mib is None else self.kv_cache_mib * MIB
 
@@ -145,12 +151,28 @@ class DecodeSettings(NodeSettings):
     receive_limit_gb_per_s: float | None = Field(
         None, gt=0, description="most KV to take from all prefill nodes together, in GB/s; more waits at the senders"
     )
+    kv_convert_from: str = Field(
+        "",
+        description="dtypes of prefill nodes' caches that this node takes in its own dtype, of float32, bfloat16 and "
+        "float16, comma-separated; they convert before they send. Without it they are refused",
+    )
     lease_s: float = Field(300.0, gt=0, description="how long blocks are held for KV that is on its way")
 
     @property
     def receive_bytes_per_s(self) -> float | None:
         limit = self.receive_limit_gb_per_s
         return None if limit is None else limit * GIGA
+
+    @property
+    def converted_kv_dtypes(self) -> tuple[str, ...]:
+        return _listed(self.kv_convert_from)
+
+    @field_validator("kv_convert_from")
+    @classmethod
+    def _are_convertible(cls, names: str) -> str:
+        if unknown := set(_listed(names)) - set(_CONVERTIBLE):
+            raise ValueError(f"{', '.join(sorted(unknown))} cannot be converted; allowed: {', '.join(_CONVERTIBLE)}")
+        return names
 
 
 class GatewaySettings(CommonSettings):
@@ -243,6 +265,10 @@ def settings_table(cls: type[CommonSettings]) -> list[tuple[str, str, str, str]]
         shown = "" if default is None else "models/demo/llama" if name == "model" else str(default)
         rows.append((flag(name), variable(name), shown, info.description or ""))
     return rows
+
+
+def _listed(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def _parser(cls: type[CommonSettings], program: str) -> argparse.ArgumentParser:

@@ -115,6 +115,7 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         attempts=receipt.attempts,
         prefill_cached_tokens=receipt.prefill_cached_tokens,
         segment_bytes=receipt.segment_bytes,
+        kv_converted=receipt.kv_converted,
     )
 
 
@@ -139,4 +140,5 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         attempts=message.attempts,
         prefill_cached_tokens=message.prefill_cached_tokens,
         segment_bytes=message.segment_bytes,
+        kv_converted=message.kv_converted,
     )

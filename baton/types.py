@@ -128,3 +128,4 @@ class Receipt:
     attempts: int
     prefill_cached_tokens: int
     segment_bytes: int
+    kv_converted: str

@@ -28,7 +28,7 @@ DEEPSEEK_V3 = KVCacheSpec(KVKind.MLA, num_layers=61, num_kv_heads=1, head_dim=57
 TOKENS = (1024, 8192, 32768)
 # What of a peer copy is wanted, by tokens of Llama 8B.
 GOALS = {1024: 0.6, 8192: 0.92, 32768: 0.92}
-SEGMENT_MIB = 64
+SEGMENT_MIB = 256
 STAGING_SLOTS = 4
 ROUNDS = 10
 COPY_BYTES = 1 << 30
@@ -61,7 +61,7 @@ CASES = (
     Case("Llama 8B", LLAMA_8B, (NHD, 16), (HND, 64)),
     Case("Llama 8B", LLAMA_8B, (BLHNC, 32), (NHD, 16)),
     Case("Llama 8B", LLAMA_8B, (NHD, 16), (NHD, 16), digests=False),
-    Case("Llama 8B", LLAMA_8B, (NHD, 16), (NHD, 16), segment_mib=32),
+    Case("Llama 8B", LLAMA_8B, (NHD, 16), (NHD, 16), segment_mib=64),
     Case("DeepSeek V3", DEEPSEEK_V3, (KVCacheLayout.LBNC, 64), (KVCacheLayout.BLNC, 64)),
 )
 
@@ -133,6 +133,7 @@ async def _measure(case: Case, devices: tuple[str, str], tokens: tuple[int, ...]
         await decode.connect(SENDER, await asyncio.to_thread(connection.recv))
         messages, num_bytes = await asyncio.to_thread(connection.recv)
         warm = await decode.warmed_up(SENDER, messages, num_bytes, timeout_s=60)
+        connection.send(warm.speed)
         leases = iter(range(10_000))
 
         async def seconds(number: int) -> float:
@@ -191,6 +192,7 @@ async def _prefill(connection: Connection, case: Case, tokens: int, device: str)
         await prefill.connect(PEER, await asyncio.to_thread(connection.recv))
         warm = await prefill.warm_up(PEER, SENDER)
         connection.send((warm.messages, warm.bytes))
+        await prefill.use_link(PEER, await asyncio.to_thread(connection.recv))
         while (order := await asyncio.to_thread(connection.recv)) is not None:
             lease, number = order
             start_s = time.monotonic()

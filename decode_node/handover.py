@@ -159,7 +159,7 @@ class HandOver:
         prompt = request
         while True:
             token_stop = len(prompt.prompt) + len(prompt.output)
-            lease = self._open_lease(reservation, token_stop)
+            lease = await self._open_lease(reservation, token_stop)
             self._send_ticket(lease, reservation, token_stop, queue_s)
             decision = await self._decision(lease)
             totals = await self._close_lease()
@@ -221,10 +221,10 @@ class HandOver:
 
     # ---- steps of it
 
-    def _open_lease(self, reservation: Reservation, token_stop: int) -> int:
+    async def _open_lease(self, reservation: Reservation, token_stop: int) -> int:
+        """Returns when every rank takes KV for it. May be cancelled: the lease is open then all the same."""
         number = self.node.draw_lease(self)
-        self.lease = number
-        self.node.transfer.open_lease(
+        opening = self.node.transfer.open_lease(
             LeaseGrant(
                 number=number,
                 block_ids=reservation.block_ids,
@@ -233,6 +233,8 @@ class HandOver:
                 resume_at=reservation.resume_at,
             )
         )
+        self.lease = number
+        await opening
         return number
 
     async def _close_lease(self) -> LeaseFilled:

@@ -5,17 +5,28 @@ flight, and nothing of the peer is kept but a line for the status.
 """
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, PeerRefused
 from baton.rpc.status import from_detail
+from decode_node.sender_numbers import SenderNumbers
+from kvtransfer.flows import Link
 from kvtransfer.node import LinkMeasure
-from kvtransfer.plan import PlanRefused, WirePlan, agree
+from kvtransfer.plan import PlanRefused, WirePlan, agree, links_between
 from node.assembly import Node
-from node.describe import describe_measure, describe_mismatches, from_info, from_measure, to_mismatches
+from node.describe import (
+    describe_conversion,
+    describe_measure,
+    describe_mismatches,
+    from_addresses,
+    from_info,
+    from_measure,
+    to_addresses,
+    to_mismatches,
+    to_warm_ups,
+)
 from node.link_floor import below_floor
 from protos import common_pb2
 from protos import decode_pb2 as pb
@@ -34,7 +45,7 @@ class Pairs:
     def __init__(self, node: Node, requests: "DecodeNode") -> None:
         self._node = node
         self._requests = requests
-        self._sender_numbers = itertools.count(1)
+        self._sender_numbers = SenderNumbers()
         self._states: dict[str, common_pb2.PeerState] = {}  # by address: a restarted peer takes its own line over
         self._numbers: dict[str, int] = {}  # by address: the present sender number
         self._outboxes: dict[int, asyncio.Queue[pb.PairResponse | None]] = {}
@@ -53,18 +64,22 @@ class Pairs:
         )
         self._keep(state)
         try:
-            plan = agree(self._node.description, from_info(info))
+            their_node = from_info(info)
+            plan = agree(self._node.description, their_node)
         except PlanRefused as refused:
             await write(pb.PairResponse(refused=self._refuse(state, to_mismatches(refused.mismatches))))
             return
-        number = next(self._sender_numbers)
+        state.kv_converted = plan.conversion
+        number = self._sender_numbers.draw(their_node.tensor_parallel_size)
         outbox: asyncio.Queue[pb.PairResponse | None] = asyncio.Queue()
         self._outboxes[number] = outbox
         reader: asyncio.Task[None] | None = None
         try:
-            address = await self._node.transfer.listen(number)
-            await self._node.transfer.connect(number, hello.worker_address)
-            await write(pb.PairResponse(accepted=self._accepted(number, address, plan)))
+            flows = links_between(their_node, self._node.description)
+            addresses = await self._node.transfer.listen(number, flows, sends=False)
+            await write(pb.PairResponse(accepted=self._accepted(number, addresses, plan)))
+            await self._connect(number, incoming)
+            await write(pb.PairResponse(connected=pb.PairConnected()))
             measure = await self._measure(number, incoming, state)
             if mismatch := below_floor(self._node, measure):
                 await write(pb.PairResponse(refused=self._refuse(state, to_mismatches((mismatch,)))))
@@ -81,15 +96,22 @@ class Pairs:
                 reader.cancel()
             del self._outboxes[number]
             await self._drop(number, state)
+            self._sender_numbers.give_back(number)
 
-    def _accepted(self, number: int, address: bytes, plan: WirePlan) -> pb.PairAccepted:
+    def _accepted(self, number: int, addresses: Mapping[Link, bytes], plan: WirePlan) -> pb.PairAccepted:
         return pb.PairAccepted(
             info=self._node.info,
-            worker_address=address,
+            worker_addresses=from_addresses(addresses),
             sender_number=number,
             wire_version=plan.wire_version,
             message_bytes=self._node.transfer.message_bytes,
+            kv_scales=self._node.kv_scales,
         )
+
+    async def _connect(self, number: int, incoming: AsyncIterator[pb.PairRequest]) -> None:
+        async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
+            message = await anext(aiter(incoming))
+        await self._node.transfer.connect(number, to_addresses(message.linked.worker_addresses))
 
     async def _measure(
         self, number: int, incoming: AsyncIterator[pb.PairRequest], state: common_pb2.PeerState
@@ -97,7 +119,7 @@ class Pairs:
         async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
             message = await anext(aiter(incoming))
             measure = await self._node.transfer.warmed_up(
-                number, message.warmed_up.messages, message.warmed_up.bytes, timeout_s=_WARM_UP_TIMEOUT_S
+                number, to_warm_ups(message.warmed_up), timeout_s=_WARM_UP_TIMEOUT_S
             )
         state.transport = measure.transport
         state.gigabytes_per_s = measure.gigabytes_per_s
@@ -107,7 +129,8 @@ class Pairs:
     def _ready(self, number: int, state: common_pb2.PeerState, measure: LinkMeasure) -> None:
         state.phase = common_pb2.PEER_PHASE_READY
         self._numbers[state.address] = number
-        log.info("paired with %s over %s", state.name, describe_measure(measure))
+        said = describe_measure(measure) + describe_conversion(state.kv_converted)
+        log.info("paired with %s over %s", state.name, said)
 
     def _refuse(self, state: common_pb2.PeerState, mismatches: list[common_pb2.Mismatch]) -> pb.PairRefused:
         state.phase = common_pb2.PEER_PHASE_REFUSED
@@ -142,6 +165,9 @@ class Pairs:
         if state.phase != common_pb2.PEER_PHASE_REFUSED:
             state.phase = common_pb2.PEER_PHASE_LOST
             state.detail = state.detail or "its line broke"
+        if self._numbers.get(state.address) == number:
+            self.states()  # the last look at what it sent
+            del self._numbers[state.address]
         for lease in await self._node.transfer.disconnect(number):
             self._requests.on_lost(lease, BatonError(f"{state.name} is gone"))
 

@@ -5,21 +5,18 @@ Knows neither model nor graphs. Legend: N most rows of a step, C rows whose bloc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.metadata import CommonAttentionMetadata, block_rectangle
+from attention.staging import to_device
 from engine.batch import BatchRow
 from engine.choice import SamplingBuffers
-from engine.host_rows import HostRows
+from engine.host_rows import ROWS_MULTIPLE, HostRows
 from engine.inputs import TABLE_MULTIPLE
-
-# Triton compiles a kernel anew for a pointer that is not a multiple of 16, and wide loads want more.
-_ALIGNMENT = 256
+from engine.step_slot import StepSlot
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class DecodeBuffers:
 
     Attributes:
         host: the rows as the host writes them.
-        inputs: bytes on the device that the host's are copied to: `host.memory`, then blocks on their way.
+        inputs: bytes on the device that `host.memory` is copied to: all that the host tells of a step.
         tokens: [2N] int32: what the step in front has sampled, row by row, then what the host knows. Every step leaves
             its tokens in the first half, also one that runs outside of a graph.
         token_source: [N] int32, where in `tokens` each row's token lies.
@@ -36,7 +33,9 @@ class DecodeBuffers:
         positions, slot_mapping: [N] int64.
         seq_lens: [N] int32.
         query_start_loc: [N + 1] int32, one token for each row.
-        block_table: [N, B] int32; a row keeps its blocks until other ones come.
+        table: [N + 1, B] int32; a row keeps its blocks until other ones come, and the last row is nobody's.
+        new_block: [N] int32, the block that each row has got behind those in the table.
+        new_block_place: [N] int64, where in the table that belongs; for a row without one, in the last row.
         sampling: for `choose_tokens`.
     """
 
@@ -49,7 +48,9 @@ class DecodeBuffers:
     slot_mapping: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
-    block_table: Tensor
+    table: Tensor
+    new_block: Tensor
+    new_block_place: Tensor
     sampling: SamplingBuffers
 
     @property
@@ -60,6 +61,11 @@ class DecodeBuffers:
     def sampled(self) -> Tensor:
         """[N] int32, the tokens of the last step."""
         return self.tokens[: self.max_rows]
+
+    @property
+    def block_table(self) -> Tensor:
+        """[N, B] int32."""
+        return self.table[: self.max_rows]
 
     def common(self, size: int) -> CommonAttentionMetadata:
         """The metadata of steps of that many rows, padding included: views, so it is made once and stays right."""
@@ -76,53 +82,47 @@ class DecodeBuffers:
             slot_mapping=self.slot_mapping[:size],
         )
 
-    def fill(self, rows: Sequence[BatchRow], *, step: int) -> None:
-        """Makes these the rows of that step, of one token each. One copy behind what is queued; the host does not wait.
+    def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot) -> None:
+        """Makes these the rows of that step, of one token each. One copy behind what is queued, and another one when
+        requests come; the host does not wait.
 
         Raises:
             InternalError: more rows, or longer ones, than there is room for.
         """
-        changed = self.host.take(rows, step=step)
-        parts: list[NDArray[Any]] = [self.host.memory]
-        if changed:
-            table = block_rectangle(list(changed.values()), max(map(len, changed.values())))
-            parts += [np.array(list(changed), np.int64), table.reshape(-1)]
-        starts = self._copy(parts)
-        if changed:
-            rows_C = self.inputs[starts[1] :][: parts[1].nbytes].view(torch.int64)
-            table_CB = self.inputs[starts[2] :][: parts[2].nbytes].view(torch.int32).view(table.shape)
-            self.block_table[:, : table.shape[1]].index_copy_(0, rows_C, table_CB)
-            self.host.copied(changed)
+        blocks_C = self.host.take(rows, step=step)
+        if blocks_C:
+            width = max(map(len, blocks_C.values()))
+            table = block_rectangle(list(blocks_C.values()), width)
+            rows_C, table_CB = to_device((np.array(list(blocks_C), np.int64), table), self.table.device)
+            self.table[:, :width].index_copy_(0, rows_C, table_CB)
+        slot.inputs_host[:] = self.host.memory
+        self.inputs.copy_(slot.inputs, non_blocking=True)
 
-    def _copy(self, parts: Sequence[NDArray[Any]]) -> list[int]:
-        """Copies the parts to `inputs`, and returns where each begins."""
-        starts, size = [], 0
-        for part in parts:
-            starts.append(size)
-            size += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-        # New memory each time: torch keeps pinned memory that nothing refers to until the copy out of it is done.
-        staged = torch.empty(size, dtype=torch.uint8, pin_memory=self.inputs.is_cuda)
-        host = staged.numpy()
-        for start, part in zip(starts, parts, strict=True):
-            host[start : start + part.nbytes] = part.view(np.uint8)
-        self.inputs[:size].copy_(staged, non_blocking=True)
-        return starts
+    def place_new_blocks(self, size: int) -> None:
+        """What a step of that many rows begins with: attention is planned by the table."""
+        self.table.view(-1).index_copy_(0, self.new_block_place[:size], self.new_block[:size])
+
+    def look_tokens_up(self, size: int) -> Tensor:
+        """[size] int32, the tokens that the step computes."""
+        token_ids = self.token_ids[:size]
+        torch.index_select(self.tokens, 0, self.token_source[:size], out=token_ids)
+        return token_ids
 
 
 def new_decode_buffers(
     *, max_rows: int, max_context_tokens: int, block_size: int, device: torch.device
 ) -> DecodeBuffers:
     """Buffers in which every row is padding."""
-    max_rows = -(-max_rows * 4 // _ALIGNMENT) * _ALIGNMENT // 4
+    max_rows = -(-max_rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
     max_blocks = -(-max_context_tokens // block_size)
-    host = HostRows(max_rows, max_blocks=max_blocks, block_size=block_size)
-    room_for_blocks = max_rows * (8 + 4 * max_blocks) + _ALIGNMENT
+    width = -(-max_blocks // TABLE_MULTIPLE) * TABLE_MULTIPLE
+    host = HostRows(max_rows, max_blocks=max_blocks, table_width=width, block_size=block_size)
     # What a step samples lies in front of what the host writes, which begins with the host's tokens: one range to look
     # tokens up in.
     sampled_bytes = 4 * max_rows
-    memory = torch.zeros(sampled_bytes + len(host.memory) + room_for_blocks, dtype=torch.uint8, device=device)
+    memory = torch.zeros(sampled_bytes + len(host.memory), dtype=torch.uint8, device=device)
     inputs = memory[sampled_bytes:]
-    inputs[: len(host.memory)].copy_(torch.from_numpy(host.memory))
+    inputs.copy_(torch.from_numpy(host.memory))
     on_device: dict[str, Tensor] = {}
     start = 0
     for name, values in host.fields.items():
@@ -138,8 +138,8 @@ def new_decode_buffers(
         slot_mapping=on_device["slot_mapping"],
         seq_lens=on_device["seq_lens"],
         query_start_loc=torch.arange(max_rows + 1, dtype=torch.int32, device=device),
-        block_table=torch.zeros(
-            max_rows, -(-max_blocks // TABLE_MULTIPLE) * TABLE_MULTIPLE, dtype=torch.int32, device=device
-        ),
+        table=torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device),
+        new_block=on_device["new_block"],
+        new_block_place=on_device["new_block_place"],
         sampling=SamplingBuffers(*(on_device[name] for name in SamplingBuffers._fields)),
     )

@@ -9,11 +9,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from baton.types import TokenOutput
 from engine.batch import Batch
-from engine.runner import LaunchedStep, ModelRunner
+from engine.request import ModelFacts
+
+
+class Launched(Protocol):
+    """A step that is under way; `engine.runner.LaunchedStep`, or several of them on as many ranks."""
+
+    def wait(self) -> list[TokenOutput | None]: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class StepRunner(Protocol):
+    """What computes steps: an `engine.runner.ModelRunner`, or several of them."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def prepare(self) -> None: ...
+
+    def launch(self, batch: Batch) -> Launched: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,7 @@ Outcome = StepDone | StepRaised
 class _Launched(NamedTuple):
     """From the launching thread to the waiting one."""
 
-    step: LaunchedStep | Exception
+    step: Launched | Exception
     since_s: float
 
 
@@ -50,7 +70,7 @@ class DeviceThread:
     """
 
     def __init__(
-        self, runner: ModelRunner, *, clock: Callable[[], float], on_outcome: Callable[[Outcome], None]
+        self, runner: StepRunner, *, clock: Callable[[], float], on_outcome: Callable[[Outcome], None]
     ) -> None:
         self._runner = runner
         self._clock = clock

@@ -15,10 +15,9 @@ from types import TracebackType
 
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.types import FinishReason, TokenOutput
-from engine.device_thread import DeviceThread, Outcome, StepDone
+from engine.device_thread import DeviceThread, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
-from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: StepRunner,
         limits: EngineLimits,
         *,
         clock: Callable[[], float] = time.monotonic,

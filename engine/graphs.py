@@ -17,11 +17,12 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
-from attention.metadata import AttentionMetadata, CommonAttentionMetadata
+from attention.metadata import AttentionMetadata
 from engine.batch import BatchRow
 from engine.choice import choose_tokens
 from engine.decode_buffers import DecodeBuffers, new_decode_buffers
 from engine.request import int_array
+from engine.step_slot import StepSlot, StepSlots
 from models.causal_lm import CausalLM
 
 _log = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ _log = logging.getLogger(__name__)
 # The most that the driver keeps for one graph; a graph of some hundred kernels takes some MiB.
 _DRIVER_BYTES = 32 << 20
 
-# Replays a step of the batch whose metadata this is; returns its logits, which the next step overwrites.
-Step = Callable[[AttentionMetadata], Tensor]
+# Queues a step of the rows in the buffers; returns its logits, which the next step overwrites.
+Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def decode_step(
 ) -> Tensor:
     """One step over the first `size` rows of the buffers: looks their tokens up, writes their KV and the tokens behind
     them. Returns logits [R, V]. Reads nothing of the host."""
-    token_ids = buffers.token_ids[:size]
-    torch.index_select(buffers.tokens, 0, buffers.token_source[:size], out=token_ids)
+    # NOTE: a kernel of torch, which waits for what is in front of it, as the layers' own do not: they read the plan of
+    # their attention before they wait, and that may have been queued just now.
+    token_ids = buffers.look_tokens_up(size)
     hidden_RD = model(token_ids, buffers.positions[:size], cache, metadata)
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])
@@ -124,7 +126,6 @@ class DecodeGraphs:
         )
         self.sizes: list[int] = []
         self._steps: dict[int, Step] = {}
-        self._common: dict[int, CommonAttentionMetadata] = {}
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
         """The size that these rows run in; None: they must run outside of a graph."""
@@ -132,16 +133,19 @@ class DecodeGraphs:
         # Rows of a single token come first.
         if place == len(self.sizes) or len(rows[-1].token_ids) > 1:
             return None
-        size = self.sizes[place]
-        if self._device.type == "cuda" and not self._backend.builder.can_run_in_cudagraph(self._common[size]):
-            return None
-        return size
+        return self.sizes[place]
 
-    def launch(self, rows: Sequence[BatchRow], size: int, *, step: int) -> Tensor:
+    def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor:
         """Queues a step; its tokens will be in `buffers.sampled`. Returns its logits, good until the next step."""
-        self.buffers.fill(rows, step=step)
-        metadata = self._backend.builder.build(0, self._common[size])
-        return self._steps[size](metadata)
+        self.buffers.fill(rows, step=step, slot=slot)
+        logits_RV = self._steps[size]()
+        self.buffers.host.copied()
+        return logits_RV
+
+    def new_slots(self) -> StepSlots:
+        """For steps in flight, captured or not."""
+        input_bytes, max_rows = len(self.buffers.host.memory), self.buffers.max_rows
+        return StepSlots(self._device, input_bytes=input_bytes, max_rows=max_rows)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the sizes that memory allows, largest first, so that the smaller ones fit into what the largest one
@@ -165,7 +169,7 @@ class DecodeGraphs:
         start_s = time.perf_counter()
         sizes = self._wanted
         recorder = _Recorder(self._device)
-        self._add(sizes, lambda size: recorder.record(*self._prepared(size)), progress, recorder.taken)
+        self._add(sizes, lambda size: self._captured(size, recorder), progress, recorder.taken)
         _log.info(
             "captured decode steps of %s rows in %.1f s, %.0f MiB",
             ", ".join(map(str, self.sizes)),
@@ -189,7 +193,6 @@ class DecodeGraphs:
     ) -> None:
         while sizes:
             *sizes, size = sizes
-            self._common[size] = self.buffers.common(size)
             self._steps[size] = make(size)
             self.sizes = sorted(self._steps)
             # Ranks sum over rows as many as the graph has: what one of them cannot capture, none does.
@@ -199,17 +202,38 @@ class DecodeGraphs:
                 progress(len(self.sizes), len(self.sizes) + len(sizes))
 
     def _uncaptured(self, size: int) -> Step:
-        return lambda metadata: decode_step(self._model, self._cache, self.buffers, metadata, size)
+        builder, common = self._backend.builder, self.buffers.common(size)
+        return lambda: self._run(size, lambda: builder.build(0, common))
 
-    def _prepared(self, size: int) -> tuple[Step, AttentionMetadata]:
-        """The step, and the metadata to capture it with: of the longest row that there can be, in case a backend goes
-        by it, and otherwise short ones, which run fast."""
+    def _captured(self, size: int, recorder: "_Recorder") -> Step:
+        builder, common = self._backend.builder, self.buffers.common(size)
+        self._fill_for_capture(size)
+        if builder.plans_on_device:
+            return recorder.record(lambda: self._run(size, lambda: builder.build_for_cudagraph_capture(common)))
+        metadata = builder.build_for_cudagraph_capture(common)
+        assert builder.can_run_in_cudagraph(common), "it was built for that"
+        replay = recorder.record(lambda: self._run(size, lambda: metadata))
+
+        def planned() -> Tensor:
+            self.buffers.place_new_blocks(size)  # as the graph does once more: the plan may read the table
+            builder.build(0, common)  # into the memory that the graph reads
+            return replay()
+
+        return planned
+
+    def _run(self, size: int, build: Callable[[], AttentionMetadata]) -> Tensor:
+        self.buffers.place_new_blocks(size)
+        return decode_step(self._model, self._cache, self.buffers, build(), size)
+
+    def _fill_for_capture(self, size: int) -> None:
+        """With the longest row that there can be, in case a backend goes by it, and otherwise short ones, which run
+        fast. None of them writes KV."""
         longest = self._settings.max_context_tokens
         block_ids = int_array([0] * -(-longest // self._cache.shape.block_size))
         row = BatchRow("", int_array([0]), 0, block_ids, None)
-        self.buffers.fill([row._replace(token_start=longest - 1), *[row] * (size - 1)], step=0)
+        rows = [row._replace(token_start=longest - 1), *[row] * (size - 1)]
+        self.buffers.fill(rows, step=0, slot=self.new_slots().take())
         self.buffers.slot_mapping.fill_(-1)
-        return self._uncaptured(size), self._backend.builder.build_for_cudagraph_capture(self._common[size])
 
 
 class _Recorder:
@@ -225,18 +249,18 @@ class _Recorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Step, metadata: AttentionMetadata) -> Step:
+    def record(self, step: Step) -> Step:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            step(metadata)  # compiles kernels, and allocates what is allocated once
+            step()  # compiles kernels, and allocates what is allocated once
         current.wait_stream(self._stream)
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
         # Other threads of a node may allocate meanwhile; only this one's mistakes count.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            logits_RV = step(metadata)
-        replay = _Replay(graph, metadata, _unowned(logits_RV))
+            logits_RV = step()
+        replay = _Replay(graph, step, _unowned(logits_RV))
         del logits_RV
         self.taken.append(taken_bytes(before, self._memory()))
         return replay
@@ -248,16 +272,14 @@ class _Recorder:
 
 
 class _Replay:
-    """A captured step. Holds the metadata that it was captured with, because it reads their memory; the builder refills
-    that for each step."""
+    """A captured step. Holds the step itself, because the graph reads its memory."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, metadata: AttentionMetadata, logits_RV: Tensor) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, step: Step, logits_RV: Tensor) -> None:
         self._graph = graph
-        self._metadata = metadata
+        self._step = step
         self._logits_RV = logits_RV
 
-    def __call__(self, metadata: AttentionMetadata) -> Tensor:
-        del metadata
+    def __call__(self) -> Tensor:
         self._graph.replay()
         return self._logits_RV
 

@@ -5,6 +5,8 @@ moves all of them on by a token. Knows neither model nor device. Legend: N most 
 """
 
 from collections.abc import Sequence
+from itertools import compress, count
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,16 @@ from engine.choice import SamplingArrays
 from engine.request import IntArray, int_array
 from engine.sampler import has_edits
 
+# Triton compiles a kernel anew for a pointer that is not a multiple of 16, and wide loads want more: with so many rows,
+# every field begins at a multiple of 256 bytes.
+ROWS_MULTIPLE = 64
 # What the host writes for each row beside the numbers for sampling, and what padding holds.
 _FIELDS = (
     ("token_ids", np.int32, 0),
     ("token_source", np.int32, 0),
     ("seq_lens", np.int32, 0),
+    ("new_block", np.int32, 0),
+    ("new_block_place", np.int64, 0),
     ("positions", np.int64, 0),
     ("slot_mapping", np.int64, -1),
 )
@@ -63,8 +70,9 @@ class Kinds:
 
 class HostRows:
     """Args:
-        max_rows: a multiple of 64, so that each field is aligned.
+        max_rows: a multiple of ROWS_MULTIPLE.
         max_blocks: of a row.
+        table_width: of the table that the device keeps of all rows' blocks, which has one row more.
 
     Attributes:
         memory: all fields, one behind the other, as bytes.
@@ -73,7 +81,7 @@ class HostRows:
         kinds: of the rows.
     """
 
-    def __init__(self, max_rows: int, *, max_blocks: int, block_size: int) -> None:
+    def __init__(self, max_rows: int, *, max_blocks: int, table_width: int, block_size: int) -> None:
         sampling = SamplingArrays.empty(max_rows)
         sampling.fill(())
         padding: dict[str, NDArray[Any]] = {name: np.full(max_rows, value, dtype) for name, dtype, value in _FIELDS}
@@ -89,17 +97,23 @@ class HostRows:
         self._growing = [self.num_computed, *(self.fields[name] for name in _GROWING)]
         self._sampling = SamplingArrays(*(self.fields[name] for name in sampling._fields))
         self._max_blocks = max_blocks
+        self._table_width = table_width
+        self._nowhere = max_rows * table_width
+        self._padding = {name: value for name, _, value in _FIELDS} | {"new_block_place": self._nowhere}
+        self.fields["new_block_place"][:] = self._nowhere
         self._block_size = block_size
         self._step = self._size = 0
         # None where there is no row, or one that the next step cannot share.
         self._rows: list[BatchRow | None] = [None] * max_rows
         self._params: list[SamplingParams] = [_NOT_SAMPLED.params] * max_rows
-        # What the device has of each row's blocks, and what it still has to get.
+        # What the device has of each row's blocks, what it still has to get, and which rows get one block with a step.
         self._blocks: list[IntArray] = [_NO_BLOCKS] * max_rows
         self._missing: dict[int, IntArray] = {}
+        self._growing_rows: list[int] = []
 
     def take(self, rows: Sequence[BatchRow], *, step: int) -> dict[int, IntArray]:
-        """Takes over the rows of a step; returns the blocks of those rows of which the device has others.
+        """Takes over the rows of a step; returns the blocks of those of which the device has others. A row that has
+        one block more than there is not among them: that one comes with the step.
 
         Raises:
             InternalError: more rows, or longer ones, than there is room for; then nothing is taken.
@@ -107,7 +121,7 @@ class HostRows:
         size, max_rows = len(rows), len(self._rows)
         if size > max_rows:
             raise _no_room(f"{size} rows", "rows", size, max_rows)
-        changed = [place for place, (row, was) in enumerate(zip(rows, self._rows, strict=False)) if row is not was]
+        changed = list(compress(count(), map(is_not, rows, self._rows)))
         longest = max([len(rows[place].block_ids) for place in changed], default=0)
         if longest > self._max_blocks:
             raise _no_room(f"a row of {longest} blocks", "block_ids", longest, self._max_blocks)
@@ -120,15 +134,30 @@ class HostRows:
             self._write(changed, [rows[place].at(step) for place in changed])
             for place in changed:
                 self._rows[place] = None if rows[place].since is None else rows[place]
-        return dict(self._missing)
+        return self._grow() if self._missing or self._growing_rows else {}
 
-    def copied(self, blocks: dict[int, IntArray]) -> None:
-        """The device has these rows' blocks from now on. A request's array is another one as soon as its blocks are, so
-        that it is enough to remember whose it is."""
-        for row, ids in blocks.items():
-            self._blocks[row] = ids
-            if self._missing.get(row) is ids:
-                del self._missing[row]
+    def copied(self) -> None:
+        """The step is queued: from then on the device has all rows' blocks. A request's array is another one as soon as
+        its blocks are, so that it is enough to remember whose it is."""
+        if self._missing:
+            for place, ids in self._missing.items():
+                self._blocks[place] = ids
+            self._missing = {}
+
+    def _grow(self) -> dict[int, IntArray]:
+        """Puts the rows that have one block more into the step; returns the others of which the device has too few."""
+        new_block, new_block_place = self.fields["new_block"], self.fields["new_block_place"]
+        new_block_place[self._growing_rows] = self._nowhere
+        growing, others = [], {}
+        for place, ids in self._missing.items():
+            known = len(ids) - 1
+            if ids[:known] == self._blocks[place]:
+                new_block[place], new_block_place[place] = ids[known], place * self._table_width + known
+                growing.append(place)
+            else:
+                others[place] = ids
+        self._growing_rows = growing
+        return others
 
     def _write(self, places: list[int], rows: list[BatchRow]) -> None:
         fields, max_rows, places_C = self.fields, len(self._rows), np.array(places)
@@ -169,7 +198,7 @@ class HostRows:
 
     def _pad(self, rows: range) -> None:
         padded = slice(rows.start, rows.stop)
-        for name, _, value in _FIELDS:
+        for name, value in self._padding.items():
             self.fields[name][padded] = value
         self.num_computed[padded] = 0
         # Greedy, which is drawn fastest.
@@ -177,6 +206,8 @@ class HostRows:
         self._params[padded] = [_NOT_SAMPLED.params] * len(rows)
         self._rows[padded] = [None] * len(rows)
         self.kinds.forget(rows)
+        for place in [place for place in self._missing if place in rows]:
+            del self._missing[place]
 
 
 def _no_room(what: str, field: str, value: int, most: int) -> InternalError:

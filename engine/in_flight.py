@@ -52,9 +52,9 @@ class StepsInFlight:
         assert not self.full, f"{STEPS_MAX} steps are in flight"
         assert step.number == self._launched + 1, f"step {step.number} behind {self._launched}"
         self._launched = number = step.number
-        for index, state in enumerate(step.states):
-            state.last_step = number
-            state.row_index = index
+        # Those in front know their places.
+        for index in range(step.num_decodes, len(step.states)):
+            step.states[index].row_index = index
         launched = Step(number, step.states, tuple(step.rows), step.started)
         self._steps.append(launched)
         return Batch(number, launched.rows)
@@ -65,7 +65,7 @@ class StepsInFlight:
 
     def has_row_of(self, state: RequestState) -> bool:
         """Whether any of the steps has a row of the request."""
-        return bool(self._steps) and state.last_step >= self._steps[0].number
+        return any(state in step.states for step in self._steps)
 
     def has_row_named(self, request_id: str) -> bool:
         """Whether any of the steps has a row of a request of that name, be it one that has ended."""

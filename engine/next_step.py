@@ -13,6 +13,7 @@ class NextStep:
         number: of the step.
         budget: tokens that still fit.
         started: of requests whose first row is in this step, by name.
+        num_decodes: rows that `add_decodes` has made; they stand in front.
     """
 
     def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float) -> None:
@@ -21,6 +22,7 @@ class NextStep:
         self.rows: list[BatchRow] = []
         self.started: dict[str, RequestStarted] = {}
         self.budget = limits.max_batch_tokens
+        self.num_decodes = 0
         self._num_single = 0
         self._limits = limits
         self._block_size = block_size
@@ -28,11 +30,18 @@ class NextStep:
 
     def add_decodes(self, states: list[RequestState]) -> None:
         """The next token of each, in that order. First of all."""
-        step, block_size = self.number, self._block_size
+        rows = self.rows
+        for place, state in enumerate(states):
+            row = state.shared_row
+            if row is None or place != state.row_index or not state.num_pending:
+                row = state.next_decode(place, step=self.number, block_size=self._block_size)
+            else:  # as in the step in front, one token further on
+                state.num_scheduled += 1
+                state.num_pending += 1
+            rows.append(row)
         self.states += states
-        self.rows += [state.next_decode(place, step=step, block_size=block_size) for place, state in enumerate(states)]
+        self.num_decodes = self._num_single = len(states)
         self.budget -= len(states)
-        self._num_single += len(states)
 
     def add_chunk(self, state: RequestState) -> None:
         """As much of the request's prompt as fits, which may be nothing."""

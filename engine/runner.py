@@ -7,7 +7,6 @@ the tokens of the last one stay on the device for that. Suffixes: T token of the
 channel, V vocabulary, N most rows of a step.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -15,7 +14,6 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn.functional import pad
 
 from attention.backend import AttentionBackend
@@ -28,6 +26,7 @@ from engine.graphs import DecodeGraphs, GraphSettings
 from engine.inputs import pending_tokens, stage_step
 from engine.request import ModelFacts, int_array
 from engine.sampler import sample, tell
+from engine.step_slot import StepSlot, StepSlots
 from models.causal_lm import CausalLM
 
 _FIRST_ROWS = 64
@@ -44,20 +43,26 @@ class LaunchedStep:
 
     Args:
         plain: of all rows; those in `parts` have other tokens, or more to say of them.
+        slot: the step's; it goes back to `slots` when the step is over.
     """
 
-    def __init__(self, num_rows: int, plain: "_PlainTokens | None", parts: "Sequence[_Part]", timer: "_Timer") -> None:
+    def __init__(
+        self, num_rows: int, plain: "_PlainTokens | None", parts: "Sequence[_Part]", slot: StepSlot, slots: StepSlots
+    ) -> None:
         self._num_rows = num_rows
         self._plain = plain
         self._parts = parts
-        self._timer = timer
+        self._slot = slot
+        self._slots = slots
+        self._seconds = 0.0
 
     def wait(self) -> list[TokenOutput | None]:
         """One entry per row, None where nothing was sampled. Any one thread, once; raises what the device raised."""
-        self._timer.wait()
+        self._seconds = self._slot.timer.wait()
         results: list[TokenOutput | None] = [None] * self._num_rows
         if self._plain is not None:
-            results = self._plain.outputs()
+            results = self._plain.outputs(self._slot.tokens_host)
+        self._slots.give_back(self._slot)
         for indices, tokens in self._parts:
             for index, token in zip(indices, tokens.outputs(), strict=True):
                 results[index] = token
@@ -66,7 +71,7 @@ class LaunchedStep:
     @property
     def seconds(self) -> float:
         """What the step took on the device; known after `wait`."""
-        return self._timer.seconds
+        return self._seconds
 
 
 class ModelRunner:
@@ -93,11 +98,12 @@ class ModelRunner:
         self._graphs = None if graphs is None else DecodeGraphs(model, backend, cache, graphs)
         self._is_prepared = False
         # What the last step has sampled, row by row.
-        self._tokens_N = (
-            torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
-            if self._graphs is None
-            else self._graphs.buffers.sampled
-        )
+        if self._graphs is None:
+            self._tokens_N = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
+            self._slots = StepSlots(self._device, input_bytes=0, max_rows=0)
+        else:
+            self._tokens_N = self._graphs.buffers.sampled
+            self._slots = self._graphs.new_slots()
 
     @torch.inference_mode()
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -126,21 +132,22 @@ class ModelRunner:
         """Queues a step that computes the batch's tokens and writes their KV; on a GPU waits for nothing of it."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        timer = _Timer(self._device)
+        slot = self._slots.take()
+        slot.timer.start()
         num_rows = len(batch.shared_rows)
         size = None if self._graphs is None else self._graphs.size_for(batch.shared_rows)
         if self._graphs is None or size is None:
             plain, parts = None, self._launch_eagerly(batch.rows)
         else:
-            plain, parts = self._launch_padded(self._graphs, batch, size)
-        timer.stop()
-        return LaunchedStep(num_rows, plain, parts, timer)
+            plain, parts = self._launch_padded(self._graphs, batch, size, slot)
+        slot.timer.stop()
+        return LaunchedStep(num_rows, plain, parts, slot, self._slots)
 
     def _launch_padded(
-        self, graphs: DecodeGraphs, batch: Batch, size: int
+        self, graphs: DecodeGraphs, batch: Batch, size: int, slot: StepSlot
     ) -> "tuple[_PlainTokens | None, list[_Part]]":
         rows = batch.shared_rows
-        logits_RV = graphs.launch(rows, size, step=batch.step)
+        logits_RV = graphs.launch(rows, size, step=batch.step, slot=slot)
         host, num_rows = graphs.buffers.host, len(rows)
         parts: list[_Part] = []
         if edited := sorted(host.kinds.edited):
@@ -162,8 +169,8 @@ class ModelRunner:
             parts.append((told, drawn.to_host()))
         plain = None
         if len(edited) + len(told) < num_rows:
-            words = _to_host(self._tokens_N[:num_rows])
-            plain = _PlainTokens(output_indices, words, unsampled=frozenset(host.kinds.unsampled))
+            slot.fetch(self._tokens_N)
+            plain = _PlainTokens(output_indices, frozenset(host.kinds.unsampled))
         return plain, parts
 
     def _launch_eagerly(self, rows: Sequence[BatchRow]) -> "list[_Part]":
@@ -199,55 +206,22 @@ class ModelRunner:
 _Part: TypeAlias = tuple[list[int], TokensOnHost]
 
 
-class _Timer:
-    """From here to `stop`, as the device runs it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._start_s = self._stop_s = time.perf_counter()
-        if device.type == "cuda":
-            # A blocking event: the thread that waits leaves the processor to others.
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
-            self._events[0].record()
-
-    def stop(self) -> None:
-        if self._events is None:
-            self._stop_s = time.perf_counter()
-        else:
-            self._events[1].record()
-
-    def wait(self) -> None:
-        if self._events is not None:
-            # NOTE: a thread that has no GPU yet gets the first one, and a context there takes half a gigabyte.
-            torch.cuda.set_device(self._device)
-            self._events[1].synchronize()
-
-    @property
-    def seconds(self) -> float:
-        if self._events is None:
-            return self._stop_s - self._start_s
-        milliseconds: float = self._events[0].elapsed_time(self._events[1])
-        return milliseconds / 1e3
-
-
 @dataclass(frozen=True)
 class _PlainTokens:
     """Of all rows of a step.
 
     Args:
         output_indices: int64, as in `SampleRow`.
-        words: int32, the tokens, in memory that a copy is under way to.
         unsampled: rows whose token counts for nothing.
     """
 
     output_indices: NDArray[np.int64]
-    words: Tensor
     unsampled: frozenset[int]
 
-    def outputs(self) -> list[TokenOutput | None]:
-        """One per row. Only after the copy is done."""
-        outputs: list[TokenOutput | None] = list(map(TokenOutput, self.words.tolist(), self.output_indices.tolist()))
+    def outputs(self, tokens: NDArray[np.int32]) -> list[TokenOutput | None]:
+        """One per row. Only after the tokens have come."""
+        indices = self.output_indices.tolist()
+        outputs: list[TokenOutput | None] = list(map(TokenOutput, tokens[: len(indices)].tolist(), indices))
         for row in self.unsampled:
             outputs[row] = None
         return outputs
@@ -255,13 +229,6 @@ class _PlainTokens:
 
 def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:
     return [row.sample for row in rows if row.sample is not None]
-
-
-def _to_host(words: Tensor) -> Tensor:
-    """A copy that the current stream makes; the host does not wait."""
-    if words.device.type == "cpu":
-        return words.clone()
-    return torch.empty_like(words, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
 
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:

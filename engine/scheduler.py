@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded, UnknownLease
 from baton.types import FinishReason, TokenOutput
 from engine.batch import Batch
-from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
+from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
 from engine.in_flight import Step, StepsInFlight
 from engine.next_step import NextStep
 from engine.places import Places
@@ -53,6 +53,7 @@ class Scheduler:
         self._roster = Roster(seats=min(limits.max_batch_requests, limits.max_batch_tokens))
         self._in_flight = StepsInFlight()
         self._places = Places()
+        self._ended: list[RequestState] = []  # who ended, and has a row in flight
         self._preemptions = 0
 
     @property
@@ -178,13 +179,16 @@ class Scheduler:
         if self._in_flight.full:
             return None
         preemptions = self._preemptions
-        decoding = self._decoding()
+        # All others decode as they did. Every look at all requests in every step adds up, so there is one.
+        unsteady = [state for state in self._roster.running if state.num_scheduled >= state.steady_stop]
+        decoding = self._decoding(unsteady)
         if decoding is None:
             return None
         step = NextStep(self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now)
         step.add_decodes(self._places.seat(decoding))
-        for state in [state for state in self._roster.running if state.num_scheduled < state.prefill_stop]:
-            step.add_chunk(state)
+        for state in unsteady:
+            if state.prefilling and state.phase is Phase.RUNNING:
+                step.add_chunk(state)
         # A step that sent somebody back has no room to give away.
         while self._preemptions == preemptions and (admitted := self._admit_waiting(step.budget)) is not None:
             step.add_chunk(admitted)
@@ -194,7 +198,7 @@ class Scheduler:
         """The oldest step in flight is over; `results` are its rows' tokens, None where a row drew none."""
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
-        tokens: list[TokenSampled] = []
+        told: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
         block_size, ended = self._block_size, Phase.ENDED  # looked up once, not for every row
         step = self._land()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
@@ -208,13 +212,17 @@ class Scheduler:
                     started.append(step.started[state.request_id])
             if stop // block_size > start // block_size:
                 self._blocks.register(state)
-            if token is not None:
-                state.num_pending -= 1
-                end = state.append(token.token_id)
-                if end is not NO_END or state.prefill_only:
+            if token is None:
+                continue
+            state.num_pending -= 1
+            state.tokens.append(token.token_id)
+            reason, stop_reason = None, ""
+            if stop >= state.decode_stop or token.token_id in state.end_token_ids:  # only then it may end
+                reason, stop_reason = state.end_at(token.token_id)
+                if reason is not None or state.prefill_only:
                     self._stop_running(state)
-                tokens.append(TokenSampled(state.request_id, token, end.reason, end.stop_reason))
-        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(tokens))
+            told.append((state.request_id, token, reason, stop_reason))
+        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(map(token_sampled, told)))
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """The oldest step in flight came to nothing: its requests end with `error`; their rows in the next are void."""
@@ -260,32 +268,34 @@ class Scheduler:
         self._roster.run(state)
         return state
 
-    def _decoding(self) -> list[RequestState] | None:
+    def _decoding(self, unsteady: list[RequestState]) -> list[RequestState] | None:
         """Who decodes in the next step, with a slot for it; for want of one the latest requests are sent back.
 
         None, and nothing is changed, when that has to wait for a step in flight.
         """
-        running, block_size = self._roster.running, self._block_size
-        # `state.decoding`, written out: calls for everybody in every step add up.
-        decoding = [state for state in running if state.prefill_stop <= state.num_scheduled < state.decode_stop]
+        block_size = self._block_size
+        decoding = [state for state in unsteady if state.decoding]
         full = [state for state in decoding if state.num_scheduled == len(state.blocks) * block_size]
-        if len(full) <= self._blocks.num_free:
-            for state in full:
-                self._blocks.extend(state, state.num_scheduled + 1)
-            return decoding
-        if self._in_flight:
+        if len(full) > self._blocks.num_free and self._in_flight:
             return None
         for state in full:
             while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
                 self._send_back(self._roster.latest_decoder)
-        return [state for state in decoding if state.phase is Phase.RUNNING]
+        for state in decoding:
+            if state.phase is Phase.RUNNING:
+                state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
+                state.shared_row = None
+        if len(decoding) < len(unsteady):
+            return [state for state in self._roster.running if state.num_scheduled < state.steady_stop]
+        return self._roster.running[:]
 
     def _land(self) -> Step:
         """The oldest step is in flight no more; who ended meanwhile, and has no row in the next, loses its blocks."""
         step = self._in_flight.land()
-        for state in step.states:
-            if state.phase is Phase.ENDED and state.last_step == step.number:
-                self._blocks.give_back(state)
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for state in ended:
+                self._drop(state)
         return step
 
     # ---- changes of state
@@ -327,8 +337,13 @@ class Scheduler:
     def _end(self, state: RequestState) -> None:
         """It is told of no more. Its blocks are free, unless a step in flight writes to them: then when that lands."""
         self._roster.end(state)
-        if not self._in_flight.has_row_of(state):
-            self._blocks.give_back(state)
+        self._drop(state)
+
+    def _drop(self, ended: RequestState) -> None:
+        if self._in_flight.has_row_of(ended):
+            self._ended.append(ended)
+        else:
+            self._blocks.give_back(ended)
 
     def _overloaded(self, message: str) -> Overloaded:
         return Overloaded(message, cure="try again later", retry_after_s=self._limits.retry_after_s)

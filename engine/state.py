@@ -46,9 +46,12 @@ class RequestState:
         num_computed: leading tokens whose KV is in `blocks`.
         num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
         num_pending: tokens behind `tokens` that steps in flight are drawing.
-        last_step, row_index: the last step that has a row of it, and where; 0 before the first.
+        row_index: where its row is in the last step that has one.
+        shared_row: that row, if the next step may have it too, at the same place; None: it has to be made.
         prefill_stop: tokens that are computed as prompt; those behind it are decoded one by one.
         decode_stop: tokens that are ever computed, if it decodes at all.
+        steady_stop: for as long as fewer are scheduled, it decodes, and has a slot for that; 0 where that is not known.
+        end_token_ids: those that may end it.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
         windows_from: layers with a sliding window may lack the KV of the tokens before this one.
     """
@@ -75,23 +78,23 @@ class RequestState:
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
-        self.last_step = 0
         self.row_index = 0
+        self.shared_row: BatchRow | None = None
+        self.steady_stop = 0
         self.num_registered = 0
         self.windows_from = 0
         self.prefill_stop = len(self.tokens)
         self.started = False
         sampling = request.sampling
         self._prompt_tokens = len(request.prompt)
+        self._min_tokens = sampling.min_tokens
         self._max_tokens = min(self._prompt_tokens + sampling.max_tokens, max_context_tokens)
         # The last token is never computed.
         self.decode_stop = 0 if self.prefill_only else self._max_tokens - 1
         self._row_blocks: IntArray = int_array()
-        self._row: BatchRow | None = None
-        self._row_stop = 0
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        self._end_token_ids = self._eos_token_ids.union(sampling.stop_token_ids)
-        self._forbidden_early = tuple(sorted(self._end_token_ids))
+        self.end_token_ids = self._eos_token_ids.union(sampling.stop_token_ids)
+        self._forbidden_early = tuple(sorted(self.end_token_ids))
         self._penalised = (
             sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         )
@@ -132,7 +135,8 @@ class RequestState:
     def drop_blocks(self) -> IntArray:
         """It has no blocks now, and no KV; returns those that it had."""
         blocks, self.blocks = self.blocks, int_array()
-        self.num_computed = self.num_scheduled = self.num_registered = self.windows_from = 0
+        self.num_computed = self.num_scheduled = self.num_registered = self.windows_from = self.steady_stop = 0
+        self.shared_row = None
         self.prefill_stop = len(self.tokens)
         return blocks
 
@@ -146,31 +150,25 @@ class RequestState:
         self.prefill_stop = len(self.tokens)
 
     def next_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
-        """`next_row` of one token, at that place of that step: the row that it had in the step in front, if that is
-        the same one token further on."""
-        row = self._row
-        if row is None or not self.num_pending or place != self.row_index or self.num_scheduled == self._row_stop:
-            return self._new_decode(place, step=step, block_size=block_size)
-        self.num_scheduled += 1
-        self.num_pending += 1
+        """`next_row` of one token, at that place of that step. Becomes its `shared_row` if it is the same in the steps
+        behind, one token further on, until its blocks change."""
+        row = self.next_row(1, block_size=block_size, since=step if place == self.row_index else None)
+        self.row_index = place
+        if row.since is not None:
+            self.shared_row = row
         return row
 
-    def _new_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
-        row = self.next_row(1, block_size=block_size)
-        if row.token_source != place or row.sample is None or row.sample.forbidden or self._penalised:
-            return row
-        self._row = row._replace(since=step)
-        self._row_stop = len(self._row_blocks) * block_size
-        return self._row
-
-    def next_row(self, num_tokens: int, *, block_size: int) -> BatchRow:
+    def next_row(self, num_tokens: int, *, block_size: int, since: int | None = None) -> BatchRow:
         """Its part of the next step, which computes `num_tokens` more of its tokens; they count as scheduled now.
 
         Behind the known tokens comes the one that the step in front draws.
+
+        Args:
+            since: the row's own, where it may have one.
         """
-        self._row = None
+        self.shared_row = None
         start, known = self.num_scheduled, len(self.tokens)
-        stop = start + num_tokens
+        self.num_scheduled = stop = start + num_tokens
         pending = start == known
         num_blocks = -(-stop // block_size)
         # NOTE: blocks are copied only when they change. The device thread reads this array while `blocks` may grow.
@@ -179,28 +177,24 @@ class RequestState:
         sample = None
         if stop == known + self.num_pending:
             self.num_pending += 1
-            sampling, output_index = self.request.sampling, stop - self._prompt_tokens
-            sample = SampleRow(
-                sampling,
-                output_index,
-                self._forbidden_early if output_index < sampling.min_tokens else (),
-                self.tokens[:] if self._penalised else _NO_HISTORY,
-                self._prompt_tokens,
-            )
-        self.num_scheduled = stop
-        return BatchRow(
-            self.request_id,
-            _UNKNOWN_TOKEN if pending else self.tokens[start:stop],
-            start,
-            self._row_blocks,
-            sample,
-            self.row_index if pending else None,
-        )
+            output_index = stop - self._prompt_tokens
+            forbidden = self._forbidden_early if output_index < self._min_tokens else ()
+            history = self.tokens[:] if self._penalised else _NO_HISTORY
+            sample = SampleRow(self.request.sampling, output_index, forbidden, history, self._prompt_tokens)
+            if forbidden or self._penalised:
+                since = None
+        if not pending:
+            return BatchRow(self.request_id, self.tokens[start:stop], start, self._row_blocks, sample)
+        return BatchRow(self.request_id, _UNKNOWN_TOKEN, start, self._row_blocks, sample, self.row_index, since)
 
     def append(self, token_id: int) -> End:
         """Its next token is known; NO_END when more will follow."""
         self.tokens.append(token_id)
-        if token_id in self._end_token_ids and self.num_output > self.request.sampling.min_tokens:
+        return self.end_at(token_id)
+
+    def end_at(self, token_id: int) -> End:
+        """Whether and why it ends with that token, its last so far."""
+        if token_id in self.end_token_ids and self.num_output > self._min_tokens:
             return End(FinishReason.STOP, "" if token_id in self._eos_token_ids else str(token_id))
         return End(FinishReason.LENGTH, "") if len(self.tokens) >= self._max_tokens else NO_END
 

@@ -170,7 +170,8 @@ class HandOver:
         if node is None:
             return Trouble("", NoNode(f"no prefill node is left: {self._cluster.explain()}", retry_after_s=1.0))
         attempts.excluded.add(node.incarnation)  # whatever happens, this ticket is its only one
-        self._receipt.calling(node.name, node.peers[leg.node.incarnation].transport)
+        pair = node.peers[leg.node.incarnation]
+        self._receipt.calling(node.name, pair.transport, pair.kv_converted)
         leg.prefill(node, self._prefill_request(ticket), timeout_s=self._remaining_s)
         while self._finish is None and not leg.admitted:
             match await leg.next():

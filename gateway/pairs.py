@@ -102,8 +102,9 @@ class Pairs:
         self._told.add(key)
         state = prefill.peers[decode.incarnation]
         if state.phase == common_pb2.PEER_PHASE_READY:
-            speed = f"{state.gigabytes_per_s:.1f} GB/s"
-            log.info("%s and %s are paired over %s at %s", prefill.name, decode.name, state.transport, speed)
+            how = f"{state.transport} at {state.gigabytes_per_s:.1f} GB/s"
+            how += f"; KV is converted, {state.kv_converted}" if state.kv_converted else ""
+            log.info("%s and %s are paired over %s", prefill.name, decode.name, how)
             return
         log.warning("%s and %s cannot work together:", prefill.name, decode.name)
         for item in state.mismatches:

@@ -16,6 +16,7 @@ class ReceiptDraft:
         self._prefill_node = ""
         self._decode_node = ""
         self._transport = ""
+        self._kv_converted = ""
         self._ticket = common_pb2.Ticket()
         self._decode_queue_s = 0.0
         self._forget_prefill()
@@ -35,17 +36,18 @@ class ReceiptDraft:
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
 
-    def calling(self, prefill_node: str, transport: str) -> None:
-        """A prefill node is about to be called; `transport` is what the pair has been using."""
+    def calling(self, prefill_node: str, transport: str, kv_converted: str) -> None:
+        """A prefill node is about to be called; `transport` is what the pair has been using, and `kv_converted` what
+        becomes of KV on its way."""
         self.attempts += 1
         self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
-        self._prefill_node, self._transport = prefill_node, transport
+        self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
         self._forget_prefill()
 
     def accepted(self, decode_node: str, message: decode_pb2.Accepted) -> None:
         self.attempts += 1
         self._path, self._path_why = Path.LOCAL, f"prompt prefilled on {decode_node}: {message.why}"
-        self._decode_node, self._prefill_node, self._transport = decode_node, "", ""
+        self._decode_node, self._prefill_node, self._transport, self._kv_converted = decode_node, "", "", ""
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
         self._ticket = common_pb2.Ticket()
@@ -87,6 +89,7 @@ class ReceiptDraft:
             attempts=self.attempts,
             prefill_cached_tokens=self._scheduled.cached_tokens,
             segment_bytes=sent.segment_bytes,
+            kv_converted=sent.kv_converted or self._kv_converted,
         )
 
     def _forget_prefill(self) -> None:

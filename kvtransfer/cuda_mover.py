@@ -6,18 +6,28 @@ engine tells of a chunk once its step is over, and of a lease's blocks once noth
 a filled lease once the last scatter is over, and of a sent chunk once UCX has sent it, which is after the gather.
 """
 
+import time
 from dataclasses import dataclass
+from functools import partial
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import digest_on_device, gather_to_wire, scatter_from_wire
+from attention.cache_ops import (
+    Converter,
+    digest_on_device,
+    gather_converted,
+    gather_to_wire,
+    scatter_from_wire,
+)
 from attention.spec import KVCacheSpec
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
 _DIGEST_MASK = (1 << 64) - 1
+_TIMED_SEGMENTS = 8
 
 
 class _Desk:
@@ -88,6 +98,7 @@ class CudaMover:
         # NOTE: what this thread does elsewhere must not join the default stream, which is the engine's.
         torch.cuda.set_stream(self._incoming)
         self._compile()
+        self.handling_s = self._time_handling()
         # Waits, but before any peer is there: what filled the cache with zeros is over then, and no kernel of ours uses
         # memory that torch's allocator may hand out again.
         torch.cuda.synchronize()
@@ -103,13 +114,24 @@ class CudaMover:
         self._incoming.synchronize()
         return pool
 
-    def gather(self, slot: Slot, block_ids: Tensor, segment: Segment, *, with_digest: bool) -> _Queued:
+    def gather(
+        self,
+        slot: Slot,
+        block_ids: Tensor,
+        segment: Segment,
+        *,
+        with_digest: bool,
+        converter: Converter | None = None,
+    ) -> _Queued:
         desk = self._desks[slot]
         payload = desk.work[: segment.payload_bytes]
+        if converter is None:
+            gather = partial(gather_to_wire, self._cache)
+        else:
+            gather = partial(gather_converted, self._cache, converter)
         with torch.cuda.stream(self._outgoing):
             ids, ids_cpu, token_start, token_stop = self._place(desk, block_ids, segment)
-            gather_to_wire(
-                self._cache,
+            gather(
                 block_ids=ids,
                 block_ids_cpu=ids_cpu,
                 token_start=token_start,
@@ -199,38 +221,47 @@ class CudaMover:
 
     def _compile(self) -> None:
         """Runs every kernel once for each layer, because a kernel is compiled for how a layer's place divides and for
-        whether it needs 64 bits. The block is one that no cache has: nothing of the cache is read or written."""
+        whether it needs 64 bits."""
+        for layer in range(self._cache.spec.num_layers):
+            self._move_nothing(layer, with_digest=False)
+            self._move_nothing(layer, with_digest=True)
+
+    def _time_handling(self) -> float:
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        for _ in range(_TIMED_SEGMENTS):
+            self._move_nothing(0, with_digest=True)
+        return (time.perf_counter() - start_s) / _TIMED_SEGMENTS
+
+    def _move_nothing(self, layer: int, *, with_digest: bool) -> None:
+        """What a segment takes on both sides, for a block that no cache has: nothing of it is read or written."""
         spec = self._cache.spec
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._device)
         payload = torch.zeros(spec.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
-        scalar = torch.empty((), dtype=torch.int64, device=self._device)
-        for layer in range(spec.num_layers):
-            layers, heads = range(layer, layer + 1), range(spec.num_kv_heads)
-            for digest_out in (scalar, None):
-                gather_to_wire(
-                    self._cache,
-                    block_ids=nowhere,
-                    token_start=0,
-                    token_stop=1,
-                    layers=layers,
-                    heads=heads,
-                    out=payload,
-                    digest_out=digest_out,
-                )
-            scatter_from_wire(
-                self._cache,
-                block_ids=nowhere,
-                token_start=0,
-                token_stop=1,
-                layers=layers,
-                heads=heads,
-                payload=payload,
-            )
-        digest_on_device(payload, out=scalar)
+        digest = torch.empty((), dtype=torch.int64, device=self._device)
+        places: _Places = {
+            "block_ids": nowhere,
+            "token_start": 0,
+            "token_stop": 1,
+            "layers": range(layer, layer + 1),
+            "heads": range(spec.num_kv_heads),
+        }
+        gather_to_wire(self._cache, out=payload, digest_out=digest if with_digest else None, **places)
+        digest_on_device(payload, out=digest)
+        scatter_from_wire(self._cache, payload=payload, **places)
+
+
+class _Places(TypedDict):
+    block_ids: Tensor
+    token_start: int
+    token_stop: int
+    layers: range
+    heads: range
 
 
 def _most_blocks(spec: KVCacheSpec, slot_bytes: int, block_size: int) -> int:
     """How many blocks one message's tokens can lie in: one layer and one head of them, and a part of a block at each
     end."""
-    most_tokens = slot_bytes // (spec.bytes_per_token_layer // spec.num_kv_heads)
+    # As they travel they may have 8 bits, whatever the cache has.
+    most_tokens = slot_bytes // (spec.kv_factor * spec.head_dim)
     return most_tokens // block_size + 2

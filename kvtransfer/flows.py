@@ -1,8 +1,8 @@
-"""Which rank of a sender sends what to which rank of a receiver, so that every rank gets its share of the KV once. Pure.
+"""Which rank of a sender sends what to which rank of a receiver, so that every rank gets its share of the KV once.
 
-A node of several ranks splits the kv heads over them in order; where there are fewer heads than ranks, as with MLA's one
-latent, neighbouring ranks hold the same. What several ranks of the sender hold is split among them by layers. Knows
-nothing of blocks, links and bytes.
+Pure. A node of several ranks splits the kv heads over them in order; where there are fewer heads than ranks, as with
+MLA's one latent, neighbouring ranks hold the same. What several ranks of the sender hold is split among them by layers.
+Knows nothing of blocks, links and bytes.
 """
 
 from collections.abc import Mapping

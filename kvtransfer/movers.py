@@ -6,13 +6,14 @@ again. Knows segments and slots, and nothing of leases, jobs and transports.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import digest, gather_to_wire, scatter_from_wire
+from attention.cache_ops import Converter, digest, gather_converted, gather_to_wire, scatter_from_wire
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -60,16 +61,30 @@ class Mover(Protocol):
 
     Attributes:
         on_gpu: whether the cache, and staging that a transport reaches directly, is memory of a GPU.
+        handling_s: what a segment takes of the thread whatever its size, beside the transport; 0 where that is little.
     """
 
     on_gpu: bool
+    handling_s: float
 
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         """Staging for operations of this mover. `through_host`: of a cache on a GPU, slots in pinned host memory."""
         ...
 
-    def gather(self, slot: Slot, block_ids: Tensor, segment: Segment, *, with_digest: bool) -> Payload:
+    def gather(
+        self,
+        slot: Slot,
+        block_ids: Tensor,
+        segment: Segment,
+        *,
+        with_digest: bool,
+        converter: Converter | None = None,
+    ) -> Payload:
         """Puts a segment's payload into a slot. `block_ids`: int64, on the CPU, of the whole request.
+
+        Args:
+            converter: what the numbers become; they stay as they are if not given. Must stay as long as the operation
+                does.
 
         Raises:
             InternalError: there are no such blocks or ranges; nothing was begun.
@@ -119,10 +134,11 @@ class CpuMover:
     """For a cache in the CPU's memory: everything is done at once.
 
     Args:
-        between: called again and again during a digest, to keep the transport going.
+        between: called again and again during a digest and a conversion, to keep the transport going.
     """
 
     on_gpu = False
+    handling_s = 0.0
 
     def __init__(self, cache: PagedKVCache, between: Callable[[], object]) -> None:
         self._cache = cache
@@ -132,10 +148,21 @@ class CpuMover:
         assert not through_host
         return StagingPool(slot_bytes=slot_bytes, slots=slots, device=torch.device("cpu"))
 
-    def gather(self, slot: Slot, block_ids: Tensor, segment: Segment, *, with_digest: bool) -> Done:
+    def gather(
+        self,
+        slot: Slot,
+        block_ids: Tensor,
+        segment: Segment,
+        *,
+        with_digest: bool,
+        converter: Converter | None = None,
+    ) -> Done:
         payload = slot.memory[: segment.payload_bytes]
-        gather_to_wire(
-            self._cache,
+        if converter is None:
+            gather = partial(gather_to_wire, self._cache)
+        else:
+            gather = partial(gather_converted, self._cache, converter, between=self._between)
+        gather(
             block_ids=block_ids,
             token_start=segment.token_start,
             token_stop=segment.token_stop,

@@ -12,11 +12,13 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from attention.cache import PagedKVCache
+from attention.cache_ops import Converter, open_converter
 from baton.errors import ConfigError, DeadlineExceeded, InternalError
+from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers import MakeMover, open_mover
-from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import LinkMeasure, Peer, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.thread import TransferThread
 
@@ -50,6 +52,7 @@ class KVTransfer:
     All methods are for the event loop that `start` ran on; callbacks come on it too, in order.
 
     Args:
+        heads: of the model's kv heads, those in the cache, which is one rank's; all if not given.
         incarnation: of this node; a segment for another one is refused.
         transport: a name of `kvtransfer.transport`.
         segment_bytes: largest payload of one message; the size of a staging slot.
@@ -69,6 +72,7 @@ class KVTransfer:
         self,
         cache: PagedKVCache,
         *,
+        heads: range | None = None,
         incarnation: int,
         transport: str = "ucx",
         segment_bytes: int,
@@ -93,6 +97,7 @@ class KVTransfer:
         self._highest_lease = -1
         self._thread = TransferThread(
             cache,
+            heads=range(cache.spec.num_kv_heads) if heads is None else heads,
             transport=transport,
             incarnation=incarnation,
             segment_bytes=segment_bytes,
@@ -134,25 +139,41 @@ class KVTransfer:
         """
         return await self._call(lambda future: self._thread.listen(peer, future))
 
-    async def connect(self, peer: int, address: bytes, *, message_bytes: int | None = None) -> None:
+    async def connect(
+        self,
+        peer: int,
+        address: bytes,
+        *,
+        message_bytes: int | None = None,
+        group: int | None = None,
+        conversion: KVConversion | None = None,
+    ) -> None:
         """Makes the endpoint to a peer that is listened to.
 
         Args:
             message_bytes: the largest message that the peer takes; this node's own `message_bytes` if not given.
+            group: which peers that fill leases together have in common; the peer alone if not given.
+            conversion: what KV sent to this peer becomes; it stays as it is if not given.
 
         Raises:
             PeerRefused: that is no address of this node's transport.
             ConfigError: no segment fits into the peer's messages.
         """
-        limit = self.message_bytes if message_bytes is None else message_bytes
-        check_segment_bytes(self._cache.spec, limit - TRAILER_BYTES)
-        await self._call(lambda future: self._thread.connect(peer, address, limit, future))
+        limit = self.message_bytes if message_bytes is None else min(message_bytes, self.message_bytes)
+        converter: Converter | None = None
+        if conversion is not None:
+            # On a GPU it waits, and compiles: not for the transfer thread, which has other peers.
+            to, scales = conversion.target_dtype, conversion.scales
+            converter = await asyncio.to_thread(open_converter, self._cache, to, scales)
+        check_segment_bytes(converter.spec if converter else self._cache.spec, limit - TRAILER_BYTES)
+        wanted = Peer(peer, limit - TRAILER_BYTES, group=group, converter=converter)
+        await self._call(lambda future: self._thread.connect(wanted, address, future))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
         """Closes the link; returns when nothing of the peer is in flight, whether it is alive or not.
 
         Returns:
-            The open leases that this peer had begun to fill: nobody will complete them.
+            The open leases that this peer or its group had begun to fill: nobody will complete them.
         """
         return await self._call(lambda future: self._thread.disconnect(peer, future))
 
@@ -210,8 +231,9 @@ class KVTransfer:
         """Ends what is queued for a lease; returns when nothing of it is in flight and nothing reads its blocks."""
         await self._call(lambda future: self._thread.sender.quiet(peer, lease, future))
 
-    def open_lease(self, lease: LeaseGrant) -> None:
-        """Lets one sender fill these tokens, from now on. A lease without tokens is filled at once.
+    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]":
+        """Lets one peer fill these tokens; the future is done when that is so, and cancelling it changes nothing.
+        A lease without tokens is filled at once.
 
         Nothing else may read or write the blocks' slots from now on until `on_filled` or the return of `close_lease`,
         a step that was launched earlier and still runs on a GPU included: scatters know nothing of its stream. At
@@ -227,7 +249,7 @@ class KVTransfer:
             self._thread.receiver.open(lease)
             future.set_result(None)
 
-        self._thread.call(opened)
+        return asyncio.shield(self._begin(opened))
 
     async def close_lease(self, number: int) -> LeaseTotals:
         """Ends a lease; when this returns, nothing is being written to its blocks or ever will be, on a GPU too.

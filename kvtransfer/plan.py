@@ -6,7 +6,7 @@ Knows neither how nodes find each other nor what carries the bytes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attention.spec import KVCacheShape, KVCacheSpec
+from attention.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
 from baton.errors import ConfigError, PeerRefused
 from kvtransfer.flows import Flow, Link, flows
 
@@ -20,11 +20,12 @@ class NodeDescription:
     """What a node tells its peers of itself.
 
     Model identity, `spec`, `batch_invariant` and an overlapping wire range must be equal on both ends; `shape`,
-    `package_version` and `tensor_parallel_size` may differ.
+    `package_version` and `tensor_parallel_size` may differ, and so may the dtype of `spec` where the receiver says so.
 
     Attributes:
         spec: of the whole model, whatever a rank has of it.
         shape: of each rank's cache.
+        converted_kv_dtypes: of senders' caches, that this node takes in its own dtype.
     """
 
     architecture: str
@@ -37,6 +38,7 @@ class NodeDescription:
     package_version: str
     batch_invariant: bool = False
     tensor_parallel_size: int = 1
+    converted_kv_dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,21 @@ class PlanRefused(PeerRefused):
 
 @dataclass(frozen=True)
 class WirePlan:
-    """How KV travels between two nodes that agreed: the same for both ends, without blocks or layout."""
+    """How KV travels between two nodes that agreed: the same for both ends, without blocks or layout.
+
+    Attributes:
+        spec: of what travels, which is what the receiver keeps.
+        converted_from: dtype of the sender's cache, where that is another one.
+    """
 
     wire_version: int
     spec: KVCacheSpec
+    converted_from: str | None = None
+
+    @property
+    def conversion(self) -> str:
+        """In words for operators; empty where KV travels as it is."""
+        return f"{self.converted_from} to {self.spec.dtype}" if self.converted_from else ""
 
     @property
     def bytes_per_token_layer(self) -> int:
@@ -85,6 +98,7 @@ class WirePlan:
 
 _SAME_CHECKPOINT = "serve the same checkpoint on both nodes"
 _SAME_DTYPE = "start both nodes with the same --dtype and --kv-cache-dtype"
+_CONVERT = "or the decode node with BATON_KV_CONVERT_FROM (--kv-convert-from) set to the prefill node's kv dtype"
 
 _IDENTITY_FIELDS = ("architecture", "config_digest", "weights_digest")
 _SPEC_CURES = {
@@ -93,7 +107,6 @@ _SPEC_CURES = {
     "num_kv_heads": _SAME_CHECKPOINT,
     "head_dim": _SAME_CHECKPOINT,
     "windows": _SAME_CHECKPOINT,
-    "dtype": _SAME_DTYPE,
 }
 
 
@@ -103,6 +116,7 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     Raises:
         PlanRefused: they cannot; lists every mismatch, each with its cure.
     """
+    receiver = _receiver(ours, theirs)
     mismatches = [
         Mismatch(name, str(getattr(ours, name)), str(getattr(theirs, name)), _SAME_CHECKPOINT)
         for name in _IDENTITY_FIELDS
@@ -113,6 +127,8 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
         for name, cure in _SPEC_CURES.items()
         if getattr(ours.spec, name) != getattr(theirs.spec, name)
     ]
+    if receiver is None:
+        mismatches.append(_dtype_mismatch(ours.spec, theirs.spec))
     if ours.batch_invariant != theirs.batch_invariant:
         mismatches.append(_batch_invariant_mismatch(ours, theirs))
     if not mismatches and (mismatch := _ranks_mismatch(ours, theirs)):
@@ -120,9 +136,11 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     wire_version = min(ours.wire_newest, theirs.wire_newest)
     if wire_version < max(ours.wire_oldest, theirs.wire_oldest):
         mismatches.append(_wire_mismatch(ours, theirs))
-    if mismatches:
+    if mismatches or receiver is None:
         raise PlanRefused(tuple(mismatches))
-    return WirePlan(wire_version, ours.spec)
+    sender = theirs if receiver is ours else ours
+    converted_from = sender.spec.dtype if sender.spec.dtype != receiver.spec.dtype else None
+    return WirePlan(wire_version, receiver.spec, converted_from)
 
 
 def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[Link, Flow]:
@@ -133,6 +151,23 @@ def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping
         senders=sender.tensor_parallel_size,
         receivers=receiver.tensor_parallel_size,
     )
+
+
+def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription | None:
+    """The one that takes the other's KV in its own dtype, or either where they have the same; None: neither does."""
+    if ours.spec.dtype == theirs.spec.dtype:
+        return ours
+    for sender, receiver in ((ours, theirs), (theirs, ours)):
+        # What was rounded to 8 bits once is not converted, whatever a peer says.
+        if sender.spec.dtype in receiver.converted_kv_dtypes and sender.spec.dtype in DTYPE_BYTES:
+            return receiver
+    return None
+
+
+def _dtype_mismatch(ours: KVCacheSpec, theirs: KVCacheSpec) -> Mismatch:
+    can_convert = ours.dtype in DTYPE_BYTES or theirs.dtype in DTYPE_BYTES
+    cure = f"{_SAME_DTYPE}, {_CONVERT}" if can_convert else _SAME_DTYPE
+    return Mismatch("dtype", ours.dtype, theirs.dtype, cure)
 
 
 def _ranks_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch | None:

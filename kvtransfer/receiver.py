@@ -59,6 +59,7 @@ class Receiver:
     """Fills leases with what arrives.
 
     Args:
+        heads: of the model's kv heads, those in the cache; all if not given.
         pools: what messages are received into.
         slot_bytes: size of their slots.
         on_filled, on_refused: called on the transfer thread.
@@ -75,6 +76,7 @@ class Receiver:
         ledger: Ledger,
         pools: Pools,
         *,
+        heads: range | None = None,
         slot_bytes: int,
         incarnation: int,
         digests: bool,
@@ -84,6 +86,7 @@ class Receiver:
         limit: RateLimit | None = None,
     ) -> None:
         self._mover = mover
+        self._heads = range(cache.spec.num_kv_heads) if heads is None else heads
         self._transport = transport
         self._ledger = ledger
         self._pools = pools
@@ -92,7 +95,7 @@ class Receiver:
         self._on_filled = on_filled
         self._on_refused = on_refused
         self._catch_up = catch_up
-        self._leases = LeaseTable(cache.spec, incarnation=incarnation)
+        self._leases = LeaseTable(cache.spec, incarnation=incarnation, heads=self._heads)
         self._block_ids: dict[int, Tensor] = {}
         self._closing: dict[int, Future[LeaseTotals]] = {}
         self._receptions: list[_Reception] = []
@@ -135,15 +138,16 @@ class Receiver:
         if totals is not None:
             self._closed(totals)
 
-    def lost(self, peer: int) -> tuple[int, ...]:
-        """Forgets a peer; the transport is to cancel what is in flight. Its open leases, which it cannot fill."""
+    def lost(self, peer: int, *, group: int | None = None) -> tuple[int, ...]:
+        """Forgets a peer; the transport is to cancel what is in flight. Its or its group's open leases, which nobody
+        can fill any more."""
         self.warm_ups.lost(peer)
         self.round_trips.lost(peer)
         for tag, arrival in self._parked:
             if tag.sender == peer:
                 self._transport.discard(arrival)
         self._parked = deque(item for item in self._parked if item[0].sender != peer)
-        return self._leases.bound_to(peer)
+        return self._leases.bound_to(peer if group is None else group)
 
     def holds(self, peer: int) -> bool:
         """Whether anything of that peer is in flight."""
@@ -190,7 +194,7 @@ class Receiver:
             return Refusal.MALFORMED
         if tag.number == WARM_UP:
             return None
-        return self._leases.arrival(tag, time.monotonic())
+        return self._leases.arrival(tag, time.monotonic(), group=self._ledger.peers[arrival.peer].group)
 
     def _offer(self, tag: Tag, arrival: Arrival) -> bool:
         """Begins to receive, unless no slot is free, the peer holds its share, or the limit is reached."""
@@ -235,7 +239,9 @@ class Receiver:
             item.segment = self._to_scatter(item, item.reading)
             if item.segment is None:
                 return self._end(item)
-            item.scatter = self._mover.scatter(item.slot, self._block_ids[item.segment.lease], item.segment)
+            item.scatter = self._mover.scatter(
+                item.slot, self._block_ids[item.segment.lease], item.segment.within(self._heads)
+            )
             moved = True
         if not item.scatter.done:
             return moved

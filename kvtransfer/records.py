@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from attention.cache_ops import Converter
 from baton.errors import BatonError
 from kvtransfer.leases import Refusal
 from kvtransfer.link import LinkSpeed, choose_payload_bytes
@@ -15,7 +16,7 @@ from kvtransfer.link import LinkSpeed, choose_payload_bytes
 @dataclass(frozen=True)
 class SendJob:
     """KV of one request's tokens [token_start, token_stop) for one lease of a peer: what of it token `resume_at` or a
-    later one reads.
+    later one reads. One rank sends it to one rank, or a node to a node, whose links then carry a part of it each.
 
     Attributes:
         peer: this node's number for the receiver.
@@ -24,6 +25,8 @@ class SendJob:
         first_segment: number of the job's first segment: that of the lease's segments sent before.
         block_ids: of the whole request in this node's cache; must stay as they are until the job has ended. On a GPU
             the step that computed the tokens must be over, and not only queued: gathers know nothing of its stream.
+        layers: those to send; all if not given.
+        heads: of the kv heads, by the model's numbers, those to send; all that the cache has if not given.
     """
 
     peer: int
@@ -35,6 +38,8 @@ class SendJob:
     token_stop: int
     resume_at: int
     block_ids: tuple[int, ...]
+    layers: range | None = None
+    heads: range | None = None
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,15 @@ class PeerTraffic:
 
 @dataclass(frozen=True)
 class TransferCounters:
-    """How things stand. `refused` counts what must not happen; `late` what ended leases and lost peers explain."""
+    """How things stand. `refused` counts what must not happen; `late` what ended leases and lost peers explain.
+
+    Attributes:
+        converted: segments that this node sent in another dtype than that of its cache.
+    """
 
     refusals: Mapping[Refusal, int]
     peers: Mapping[int, PeerTraffic]
+    converted: int = 0
 
     @property
     def refused(self) -> int:
@@ -98,23 +108,27 @@ class Peer:
     """A connected peer as the thread knows it.
 
     Attributes:
+        group: what the ranks of one node have in common; None for a peer that is alone.
         payload_limit: what one message to it may carry.
-        carrier: what moves the bytes between the two.
+        carrier: what moves the bytes between the two; empty until it is connected.
         through_host: whether the cache is on a GPU and what it exchanges with this peer goes through host memory.
         link: what was measured when the pair was made; None until then.
+        converter: what the cache's numbers become for this peer; None: they stay.
     """
 
     number: int
     payload_limit: int
-    carrier: str
+    carrier: str = ""
     through_host: bool = False
     link: LinkSpeed | None = None
+    group: int | None = None
+    converter: Converter | None = None
 
-    def payload_bytes_for(self, job_bytes: int) -> int:
+    def payload_bytes_for(self, job_bytes: int, *, handling_s: float) -> int:
         """What one message of a job of that size should carry at most."""
         if self.link is None:
             return self.payload_limit
-        return choose_payload_bytes(self.link, job_bytes=job_bytes, limit=self.payload_limit)
+        return choose_payload_bytes(self.link, job_bytes=job_bytes, limit=self.payload_limit, handling_s=handling_s)
 
     @property
     def transport(self) -> str:
@@ -129,15 +143,17 @@ class Ledger:
     peers: dict[int, Peer] = field(default_factory=dict)
     refusals: Counter[Refusal] = field(default_factory=Counter)
     traffic: dict[int, PeerTraffic] = field(default_factory=dict)
+    converted: int = 0
 
     def moved(self, peer: int, num_bytes: int) -> None:
         before = self.traffic.get(peer)
         if before is not None:
             self.traffic[peer] = PeerTraffic(before.bytes_total + num_bytes, before.segments_total + 1)
+            self.converted += self.peers[peer].converter is not None
 
     def fair_share(self, slots: int) -> int:
         """How many staging slots one peer may hold, so that one that stalls leaves room for the others."""
         return slots if len(self.peers) <= 1 else max(1, slots // 2)
 
     def snapshot(self) -> TransferCounters:
-        return TransferCounters(refusals=self.refusals.copy(), peers=self.traffic.copy())
+        return TransferCounters(self.refusals.copy(), self.traffic.copy(), self.converted)

@@ -100,6 +100,12 @@ class Segment:
         """How many (layer, token, head) it holds."""
         return len(self.layers) * (self.token_stop - self.token_start) * len(self.heads)
 
+    def within(self, held: range) -> "Segment":
+        """The same segment for a cache with these of the model's heads: counted from its own first one."""
+        if held.start == 0:
+            return self
+        return replace(self, head_start=self.head_start - held.start, head_stop=self.head_stop - held.start)
+
     def sealed(self, payload_digest: int) -> "Segment":
         """The same segment with its digest: over the payload's own digest and every other field."""
         fields = replace(self, digest=0).to_proto().SerializeToString(deterministic=True)

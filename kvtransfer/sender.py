@@ -68,6 +68,7 @@ class Sender:
     """Sends jobs, first come first served for each peer.
 
     Args:
+        heads: of the model's kv heads, those in the cache.
         pools: where segments wait until they are sent.
     """
 
@@ -79,9 +80,11 @@ class Sender:
         ledger: Ledger,
         pools: Pools,
         *,
+        heads: range,
         digests: bool,
     ) -> None:
         self._spec = cache.spec
+        self._heads = heads
         self._mover = mover
         self._transport = transport
         self._ledger = ledger
@@ -106,7 +109,8 @@ class Sender:
         block_ids = torch.tensor(job.block_ids, dtype=torch.int64)
 
         def fill(slot: Slot, segment: Segment) -> Payload:
-            return self._mover.gather(slot, block_ids, segment, with_digest=self._digests)
+            own = segment.within(self._heads)
+            return self._mover.gather(slot, block_ids, own, with_digest=self._digests, converter=peer.converter)
 
         def done(finished: _Job) -> None:
             # A payload may be ready before that of a segment begun earlier.
@@ -250,19 +254,22 @@ class Sender:
         self._quiet_waiters = waiting
 
     def _cut(self, job: SendJob, peer: Peer) -> Iterator[Segment]:
-        spec = self._spec
-        heads = range(spec.num_kv_heads)
-        chosen = peer.payload_bytes_for((job.token_stop - job.token_start) * spec.bytes_per_token)
+        spec = self._spec if peer.converter is None else peer.converter.spec
+        layers = range(spec.num_layers) if job.layers is None else job.layers
+        heads = self._heads if job.heads is None else job.heads
+        num_tokens = job.token_stop - job.token_start
+        job_bytes = payload_bytes(spec, layers=len(layers), tokens=num_tokens, heads=len(heads))
+        chosen = peer.payload_bytes_for(job_bytes, handling_s=self._mover.handling_s)
         pieces = cut(
             spec,
             segment_bytes=max(chosen, spec.bytes_per_token_layer),
-            layers=range(spec.num_layers),
+            layers=layers,
             heads=len(heads),
             token_start=job.token_start,
             token_stop=job.token_stop,
             resume_at=job.resume_at,
         )
-        for number, (layers, start, stop) in enumerate(pieces, start=job.first_segment):
+        for number, (chosen_layers, start, stop) in enumerate(pieces, start=job.first_segment):
             if number >= SEGMENTS_MAX:
                 raise ConfigError(
                     f"lease {job.lease} needs more than {SEGMENTS_MAX} segments",
@@ -274,14 +281,14 @@ class Sender:
                 incarnation=job.incarnation,
                 lease=job.lease,
                 number=number,
-                layer_start=layers.start,
-                layer_stop=layers[-1] + 1,
-                layer_step=layers.step,
+                layer_start=chosen_layers.start,
+                layer_stop=chosen_layers[-1] + 1,
+                layer_step=chosen_layers.step,
                 token_start=start,
                 token_stop=stop,
                 head_start=heads.start,
                 head_stop=heads.stop,
-                payload_bytes=payload_bytes(spec, layers=len(layers), tokens=stop - start, heads=len(heads)),
+                payload_bytes=payload_bytes(spec, layers=len(chosen_layers), tokens=stop - start, heads=len(heads)),
             )
 
 

@@ -4,7 +4,6 @@ Others talk to it by posted calls, which it runs in order; it talks back through
 of asyncio.
 """
 
-import ctypes
 import logging
 import math
 import os
@@ -32,6 +31,7 @@ from kvtransfer.records import Ledger, LinkMeasure, Peer, PeerTraffic, SegmentRe
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.sender import Sender
 from kvtransfer.staging import Pools, StagingPool
+from kvtransfer.timer_slack import wake_punctually
 from kvtransfer.transport import REACH_GPU_MEMORY, Transport, open_transport
 
 T = TypeVar("T")
@@ -44,8 +44,6 @@ log = logging.getLogger("baton")
 _NAP_SHORTEST_S = 20e-6
 # Beside a GPU a message takes 50-200 us and passes six such waits: shorter ones, from which the thread wakes in time.
 _NAP_SHORTEST_GPU_S = 5e-6
-_TIMER_SLACK_NS = 1000
-_PR_SET_TIMERSLACK = 29
 _NAP_LONGEST_S = 1e-3
 _NAP_FRACTION = 1 / 8
 # With nothing in flight it goes on looking for that long, because segments come in rows; then it waits for an event.
@@ -63,6 +61,7 @@ class TransferThread:
         self,
         cache: PagedKVCache,
         *,
+        heads: range,
         transport: str,
         incarnation: int,
         segment_bytes: int,
@@ -75,6 +74,7 @@ class TransferThread:
     ) -> None:
         self.ledger = Ledger()
         self._cache = cache
+        self._heads = heads
         self._make_mover = make_mover
         self._transport_name = transport
         self._incarnation = incarnation
@@ -168,19 +168,16 @@ class TransferThread:
         self._listening.add(peer)
         future.set_result(self.transport.listen(peer))
 
-    def connect(self, peer: int, address: bytes, message_bytes: int, future: "Future[None]") -> None:
-        if peer in self.ledger.peers or peer not in self._listening:
-            state = "connected already" if peer in self.ledger.peers else "not listened to"
-            raise InternalError(f"peer {peer} is {state}", field="peer", value=peer)
-        self.transport.connect(peer, address)
-        carrier = self.transport.carrier(peer)
-        self.ledger.peers[peer] = Peer(
-            peer,
-            min(self._segment_bytes, message_bytes - TRAILER_BYTES),
-            carrier,
-            through_host=self.mover.on_gpu and carrier not in REACH_GPU_MEMORY,
-        )
-        self.ledger.traffic[peer] = PeerTraffic()
+    def connect(self, peer: Peer, address: bytes, future: "Future[None]") -> None:
+        number = peer.number
+        if number in self.ledger.peers or number not in self._listening:
+            state = "connected already" if number in self.ledger.peers else "not listened to"
+            raise InternalError(f"peer {number} is {state}", field="peer", value=number)
+        self.transport.connect(number, address)
+        carrier = self.transport.carrier(number)
+        through_host = self.mover.on_gpu and carrier not in REACH_GPU_MEMORY
+        self.ledger.peers[number] = replace(peer, carrier=carrier, through_host=through_host)
+        self.ledger.traffic[number] = PeerTraffic()
         future.set_result(None)
 
     def disconnect(self, peer: int, future: "Future[tuple[int, ...]]") -> None:
@@ -189,10 +186,10 @@ class TransferThread:
             future.set_result(())
             return
         self._listening.remove(peer)
-        self.ledger.peers.pop(peer, None)
+        known = self.ledger.peers.pop(peer, None)
         self.ledger.traffic.pop(peer, None)
         self.sender.lost(peer)
-        leases = self.receiver.lost(peer)
+        leases = self.receiver.lost(peer, group=None if known is None else known.group)
         self.transport.disconnect(peer)
         self._disconnecting.append((peer, leases, future))
 
@@ -248,14 +245,13 @@ class TransferThread:
         self.mover = self._make_mover(self._cache, lambda: self.transport.progress())
         self.transport = open_transport(self._transport_name, on_gpu=self.mover.on_gpu)
         if self.mover.on_gpu:
-            _wake_punctually()
-        self.sender = Sender(self._cache, self.mover, self.transport, self.ledger, self._pools(), digests=self._digests)
+            wake_punctually()
+        parts = self._cache, self.mover, self.transport, self.ledger
+        self.sender = Sender(*parts, self._pools(), heads=self._heads, digests=self._digests)
         self.receiver = Receiver(
-            self._cache,
-            self.mover,
-            self.transport,
-            self.ledger,
+            *parts,
             self._pools(),
+            heads=self._heads,
             slot_bytes=self._segment_bytes + TRAILER_BYTES,
             incarnation=self._incarnation,
             digests=self._digests,
@@ -341,8 +337,3 @@ class TransferThread:
         finally:
             # ucxx's objects must end in the thread that made them.
             del self.sender, self.receiver, self.transport, self.mover
-
-
-def _wake_punctually() -> None:
-    """Lets this thread sleep for microseconds; by default Linux wakes a thread up to 50 us late."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)

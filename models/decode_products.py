@@ -16,3 +16,13 @@ def use_decode_products(model: nn.Module) -> None:
             product = DecodeMultiply.for_weight(module.weight)
             if product is not None:
                 module.multiply = product
+
+
+def use_library_products(model: nn.Module) -> list[DecodeMultiply]:
+    """Undoes `use_decode_products`, to compare. Returns what was in use, which steps captured with it still need."""
+    taken = []
+    for module in model.modules():
+        if isinstance(module, Linear | Embedding) and isinstance(module.multiply, DecodeMultiply):
+            taken.append(module.multiply)
+            module.multiply = linear
+    return taken

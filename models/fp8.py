@@ -1,6 +1,7 @@
 """fp8 weights and activations in plain torch: what the kernels must equal, and what runs where there are none.
 
-Knows no layer. Legend: T token, N output channel, K input channel, R row of scales, C column of scales.
+Knows no layer. Legend: T token, P those and padding, N output channel, K input channel, R row of scales, C column of
+scales.
 """
 
 import torch
@@ -31,16 +32,20 @@ def dequantize_rows(weight_NK: Tensor, scale_RC: Tensor, *, rows_per_scale: int,
     return (weight_NK.float() * scale_NC).to(dtype)
 
 
-def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, K], scales [T, C] float32 with tokens adjacent): one scale for every 128 channels of a token."""
+def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False, multiple_of: int = 1) -> tuple[Tensor, Tensor]:
+    """(e4m3 [P, K], scales [P, C] float32 with tokens adjacent): one scale for every 128 channels of a token.
+
+    Args:
+        multiple_of: tokens of zeros are added until P is one.
+    """
     tokens, channels = x_TK.shape
-    columns = -(-channels // FP8_BLOCK)
-    padded_TK = x_TK.new_zeros(tokens, columns * FP8_BLOCK, dtype=torch.float32)
-    padded_TK[:, :channels] = x_TK
-    grouped_TCB = padded_TK.view(tokens, columns, FP8_BLOCK)
-    scale_TC, inverse_TC = _scales(grouped_TCB.abs().amax(dim=-1), power_of_two=power_of_two)
-    stored_TK = (grouped_TCB * inverse_TC.unsqueeze(-1)).flatten(1)[:, :channels]
-    return _to_e4m3(stored_TK).contiguous(), scale_TC.T.contiguous().T
+    columns, padded = -(-channels // FP8_BLOCK), -(-tokens // multiple_of) * multiple_of
+    padded_PK = x_TK.new_zeros(padded, columns * FP8_BLOCK, dtype=torch.float32)
+    padded_PK[:tokens, :channels] = x_TK
+    grouped_PCB = padded_PK.view(padded, columns, FP8_BLOCK)
+    scale_PC, inverse_PC = _scales(grouped_PCB.abs().amax(dim=-1), power_of_two=power_of_two)
+    stored_PK = (grouped_PCB * inverse_PC.unsqueeze(-1)).flatten(1)[:, :channels]
+    return _to_e4m3(stored_PK).contiguous(), scale_PC.T.contiguous().T
 
 
 def quantize_tokens(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from models import fp8
-from models.kernels import fp8_gemm, fp8_quantize
+from models.kernels import fp8_gemm, fp8_library, fp8_quantize
 from models.linear import FusedLinear, Linear
 from models.quantization import FP8_BLOCK, Fp8Config, Granularity
-
-# From here on torch's product of whole rows is used, where there is one.
-_MIN_LIBRARY_TOKENS = 257
 
 
 class Fp8Linear(FusedLinear):
@@ -50,6 +47,7 @@ class Fp8Linear(FusedLinear):
         self.scale_RC: Tensor | None = None
         self.input_scale: Tensor | None = None
         self._product: fp8_gemm.Weight | None = None
+        self._library_takes = False
         self._scales = [self._empty_scale(rows) for _, rows in parts]
         self._input_scales = [torch.empty((), dtype=torch.float32, device="cpu") for _ in parts]
 
@@ -79,6 +77,7 @@ class Fp8Linear(FusedLinear):
         if multiplies_fp8(device) and self.in_features % fp8_gemm.ALIGNMENT == 0:
             arrived = torch.zeros(fp8_gemm.num_counters(self.out_features), dtype=torch.int32, device=device)
             self._product = fp8_gemm.Weight(self.weight.data, self.scale_RC, shared, self.bias, arrived)
+            self._library_takes = fp8_library.takes(self._product, self.dtype)
 
     def _rows_of_scales(self, rows: int, scale: Tensor) -> Tensor:
         if self.config.weights is Granularity.TENSOR:
@@ -108,38 +107,24 @@ class Fp8Linear(FusedLinear):
         return self._multiply(x_TK, self._product).view(*input.shape[:-1], self.out_features)
 
     def _multiply(self, x_TK: Tensor, weight: fp8_gemm.Weight) -> Tensor:
-        power_of_two, invariant, dtype = self.config.power_of_two_inputs, self.batch_invariant, x_TK.dtype
+        num_tokens = x_TK.shape[0]
+        if not self.batch_invariant and self._library_takes and fp8_library.is_faster(num_tokens, weight):
+            stored_PK, scale_PC = self._quantize(x_TK, multiple_of=fp8_library.TOKENS)
+            return fp8_library.multiply(stored_PK, scale_PC, weight, dtype=x_TK.dtype)[:num_tokens]
+        stored_TK, scale_TC = self._quantize(x_TK, multiple_of=1)
+        return fp8_gemm.multiply(stored_TK, scale_TC, weight, dtype=x_TK.dtype, batch_invariant=self.batch_invariant)
+
+    def _quantize(self, x_TK: Tensor, *, multiple_of: int) -> tuple[Tensor, Tensor]:
+        """Of blocks, so many tokens; of others, those there are."""
+        power_of_two = self.config.power_of_two_inputs
         if self.config.weights is Granularity.BLOCK:
-            if x_TK.shape[0] <= fp8_gemm.FUSED_TOKENS:
-                return fp8_gemm.quantize_and_multiply(
-                    x_TK, weight, power_of_two=power_of_two, batch_invariant=invariant
-                )
-            stored_TK, scale_TC = fp8_quantize.quantize_blocks(x_TK, power_of_two=power_of_two)
-            return fp8_gemm.multiply(stored_TK, scale_TC, weight, dtype=dtype, batch_invariant=invariant)
+            return fp8_quantize.quantize_blocks(x_TK, power_of_two=power_of_two, multiple_of=multiple_of)
         if self.input_scale is not None:
-            stored_TK, scale_T1 = fp8_quantize.quantize_static(x_TK, self.input_scale)
-        else:
-            stored_TK, scale_T1 = fp8_quantize.quantize_tokens(x_TK, power_of_two=power_of_two)
-        if not invariant and x_TK.shape[0] >= _MIN_LIBRARY_TOKENS and _has_library(weight, dtype):
-            out_TN: Tensor = torch._scaled_mm(
-                stored_TK,
-                weight.stored_NK.T,
-                scale_a=scale_T1,
-                scale_b=weight.scale_RC.T,
-                bias=weight.bias,
-                out_dtype=dtype,
-            )
-            return out_TN
-        return fp8_gemm.multiply(stored_TK, scale_T1, weight, dtype=dtype, batch_invariant=invariant)
+            return fp8_quantize.quantize_static(x_TK, self.input_scale)
+        return fp8_quantize.quantize_tokens(x_TK, power_of_two=power_of_two)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether the device's tensor cores take e4m3 and its multiprocessors hold our tiles: Hopper, and its successor in
     data centers. Ada and its kin have less shared memory."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def _has_library(weight: fp8_gemm.Weight, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies with one scale per row on both sides: in bfloat16, compiled, on Hopper and later."""
-    aligned = all(size % fp8_gemm.ALIGNMENT == 0 for size in weight.stored_NK.shape)
-    return dtype is torch.bfloat16 and aligned and weight.stored_NK.is_cuda

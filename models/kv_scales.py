@@ -59,6 +59,21 @@ def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     return {name: tensor for name, tensor in stored.items() if not _SCALE.search(name)}
 
 
+def kv_scales(model: nn.Module) -> tuple[float, ...]:
+    """Of a model over an fp8 cache, by layer of the cache, the scales of keys and values, or of latents; nothing of
+    another one. Waits for the device."""
+    by_layer: dict[int, tuple[float, ...]] = {}
+    for _, layer in _attention_layers(model):
+        if layer.scales is None:
+            continue
+        _, k_scale, v_scale = layer.scales.tensors
+        if isinstance(layer, MLAAttention):
+            by_layer[layer.layer_index] = (k_scale.item(),)
+        elif not layer.shares_kv:
+            by_layer[layer.kv_layer_index] = (k_scale.item(), v_scale.item())
+    return tuple(scale for index in sorted(by_layer) for scale in by_layer[index])
+
+
 def check_scales(views: Mapping[str, Tensor]) -> None:
     """Raises ConfigError for a scale that no cache can be read with."""
     for name, view in views.items():

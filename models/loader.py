@@ -22,6 +22,7 @@ from models.batch_invariant import make_batch_invariant
 from models.causal_lm import CausalLM
 from models.checkpoint import StoredTensor, read_checkpoint
 from models.config import ModelConfig
+from models.decode_products import use_decode_products
 from models.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.families import FAMILIES
 from models.fp8 import E4M3
@@ -118,6 +119,8 @@ def load_model(
             module.process_weights_after_loading()
     if batch_invariant:
         make_batch_invariant(model)
+    elif parallel.size == 1:  # ranks' narrower weights were not measured
+        use_decode_products(model)
     return model
 
 

@@ -3,7 +3,9 @@
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -13,14 +15,24 @@ from attention.spec import KVCacheShape
 from baton import __version__
 from baton.config import NodeSettings
 from engine.build import Built, build_runner
+from engine.device_thread import StepRunner
 from engine.engine import Engine
 from engine.events import StepEvents
 from engine.request import EngineLimits
 from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
+from kvtransfer.segments import TRAILER_BYTES
 from models.identity import ModelIdentity
+from models.kv_scales import kv_scales
+from models.parallel import SINGLE, TensorParallel
 from node.describe import to_info
 from node.progress import LoadingProgress
+from node.ranks.group import RankGroup, Worker
+from node.ranks.join import rank_device
+from node.ranks.remote import RemoteTransfer
+from node.ranks.runner import RankedRunner
+from node.ranks.steps import StepWriter
+from node.ranks.transfer import OnFilled, OnRefused, RankedTransfer, RankTransfer
 from protos import common_pb2, node_pb2
 
 log = logging.getLogger("baton")
@@ -42,11 +54,20 @@ class Node:
     """One node's engine and transfer, from `async with` to its end.
 
     Args:
-        built: the loaded model with its cache, from `load`.
+        built: the loaded model with its cache, from `load`; of rank 0.
+        group: the other ranks, which have loaded theirs or are about to; None if there are none.
         listener: gets the role's callbacks; made from this node, before it is entered.
     """
 
-    def __init__(self, settings: NodeSettings, built: Built, *, role: common_pb2.Role.ValueType, address: str) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        built: Built,
+        *,
+        role: common_pb2.Role.ValueType,
+        address: str,
+        group: RankGroup | None = None,
+    ) -> None:
         self.settings = settings
         self.built = built
         self.incarnation = secrets.randbits(63) + 1
@@ -58,7 +79,8 @@ class Node:
             built.config.max_context_tokens,
             built.cache.shape.num_slots,
         )
-        self.description = _describe(built.identity, built, batch_invariant=settings.batch_invariant)
+        self.description = _describe(built.identity, built, settings)
+        self.kv_scales = kv_scales(built.runner.model)
         self.info = to_info(
             self.description,
             name=self.name,
@@ -70,15 +92,15 @@ class Node:
         )
         self._listener: Listener | None = None
         limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
-        self.engine = Engine(built.runner, limits, on_step=lambda events: self._heard().on_step(events))
-        self.transfer = KVTransfer(
-            built.cache,
-            incarnation=self.incarnation,
-            transport=settings.transport,
-            segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
-            staging_slots=settings.staging_slots,
-            digests=settings.digests,
-            receive_bytes_per_s=settings.receive_bytes_per_s,
+        self._workers = group.workers if group is not None else ()
+        runner: StepRunner = built.runner
+        if group is not None and self._workers:
+            steps = StepWriter([worker.steps for worker in self._workers])
+            runner = RankedRunner(built.runner, steps, on_failure=group.trouble)
+        self.engine = Engine(runner, limits, on_step=lambda events: self._heard().on_step(events))
+        self.transfer = RankedTransfer(
+            [self._own_transfer, *(partial(self._transfer_of, worker) for worker in self._workers)],
+            message_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda) + TRAILER_BYTES,
             on_filled=lambda filled: self._heard().on_filled(filled),
             on_refused=lambda refused: self._heard().on_refused(refused),
         )
@@ -86,6 +108,16 @@ class Node:
     def listen(self, listener: Listener) -> None:
         """Sets who hears of steps and leases; before the node is entered."""
         self._listener = listener
+
+    def _own_transfer(self, on_filled: OnFilled, on_refused: OnRefused) -> RankTransfer:
+        return open_transfer(
+            self.settings, self.built, incarnation=self.incarnation, on_filled=on_filled, on_refused=on_refused
+        )
+
+    def _transfer_of(self, worker: Worker, on_filled: OnFilled, on_refused: OnRefused) -> RankTransfer:
+        return RemoteTransfer(
+            worker.rank, worker.calls, incarnation=self.incarnation, on_filled=on_filled, on_refused=on_refused
+        )
 
     def _heard(self) -> Listener:
         assert self._listener is not None
@@ -111,8 +143,10 @@ class Node:
     def summary(self) -> str:
         """One line for the log."""
         shape, spec = self.built.cache.shape, self.built.cache.spec
+        ranks = f" with {len(self._workers)} more rank(s)" if self._workers else ""
         return (
-            f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.built.cache.view.device}, "
+            f"{self.name}, {self.built.identity.architecture} {self.built.dtype} on {self.built.cache.view.device}"
+            f"{ranks}, "
             f"KV {spec.dtype} in layout {shape.layout.name} ({self.built.layout.source}), "
             f"{shape.num_blocks} blocks of {shape.block_size} tokens"
         )
@@ -134,21 +168,46 @@ class Node:
             preemptions=load.preemptions,
             segments_refused=counters.refused,
             segments_late=counters.late,
+            segments_converted=counters.converted,
         )
 
 
-def load(settings: NodeSettings) -> Built:
-    """Reads the checkpoint and allocates the cache; slow.
+def open_transfer(
+    settings: NodeSettings, built: Built, *, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
+) -> KVTransfer:
+    """The KV transfer of one rank, not yet started.
+
+    Args:
+        incarnation: of the node.
+    """
+    return KVTransfer(
+        built.cache,
+        heads=built.kv_heads,
+        incarnation=incarnation,
+        transport=settings.transport,
+        segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
+        staging_slots=settings.staging_slots,
+        digests=settings.digests,
+        receive_bytes_per_s=settings.receive_bytes_per_s,
+        on_filled=on_filled,
+        on_refused=on_refused,
+    )
+
+
+def load(settings: NodeSettings, parallel: TensorParallel = SINGLE) -> Built:
+    """Reads the checkpoint, or one rank's part of it, and allocates the cache; slow. All ranks call it at one time.
 
     Raises:
         ConfigError: a setting, or the checkpoint that it names, cannot work.
     """
     torch.set_num_threads(settings.threads)
-    with LoadingProgress() as progress:
+    # Of the ranks, which have equally much to read, one shows how far it is.
+    with LoadingProgress() if parallel.rank == 0 else nullcontext() as progress:
         return build_runner(
             directory=settings.model,
             dtype=settings.dtype,
-            device=settings.device,
+            device=settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank),
+            parallel=parallel,
             kv_cache_layout=settings.kv_cache_layout,
             kv_cache_dtype=settings.kv_cache_dtype,
             block_size=settings.block_size,
@@ -183,16 +242,18 @@ def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: i
     )
 
 
-def _describe(identity: ModelIdentity, built: Built, *, batch_invariant: bool) -> NodeDescription:
+def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> NodeDescription:
     shape: KVCacheShape = built.cache.shape
     return NodeDescription(
         architecture=identity.architecture,
         config_digest=identity.config_digest,
         weights_digest=identity.weights_digest,
-        spec=built.cache.spec,
+        spec=built.model_spec,
         shape=shape,
         wire_oldest=WIRE_OLDEST,
         wire_newest=WIRE_NEWEST,
         package_version=__version__,
-        batch_invariant=batch_invariant,
+        batch_invariant=settings.batch_invariant,
+        tensor_parallel_size=built.parallel.size,
+        converted_kv_dtypes=settings.converted_kv_dtypes,
     )

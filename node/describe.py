@@ -1,9 +1,12 @@
 """A node in messages and in plain values, both ways. Pure."""
 
+from collections.abc import Iterable, Mapping
+
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.flows import Link
 from kvtransfer.plan import Mismatch, NodeDescription
-from kvtransfer.records import LinkMeasure
+from kvtransfer.records import LinkMeasure, WarmUp
 from protos import common_pb2 as pb
 from protos import decode_pb2
 
@@ -47,6 +50,8 @@ def to_info(
         wire=pb.WireVersions(oldest=description.wire_oldest, newest=description.wire_newest),
         max_context_tokens=max_context_tokens,
         batch_invariant=description.batch_invariant,
+        tensor_parallel_size=description.tensor_parallel_size,
+        converted_kv_dtypes=description.converted_kv_dtypes,
     )
 
 
@@ -75,7 +80,38 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         wire_newest=info.wire.newest,
         package_version=info.package_version,
         batch_invariant=info.batch_invariant,
+        tensor_parallel_size=info.tensor_parallel_size or 1,
+        converted_kv_dtypes=tuple(info.converted_kv_dtypes),
     )
+
+
+def from_addresses(addresses: Mapping[Link, bytes]) -> list[decode_pb2.WorkerAddress]:
+    return [
+        decode_pb2.WorkerAddress(sender_rank=link.sender_rank, receiver_rank=link.receiver_rank, address=address)
+        for link, address in addresses.items()
+    ]
+
+
+def to_addresses(addresses: Iterable[decode_pb2.WorkerAddress]) -> dict[Link, bytes]:
+    return {Link(item.sender_rank, item.receiver_rank): item.address for item in addresses}
+
+
+def from_warm_ups(sent: Mapping[Link, WarmUp]) -> decode_pb2.WarmedUp:
+    return decode_pb2.WarmedUp(
+        links=[
+            decode_pb2.LinkWarmUp(
+                sender_rank=link.sender_rank,
+                receiver_rank=link.receiver_rank,
+                messages=warm.messages,
+                bytes=warm.bytes,
+            )
+            for link, warm in sent.items()
+        ]
+    )
+
+
+def to_warm_ups(warmed_up: decode_pb2.WarmedUp) -> dict[Link, WarmUp]:
+    return {Link(item.sender_rank, item.receiver_rank): WarmUp(item.messages, item.bytes) for item in warmed_up.links}
 
 
 def from_measure(measure: LinkMeasure) -> decode_pb2.PairReady:
@@ -95,6 +131,11 @@ def describe_measure(measure: LinkMeasure) -> str:
     """For logs, what a link is."""
     times = f"{measure.latency_s * 1e6:.0f} us one way, {measure.message_cost_s * 1e6:.0f} us for one more message"
     return f"{measure.transport} at {measure.gigabytes_per_s:.1f} GB/s, {times}"
+
+
+def describe_conversion(kv_converted: str) -> str:
+    """For logs, behind what a link is; empty where KV travels as it is."""
+    return f"; KV is converted on its way, {kv_converted}" if kv_converted else ""
 
 
 def to_mismatches(mismatches: tuple[Mismatch, ...]) -> list[pb.Mismatch]:

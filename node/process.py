@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import torch
@@ -19,7 +19,10 @@ from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
 from engine.build import Built
+from models.parallel import SINGLE
 from node.assembly import Node, load
+from node.ranks.group import RankGroup, start_ranks
+from node.ranks.join import join, leave
 from node.service import SERVICE_NAME, NodeService
 from node.waiting import until
 from protos import common_pb2, node_pb2, node_pb2_grpc
@@ -30,6 +33,8 @@ log = logging.getLogger("baton")
 
 _FILES = 1 << 16
 _STUCK_AFTER_S = 4.0
+# After a rank's end, for telling those whose requests it had.
+_LAST_WORDS_S = 1.0
 
 
 class Role(Protocol):
@@ -64,8 +69,14 @@ def run_node(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         Address.parse(settings.listen, field="listen")
-        built = load(settings)
-        asyncio.run(_run(settings, built, role, make_role))
+        with start_ranks(settings, program) as group:
+            parallel = (
+                SINGLE if group.size == 1 else join(0, group.size, store=group.meeting_place(), device=settings.device)
+            )
+            built = load(settings, parallel)
+            group.loaded()
+            asyncio.run(_run(settings, built, group, role, make_role))
+        leave()
     except ConfigError as error:
         fail(program, error)
     except torch.OutOfMemoryError as error:
@@ -94,16 +105,49 @@ def _out_of_memory(error: torch.OutOfMemoryError) -> ConfigError:
 
 
 async def _run(
-    settings: Settings, built: Built, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
+    settings: Settings,
+    built: Built,
+    group: RankGroup,
+    role: common_pb2.Role.ValueType,
+    make_role: Callable[[Node, Settings], Role],
 ) -> None:
     async with GrpcServer(settings.listen, advertise=settings.advertise, keepalive_s=settings.keepalive_s) as server:
-        node = Node(settings, built, role=role, address=server.address)
+        node = Node(settings, built, role=role, address=server.address, group=group)
         its_role = make_role(node, settings)
         async with node:
             # What is there by now stays. A full collection walked 225,000 objects, and stopped all threads for 0.2 s.
             gc.collect()
             gc.freeze()
-            await serve(settings, node, server, its_role)
+            serving = asyncio.create_task(serve(settings, node, server, its_role), name="serve")
+            failure = await _first_of(serving, group)
+            if failure is not None:
+                await _fail_requests(its_role, server)
+                group.abandon(failure)
+
+
+async def _first_of(serving: "asyncio.Task[None]", group: RankGroup) -> str | None:
+    """Why the ranks cannot go on; None when the node has served its time."""
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[str] = loop.create_future()
+
+    def fail(reason: str) -> None:
+        loop.call_soon_threadsafe(failed.set_result, reason)
+
+    group.listen(fail)
+    waits: list[asyncio.Future[Any]] = [serving, failed]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if failed.done():
+        return failed.result()
+    await serving
+    return None
+
+
+async def _fail_requests(role: Role, server: GrpcServer) -> None:
+    """Tells whoever waits for a request, so that it goes on elsewhere. Does not wait for the ranks."""
+    role.stop_admission()
+    await server.set_ready(ready=False)
+    await asyncio.wait([asyncio.create_task(role.close())], timeout=_LAST_WORDS_S)
+    await server.grpc.stop(grace=_LAST_WORDS_S)
 
 
 async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Role) -> None:

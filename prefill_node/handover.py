@@ -16,7 +16,8 @@ from baton.rpc.status import to_detail
 from engine.engine import Engine
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
-from kvtransfer.node import KVTransfer, SendJob, SentSegment
+from kvtransfer.node import SendJob, SentSegment
+from node.ranks.transfer import RankedTransfer
 from prefill_node.pairs import Pair
 from protos import common_pb2, decode_pb2
 from protos import prefill_pb2 as pb
@@ -44,7 +45,13 @@ class HandOver:
     """
 
     def __init__(
-        self, engine: Engine, transfer: KVTransfer, pair: Pair, request: pb.PrefillRequest, engine_id: str, tell: Tell
+        self,
+        engine: Engine,
+        transfer: RankedTransfer,
+        pair: Pair,
+        request: pb.PrefillRequest,
+        engine_id: str,
+        tell: Tell,
     ) -> None:
         self.engine = engine
         self.transfer = transfer
@@ -155,7 +162,9 @@ class HandOver:
             if chunk is None:
                 break
             if chunk.token_stop > sent_until:
-                segments += await self.transfer.send(self._job(chunk, sent_until, len(segments)))
+                # Every link counts its own segments, from a number that none of them has used.
+                first_segment = max((segment.number + 1 for segment in segments), default=0)
+                segments += await self.transfer.send(self._job(chunk, sent_until, first_segment))
                 sent_until = chunk.token_stop
         return Sent(tuple(segments))
 
@@ -189,6 +198,7 @@ class HandOver:
             segments=len(sent.segments),
             transport=self.pair.state.transport,
             segment_bytes=max((segment.payload_bytes for segment in sent.segments), default=0),
+            kv_converted=self.pair.state.kv_converted,
         )
 
     async def _stop_sending(self, sending: asyncio.Task[Sent]) -> None:

@@ -14,10 +14,22 @@ import grpc
 from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from kvtransfer.plan import PlanRefused, agree
+from kvtransfer.conversion import KVConversion, conversion_of
+from kvtransfer.plan import PlanRefused, agree, links_between
 from node.assembly import Node
-from node.describe import describe_measure, describe_mismatches, from_info, to_measure, to_mismatches
+from node.describe import (
+    describe_conversion,
+    describe_measure,
+    describe_mismatches,
+    from_addresses,
+    from_info,
+    from_warm_ups,
+    to_addresses,
+    to_measure,
+    to_mismatches,
+)
 from node.link_floor import below_floor
+from node.ranks.transfer import MOST_RANKS
 from protos import common_pb2, decode_pb2_grpc
 from protos import decode_pb2 as pb
 
@@ -30,7 +42,7 @@ class Pair:
     """One decode node as seen from here, for one stream's life.
 
     Args:
-        number: this node's own number for the peer.
+        number: this node's own for the peer: the first of those for the peer's ranks.
         on_lease_ended: hears of leases that the decode node took back.
         on_lost: hears, once, that the pair is gone.
     """
@@ -50,6 +62,7 @@ class Pair:
         self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
         self._node = node
         self._timeout_s = timeout_s
+        self._conversion: KVConversion | None = None
         self._on_lease_ended = on_lease_ended
         self._on_lost = on_lost
         self._outbox: asyncio.Queue[pb.PairRequest] = asyncio.Queue()
@@ -101,28 +114,42 @@ class Pair:
 
     async def _hello(self, call: Call) -> pb.PairAccepted | None:
         """Introduces this node; None when one of the two refuses, with the reasons in the state."""
-        address = await self._node.transfer.listen(self.number)
-        await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info, worker_address=address)))
+        await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info)))
         response = await _read(call, self.state.address)
         info = response.refused.info if response.WhichOneof("message") == "refused" else response.accepted.info
         self.state.name, self.state.incarnation = info.name, info.incarnation
         try:
-            agree(self._node.description, from_info(info))
+            plan = agree(self._node.description, from_info(info))
         except PlanRefused as refused:
             self._refuse(to_mismatches(refused.mismatches))
             return None
         if response.WhichOneof("message") == "refused":
             self._refuse(list(response.refused.mismatches))
             return None
+        self.state.kv_converted = plan.conversion
+        self._conversion = conversion_of(plan, response.accepted.kv_scales)
         return response.accepted
+
+    async def _connect(self, call: Call, accepted: pb.PairAccepted) -> None:
+        """Connects every link; the decode node before this one, which will be the first to send."""
+        self.sender_number = accepted.sender_number
+        transfer = self._node.transfer
+        flows = links_between(self._node.description, from_info(accepted.info))
+        addresses = from_addresses(await transfer.listen(self.number, flows, sends=True))
+        await call.write(pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
+        await _read(call, self.state.name)
+        await transfer.connect(
+            self.number,
+            to_addresses(accepted.worker_addresses),
+            message_bytes=accepted.message_bytes,
+            conversion=self._conversion,
+        )
 
     async def _warm_up(self, call: Call, accepted: pb.PairAccepted) -> bool:
         """Sends what the decode node times; False when the link is too slow for one of the two."""
-        self.sender_number = accepted.sender_number
-        await self._node.transfer.connect(self.number, accepted.worker_address, message_bytes=accepted.message_bytes)
-        warm = await self._node.transfer.warm_up(self.number, accepted.sender_number)
-        warmed_up = pb.WarmedUp(messages=warm.messages, bytes=warm.bytes)
-        await call.write(pb.PairRequest(warmed_up=warmed_up))
+        await self._connect(call, accepted)
+        warm = await self._node.transfer.warm_up(self.number, self.sender_number)
+        await call.write(pb.PairRequest(warmed_up=from_warm_ups(warm)))
         response = await _read(call, self.state.name)
         if response.WhichOneof("message") == "refused":
             self._refuse(list(response.refused.mismatches))
@@ -138,7 +165,8 @@ class Pair:
         await self._node.transfer.use_link(self.number, measure.speed)
         self.state.phase = common_pb2.PEER_PHASE_READY
         self._settled.set()
-        log.info("paired with %s over %s", self.state.name, describe_measure(measure))
+        said = describe_measure(measure) + describe_conversion(self.state.kv_converted)
+        log.info("paired with %s over %s", self.state.name, said)
         return True
 
     async def _tell_refused(self, call: Call) -> None:
@@ -194,7 +222,7 @@ class Pairs:
         self._timeout_s = timeout_s
         self._on_lease_ended = on_lease_ended
         self._on_lost = on_lost
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(MOST_RANKS, MOST_RANKS)
         self._by_address: dict[str, Pair] = {}
 
     async def connect(self, address: str) -> common_pb2.PeerState:

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attention-table", default="", help="write the attention conformance table to this file")
+    parser.addoption("--kv-matrix", default="", help="run this share of all KV transfers, such as 3/20000")
 
 
 def pytest_configure(config: pytest.Config) -> None:

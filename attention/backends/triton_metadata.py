@@ -85,6 +85,7 @@ class TritonAttentionMetadata(AttentionMetadata):
 
 class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     full_cudagraph_supported: ClassVar[bool] = True
+    plans_on_device: ClassVar[bool] = True
 
     def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
         tiling = decode_tiling(needs.head_size, TORCH_DTYPES[needs.cache_dtype])

@@ -40,6 +40,7 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     nothing to refill for a captured graph."""
 
     full_cudagraph_supported: ClassVar[bool] = True
+    plans_on_device: ClassVar[bool] = True
 
     def __init__(self, *, block_size: int, workspace_tokens: int, batch_invariant: bool = False) -> None:
         self._block_size = block_size

@@ -108,7 +108,7 @@ def decode_attention(
         ONE_UNIT_EACH=plan.one_unit_each,
         SOFT_CAP=bool(logits_soft_cap),
         INTERPRETED=interpreted(),
-        **overlap(out.device),
+        **overlap(out.device, rows=num_rows),
         num_warps=tiling.num_warps * (2 if block_group == MAX_ROWS else 1),
         num_stages=tiling.num_stages,
         maxnreg=tiling.max_registers,

@@ -42,7 +42,7 @@ def merge_partials(
         BLOCK_P=block_p,
         ONE_UNIT_EACH=plan.one_unit_each,
         INTERPRETED=interpreted(),
-        **overlap(out.device),
+        **overlap(out.device, rows=num_rows),
         num_warps=4,
     )
 

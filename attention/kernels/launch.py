@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+# A whole decode step of Llama-3.1-8B with the library's products, on an H200, at a context of 1024 tokens: overlapping
+# saves 0.9 % at 1 row, and costs 0.7 % at 32, 4.5 % at 128 and 5.3 % at 256. Products for few rows need it up to 32.
+MOST_OVERLAPPING_ROWS = 32
 # Gluon, the language of the kernels for Hopper, is experimental; they were measured with these versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)
 
@@ -36,9 +39,14 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Options for a launch of a kernel that has the constexpr OVERLAP and passes it on to the two functions below."""
-    return {"OVERLAP": True, "launch_pdl": True} if _can_overlap(device) else {"OVERLAP": False}
+def overlap(device: torch.device, *, rows: int) -> dict[str, bool]:
+    """Options for a launch of a kernel that has the constexpr OVERLAP and passes it on to the two functions below.
+
+    Args:
+        rows: tokens that the launch works on, or rows that are as many at least.
+    """
+    small = rows <= MOST_OVERLAPPING_ROWS and _can_overlap(device)
+    return {"OVERLAP": True, "launch_pdl": True} if small else {"OVERLAP": False}
 
 
 @cache

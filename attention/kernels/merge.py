@@ -51,7 +51,7 @@ def merge_attn_states(
         CHANNELS=num_channels,
         BLOCK_H=block_h,
         BLOCK_V=block_v,
-        **overlap(out.device),
+        **overlap(out.device, rows=num_tokens),
         num_warps=4,
     )
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention.kernels.mla_decode_hopper_load import find_work, load_tiles, start_dependents
+from attention.kernels.mla_decode_hopper_load import find_work, load_tiles
 from attention.kernels.mla_decode_hopper_math import attend
 from attention.kernels.mla_decode_work import (
     LOG2_E,
@@ -138,7 +138,6 @@ def _decode(
     BLOCK_H: gl.constexpr,
 ):
     """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
-    start_dependents()  # the merging
     dtype: gl.constexpr = kv_L.dtype
     # The tensor cores' rows come in 64s and their columns in 8s: few heads stand in the columns, keys in the rows.
     KEYS_FIRST: gl.constexpr = BLOCK_H < 64

@@ -17,14 +17,6 @@ def request_cost(seq_len, SPLIT_TILES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def start_dependents():
-    """As in `attention.kernels.launch`."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0 is not used", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _add(first, second):
     return first + second
 

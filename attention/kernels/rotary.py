@@ -77,7 +77,7 @@ def rotate_qkv(
         ROWS=rows,
         BLOCK_P=block_p,
         INTERPRETED=interpreted(),
-        **overlap(qkv_TX.device),
+        **overlap(qkv_TX.device, rows=num_tokens),
         num_warps=NUM_WARPS,
     )
 

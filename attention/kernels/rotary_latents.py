@@ -83,7 +83,7 @@ def rotate_latents(
         BLOCK_L=triton.next_power_of_2(latent),
         BLOCK_P=block_p,
         INTERPRETED=interpreted(),
-        **overlap(q_THD.device),
+        **overlap(q_THD.device, rows=num_tokens),
         num_warps=NUM_WARPS,
     )
 

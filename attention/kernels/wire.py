@@ -87,7 +87,7 @@ def move(
         block_ids: int64, of the whole request.
     """
     row_words, tile_words, num_warps = tuning
-    cut = _cut(places, places.word_bytes(memory, payload), row_words, tile_words)
+    cut = cut_rows(places, places.word_bytes(memory, payload), row_words, tile_words)
     _move_kernel[(cut.num_tiles,)](
         memory, payload, block_ids, *cut.arguments, **cut.constants, TO_CACHE=to_cache, num_warps=num_warps
     )
@@ -111,7 +111,7 @@ def gather_and_digest(
     """
     assert places.can_be_digested(memory, payload)
     row_words, tile_words, num_warps = tuning
-    cut = _cut(places, 4, row_words, tile_words)
+    cut = cut_rows(places, 4, row_words, tile_words)
     digest_rows = triton.cdiv(payload.numel(), 4 * columns)
     parts = new_parts(digest_rows, columns, payload.device, programs_per_sm=_DIGEST_PROGRAMS_PER_SM)
     _gather_and_digest_kernel[(parts.num_programs,)](
@@ -133,22 +133,22 @@ def gather_and_digest(
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A payload cut into tiles of rows: what both kernels are told of it."""
+class Cut:
+    """A payload cut into tiles of rows: what a kernel is told of it."""
 
     num_tiles: int
     arguments: tuple[int, ...]
     constants: dict[str, int]
 
 
-def _cut(places: WirePlaces, word_bytes: int, row_words: int, tile_words: int) -> _Cut:
+def cut_rows(places: WirePlaces, word_bytes: int, row_words: int, tile_words: int) -> Cut:
     run = places.run // word_bytes
     row = min(run & -run, row_words)
     tile_rows = max(1, tile_words // row)
     rows_of_part = places.num_tokens * places.num_heads * (run // row)
     num_rows = rows_of_part * places.num_parts
     lengths = (places.first, places.stride_L, places.stride_K, places.stride_B, places.stride_N, places.stride_H)
-    return _Cut(
+    return Cut(
         num_tiles=triton.cdiv(num_rows, tile_rows),
         arguments=(
             num_rows,
@@ -196,7 +196,7 @@ def _move_kernel(
     word: tl.constexpr = tl.int32 if WORD_BYTES == 4 else (tl.int16 if WORD_BYTES == 2 else tl.int8)
     words_W = tl.arange(0, WORDS)
     rows_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    places_R, in_cache_R = _locate(
+    places_R, in_cache_R = locate(
         tl.program_id(0),
         block_ids_ptr,
         num_rows,
@@ -274,7 +274,7 @@ def _gather_and_digest_kernel(
     words_W = tl.arange(0, WORDS)
     tile = tl.program_id(0)
     while tile < num_tiles:
-        places_R, in_cache_R = _locate(
+        places_R, in_cache_R = locate(
             tile,
             block_ids_ptr,
             num_rows,
@@ -306,7 +306,7 @@ def _gather_and_digest_kernel(
 
 
 @triton.jit
-def _locate(
+def locate(
     tile,
     block_ids_ptr,
     num_rows,

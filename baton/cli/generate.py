@@ -115,6 +115,8 @@ def summary(usage: Usage, receipt: Receipt) -> str:
             f"{receipt.transport}, "
             f"{receipt.transfer_s * 1e3:.1f} ms behind the first token"
         )
+    if receipt.kv_converted:
+        lines.append(f"the KV was converted on its way: {receipt.kv_converted}")
     return "\n".join(lines)
 
 

@@ -80,6 +80,7 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "dtype": info.cache_spec.dtype,
         "layout": info.cache_shape.layout,
         "block_size": info.cache_shape.block_size,
+        "tensor_parallel_size": info.tensor_parallel_size or 1,
         "max_context_tokens": info.max_context_tokens,
         "blocks_total": said.blocks_total,
         "blocks_free": said.blocks_free,
@@ -92,6 +93,7 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "preemptions": said.preemptions,
         "segments_refused": said.segments_refused,
         "segments_late": said.segments_late,
+        "segments_converted": said.segments_converted,
         "peers": [_peer_to_json(peer) for peer in said.peers],
     }
 
@@ -103,6 +105,7 @@ def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
         "incarnation": f"{peer.incarnation:x}",
         "state": _phase(peer),
         "transport": peer.transport,
+        "kv_converted": peer.kv_converted,
         "gigabytes_per_s": peer.gigabytes_per_s,
         "latency_s": peer.latency_s,
         "bytes_total": peer.bytes_total,
@@ -116,7 +119,9 @@ def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
 
 
 def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
-    table = Table("node", "role", "address", "state", "model", "KV", "blocks used", "running", "waiting", box=SIMPLE)
+    table = Table(
+        "node", "role", "address", "state", "model", "ranks", "KV", "blocks used", "running", "waiting", box=SIMPLE
+    )
     for node in nodes:
         said, shape, spec = node.status, node.status.info.cache_shape, node.status.info.cache_spec
         state = "draining" if said.draining else "ready"
@@ -126,6 +131,7 @@ def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
             node.address,
             state if node.reachable else node.detail,
             said.info.model.name,
+            str(said.info.tensor_parallel_size or 1),
             f"{shape.layout} x {shape.block_size}, {spec.dtype}",
             f"{said.blocks_total - said.blocks_free} of {said.blocks_total}",
             str(said.requests_running),
@@ -136,7 +142,8 @@ def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
 
 
 def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]]) -> Table:
-    table = Table("prefill", "decode", "state", "transport", "GB/s", "latency us", "sent MiB", "segments", box=SIMPLE)
+    columns = ("prefill", "decode", "state", "transport", "KV", "GB/s", "latency us", "sent MiB", "segments")
+    table = Table(*columns, box=SIMPLE)
     for node, peer in pairs:
         state = _phase(peer)
         cells = (
@@ -144,6 +151,7 @@ def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.Pee
             peer.name,
             f"{state}: {peer.detail}" if peer.detail else state,
             peer.transport,
+            peer.kv_converted or node.status.info.cache_spec.dtype,
             f"{peer.gigabytes_per_s:.2f}",
             f"{peer.latency_s * 1e6:.0f}",
             f"{peer.bytes_total / (1 << 20):.1f}",

@@ -14,6 +14,7 @@ from bench.engine.roofline import Weights, count_weights, decode_work, prefill_f
 from bench.engine.steps import decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
 from engine.build import Built, build_runner
+from models.decode_products import use_library_products
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 BATCHES = (1, 8, 32, 128, 256)
@@ -62,6 +63,7 @@ MODELS = (
     ),
     Model("qwen3-8b"),
     Model("mistral-7b"),
+    Model("llama-3.1-8b-fp8"),
     Model("deepseek-v3-4-layers", block_size=64),
 )
 
@@ -103,6 +105,7 @@ def _of_model(model: Model, machine: Ceilings, progress: Callable[[str], None]) 
     _forget()
     if model.whole:
         yield from _variant(model, weights, machine, "decode step, graphs off", cuda_graphs=False)
+        yield from _variant(model, weights, machine, "decode step, library products", library_products=True)
     if model.batch_invariant:
         yield from _variant(model, weights, machine, "decode step, batch-invariant", batch_invariant=True)
     for backend, block_size in model.backends:
@@ -111,9 +114,13 @@ def _of_model(model: Model, machine: Ceilings, progress: Callable[[str], None]) 
         yield from _variant(model, weights, machine, what, attention_backend=backend, block_size=block_size)
 
 
-def _variant(model: Model, weights: Weights, machine: Ceilings, what: str, **options: Any) -> Iterator[Row]:
+def _variant(
+    model: Model, weights: Weights, machine: Ceilings, what: str, *, library_products: bool = False, **options: Any
+) -> Iterator[Row]:
     """A few points of the model built otherwise."""
     built = _build(model, **options)
+    if library_products:
+        use_library_products(built.runner.model)
     yield from _decodes(model, built, weights, machine, what, few=True)
     yield from _prefills(model, built, weights, machine, prefix=what.partition(", ")[2] + ", ", few=True)
     del built

@@ -36,7 +36,7 @@ def _launch(gate_up_TI: Tensor, *, tanh_gelu: bool) -> Tensor:
         TILE=_TILE,
         TANH_GELU=tanh_gelu,
         INTERPRETED=interpreted(),
-        **overlap(gate_up_TI.device),
+        **overlap(gate_up_TI.device, rows=num_rows),
         num_warps=_NUM_WARPS,
     )
     return out_TI

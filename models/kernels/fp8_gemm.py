@@ -2,8 +2,8 @@
 in float32, for the cores themselves keep too few bits of long sums.
 
 For few tokens the weights are the tall side of each tile and the channels are cut among several programs, of which the
-last to arrive adds up what all found, always in the same order; up to 16 tokens also get their scales of 128 channels
-in here. The twin is `models.fp8.multiply`.
+last to arrive adds up what all found, always in the same order. Programs do not overlap the kernel in front: they
+would wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.fp8.multiply`.
 
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """
@@ -15,23 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.fp8 import from_fp8, to_fp8
-from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, prefetch, start_dependents
-from models import fp8
-from models.kernels.fp8_quantize import scales_of
+from attention.kernels.fp8 import from_fp8
+from attention.kernels.launch import bound, interpreted
 from models.quantization import FP8_BLOCK
 
-# Up to so many tokens a program quantizes its inputs itself: less work than a launch more.
-FUSED_TOKENS = 16
-# Of activations in 16 bits, a load of 16 bytes; of fp8 weights too.
+# Of fp8 numbers, a load of 16 bytes.
 ALIGNMENT = 16
-# How many programs should share the work of few tokens, per multiprocessor, and how many channels each gets at least.
+# How many programs should share the work of few tokens, per multiprocessor: as many as it holds, of tiles of 64 rows
+# and of taller ones. And how many channels each gets at least.
 _PROGRAMS_PER_SM = 3
+_TALL_PROGRAMS_PER_SM = 2
 _CHANNELS_PER_SPLIT = 512
 _MAX_SPLIT_TOKENS = 256
-# Blocks of channels whose weights a program asks for while the kernel in front still runs: with three programs on a
-# multiprocessor half of the L2 cache of an H200.
-_PREFETCHED_BLOCKS = 8
 # Tiles of tokens that share what is read of the weights, so that programs side by side find both in the L2 cache.
 _GROUPED_TILES = 8
 
@@ -67,19 +62,23 @@ class Weight(NamedTuple):
 
 def num_counters(rows: int) -> int:
     """How many counters a weight of so many output channels needs: one for each tile that is split."""
-    tiles: int = _MAX_SPLIT_TOKENS // 64 * triton.cdiv(rows, 64)
+    tiles: int = _MAX_SPLIT_TOKENS // 64 * triton.cdiv(rows, 128)
     return tiles
 
 
-def choose_tile(num_tokens: int) -> Tile:
-    """By the number of tokens alone, so that a batch's size picks how fast it is computed, and nothing else."""
-    if num_tokens <= 16:
-        return Tile(16, 64, weights_first=True, num_warps=4, num_stages=6)
-    if num_tokens <= 32:
-        return Tile(32, 64, weights_first=True, num_warps=4, num_stages=6)
-    if num_tokens <= _MAX_SPLIT_TOKENS:
-        return Tile(64, 64, weights_first=True, num_warps=4, num_stages=5)
-    return Tile(128, 128, weights_first=False, num_warps=8, num_stages=4)
+def choose_tile(num_tokens: int, rows: int, num_sms: int, *, blocked: bool) -> Tile:
+    """For up to 64 tokens, which cost what reading the weight does, tiles that all run at once; for more, measured."""
+    if num_tokens > _MAX_SPLIT_TOKENS and not blocked:
+        return Tile(128, 128, weights_first=False, num_warps=8, num_stages=4)
+    if num_tokens > 64:
+        return Tile(64, 128, weights_first=False, num_warps=4, num_stages=4)
+    is_tall = triton.cdiv(rows, 64) > _PROGRAMS_PER_SM * num_sms
+    if num_tokens > 32:
+        return Tile(64, 128 if is_tall else 64, weights_first=True, num_warps=4, num_stages=4 if is_tall else 5)
+    tokens = 16 if num_tokens <= 16 else 32
+    if is_tall:
+        return Tile(tokens, 128, weights_first=True, num_warps=8, num_stages=5)
+    return Tile(tokens, 64, weights_first=True, num_warps=4, num_stages=6)
 
 
 def choose_splits(tile: Tile, num_tokens: int, rows: int, channels: int, num_sms: int) -> int:
@@ -87,7 +86,8 @@ def choose_splits(tile: Tile, num_tokens: int, rows: int, channels: int, num_sms
     if num_tokens > _MAX_SPLIT_TOKENS:
         return 1
     tiles: int = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
-    wanted = _PROGRAMS_PER_SM * num_sms // tiles
+    per_sm = _PROGRAMS_PER_SM if tile.rows <= 64 else _TALL_PROGRAMS_PER_SM
+    wanted = per_sm * num_sms // tiles
     return max(1, min(wanted, channels // _CHANNELS_PER_SPLIT))
 
 
@@ -96,47 +96,41 @@ def multiply(x_TK: Tensor, x_scale_TC: Tensor, weight: Weight, *, dtype: torch.d
 
     Args:
         x_TK: e4m3, contiguous.
-        x_scale_TC: float32, one column or one for every 128 channels; tokens adjacent in memory.
+        x_scale_TC: float32, one column or, where the weight has as many, one for every 128 channels; tokens adjacent in
+            memory.
         batch_invariant: a token's bits do not depend on the others: the channels are never split.
     """
     return launch(x_TK, x_scale_TC, weight, dtype=dtype, batch_invariant=batch_invariant)
 
 
-def quantize_and_multiply(x_TK: Tensor, weight: Weight, *, power_of_two: bool, batch_invariant: bool) -> Tensor:
-    """`multiply` of few activations in 16 bits, channels adjacent: one scale for every 128 channels of a token, as
-    `quantize_blocks` has them, to the bit."""
-    assert x_TK.shape[0] <= FUSED_TOKENS
-    return launch(x_TK, None, weight, dtype=x_TK.dtype, batch_invariant=batch_invariant, power_of_two=power_of_two)
-
-
 def launch(
     x_TK: Tensor,
-    x_scale_TC: Tensor | None,
+    x_scale_TC: Tensor,
     weight: Weight,
     *,
     dtype: torch.dtype,
     batch_invariant: bool,
-    power_of_two: bool = False,
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """The kernel; `tile` and `splits` are for those who measure them."""
     num_tokens, channels = x_TK.shape
     rows = weight.stored_NK.shape[0]
-    assert x_scale_TC is None or num_tokens == 1 or x_scale_TC.stride(0) == 1
+    blocked = weight.scale_RC.shape[1] > 1
+    assert num_tokens == 1 or x_scale_TC.stride(0) == 1
     out_TN = torch.empty(num_tokens, rows, dtype=dtype, device=x_TK.device)
     if num_tokens == 0:
         return out_TN
-    tile = tile or choose_tile(num_tokens)
+    num_sms = _num_sms(x_TK.device)
+    tile = tile or choose_tile(num_tokens, rows, num_sms, blocked=blocked)
     if splits is None:
-        splits = 1 if batch_invariant else choose_splits(tile, num_tokens, rows, channels, _num_sms(x_TK.device))
+        splits = 1 if batch_invariant else choose_splits(tile, num_tokens, rows, channels, num_sms)
     tiles_T, tiles_N = triton.cdiv(num_tokens, tile.tokens), triton.cdiv(rows, tile.rows)
     partial = None
     if splits > 1:
         partial = torch.empty(
             tiles_T * tiles_N, splits, tile.rows, tile.tokens, dtype=torch.float32, device=x_TK.device
         )
-    blocked = x_scale_TC is None or weight.scale_RC.shape[1] > 1
     _multiply_kernel[(tiles_T * tiles_N, splits)](
         x_TK,
         x_scale_TC,
@@ -149,8 +143,7 @@ def launch(
         num_tokens,
         rows,
         channels,
-        x_TK.stride(0),
-        0 if x_scale_TC is None else x_scale_TC.stride(1),
+        x_scale_TC.stride(1),
         WHOLE_BLOCKS=channels % FP8_BLOCK == 0,
         ROWS_PER_SCALE=weight.rows_per_scale,
         BLOCKED=blocked,
@@ -160,12 +153,7 @@ def launch(
         BLOCK=FP8_BLOCK,
         GROUPED=_GROUPED_TILES,
         WEIGHTS_FIRST=tile.weights_first,
-        QUANTIZES=x_scale_TC is None,
-        SMALLEST=fp8.SMALLEST,
-        POWER_OF_TWO=power_of_two,
-        PREFETCHED=_PREFETCHED_BLOCKS if tile.weights_first else 0,
         INTERPRETED=interpreted(),
-        **overlap(x_TK.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -189,7 +177,6 @@ def _multiply_kernel(
     num_tokens,
     num_rows,
     num_channels,
-    x_stride_T,
     x_scale_stride_C,
     WHOLE_BLOCKS: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr,
@@ -200,14 +187,8 @@ def _multiply_kernel(
     BLOCK: tl.constexpr,
     GROUPED: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
-    QUANTIZES: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    start_dependents(OVERLAP)
     tile, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     num_columns = tl.cdiv(num_channels, BLOCK)
     group_tiles = GROUPED * tl.cdiv(num_rows, ROWS)
@@ -220,14 +201,10 @@ def _multiply_kernel(
     read_T = tl.minimum(tokens_T, num_tokens - 1)
     read_N = tl.minimum(rows_N, num_rows - 1)
     channels_K = tl.arange(0, BLOCK)
-    x_TK = x_ptr + read_T.to(tl.int64)[:, None] * x_stride_T + channels_K[None, :]
+    x_TK = x_ptr + read_T.to(tl.int64)[:, None] * num_channels + channels_K[None, :]
     weight_NK = weight_ptr + read_N.to(tl.int64)[:, None] * num_channels + channels_K[None, :]
     first = split * num_columns // num_splits
     stop = (split + 1) * num_columns // num_splits
-    if OVERLAP:
-        for column in range(first, tl.minimum(first + PREFETCHED, stop)):
-            prefetch(weight_ptr + read_N.to(tl.int64) * num_channels + column * BLOCK)
-    await_predecessors(OVERLAP)
     sum_XY = tl.zeros((ROWS, TOKENS) if WEIGHTS_FIRST else (TOKENS, ROWS), tl.float32)
     for column in range(bound(first, INTERPRETED), bound(stop, INTERPRETED)):
         start = column * BLOCK
@@ -237,11 +214,7 @@ def _multiply_kernel(
         else:
             x = tl.load(x_TK + start, mask=channels_K[None, :] < num_channels - start, other=0.0)
             stored = tl.load(weight_NK + start, mask=channels_K[None, :] < num_channels - start, other=0.0)
-        if QUANTIZES:
-            x = x.to(tl.float32)
-            x_scale_T, inverse_T = scales_of(tl.max(tl.abs(x), axis=1), SMALLEST, POWER_OF_TWO)
-            x = to_fp8(x * inverse_T[:, None], tl.float8e4nv, INTERPRETED)
-        elif BLOCKED:
+        if BLOCKED:
             x_scale_T = tl.load(x_scale_ptr + column * x_scale_stride_C + read_T)
         if INTERPRETED:
             x = from_fp8(x, INTERPRETED)

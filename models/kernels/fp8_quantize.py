@@ -1,7 +1,7 @@
 """Activations in fp8, for products with fp8 weights: one scale per token, one for every 128 of its channels, or one
 that is known. A token's numbers depend on nothing else in the batch. The twin is `models.fp8`, which runs on a CPU.
 
-Legend: T tokens, K channels, C columns of scales.
+Legend: T tokens, P those and padding, K channels, C columns of scales.
 """
 
 import torch
@@ -19,16 +19,17 @@ _COLUMNS = 8
 _NUM_WARPS = 4
 
 
-def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, K] contiguous, scales [T, C] float32 with tokens adjacent in memory): one scale for every 128 channels.
+def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False, multiple_of: int = 1) -> tuple[Tensor, Tensor]:
+    """(e4m3 [P, K] contiguous, scales [P, C] float32 with tokens adjacent in memory): one scale for every 128 channels.
 
     Args:
         x_TK: channels adjacent.
         power_of_two: scales are rounded up to powers of two.
+        multiple_of: tokens of zeros are added until P is one.
     """
     if not x_TK.is_cuda:
-        return fp8.quantize_blocks(x_TK, power_of_two=power_of_two)
-    return launch_blocks(x_TK, power_of_two=power_of_two)
+        return fp8.quantize_blocks(x_TK, power_of_two=power_of_two, multiple_of=multiple_of)
+    return launch_blocks(x_TK, power_of_two=power_of_two, multiple_of=multiple_of)
 
 
 def quantize_tokens(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
@@ -45,18 +46,19 @@ def quantize_static(x_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return launch_tokens(x_TK, scale, power_of_two=False)
 
 
-def launch_blocks(x_TK: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def launch_blocks(x_TK: Tensor, *, power_of_two: bool, multiple_of: int = 1) -> tuple[Tensor, Tensor]:
     """The kernel of `quantize_blocks`."""
-    tokens, channels = x_TK.shape
+    num_tokens, channels = x_TK.shape
+    padded = triton.cdiv(num_tokens, multiple_of) * multiple_of
     columns = triton.cdiv(channels, FP8_BLOCK)
-    stored_TK = torch.empty(tokens, channels, dtype=fp8.E4M3, device=x_TK.device)
-    scale_CT = torch.empty(columns, tokens, dtype=torch.float32, device=x_TK.device)
-    if tokens:
-        _quantize_blocks_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](
+    stored_PK = torch.empty(padded, channels, dtype=fp8.E4M3, device=x_TK.device)
+    scale_CP = torch.empty(columns, padded, dtype=torch.float32, device=x_TK.device)
+    if num_tokens:
+        _quantize_blocks_kernel[(padded, triton.cdiv(columns, _COLUMNS))](
             x_TK,
-            stored_TK,
-            scale_CT,
-            tokens,
+            stored_PK,
+            scale_CP,
+            num_tokens,
             x_TK.stride(0),
             K=channels,
             COLUMNS=_COLUMNS,
@@ -64,10 +66,10 @@ def launch_blocks(x_TK: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
             SMALLEST=fp8.SMALLEST,
             POWER_OF_TWO=power_of_two,
             INTERPRETED=interpreted(),
-            **overlap(x_TK.device),
+            **overlap(x_TK.device, rows=num_tokens),
             num_warps=_NUM_WARPS,
         )
-    return stored_TK, scale_CT.T
+    return stored_PK, scale_CP.T
 
 
 def launch_tokens(x_TK: Tensor, scale: Tensor | None, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -88,7 +90,7 @@ def launch_tokens(x_TK: Tensor, scale: Tensor | None, *, power_of_two: bool) -> 
             SMALLEST=fp8.SMALLEST,
             POWER_OF_TWO=power_of_two,
             INTERPRETED=interpreted(),
-            **overlap(x_TK.device),
+            **overlap(x_TK.device, rows=tokens),
             num_warps=min(max(width // 1024, 1), 16),
         )
     return stored_TK, scale_T1
@@ -115,11 +117,13 @@ def _quantize_blocks_kernel(
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     channels_CB = columns_C[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     in_CB = channels_CB < K
-    x_CB = tl.load(x_ptr + token * stride_T + channels_CB, mask=in_CB, other=0.0).to(tl.float32)
+    read_CB = in_CB & (token < num_tokens)
+    x_CB = tl.load(x_ptr + token * stride_T + channels_CB, mask=read_CB, other=0.0).to(tl.float32)
     scale_C, inverse_C = scales_of(tl.max(tl.abs(x_CB), axis=1), SMALLEST, POWER_OF_TWO)
     stored_CB = to_fp8(x_CB * inverse_C[:, None], tl.float8e4nv, INTERPRETED)
     tl.store(stored_ptr + token * K + channels_CB, stored_CB, mask=in_CB)
-    tl.store(scale_ptr + columns_C.to(tl.int64) * num_tokens + token, scale_C, mask=columns_C * BLOCK < K)
+    scale_ptrs = scale_ptr + columns_C.to(tl.int64) * tl.num_programs(0) + token
+    tl.store(scale_ptrs, scale_C, mask=columns_C * BLOCK < K)
 
 
 @triton.jit

@@ -52,7 +52,7 @@ def _launch(x_TD: Tensor, stream_TD: Tensor | None, update_norm: RowNorm | None,
         UPDATE_OFFSET=0 if update_norm is None else update_norm.weight_offset,
         OFFSET=norm.weight_offset,
         INTERPRETED=interpreted(),
-        **overlap(x_TD.device),
+        **overlap(x_TD.device, rows=num_tokens),
         num_warps=min(max(block // (32 * _CHANNELS_PER_THREAD), 1), 16),
     )
 

@@ -1,7 +1,7 @@
-"""Messages between the processes of one node: pickles behind their length, over a socket that both were born with.
+"""Messages between the processes of one node: bytes behind their length, over a socket that both were born with.
 
 One end blocks, the other one may live on an event loop. When a process ends, however it ends, its peer reads the end of
-the file. Pickles are safe here: nobody else has these sockets. Knows nothing of what messages say.
+the file. Most messages are pickles, which are safe here: nobody else has these sockets.
 """
 
 import asyncio
@@ -11,10 +11,6 @@ import struct
 from typing import Any, Self
 
 _LENGTH = struct.Struct("<Q")
-
-
-def dumps(message: object) -> bytes:
-    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class Channel:
@@ -30,16 +26,20 @@ class Channel:
 
     def send(self, message: object) -> None:
         """Raises OSError: the other one is gone."""
-        self.send_bytes(dumps(message))
+        self.send_bytes(_pickled(message))
 
     def send_bytes(self, message: bytes) -> None:
-        """Sends what `dumps` made, which may go to several."""
+        """Raises OSError: the other one is gone."""
         self._end.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self) -> Any:
         """Raises EOFError: the other one is gone."""
+        return pickle.loads(self.receive_bytes())
+
+    def receive_bytes(self) -> bytes:
+        """Raises EOFError: the other one is gone."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
-        return pickle.loads(self._take(length))
+        return self._take(length)
 
     def detach(self) -> socket.socket:
         """The socket, for an `AsyncChannel`."""
@@ -48,7 +48,7 @@ class Channel:
     def close(self) -> None:
         self._end.close()
 
-    def _take(self, length: int) -> bytearray:
+    def _take(self, length: int) -> bytes:
         taken = bytearray(length)
         view = memoryview(taken)
         while view:
@@ -59,7 +59,7 @@ class Channel:
             if count == 0:
                 raise EOFError("the other end is closed")
             view = view[count:]
-        return taken
+        return bytes(taken)
 
 
 class AsyncChannel:
@@ -76,7 +76,7 @@ class AsyncChannel:
 
     def send(self, message: object) -> None:
         """Queues a message; nothing is sent once the other one is gone."""
-        data = dumps(message)
+        data = _pickled(message)
         self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def receive(self) -> Any:
@@ -101,3 +101,7 @@ class AsyncChannel:
             await self._writer.wait_closed()
         except ConnectionError:
             return
+
+
+def _pickled(message: object) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

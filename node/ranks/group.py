@@ -25,6 +25,8 @@ from node.ranks.messages import Setup
 log = logging.getLogger("baton")
 
 _END_TIMEOUT_S = 5.0
+# A rank's connections break before its end is seen.
+_EXPLAINED_S = 0.5
 # While ranks load, all of them find the same fault: this process's own word about it comes first, within that time.
 _OWN_WORD_S = 2.0
 
@@ -44,20 +46,17 @@ class Worker:
 
 
 class RankGroup:
-    """The workers of this process. Made by `start_ranks`.
+    """The workers of this process. Made by `start_ranks`."""
 
-    Args:
-        directory: in which the ranks meet.
-    """
-
-    def __init__(self, settings: NodeSettings, program: str, directory: Path) -> None:
+    def __init__(self, settings: NodeSettings, program: str) -> None:
         self.size = settings.tensor_parallel_size
-        self.store = directory / "ranks"
-        self._directory = directory
+        self._directory = None if self.size == 1 else Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        self._store = (self._directory or Path()) / "ranks"
         self._lock = threading.Lock()
+        self._failed = threading.Event()
         self._failure: str | None = None
         self._hear: Callable[[str], None] | None = None
-        self._ending = False
+        self._ending = self._loaded = False
         self.workers = tuple(self._start(rank, settings, program) for rank in range(1, self.size))
         for worker in self.workers:
             threading.Thread(target=self._watch, args=(worker,), name=f"rank-{worker.rank}", daemon=True).start()
@@ -76,6 +75,7 @@ class RankGroup:
             if self._ending or self._failure is not None:
                 return
             self._failure = reason
+            self._failed.set()
             hear = self._hear
         if hear is not None:
             hear(reason)
@@ -83,6 +83,15 @@ class RankGroup:
         time.sleep(_OWN_WORD_S)
         if not self._ending:
             self.abandon(reason)
+
+    def trouble(self, reason: str) -> None:
+        """Something went wrong that a rank's end may explain: then that is the reason."""
+        if not self._failed.wait(_EXPLAINED_S):
+            self.fail(reason)
+
+    def gone(self) -> str | None:
+        """Why the node cannot go on, if that is known soon."""
+        return self._failure if self._failed.wait(_EXPLAINED_S) else None
 
     def abandon(self, reason: str) -> None:
         """Ends this process and all ranks at once, with that as its last word: threads may wait for a GPU for ever."""
@@ -92,24 +101,37 @@ class RankGroup:
         logging.shutdown()
         os._exit(1)
 
-    def met(self) -> None:
-        """All ranks have found each other."""
+    def meeting_place(self) -> Path:
+        """A file in which the ranks find each other. Returns when all of them are on their way there: unlike torch's,
+        this wait ends with a signal.
+
+        Raises:
+            EOFError: a rank has ended.
+        """
+        for worker in self.workers:
+            worker.calls.receive()
+        return self._store
+
+    def loaded(self) -> None:
+        """All ranks have found each other, and have their parts of the model."""
+        self._loaded = True
         self._remove_directory()
 
     def end(self) -> None:
-        """Lets the workers end, and kills those that do not."""
+        """Lets the workers end, and kills those that do not, or that still load."""
         self._ending = True
         for worker in self.workers:
             worker.steps.close()
-        deadline = time.monotonic() + _END_TIMEOUT_S
+            worker.calls.close()
+        deadline = time.monotonic() + (_END_TIMEOUT_S if self._loaded else 0.0)
         for worker in self.workers:
             try:
                 worker.popen.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.warning("rank %d did not end: killed", worker.rank)
+                log.debug("rank %d did not end: killed", worker.rank)
         self._kill()
         for worker in self.workers:
-            worker.calls.close()
+            worker.popen.wait()
         self._remove_directory()
 
     def _start(self, rank: int, settings: NodeSettings, program: str) -> Worker:
@@ -125,7 +147,7 @@ class RankGroup:
         for end in theirs:
             end.close()
         calls, steps = (Channel(line[0]) for line in lines)
-        calls.send(Setup(settings, program, rank, self.store, leader=os.getpid()))
+        calls.send(Setup(settings, program, rank, self._store, leader=os.getpid()))
         return Worker(rank, popen, calls, steps)
 
     def _watch(self, worker: Worker) -> None:
@@ -137,19 +159,22 @@ class RankGroup:
         self._ending = True
         for worker in self.workers:
             worker.popen.kill()
-        for worker in self.workers:
-            worker.popen.wait()
 
     def _remove_directory(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextmanager
 def start_ranks(settings: NodeSettings, program: str) -> Iterator[RankGroup]:
     """The ranks above 0 as child processes, which load their parts of the model while the caller loads its own; none
     for a node of one rank. They end when this does, and when this process does, however it ends."""
-    group = RankGroup(settings, program, Path(tempfile.mkdtemp(prefix="baton-ranks-")))
+    group = RankGroup(settings, program)
     try:
         yield group
+    except (EOFError, RuntimeError):  # torch's word for a rank that does not answer is the latter
+        if group.size > 1 and (failure := group.gone()):
+            group.abandon(failure)
+        raise
     finally:
         group.end()

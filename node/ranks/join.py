@@ -1,5 +1,7 @@
 """How a process becomes a rank: its device, and the group of torch.distributed. Knows not who started it."""
 
+import logging
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +31,7 @@ def join(rank: int, size: int, *, store: Path, device: str) -> TensorParallel:
         use_loopback_for_gloo()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=dist.FileStore(str(store), size),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=_TIMEOUT,
@@ -39,9 +41,15 @@ def join(rank: int, size: int, *, store: Path, device: str) -> TensorParallel:
 
 
 def leave() -> None:
-    """On a CPU. A group with GPUs ends with its process: NCCL would wait for the graphs that it is part of."""
-    if dist.is_initialized() and dist.get_backend() == "gloo":
+    """The last thing that a rank does, if it is one."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "gloo":
         dist.destroy_process_group()
+        return
+    # NOTE: NCCL would wait for the graphs that it is part of, and for ranks that are gone.
+    logging.shutdown()
+    os._exit(0)
 
 
 def rank_device(device: str, rank: int) -> str:

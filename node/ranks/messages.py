@@ -27,6 +27,11 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Up:
+    """The answer to a `Setup`: the rank is about to meet the others."""
+
+
+@dataclass(frozen=True)
 class Start:
     """Open the KV transfer; the answer comes under that number."""
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from baton.errors import InternalError
+from baton.errors import Draining
+from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
 from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
@@ -69,12 +70,20 @@ class RemoteTransfer:
         address: bytes = await self._ask("listen", peer)
         return address
 
-    async def connect(self, peer: int, address: bytes, *, message_bytes: int | None = None, group: int) -> None:
-        await self._ask("connect", peer, address, message_bytes=message_bytes, group=group)
+    async def connect(
+        self,
+        peer: int,
+        address: bytes,
+        *,
+        message_bytes: int | None = None,
+        group: int,
+        conversion: KVConversion | None = None,
+    ) -> None:
+        await self._ask("connect", peer, address, message_bytes=message_bytes, group=group, conversion=conversion)
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
-        leases: tuple[int, ...] = await self._ask("disconnect", peer)
-        return leases
+        leases: tuple[int, ...] | None = await self._ask_unless_gone("disconnect", peer)
+        return leases or ()
 
     async def warm_up(self, peer: int, sender_number: int) -> WarmUp:
         sent: WarmUp = await self._ask("warm_up", peer, sender_number)
@@ -92,15 +101,14 @@ class RemoteTransfer:
         return sent
 
     async def quiet(self, peer: int, lease: int) -> None:
-        await self._ask("quiet", peer, lease)
+        await self._ask_unless_gone("quiet", peer, lease)
 
-    async def open_lease(self, lease: LeaseGrant) -> None:
-        # The call is on its way before anybody can cancel this, and is not taken back.
-        await asyncio.shield(self._post("open_lease", lease)[1])
+    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]":
+        return asyncio.shield(self._post("open_lease", lease)[1])
 
     async def close_lease(self, number: int) -> LeaseTotals:
-        totals: LeaseTotals = await self._ask("close_lease", number)
-        return totals
+        totals: LeaseTotals | None = await self._ask_unless_gone("close_lease", number)
+        return totals or LeaseTotals(number, 0, 0, 0.0)
 
     def counters(self) -> TransferCounters:
         """As they were at most a second ago."""
@@ -122,6 +130,13 @@ class RemoteTransfer:
             self._send(Cancel(number))
             raise
 
+    async def _ask_unless_gone(self, method: str, *arguments: object) -> Any:
+        """A rank that is gone writes and reads nothing any more."""
+        try:
+            return await self._ask(method, *arguments)
+        except Draining:
+            return None
+
     def _post(self, method: str, *arguments: object, **named: object) -> tuple[int, asyncio.Future[Any]]:
         number, future = self._expect()
         if self._gone:
@@ -140,8 +155,8 @@ class RemoteTransfer:
         assert self._channel is not None, "start comes first"
         self._channel.send(message)
 
-    def _is_gone(self) -> InternalError:
-        return InternalError(f"rank {self._rank} is gone", cure="the node ends; send the request to another one")
+    def _is_gone(self) -> Draining:
+        return Draining(f"rank {self._rank} is gone, and the node ends", cure="send the request to another node")
 
     # ---- what comes back
 

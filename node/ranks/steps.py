@@ -1,30 +1,19 @@
-"""Engine steps from rank 0 to the others: encoded once, sent to each before rank 0 launches its own, done in order.
+"""Engine steps from rank 0 to the others: written once, sent to each before rank 0 launches its own, done in order.
 
-A row that stands where it stood in the step before is not sent again. Knows no transfers.
+Knows no transfers, and not what is in a batch.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from engine.batch import Batch, BatchRow
+from engine.batch import Batch
+from engine.batch_stream import BatchReader, BatchWriter
 from engine.in_flight import STEPS_MAX
 from engine.runner import LaunchedStep, ModelRunner
-from node.ranks.channel import Channel, dumps
+from node.ranks.channel import Channel
 
-
-class StepMessage(NamedTuple):
-    """A step as the difference to the one before.
-
-    Attributes:
-        step: its number; None: prepare the runner.
-        rows: how many it has.
-        others: those that did not stand there before, by place.
-    """
-
-    step: int | None
-    rows: int = 0
-    others: dict[int, BatchRow] | None = None
+# In place of a batch: prepare the runner.
+_PREPARE = b""
 
 
 class StepWriter:
@@ -32,64 +21,36 @@ class StepWriter:
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = channels
-        self._before: tuple[BatchRow, ...] = ()
+        self._writer = BatchWriter()
 
     def prepare(self) -> None:
-        self._send(StepMessage(None))
+        self._send(_PREPARE)
 
     def launch(self, batch: Batch) -> None:
         """Raises OSError: a rank is gone."""
-        rows, before = batch.shared_rows, self._before
-        known = len(before)
-        # By identity: the engine makes a row anew when anything of it changes but what a step's number says.
-        others = {place: row for place, row in enumerate(rows) if place >= known or row is not before[place]}
-        self._before = rows
-        self._send(StepMessage(batch.step, len(rows), others))
+        self._send(self._writer.write(batch))
 
-    def _send(self, message: StepMessage) -> None:
-        data = dumps(tuple(message))
+    def _send(self, message: bytes) -> None:
         for channel in self._channels:
-            channel.send_bytes(data)
+            channel.send_bytes(message)
 
 
-class StepReader:
-    """Another rank's end."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._before: Sequence[BatchRow] = ()
-
-    def receive(self) -> Batch | None:
-        """The next step; None: the runner is to be prepared.
-
-        Raises:
-            EOFError: there is no next step.
-        """
-        message = StepMessage(*self._channel.receive())
-        if message.step is None:
-            return None
-        others = message.others or {}
-        before = self._before
-        rows = tuple(others[place] if place in others else before[place] for place in range(message.rows))
-        self._before = rows
-        return Batch(message.step, rows)
-
-
-def follow(reader: StepReader, runner: ModelRunner) -> None:
+def follow(channel: Channel, runner: ModelRunner) -> None:
     """Does what rank 0 does, until there is no more of it. All ranks sample the same, so nobody is told.
 
     Raises whatever a step raises: the ranks are not in step any more then.
     """
+    reader = BatchReader()
     launched: deque[LaunchedStep] = deque()
     while True:
         try:
-            batch = reader.receive()
+            message = channel.receive_bytes()
         except EOFError:
             break
-        if batch is None:
+        if message == _PREPARE:
             runner.prepare()
             continue
-        launched.append(runner.launch(batch))
+        launched.append(runner.launch(reader.read(message)))
         if len(launched) == STEPS_MAX:
             launched.popleft().wait()
     for step in launched:

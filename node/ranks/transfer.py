@@ -8,10 +8,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from baton.errors import DataLoss, PeerRefused, UnknownLease
+from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, Link
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
 from kvtransfer.link import LinkSpeed
@@ -33,7 +35,15 @@ class RankTransfer(Protocol):
 
     async def listen(self, peer: int) -> bytes: ...
 
-    async def connect(self, peer: int, address: bytes, *, message_bytes: int | None = None, group: int) -> None: ...
+    async def connect(
+        self,
+        peer: int,
+        address: bytes,
+        *,
+        message_bytes: int | None = None,
+        group: int,
+        conversion: KVConversion | None = None,
+    ) -> None: ...
 
     async def disconnect(self, peer: int) -> tuple[int, ...]: ...
 
@@ -47,7 +57,7 @@ class RankTransfer(Protocol):
 
     async def quiet(self, peer: int, lease: int) -> None: ...
 
-    async def open_lease(self, lease: LeaseGrant) -> None: ...
+    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]": ...
 
     async def close_lease(self, number: int) -> LeaseTotals: ...
 
@@ -56,8 +66,10 @@ class RankTransfer(Protocol):
     def stuck(self, *, after_s: float) -> str: ...
 
 
+OnFilled = Callable[[LeaseTotals], None]
+OnRefused = Callable[[SegmentRefused], None]
 # Makes one rank's transfer, which then tells of leases by these two.
-MakeTransfer = Callable[[Callable[[LeaseTotals], None], Callable[[SegmentRefused], None]], RankTransfer]
+MakeTransfer = Callable[[OnFilled, OnRefused], RankTransfer]
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ class _End:
 class _Lease:
     """What the ranks have told of a lease so far."""
 
-    opening: asyncio.Task[None]
+    opening: "asyncio.Future[list[None]]"
     filled: list[LeaseTotals] = field(default_factory=list)
 
 
@@ -93,8 +105,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         makers: Sequence[MakeTransfer],
         *,
         message_bytes: int,
-        on_filled: Callable[[LeaseTotals], None],
-        on_refused: Callable[[SegmentRefused], None],
+        on_filled: OnFilled,
+        on_refused: OnRefused,
     ) -> None:
         self.message_bytes = message_bytes
         self._on_filled = on_filled
@@ -136,7 +148,14 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         addresses = await asyncio.gather(*(end.rank.listen(end.number) for end in ends))
         return {end.link: address for end, address in zip(ends, addresses, strict=True)}
 
-    async def connect(self, pair: int, addresses: Mapping[Link, bytes], *, message_bytes: int | None = None) -> None:
+    async def connect(
+        self,
+        pair: int,
+        addresses: Mapping[Link, bytes],
+        *,
+        message_bytes: int | None = None,
+        conversion: KVConversion | None = None,
+    ) -> None:
         """Makes the endpoints to a peer that is listened to. Arguments and errors as for `KVTransfer`.
 
         Raises:
@@ -149,18 +168,15 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
                 field="links",
                 cure="start both nodes with the same version",
             )
-        await asyncio.gather(
-            *(
-                end.rank.connect(end.number, addresses[end.link], message_bytes=message_bytes, group=pair)
-                for end in ends
-            )
-        )
+        calls = [partial(end.rank.connect, end.number, addresses[end.link]) for end in ends]
+        await asyncio.gather(*(call(message_bytes=message_bytes, group=pair, conversion=conversion) for call in calls))
 
     async def disconnect(self, pair: int) -> tuple[int, ...]:
         """Closes a pair's links; returns, when nothing of the peer is in flight, the open leases that it had begun to
         fill."""
-        ends = self._pairs.pop(pair, ())
+        ends = self._pairs.get(pair, ())
         leases = await asyncio.gather(*(end.rank.disconnect(end.number) for end in ends))
+        self._pairs.pop(pair, None)
         return tuple(sorted({lease for each in leases for lease in each}))
 
     async def warm_up(self, pair: int, sender_number: int) -> dict[Link, WarmUp]:
@@ -189,9 +205,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         for round_ends in _rounds(ends):
             measures += await asyncio.gather(
                 *(
-                    end.rank.warmed_up(
-                        end.number, sent[end.link].messages, sent[end.link].bytes, timeout_s=timeout_s
-                    )
+                    end.rank.warmed_up(end.number, sent[end.link].messages, sent[end.link].bytes, timeout_s=timeout_s)
                     for end in round_ends
                 )
             )
@@ -238,16 +252,17 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     # ---- leases
 
-    async def open_lease(self, lease: LeaseGrant) -> None:
-        """Returns when every rank lets one peer fill its share of these tokens. A call that is cancelled opens the
-        lease all the same: it is to be closed.
+    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[list[None]]":
+        """Lets one peer fill these tokens. The future is done when every rank takes its share of them: only then may
+        the peer be told. Cancelling it changes nothing.
 
         Raises:
             InternalError: as `KVTransfer.open_lease`; the lease is open nowhere.
         """
-        opening = asyncio.create_task(self._open(lease), name=f"open-lease-{lease.number}")
+        # This process's rank comes first: what is wrong with a lease it finds before any other one hears of that.
+        opening = asyncio.gather(*(rank.open_lease(lease) for rank in self._ranks))
         self._leases[lease.number] = _Lease(opening)
-        await asyncio.shield(opening)
+        return asyncio.shield(opening)
 
     async def close_lease(self, number: int) -> LeaseTotals:
         """Ends a lease on every rank; when this returns, nothing is being written to its blocks or ever will be.
@@ -260,22 +275,6 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             raise UnknownLease(f"lease {number} is not open", field="number", value=number)
         await asyncio.wait([lease.opening])
         return _together(await _all(rank.close_lease(number) for rank in self._ranks))
-
-    async def _open(self, lease: LeaseGrant) -> None:
-        opened = await asyncio.gather(*(rank.open_lease(lease) for rank in self._ranks), return_exceptions=True)
-        errors = [error for error in opened if isinstance(error, BaseException)]
-        if not errors:
-            return
-        self._leases.pop(lease.number, None)
-        await asyncio.gather(
-            *(
-                rank.close_lease(lease.number)
-                for rank, error in zip(self._ranks, opened, strict=True)
-                if not isinstance(error, BaseException)
-            ),
-            return_exceptions=True,
-        )
-        raise errors[0]
 
     def _filled(self, totals: LeaseTotals) -> None:
         lease = self._leases.get(totals.number)
@@ -291,18 +290,17 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Of all ranks together; peers by their pairs' numbers. Those of other processes are up to a second old."""
         counters = [rank.counters() for rank in self._ranks]
         refusals = {
-            refusal: count
-            for refusal in Refusal
-            if (count := sum(each.refusals.get(refusal, 0) for each in counters))
+            refusal: count for refusal in Refusal if (count := sum(each.refusals.get(refusal, 0) for each in counters))
         }
         by_rank = dict(zip(map(id, self._ranks), counters, strict=True))
         peers: dict[int, PeerTraffic] = {}
         for pair, ends in self._pairs.items():
-            traffic = [by_rank[id(end.rank)].peers.get(end.number, PeerTraffic()) for end in ends]
-            peers[pair] = PeerTraffic(
-                sum(each.bytes_total for each in traffic), sum(each.segments_total for each in traffic)
-            )
-        return TransferCounters(refusals, peers)
+            traffic = [found for end in ends if (found := by_rank[id(end.rank)].peers.get(end.number))]
+            if traffic:
+                peers[pair] = PeerTraffic(
+                    sum(each.bytes_total for each in traffic), sum(each.segments_total for each in traffic)
+                )
+        return TransferCounters(refusals, peers, sum(each.converted for each in counters))
 
     def stuck(self, *, after_s: float) -> str:
         """Where a rank's transfer thread is stuck; empty while all is well."""

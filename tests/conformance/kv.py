@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.cache import PagedKVCache
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.conversion import KVConversion
 from kvtransfer.movers import MakeMover, open_mover
 from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused, SendJob
 from tests.conformance.late import Script, late
@@ -114,7 +115,12 @@ class Pair:
 
 @asynccontextmanager
 async def linked(
-    prefill: PagedKVCache, decode: PagedKVCache, *, transport: str, segment_bytes: int = 1000
+    prefill: PagedKVCache,
+    decode: PagedKVCache,
+    *,
+    transport: str,
+    segment_bytes: int = 1000,
+    conversion: KVConversion | None = None,
 ) -> AsyncIterator[Pair]:
     heard = Heard()
     async with (
@@ -123,15 +129,17 @@ async def linked(
         ) as sender,
         make_transfer(decode, heard, transport=transport, segment_bytes=segment_bytes) as receiver,
     ):
-        await connect(sender, receiver)
+        await connect(sender, receiver, conversion=conversion)
         yield Pair(sender, receiver, heard)
 
 
-async def connect(sender: KVTransfer, receiver: KVTransfer, *, number: int = SENDER) -> None:
+async def connect(
+    sender: KVTransfer, receiver: KVTransfer, *, number: int = SENDER, conversion: KVConversion | None = None
+) -> None:
     """Introduces two nodes to each other, `number` being the receiver's for the sender."""
     sender_address, receiver_address = await sender.listen(PEER), await receiver.listen(number)
     await receiver.connect(number, sender_address)
-    await sender.connect(PEER, receiver_address, message_bytes=receiver.message_bytes)
+    await sender.connect(PEER, receiver_address, message_bytes=receiver.message_bytes, conversion=conversion)
 
 
 def job(

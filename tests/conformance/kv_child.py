@@ -1,9 +1,10 @@
-"""A KVTransfer in a process of its own, to be killed and stopped by tests: commands in over a pipe, answers out."""
+"""One side of a transfer in a process of its own, to be killed and stopped by tests: commands in over a pipe, answers
+out."""
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -42,32 +43,36 @@ def make_big(heard: Heard, *, incarnation: int) -> tuple[PagedKVCache, KVTransfe
     return cache, transfer
 
 
+# Makes what a child holds: its methods are the commands.
+Make = Callable[[], AbstractAsyncContextManager[object]]
+
+
 def make_filled() -> KVTransfer:
     cache, transfer = make_big(Heard(), incarnation=0xC)
     cache.view.fill_(3.5)
     return transfer
 
 
-def serve(connection: Connection, make: Callable[[], KVTransfer]) -> None:
-    """The child's main: runs methods of its transfer by name until it is killed."""
+def serve(connection: Connection, make: Make) -> None:
+    """The child's main: runs methods by name until it is killed."""
     torch.set_num_threads(1)
     asyncio.run(_serve(connection, make()))
 
 
-async def _serve(connection: Connection, transfer: KVTransfer) -> None:
-    async with transfer:
+async def _serve(connection: Connection, side: AbstractAsyncContextManager[object]) -> None:
+    async with side:
         connection.send("ready")
         running = set()
         while True:
             method, arguments = await asyncio.to_thread(connection.recv)
-            running.add(asyncio.create_task(_answer(connection, transfer, method, arguments)))
+            running.add(asyncio.create_task(_answer(connection, side, method, arguments)))
 
 
-async def _answer(connection: Connection, transfer: KVTransfer, method: str, arguments: tuple[Any, ...]) -> None:
+async def _answer(connection: Connection, side: object, method: str, arguments: tuple[Any, ...]) -> None:
     try:
-        result = getattr(transfer, method)(*arguments)
-        connection.send((method, await result if asyncio.iscoroutine(result) else result))
-    except BatonError as error:
+        result = getattr(side, method)(*arguments)
+        connection.send((method, await result if isinstance(result, Awaitable) else result))
+    except (BatonError, AssertionError) as error:
         connection.send((method, error))
 
 
@@ -89,14 +94,16 @@ class Child:
         self.begin(method, *arguments)
         answered, result = await self.answer()
         assert answered == method
+        if isinstance(result, AssertionError):
+            raise result
         assert not isinstance(result, BatonError)
         return result
 
 
 @asynccontextmanager
-async def child(make: Callable[[], KVTransfer] = make_filled) -> AsyncIterator[Child]:
+async def child(make: Make = make_filled) -> AsyncIterator[Child]:
     """Args:
-    make: makes the child's transfer, in the child.
+    make: called in the child.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

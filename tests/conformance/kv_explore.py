@@ -1,55 +1,129 @@
-"""Tries every order of a world's events."""
+"""Tries every order of events around a receiver: all that can happen between two of its looks, every call on it at any
+moment, and at each look every order in which it can get to what has happened. Exhaustive: the states that can be
+reached are finitely many, and each is gone on from once.
 
-import marshal
-from dataclasses import dataclass
-from hashlib import blake2b
+Three things keep them few, and none leaves an order out. Operations and arrivals change nothing by which another of
+them happens, so of those between two looks only the set counts (`kv_sides.choices`). Of the messages under way the set
+is kept, and their order, by which the receiver gets to them, is tried in every way at every look. Peers are alike but
+for their numbers, so of two states that mirror each other one is gone on from.
+"""
 
-from tests.conformance.kv_state import State, load, save
-from tests.conformance.kv_world import Event, World
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import permutations, product
+
+from tests.conformance.kv_rules import check_idle, close, look, lose
+from tests.conformance.kv_sides import Side, before_loss, can_go_on, choices
+from tests.conformance.kv_world import State, World
+
+# In words, and what does it and gives the state that it leads to.
+Step = tuple[str, Callable[[], State]]
 
 
 @dataclass(frozen=True)
 class Explored:
+    """Attributes:
+    states: how many differ.
+    steps: calls and looks that were tried in them.
+    ends: in how many nothing can come any more.
+    longest: the most steps on one way.
+    """
+
     states: int
-    transitions: int
+    steps: int
     ends: int
-    longest: int = 0
+    longest: int
 
 
-def _key(state: State) -> bytes:
-    return blake2b(marshal.dumps(state, 2), digest_size=16).digest()
+@dataclass
+class _Seen:
+    """States by numbers for their sides, of which there are far fewer."""
+
+    sides: dict[Side, int] = field(default_factory=dict)
+    states: set[object] = field(default_factory=set)
+
+    def is_new(self, state: State) -> bool:
+        sides = tuple([self.sides.setdefault(side, len(self.sides)) for side in state.sides])
+        parked = state.parked
+        if len(sides) == 2:
+            mirrored = tuple([(1 - side, number) for side, number in parked])
+            sides, parked = min((sides, parked), (sides[::-1], mirrored))
+        before = len(self.states)
+        self.states.add((sides, parked, state.repeats))
+        return len(self.states) > before
 
 
-def explore(world: World, limit=10**9) -> Explored:
-    seen = set()
-    start = save(world)
-    seen.add(_key(start))
-    path: list[Event] = []
-    stack = [(start, iter(world.possible()))]
-    transitions = ends = longest = 0
-    while stack:
-        state, events = stack[-1]
-        event = next(events, None)
-        if event is None:
-            stack.pop()
-            if path:
-                path.pop()
-            continue
-        load(world, state)
-        transitions += 1
-        idle = world.happen(event)
-        if idle:
-            if world.is_over():
-                ends += 1
-            continue
-        after = save(world)
-        key = _key(after)
-        if key in seen:
-            continue
-        seen.add(key)
-        if len(seen) > limit:
-            break
-        path.append(event)
-        stack.append((after, iter(world.possible())))
-        longest = max(longest, len(path))
-    return Explored(len(seen), transitions, ends, longest)
+def explore(world: World, *, repeats: int) -> Explored:
+    """Args:
+        repeats: how many messages may be sent twice.
+
+    Raises:
+        AssertionError: something does not hold; its notes say what led to it.
+    """
+    start = world.save(repeats)
+    seen = _Seen()
+    seen.is_new(start)
+    ways = [steps_from(world, start)]
+    path: list[str] = []
+    steps = ends = longest = 0
+    while ways:
+        for event, happen in ways[-1]:
+            steps += 1
+            try:
+                state = happen()
+            except AssertionError as error:
+                error.add_note("after: " + "; ".join([*path, event]))
+                raise
+            if seen.is_new(state):
+                ends += not any(can_go_on(side) for side in state.sides)
+                path.append(event)
+                ways.append(steps_from(world, state))
+                longest = max(longest, len(path))
+                break
+        else:
+            ways.pop()
+            del path[-1:]
+    return Explored(len(seen.states), steps, ends, longest)
+
+
+def steps_from(world: World, state: State) -> Iterator[Step]:
+    """Every call, and every look with all that may have happened by then: in words, and what does it.
+
+    Calls come before what happens meanwhile. Where that makes a difference, in receives done before their link is cut,
+    both are tried.
+    """
+    for index, side in enumerate(state.sides):
+        if not side.is_called:
+            yield f"close {index}", partial(_called, world, state, close, index)
+        for cut in before_loss(side) if side.is_there else ():
+            changed = state._replace(sides=(*state.sides[:index], cut, *state.sides[index + 1 :]))
+            yield f"lose {index} with {cut.under_way}", partial(_called, world, changed, lose, index)
+    for chosen in product(*[choices(side, state.repeats) for side in state.sides]):
+        repeats = state.repeats - sum([choice.repeats for choice in chosen])
+        if repeats >= 0:
+            looked_at = State(tuple([choice.side for choice in chosen]), state.parked, repeats)
+            events = " ".join([f"{index}: {choice.events}" for index, choice in enumerate(chosen)])
+            yield from _looks(world, looked_at, events)
+
+
+def _looks(world: World, state: State, events: str) -> Iterator[Step]:
+    """At the same state, in every order in which it can be gone through."""
+    done = sum([stage % 2 for side in state.sides for _, stage in side.under_way])
+    arrived_on = [index for index, side in enumerate(state.sides) if side.queue]
+    for first in arrived_on or (0,):
+        for turns in permutations(range(done)):
+            yield f"{events} look from {first} in {turns}", partial(_looked, world, state, turns, first)
+
+
+def _called(world: World, state: State, call: Callable[[World, int], None], index: int) -> State:
+    world.load(state)
+    call(world, index)
+    return world.save(state.repeats)
+
+
+def _looked(world: World, state: State, turns: tuple[int, ...], first: int) -> State:
+    world.load(state, turns, first)
+    if not look(world):
+        check_idle(world)
+    return world.save(state.repeats)

@@ -67,7 +67,7 @@ class Choice(NamedTuple):
     """
 
     side: Side
-    events: tuple[str, ...]
+    events: str
     repeats: int
 
 
@@ -83,9 +83,7 @@ def choices(side: Side, repeats: int) -> tuple[Choice, ...]:
     ends = [(stage, stage + 1) if stage % 2 == 0 else (stage,) for _, stage in side.under_way]
     for stages in product(*ends):
         ended = [
-            (number, after)
-            for (number, before), after in zip(side.under_way, stages, strict=True)
-            if before != after
+            (number, after) for (number, before), after in zip(side.under_way, stages, strict=True) if before != after
         ]
         blocks = list(side.blocks)
         for number, stage in ended:
@@ -95,11 +93,9 @@ def choices(side: Side, repeats: int) -> tuple[Choice, ...]:
                 blocks[number - 1] = number
         under_way = tuple(sorted(zip([number for number, _ in side.under_way], stages, strict=True)))
         for sent, arrivals in _arrivals(side, repeats):
-            after_all = side._replace(
-                sent=sent, queue=side.queue + arrivals, blocks=tuple(blocks), under_way=under_way
-            )
-            events = (*(f"end {number}" for number, _ in ended), *(f"arrive {number}" for number in arrivals))
-            found.append(Choice(after_all, events, len(arrivals) - (sent - side.sent)))
+            after_all = side._replace(sent=sent, queue=side.queue + arrivals, blocks=tuple(blocks), under_way=under_way)
+            events = [f"end {number}" for number, _ in ended] + [f"arrive {number}" for number in arrivals]
+            found.append(Choice(after_all, ", ".join(events), len(arrivals) - (sent - side.sent)))
     return tuple(found)
 
 
@@ -123,12 +119,9 @@ def before_loss(side: Side) -> tuple[Side, ...]:
     """The receives that may be done when a peer's link is cut; the others are cancelled."""
     ends = [(RECEIVED, RECEIVING) if stage == RECEIVING else (stage,) for _, stage in side.under_way]
     numbers = [number for number, _ in side.under_way]
-    return tuple(
-        side._replace(under_way=tuple(sorted(zip(numbers, stages, strict=True)))) for stages in product(*ends)
-    )
+    return tuple(side._replace(under_way=tuple(sorted(zip(numbers, stages, strict=True)))) for stages in product(*ends))
 
 
 def can_go_on(side: Side) -> bool:
-    """Whether anything can happen to it that nobody has to call for."""
-    more = side.is_there and side.sent < len(side.blocks)
-    return more or any(stage % 2 == 0 for _, stage in side.under_way)
+    """Whether anything of it is under way, or can still come."""
+    return bool(side.under_way or side.queue) or (side.is_there and side.sent < len(side.blocks))

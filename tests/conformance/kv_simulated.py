@@ -5,6 +5,7 @@ Knows nothing of the receiver and its tables.
 """
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from kvtransfer.leases import LeaseTotals
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.staging import Slot
 from kvtransfer.transport import Arrival
-from tests.conformance.kv_sides import CANCELLED, CANCELLING, READ, READING, RECEIVED, RECEIVING, SCATTERED, SCATTERING
+from tests.conformance.kv_sides import CANCELLED, CANCELLING, READ, READING, RECEIVED, RECEIVING, SCATTERING
 
 SPEC = KVCacheSpec(KVKind.MLA, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 INCARNATION = 5
@@ -106,12 +107,14 @@ class Surroundings:
     Attributes:
         queues: by peer, what has arrived and was not probed; probed in this order.
         by_slot: the message that each slot was last given to.
+        ended: leases that were closed.
         discarded: messages, since it was emptied.
     """
 
     slot_at: dict[int, int]
     queues: dict[int, deque[Message]]
     by_slot: list[Passing | None]
+    ended: Container[int]
     discarded: list[Message] = field(default_factory=list)
 
     # ---- a transport
@@ -146,6 +149,7 @@ class Surroundings:
     def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> Copy:
         passing = self._at(slot)
         assert passing.stage == READ, "a message is scattered when it was read"
+        assert passing.message.side not in self.ended, "I3: scattered after its lease was closed"
         written = block_ids[segment.token_start : segment.token_stop].tolist()
         assert written == passing.message.blocks, "I3: another lease's blocks, or another token's"
         passing.stage = SCATTERING

@@ -1,290 +1,265 @@
-"""One receiver in a world in which everything happens only when it is told to: messages arrive, requests and copies
-end, leases are closed, peers vanish, the receiver looks. The receiver, its lease table and its staging are the real
-ones; what may be observed of them is checked with every event.
+"""A receiver that can be put into any state; it, its lease table, coverage, ledger and staging pool are the real ones.
+
+A state is plain numbers: putting the objects into it takes microseconds, where copying them took milliseconds. Knows
+nothing of what happens, nor of what must hold.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
 
 from attention.cache import PagedKVCache
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape
-from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
+from kvtransfer.coverage import Coverage, _Claim
+from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, _Lease
 from kvtransfer.receiver import Receiver, _Reception
 from kvtransfer.records import Ledger, Peer, SegmentRefused
-from kvtransfer.segments import Tag
-from kvtransfer.staging import Pools, StagingPool
+from kvtransfer.staging import Pools, Slot, StagingPool
+from tests.conformance.kv_sides import JUNK, READING, SCATTERING, Entry, Side
 from tests.conformance.kv_simulated import (
     INCARNATION,
-    JUNK,
-    SLOT_BYTES,
+    MESSAGE_BYTES,
     SPEC,
-    Closing,
-    Copies,
-    Message,
-    Network,
-    Staging,
+    Copy,
+    Owner,
+    Passing,
+    Receive,
+    Surroundings,
     make_message,
-    one_pool,
-    written_by,
 )
 
-# A kind, and the number of what it happens to.
-Event = tuple[str, int]
-LOOK: Event = ("look", 0)
-# Nothing but their owners brings these about.
-_CALLS = ("close", "lose")
+PEERS = (7, 8)
+_TOTALS = LeaseTotals(0, 0, 0, 0.0)
+
+# What a state holds of the objects under test, and what it leaves out because it never changes here, or because nothing
+# depends on it: times, totals, counters.
+KEPT: dict[type, set[str]] = {
+    Receiver: {"_leases", "_block_ids", "_closing", "_receptions", "_held", "_parked"},
+    _Reception: {"tag", "slot", "request", "reading", "segment", "scatter"},
+    LeaseTable: {"_leases"},
+    _Lease: {"grant", "coverage", "cells_missing", "group", "closing", "scattering", "seen"},
+    Coverage: {"_claims"},
+    StagingPool: {"_free", "_taken"},
+    Ledger: {"peers"},
+}
+LEFT_OUT: dict[type, set[str]] = {
+    Receiver: {
+        "_mover", "_transport", "_ledger", "_pools", "_slot_bytes", "_digests", "_heads", "_on_filled",
+        "_on_refused", "_catch_up", "_limit", "warm_ups", "round_trips",
+    },
+    _Reception: {"pool", "num_bytes"},
+    LeaseTable: {"_spec", "_heads", "_incarnation", "_highest"},
+    _Lease: {"bytes", "segments", "first_s", "last_s"},
+    Coverage: set(),
+    StagingPool: {"slot_bytes", "slots", "members"},
+    Ledger: {"refusals", "traffic", "converted"},
+}  # fmt: skip
 
 
-def _nothing() -> None:
-    """When the receiver wants to catch up with calls, none waits: they are events."""
+class State(NamedTuple):
+    """Attributes:
+    parked: messages that wait for a slot, in their order: side and number.
+    repeats: how many messages may still be sent twice.
+    """
+
+    sides: tuple[Side, ...]
+    parked: tuple[tuple[int, int], ...]
+    repeats: int
 
 
 class World:
-    """Leases of as many segments each, of one token; lease i is filled by peer `senders[i]`.
+    """One lease for each peer, of as many segments of one token; leases are numbered as the sides are."""
 
-    Events: ("arrive", lease) for its next message, ("again", message) for one sent twice, ("look", 0), ("end",
-    message) of a receive, ("copy", message) of a reading or scatter, ("close", lease), ("lose", peer). What a cancel
-    and a timeout are to a receiver is a close; the owner of the lease does it, whatever has come and whatever has not.
-
-    Args:
-        repeats: how many messages may be sent twice.
-    """
-
-    def __init__(self, senders: tuple[int, ...], *, segments: int, slots: int, repeats: int) -> None:
-        self.senders = senders
+    def __init__(self, peers: int, *, segments: int, slots: int) -> None:
         self.segments = segments
-        self.grants = [
-            LeaseGrant(lease, tuple(range(lease * segments, (lease + 1) * segments)), 0, segments)
-            for lease in range(len(senders))
-        ]
+        self.numbers = PEERS[:peers]
+        self.peers = {number: Peer(number, SPEC.bytes_per_token, "simulated") for number in self.numbers}
         self.messages = [
-            make_message(1 + lease * segments + token, peer, lease, token)
-            for lease, peer in enumerate(senders)
-            for token in range(segments)
+            [make_message(side, peer, number, segments) for number in range(1, segments + 1)]
+            for side, peer in enumerate(self.numbers)
         ]
-        self.peers = {number: Peer(number, SPEC.bytes_per_token, "simulated") for number in sorted(set(senders))}
-        self.pool = one_pool(slots)
-        self.staging = Staging(self.pool)
-        self.network = Network(
-            self.staging,
-            {message.number: message.arrival for message in self.messages},
-            {peer: deque() for peer in self.peers},
+        self.pool = StagingPool(slot_bytes=MESSAGE_BYTES, slots=slots, device=torch.device("cpu"))
+        self.owners: dict[int, Owner] = {}
+        self.surroundings = Surroundings(
+            {slot.memory.data_ptr(): slot.index for slot in self.pool.members},
+            {number: deque() for number in self.numbers},
+            [None] * slots,
+            self.owners,
         )
-        trailers = {JUNK: b"", **{message.number: message.trailer for message in self.messages}}
-        self.copies = Copies(self.staging, trailers, [JUNK] * len(self.messages))
-        self.ledger = Ledger(peers=dict(self.peers))
-        self.sent = [0] * len(senders)
-        self.repeats = repeats
-        self.filled = [False] * len(senders)
-        self.closing: dict[int, Closing] = {}
+        self.ledger = Ledger()
         self.told: list[SegmentRefused] = []
+        self.filled: set[int] = set()
+        self.blocks: list[tuple[int, ...]] = [(JUNK,) * segments for _ in self.numbers]
+        self.sent = [0] * peers
         self.receiver = self._make_receiver()
+        self.grants = [
+            LeaseGrant(side, tuple(range(side * segments, (side + 1) * segments)), 0, segments) for side in range(peers)
+        ]
         for grant in self.grants:
             self.receiver.open(grant)
         self.block_ids = dict(self.receiver._block_ids)
+        self.ledger.peers.update(self.peers)
 
     def _make_receiver(self) -> Receiver:
         # Of mover and transport, they do what a receiver asks for.
-        mover: Any = self.copies
-        transport: Any = self.network
-        pools = Pools(direct=self._the_pool, in_host=self._the_pool)
+        surroundings: Any = self.surroundings
+        pools = Pools(direct=lambda: self.pool, in_host=lambda: self.pool)
         pools.of(through_host=False)
         return Receiver(
-            PagedKVCache(SPEC, KVCacheShape(KVCacheLayout.NHD, 1, len(self.messages))),
-            mover,
-            transport,
+            PagedKVCache(SPEC, KVCacheShape(KVCacheLayout.NHD, 1, len(self.numbers) * self.segments)),
+            surroundings,
+            surroundings,
             self.ledger,
             pools,
-            slot_bytes=SLOT_BYTES,
+            slot_bytes=MESSAGE_BYTES,
             incarnation=INCARNATION,
             digests=False,
             on_filled=self._on_filled,
             on_refused=self.told.append,
-            catch_up=_nothing,
+            catch_up=lambda: None,
         )
-
-    def _the_pool(self) -> StagingPool:
-        return self.pool
 
     def _on_filled(self, totals: LeaseTotals) -> None:
-        lease = totals.number
-        assert not self.filled[lease], "told once"
-        assert lease not in self.closing, "nobody waits for it any more"
-        assert all(self._has_come(message) for message in self._of(lease)), "I2: it is filled"
-        self.filled[lease] = True
+        side = totals.number
+        assert side not in self.filled, "told once"
+        assert side not in self.owners, "nobody waits for it any more"
+        assert JUNK not in self.blocks[side], "I2: filled before all was written"
+        self.filled.add(side)
 
-    def _of(self, lease: int) -> list[Message]:
-        return self.messages[lease * self.segments : (lease + 1) * self.segments]
+    # ---- states
 
-    def _has_come(self, message: Message) -> bool:
-        return self.copies.blocks[message.number - 1] == message.number
+    def load(self, state: State, turns: tuple[int, ...] = (), first: int = 0) -> None:
+        """Args:
+        turns: in which order the receiver gets to messages of which an operation is done, which are numbered as the
+            sides and their messages are. What it gets to in between is as it was.
+        first: the side whose messages are probed first.
+        """
+        receiver, surroundings = self.receiver, self.surroundings
+        receiver._leases._leases.clear()
+        receiver._block_ids.clear()
+        receiver._closing.clear()
+        self.ledger.peers.clear()
+        self.owners.clear()
+        self.filled.clear()
+        surroundings.queues.clear()
+        done: list[_Reception] = []
+        waiting: list[_Reception] = []
+        free = deque(self.pool.members)
+        for index, side in enumerate(state.sides):
+            self._load_side(index, side)
+            for number, stage in side.under_way:
+                passing = Passing(self.messages[index][number - 1], free[0].index, stage)
+                (done if stage % 2 else waiting).append(self._load_reception(passing, free))
+        for index in (first, 1 - first)[: len(self.numbers)]:
+            queued = deque([self.messages[index][number - 1] for number in state.sides[index].queue])
+            surroundings.queues[self.numbers[index]] = queued
+        receiver._receptions = [*([done[turn] for turn in turns] or done), *waiting]
+        parked = [self.messages[side][number - 1] for side, number in state.parked]
+        receiver._parked = deque([(message.tag, message.arrival) for message in parked])
+        self.pool._free = free
+        self.pool._taken = {item.slot.index for item in receiver._receptions}
+        for slot in free:
+            surroundings.by_slot[slot.index] = None
 
-    # ---- events
+    def _load_side(self, index: int, side: Side) -> None:
+        receiver, number = self.receiver, self.numbers[index]
+        if side.is_there:
+            self.ledger.peers[number] = self.peers[number]
+        receiver._held[number] = side.held
+        self.sent[index] = side.sent
+        self.blocks[index] = side.blocks
+        if side.is_filled:
+            self.filled.add(index)
+        if side.is_called:
+            owner: Any = Owner(_TOTALS if side.is_over else None)
+            self.owners[index] = owner
+            if side.has_owner:
+                receiver._closing[index] = owner
+        if side.has_blocks:
+            receiver._block_ids[index] = self.block_ids[index]
+        if side.entry is not None:
+            receiver._leases._leases[index] = self._load_entry(index, side.entry)
 
-    def possible(self) -> list[Event]:
-        """Events that can happen now."""
-        return list(self._possible())
-
-    def _possible(self) -> Iterator[Event]:
-        yield LOOK
-        for lease, peer in enumerate(self.senders):
-            if peer in self.ledger.peers:
-                if self.sent[lease] < self.segments:
-                    yield "arrive", lease
-                if self.repeats:
-                    for message in self._of(lease)[: self.sent[lease]]:
-                        yield "again", message.number
-            if lease not in self.closing:
-                yield "close", lease
-        for peer in self.ledger.peers:
-            yield "lose", peer
-        for request in self.network.requests:
-            yield "end", request.message
-        for copy in self.copies.waiting:
-            yield "copy", copy.message
-
-    def happen(self, event: Event) -> bool:
-        """Whether it was a look that found nothing to do."""
-        kind, number = event
-        match kind:
-            case "look":
-                return self._look()
-            case "arrive":
-                message = self._of(number)[self.sent[number]]
-                self.network.queues[message.peer].append(message.number)
-                self.sent[number] += 1
-            case "again":
-                self.network.queues[self.messages[number - 1].peer].append(number)
-                self.repeats -= 1
-            case "end":
-                self.network.end(next(request for request in self.network.requests if request.message == number))
-            case "copy":
-                self._copy(number)
-            case "close":
-                future: Any = Closing()
-                self.closing[number] = future
-                self.receiver.close(number, future)
-            case "lose":
-                self._lose(number)
-        self._check_slots()
-        return False
-
-    def _copy(self, number: int) -> None:
-        copy = next(copy for copy in self.copies.waiting if copy.message == number)
-        for block in written_by(copy):
-            lease = block // self.segments
-            assert not self.is_closed(lease), "I3: written to after its lease was over"
-            assert self.copies.blocks[block] == JUNK, "I3: written to twice"
-        self.copies.end(copy)
-        for block in written_by(copy):
-            assert self._has_come(self.messages[block]), "I3: another segment's or another lease's tokens"
-
-    def _lose(self, peer: int) -> None:
-        """What the transfer thread does when it disconnects a peer."""
-        self.ledger.peers.pop(peer)
-        bound = self.receiver.lost(peer)
-        assert all(self.senders[lease] == peer and lease not in self.closing for lease in bound), "its open leases"
-        self.network.disconnect(peer)
-        assert all(tag.sender != peer for tag, _ in self.receiver._parked), "I6: nothing of it waits"
-        self.network.discarded.clear()
-
-    def _look(self) -> bool:
-        receiver = self.receiver
-        before = tuple(receiver._receptions)
-        self.ledger.refusals.clear()
-        self.told.clear()
-        idle = not receiver.step()
-        self._check_slots()
-        self._check_refusals([item for item in before if item not in receiver._receptions])
-        if idle:
-            self._check_idle()
-        return idle
-
-    # ---- what must hold
-
-    def _check_slots(self) -> None:
-        """A slot is free, or taken by one message that is being looked after, of which at most one operation runs."""
-        pool, receptions = self.pool, self.receiver._receptions
-        taken = {item.slot.index for item in receptions}
-        assert len(taken) == len(receptions), "a slot is taken by one message at a time"
-        assert pool._taken == taken, "no slot is lost, and none given back while it is used"
-        assert len(pool._free) + len(taken) == pool.slots
-        busy = self._busy_slots()
-        assert len(set(busy)) == len(busy), "a slot is used by one operation at a time"
-        assert taken.issuperset(busy), "a slot is not given back while it is used"
-
-    def _check_refusals(self, over: list[_Reception]) -> None:
-        """What is over after a look was scattered, was cancelled with its link, or was refused for a reason; every
-        refusal is counted once."""
-        expected: Counter[Refusal] = Counter()
-        for item in over:
-            if item.request.failure() is not None:
-                assert item.tag.sender not in self.ledger.peers
-            elif item.scatter is None:
-                assert item.tag.lease in self.closing, "refused for no reason"
-                expected[Refusal.LATE] += 1
-        for number in self.network.discarded:
-            late = self.messages[number - 1].tag.lease in self.closing
-            assert late or self._is_known(number), "refused for no reason"
-            expected[Refusal.LATE if late else Refusal.DUPLICATE] += 1
-        self.network.discarded.clear()
-        assert self.ledger.refusals == expected
-        assert Counter(refused.refusal for refused in self.told) == expected - Counter(
-            {Refusal.LATE: expected[Refusal.LATE]}
+    def _load_entry(self, index: int, entry: Entry) -> _Lease:
+        coverage = Coverage(1)
+        coverage._claims[0] = [_claim(claim) for claim in entry.claims]
+        peer = self.numbers[index]
+        return _Lease(
+            self.grants[index],
+            coverage,
+            entry.cells_missing,
+            group=peer if entry.is_bound else None,
+            closing=entry.closing,
+            scattering=entry.scattering,
+            seen={(peer, number) for number in entry.seen},
         )
 
-    def _check_idle(self) -> None:
-        """The receiver waits for nothing but what is under way, so all that waits ends when that ends."""
-        receiver = self.receiver
-        assert self.pool._taken == set(self._busy_slots()), "no slot is kept"
-        assert receiver.in_flight == len(self.pool._taken)
-        held = Counter(item.tag.sender for item in receiver._receptions)
-        for peer in self.peers:
-            assert receiver.holds(peer) == (held[peer] > 0), "I6"
-            assert peer in self.ledger.peers or not self.network.queues[peer]
-        share = self.ledger.fair_share(self.pool.slots)
-        for tag, _ in receiver._parked:
-            assert tag.sender in self.ledger.peers, "I6"
-            assert not self.pool.available or held[tag.sender] >= share, "it waits although there is room"
-        assert not self.pool.available or not any(self.network.queues.values()), "it waits although there is room"
-        for lease in range(len(self.senders)):
-            self._check_lease(lease)
+    def _load_reception(self, passing: Passing, free: deque[Slot]) -> _Reception:
+        slot = free.popleft()
+        self.surroundings.by_slot[slot.index] = passing
+        message = passing.message
+        item = _Reception(message.tag, self.pool, slot, MESSAGE_BYTES, Receive(passing))
+        if passing.stage >= READING:
+            item.reading = Copy(passing, READING)
+        if passing.stage >= SCATTERING:
+            item.segment = message.segment
+            item.scatter = Copy(passing, SCATTERING)
+        return item
 
-    def _check_lease(self, lease: int) -> None:
-        receiver = self.receiver
-        if lease in self.closing:
-            scattered = {block // self.segments for copy in self.copies.waiting for block in written_by(copy)}
-            assert self.is_closed(lease) == (lease not in scattered), "a lease's end waits for its scatters"
-        kept = not self.is_closed(lease)
-        assert (lease in receiver._leases._leases) == (lease in receiver._block_ids) == kept
-        assert (lease in receiver._closing) == (kept and lease in self.closing)
-        if lease in self.closing or self.senders[lease] not in self.ledger.peers:
-            return
-        for message in self._of(lease)[: self.sent[lease]]:
-            assert self._is_known(message.number), "a segment is lost"
-        assert self.filled[lease] == all(self._has_come(message) for message in self._of(lease))
+    def save(self, repeats: int) -> State:
+        under_way: list[list[tuple[int, int]]] = [[] for _ in self.numbers]
+        for item in self.receiver._receptions:
+            passing = passing_of(item)
+            under_way[passing.message.side].append((passing.message.number, passing.stage))
+        sides = tuple([self._save_side(index, under_way[index]) for index in range(len(self.numbers))])
+        parked = tuple([(tag.lease, tag.number + 1) for tag, _ in self.receiver._parked])
+        return State(sides, parked, repeats)
 
-    def _is_known(self, number: int) -> bool:
-        """Whether a message is under way, or has come."""
-        return (
-            self._has_come(self.messages[number - 1])
-            or any(self.number_of(item.tag) == number for item in self.receiver._receptions)
-            or any(arrival.handle == number for _, arrival in self.receiver._parked)
-            or any(number in queue for queue in self.network.queues.values())
+    def _save_side(self, index: int, under_way: list[tuple[int, int]]) -> Side:
+        receiver, peer = self.receiver, self.numbers[index]
+        owner = self.owners.get(index)
+        entry = receiver._leases._leases.get(index)
+        is_there = peer in self.ledger.peers
+        under_way.sort()
+        return Side(
+            is_there,
+            self.sent[index] if is_there else self.segments,
+            tuple([message.number for message in self.surroundings.queues[peer]]),
+            receiver._held[peer],
+            owner is not None,
+            owner is not None and owner.totals is not None,
+            index in self.filled,
+            index in receiver._block_ids,
+            index in receiver._closing,
+            self.blocks[index],
+            None if entry is None else _save_entry(entry, peer),
+            tuple(under_way),
         )
 
-    def _busy_slots(self) -> list[int]:
-        return [request.slot for request in self.network.requests] + [copy.slot for copy in self.copies.waiting]
 
-    def number_of(self, tag: Tag) -> int:
-        return 1 + tag.lease * self.segments + tag.number
+def passing_of(item: _Reception) -> Passing:
+    request: Any = item.request
+    passing: Passing = request.passing
+    return passing
 
-    def is_closed(self, lease: int) -> bool:
-        closing = self.closing.get(lease)
-        return closing is not None and closing.totals is not None
 
-    def is_over(self) -> bool:
-        """Nothing is under way and nothing more can come."""
-        return not self._busy_slots() and all(kind in (*_CALLS, "look", "again") for kind, _ in self._possible())
+def _save_entry(entry: _Lease, peer: int) -> Entry:
+    assert entry.group in (None, peer), "a lease belongs to who fills it"
+    assert all(sender == peer for sender, _ in entry.seen)
+    claims = [(c.token_start, c.token_stop, c.head_start, c.head_stop) for c in entry.coverage._claims[0]]
+    return Entry(
+        entry.group is not None,
+        entry.closing,
+        entry.scattering,
+        entry.cells_missing,
+        tuple(sorted([number for _, number in entry.seen])),
+        tuple(sorted(claims)),
+    )
+
+
+@cache
+def _claim(claim: tuple[int, int, int, int]) -> _Claim:
+    return _Claim(*claim)

@@ -5,11 +5,13 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
+from attention.wire_conversion import Converter
 from kvtransfer.movers import CpuMover, Done, DoneReading
 from kvtransfer.segments import Segment
 from kvtransfer.staging import Slot, StagingPool
@@ -93,6 +95,7 @@ class LateMover:
     """
 
     on_gpu = False
+    handling_s = 0.0
 
     def __init__(self, cpu: CpuMover, script: Script) -> None:
         self._cpu = cpu
@@ -101,13 +104,20 @@ class LateMover:
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         return self._cpu.open_pool(slot_bytes=slot_bytes, slots=slots, through_host=through_host)
 
-    def gather(self, slot: Slot, block_ids: Tensor, segment: Segment, *, with_digest: bool) -> Operation:
+    def gather(
+        self,
+        slot: Slot,
+        block_ids: Tensor,
+        segment: Segment,
+        *,
+        with_digest: bool,
+        converter: Converter | None = None,
+    ) -> Operation:
         # Wrong blocks are an error at once; elsewhere, so that the slot has nothing yet.
         elsewhere = Slot(-1, torch.empty(segment.payload_bytes, dtype=torch.uint8))
-        self._cpu.gather(elsewhere, block_ids, segment, with_digest=False)
-        return self._script.begin(
-            "gather", segment, lambda: self._cpu.gather(slot, block_ids, segment, with_digest=with_digest)
-        )
+        gather = partial(self._cpu.gather, block_ids=block_ids, segment=segment, converter=converter)
+        gather(elsewhere, with_digest=False)
+        return self._script.begin("gather", segment, lambda: gather(slot, with_digest=with_digest))
 
     def fill(self, slot: Slot, num_bytes: int, value: int, *, with_digest: bool) -> Operation:
         return self._script.begin("fill", None, lambda: self._cpu.fill(slot, num_bytes, value, with_digest=with_digest))

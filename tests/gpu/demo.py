@@ -50,7 +50,11 @@ async def _generate(
         if not left:
             over.set()
 
-    allowed = {"max_batch_tokens": built.limits.max_batch_tokens, "max_batch_requests": built.limits.max_batch_requests}
+    # Of requests as many as come: the more there may be, the less of a step is left for a chunk.
+    allowed = {
+        "max_batch_tokens": built.limits.max_batch_tokens,
+        "max_batch_requests": min(built.limits.max_batch_requests, len(prompts)),
+    }
     async with Engine(built.runner, EngineLimits(**{**allowed, **limits}), on_step=on_step) as engine:
         for index, prompt in enumerate(prompts):
             engine.submit(EngineRequest(str(index), tuple(prompt), params))

@@ -22,8 +22,13 @@ MAX_TOKENS = 32
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
 SEEDED = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, min_p=0.02, seed=7, ignore_eos=True)
 LOGPROB_TOLERANCE = 2e-3
-# Of bf16 logits against fp32 ones, as a share of the logits' norm: 8 bits of mantissa through every layer.
+# Of bf16 logits against fp32 ones, as a share of the logits' norm: 8 bits of mantissa through every layer. On a CPU the
+# median of these prompts' tokens is at most 0.008 in our bf16 and 0.009 in transformers'.
 BF16_ERROR = 0.02
+# Of all tokens of a prompt together. Of experts with nearly the same score bf16 may choose others, which moves that
+# token alone, by up to 0.3: whole prompts are off by up to 0.034 in our bf16 and 0.030 in transformers', and by 0.007
+# in both where there are no experts.
+PROMPT_ERROR = {"llama": BF16_ERROR, "deepseek": 0.06}
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.name)
@@ -52,7 +57,10 @@ def test_logits_in_bf16_are_near_those_in_fp32(model: Path, reference: Reference
     for prompt in reference.prompts(LENGTHS):
         with torch.inference_mode():
             expected_TV = reference.model(torch.tensor([prompt])).logits[0]
-        assert relative_error(_logits(built, prompt).cpu(), expected_TV) < BF16_ERROR
+        ours_TV = _logits(built, prompt).cpu()
+        errors_T = torch.tensor([relative_error(*pair) for pair in zip(ours_TV, expected_TV, strict=True)])
+        assert errors_T.median() < BF16_ERROR
+        assert relative_error(ours_TV, expected_TV) < PROMPT_ERROR[model.name]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])

@@ -3,6 +3,7 @@ batch where that is asked for, layers can be captured, and checkpoints and dummy
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from models import fp8
 from models.checkpoint import read_checkpoint
 from models.dummy import fill_at_random
 from models.fp8_linear import Fp8Linear, multiplies_fp8
-from models.kernels import fp8_quantize
+from models.kernels import fp8_library, fp8_quantize
 from models.linear import FusedLinear, Linear
 from models.quantization import Fp8Config, Granularity
 from models.reading import read_into
@@ -22,14 +23,17 @@ from models.reading import read_into
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
-# (parts, input channels): Llama-8B's qkv and down, DeepSeek-V3's inputs of attention, rows that no tile divides.
+# (parts, input channels): Llama-8B's qkv and down, DeepSeek-V3's inputs of attention, rows that no tile divides, and
+# rows enough for tall tiles.
 SHAPES = [
     ((4096, 1024, 1024), 4096),
     ((4096,), 14336),
     ((1536, 576), 7168),
     ((200, 100), 1104),
+    ((14336, 14336), 1024),
 ]
-TOKENS = [1, 3, 16, 17, 32, 64, 100, 256, 257, 1000]
+# The library's begin at 33 or 65, in fours: some are padded.
+TOKENS = [1, 3, 16, 17, 32, 33, 64, 65, 100, 256, 257, 1000, 4096]
 KINDS = [
     Fp8Config(Granularity.BLOCK, False),
     Fp8Config(Granularity.BLOCK, False, power_of_two_inputs=True),
@@ -74,7 +78,9 @@ def twin(layer: Fp8Linear, x_TK: Tensor) -> Tensor:
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: f"{config.weights}-{config.static_inputs}")
 @pytest.mark.parametrize(("parts", "channels"), SHAPES)
 def test_products_equal_the_twins(config: Fp8Config, parts: tuple[int, ...], channels: int) -> None:
-    layer = layer_of(config, parts, channels, bias=channels == 4096)
+    # With blocks, a bias keeps a layer from the library.
+    has_bias = channels == 4096 and config.weights is not Granularity.BLOCK
+    layer = layer_of(config, parts, channels, bias=has_bias)
     for tokens in TOKENS:
         x_TK = torch.randn(tokens, channels, device=DEVICE, dtype=torch.bfloat16)
         expected_TN = twin(layer, x_TK)
@@ -85,6 +91,26 @@ def test_products_equal_the_twins(config: Fp8Config, parts: tuple[int, ...], cha
             error_TN = (layer(x_TK).double() - expected_TN).abs()
             assert float((error_TN / allowed_TN).max()) < 1, tokens
             assert float((error_TN.norm(dim=1) / expected_TN.norm(dim=1)).max()) < 0.003, tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 66, 300])
+def test_blocks_with_a_bias_equal_the_twin(tokens: int) -> None:
+    layer = layer_of(KINDS[0], (4096, 1024, 1024), 4096, bias=True)
+    x_TK = torch.randn(tokens, 4096, device=DEVICE, dtype=torch.bfloat16)
+    expected_TN = twin(layer, x_TK)
+    allowed_TN = expected_TN.abs() * 2**-8 + 0.003 * expected_TN.std()
+    assert float(((layer(x_TK).double() - expected_TN).abs() / allowed_TN).max()) < 1
+
+
+@pytest.mark.parametrize("config", KINDS[::2], ids=lambda config: str(config.weights))
+def test_many_tokens_are_the_librarys_where_it_takes_them(config: Fp8Config) -> None:
+    layer = layer_of(config, (1536, 576), 7168)
+    x_TK = torch.randn(66, 7168, device=DEVICE, dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(x_TK)
+    by_library = "aten::_scaled_mm" in {event.key for event in profile.key_averages()}
+    takes = config.weights is Granularity.CHANNEL or fp8_library.has_blocks(DEVICE)
+    assert by_library == (multiplies_fp8(DEVICE) and takes)
 
 
 @pytest.mark.parametrize("config", KINDS[::2], ids=lambda config: str(config.weights))
@@ -99,7 +125,7 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(config: Fp8Config, parts: tupl
         assert torch.equal(layer(x_TK[-tokens:]), together[-tokens:]), tokens
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 256, 512])
+@pytest.mark.parametrize("tokens", [1, 32, 33, 256, 510])
 @pytest.mark.parametrize("config", KINDS[::2], ids=lambda config: str(config.weights))
 def test_a_captured_layer_replays(config: Fp8Config, tokens: int) -> None:
     layer = layer_of(config, (4096, 1024, 1024), 4096)
@@ -120,10 +146,12 @@ def test_activations_are_quantized_as_by_the_twin(channels: int) -> None:
     x_TK = torch.randn(300, channels + 64, device=DEVICE, dtype=torch.bfloat16)[:, 64:]
     for kernel, plain in (
         (fp8_quantize.quantize_blocks, fp8.quantize_blocks),
+        (partial(fp8_quantize.quantize_blocks, multiple_of=16), partial(fp8.quantize_blocks, multiple_of=16)),
         (fp8_quantize.quantize_tokens, fp8.quantize_tokens),
     ):
         for ours, theirs in zip(kernel(x_TK), plain(x_TK), strict=True):
             assert torch.equal(ours.float(), theirs.float())
+            assert ours.stride() == theirs.stride()
 
 
 def test_this_gpu_multiplies_fp8() -> None:

@@ -116,13 +116,14 @@ def test_captured_logits_are_those_of_the_model(model: str, backend: BackendClas
     with torch.inference_mode():
         graphs.capture()
     assert graphs.sizes == capture_sizes(GRAPHS.max_requests)
+    slots = graphs.new_slots()
     assert torch.equal(cache.storage, before)
     blocks = torch.randperm(shape.num_blocks, generator=torch.Generator().manual_seed(0)).view(-1, blocks_each).tolist()
     for size in graphs.sizes:
         for num_rows in {size, (size + 1) // 2}:
             rows = [row(100 + place, (37 * place + size) % 299, blocks[place]) for place in range(num_rows)]
             with torch.inference_mode():
-                logits_RV = graphs.launch(rows, size, step=0)[:num_rows].clone()
+                logits_RV = graphs.launch(rows, size, step=0, slot=slots.take())[:num_rows].clone()
             assert graphs.buffers.sampled[:num_rows].tolist() == logits_RV.argmax(dim=1).tolist()
             written = cache.storage.clone()
             cache.storage.copy_(before)

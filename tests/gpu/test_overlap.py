@@ -25,21 +25,39 @@ def captured(built: Built) -> DecodeGraphs:
     return graphs
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
-@torch.inference_mode()
-def test_captured_steps_whose_kernels_overlap_give_the_same_bits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build_demo(DEMO_MODELS / model, dtype="bfloat16", num_blocks=16 * BLOCKS, cuda_graphs=False)
-    built.cache.view.zero_()
-    overlapping = captured(built)
-    monkeypatch.setattr(launch, "_can_overlap", lambda device: False)
-    one_by_one = captured(built)
+def test_captured_steps_whose_kernels_overlap_give_the_same_bits(
+    model: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Loaded outside of inference mode, as an engine's model is.
+    built = build_demo(
+        DEMO_MODELS / model,
+        dtype="bfloat16",
+        num_blocks=16 * BLOCKS,
+        cuda_graphs=False,
+        batch_invariant=batch_invariant,
+    )
     dice = random.Random(0)
     tables = [int_array(list(range(row * BLOCKS, (row + 1) * BLOCKS))) for row in range(16)]
-    for step in range(100):
-        size = dice.choice(overlapping.sizes)
-        rows = [
-            BatchRow("", int_array([dice.randrange(100)]), dice.randrange(BLOCKS * 16), tables[row], None)
-            for row in range(size)
-        ]
-        logits_RV = overlapping.launch(rows, size, step=step).clone()
-        assert torch.equal(logits_RV, one_by_one.launch(rows, size, step=step)), (step, size)
+    with torch.inference_mode():
+        built.cache.view.zero_()
+        overlapping = captured(built)
+        monkeypatch.setattr(launch, "_can_overlap", lambda device: False)
+        one_by_one = captured(built)
+        slots = overlapping.new_slots()
+        for step in range(100):
+            size = dice.choice(overlapping.sizes)
+            rows = [
+                BatchRow("", int_array([dice.randrange(100)]), dice.randrange(BLOCKS * 16), tables[row], None)
+                for row in range(size)
+            ]
+            logits_RV = overlapping.launch(rows, size, step=step, slot=slots.take()).clone()
+            expected_RV = one_by_one.launch(rows, size, step=step, slot=slots.take())
+            assert torch.equal(logits_RV, expected_RV), (step, size)
+
+
+def test_only_small_launches_overlap() -> None:
+    device = torch.device("cuda")
+    assert launch.overlap(device, rows=launch.MOST_OVERLAPPING_ROWS)["OVERLAP"]
+    assert launch.overlap(device, rows=launch.MOST_OVERLAPPING_ROWS + 1) == {"OVERLAP": False}

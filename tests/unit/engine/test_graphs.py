@@ -3,7 +3,6 @@ step was given and no more. Which sizes are captured, and what of them memory al
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +31,9 @@ from engine.graphs import (
     taken_bytes,
     thin,
 )
+from engine.host_rows import HostRows
 from engine.request import int_array
+from engine.step_slot import StepSlot
 from models.causal_lm import CausalLM
 from models.families import attention_needs
 from models.loader import load_model
@@ -52,6 +53,17 @@ def buffers_of(max_rows: int = 5, max_context_tokens: int = 40) -> DecodeBuffers
     return new_decode_buffers(
         max_rows=max_rows, max_context_tokens=max_context_tokens, block_size=BLOCK_SIZE, device=CPU
     )
+
+
+def slot_of(buffers: DecodeBuffers) -> StepSlot:
+    return StepSlot(CPU, input_bytes=len(buffers.host.memory), max_rows=buffers.max_rows)
+
+
+def run(buffers: DecodeBuffers, rows: list[BatchRow]) -> None:
+    """What a step does to the buffers, without a model."""
+    buffers.fill(rows, step=0, slot=slot_of(buffers))
+    buffers.place_new_blocks(len(rows))
+    buffers.host.copied()
 
 
 def steps_of_coming_and_going_requests(num_steps: int) -> Iterator[list[BatchRow]]:
@@ -103,11 +115,12 @@ def test_padded_decodes_have_the_logits_of_the_model(family: str, tmp_path: Path
     reference, cache = Reference(built), empty_cache(built)
     graphs = DecodeGraphs(built.runner.model, built.runner.backend, cache, SETTINGS)
     graphs.capture()
+    slots = graphs.new_slots()
     for rows in steps_of_coming_and_going_requests(20):
         size = graphs.size_for(rows)
         assert size is not None
         with torch.inference_mode():
-            logits_RV = graphs.launch(rows, size, step=0)[: len(rows)]
+            logits_RV = graphs.launch(rows, size, step=0, slot=slots.take())[: len(rows)]
         torch.testing.assert_close(logits_RV, reference.logits(rows), rtol=1e-4, atol=1e-5)
         assert graphs.buffers.sampled[: len(rows)].tolist() == logits_RV.argmax(dim=1).tolist()
     torch.testing.assert_close(cache.storage, reference.cache.storage, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -115,30 +128,36 @@ def test_padded_decodes_have_the_logits_of_the_model(family: str, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("mistral-window", "TRITON_ATTN"), ("deepseek-v2", "TRITON_MLA")])
-def test_a_step_with_the_metadata_of_its_capture_follows_the_buffers(family: str, name: str, tmp_path: Path) -> None:
-    """As a replayed graph does: what it reads is what the builder has refilled in place."""
+def test_a_captured_step_needs_to_know_nothing_of_the_host(family: str, name: str, tmp_path: Path) -> None:
+    """What a replay does again is what a step queues on the device, with the numbers that the host had at its capture;
+    all that changes comes with the buffers."""
     save_tiny(family, tmp_path)
     built = build(tmp_path)
     reference, cache = Reference(built), empty_cache(built)
     model, backend = load_with(name, tmp_path, built)
     buffers = buffers_of(max_rows=8, max_context_tokens=SETTINGS.max_context_tokens)
-    buffers.fill([row(1, SETTINGS.max_context_tokens - 1, [0] * 12)] * 8, step=0)
+    slot = slot_of(buffers)
+    buffers.fill([row(1, SETTINGS.max_context_tokens - 1, [0] * 12)] * 8, step=0, slot=slot)
     buffers.slot_mapping.fill_(-1)
     common = buffers.common(3)
-    captured = backend.builder.build_for_cudagraph_capture(common)
+    common.seq_lens_cpu = common.seq_lens_cpu.clone()
+    common.num_computed_tokens_cpu = common.num_computed_tokens_cpu.clone()
+    assert backend.builder.plans_on_device
     assert backend.builder.can_run_in_cudagraph(common)
+
+    def captured() -> Tensor:
+        with torch.inference_mode():
+            buffers.place_new_blocks(3)
+            return decode_step(model, cache, buffers, backend.builder.build_for_cudagraph_capture(common), 3)
+
     cache.storage.zero_()
-    with torch.inference_mode():
-        decode_step(model, cache, buffers, captured, 3)
+    captured()
     assert not cache.storage.any()
     cache.storage.fill_(torch.nan)
     for rows in steps_of_coming_and_going_requests(4):
-        buffers.fill(rows, step=0)
-        refilled = backend.builder.build(0, common)
-        # On a CPU writing is torch's, which works its places out once.
-        replayed = replace(captured, new_tokens=refilled.new_tokens)
-        with torch.inference_mode():
-            logits_RV = decode_step(model, cache, buffers, replayed, 3)[: len(rows)]
+        buffers.fill(rows, step=0, slot=slot)
+        logits_RV = captured()[: len(rows)]
+        buffers.host.copied()
         torch.testing.assert_close(logits_RV, reference.logits(rows), rtol=1e-4, atol=1e-5)
 
 
@@ -152,8 +171,8 @@ def load_with(name: str, directory: Path, built: Built) -> tuple[CausalLM, Atten
 
 def test_buffers_hold_the_rows_and_padding_behind_them() -> None:
     buffers = buffers_of()
-    buffers.fill([row(7, 9, [5, 4, 3]), row(0, 0, [8], source=1), row(6, 3, [2])], step=0)
-    buffers.fill([row(7, 10, [5, 4, 3]), row(0, 4, [8, 1], source=0)], step=0)
+    run(buffers, [row(7, 9, [5, 4, 3]), row(0, 0, [8], source=1), row(6, 3, [2])])
+    run(buffers, [row(7, 10, [5, 4, 3]), row(0, 4, [8, 1], source=0)])
     assert buffers.positions[:3].tolist() == [10, 4, 0]
     assert buffers.seq_lens[:3].tolist() == [11, 5, 0]
     assert buffers.slot_mapping[:3].tolist() == [3 * BLOCK_SIZE + 2, 1 * BLOCK_SIZE, -1]
@@ -168,7 +187,7 @@ def test_buffers_hold_the_rows_and_padding_behind_them() -> None:
 def test_what_was_sampled_stays_when_rows_are_filled_in() -> None:
     buffers = buffers_of()
     buffers.sampled[:5] = torch.arange(10, 15, dtype=torch.int32)
-    buffers.fill([row(7, 0, [1]), row(0, 0, [2], source=4)], step=0)
+    run(buffers, [row(7, 0, [1]), row(0, 0, [2], source=4)])
     assert buffers.sampled[:5].tolist() == [10, 11, 12, 13, 14]
     assert buffers.tokens[buffers.token_source[:2]].tolist() == [7, 14]
 
@@ -176,13 +195,13 @@ def test_what_was_sampled_stays_when_rows_are_filled_in() -> None:
 def test_the_metadata_of_a_size_follow_the_buffers() -> None:
     buffers = buffers_of()
     common = buffers.common(4)
-    buffers.fill([row(7, 9, [5, 4, 3]), row(6, 3, [2])], step=0)
+    run(buffers, [row(7, 9, [5, 4, 3]), row(6, 3, [2])])
     assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [10, 4, 0, 0]
     assert common.num_computed_tokens_cpu.tolist() == [9, 3, 0, 0]
     assert common.slot_mapping.tolist() == [3 * BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 3, -1, -1]
     assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, 1, 2, 3, 4]
     assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (4, 4, 1)
-    buffers.fill([row(1, 0, [9])], step=0)
+    run(buffers, [row(1, 0, [9])])
     assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [1, 0, 0, 0]
     assert common.num_computed_tokens_cpu.tolist() == [0, 0, 0, 0]
 
@@ -191,7 +210,7 @@ def test_a_request_gets_its_blocks_whoever_had_the_row_before() -> None:
     buffers = buffers_of()
     first, second = row(1, 8, [5, 4, 3]), row(1, 8, [9, 8, 7])
     for rows in ([first, second], [second, first], [second], [first, second], [second, second]):
-        buffers.fill(rows, step=0)
+        run(buffers, rows)
         for place, each in enumerate(rows):
             assert buffers.block_table[place, :3].tolist() == list(each.block_ids)
 
@@ -201,7 +220,7 @@ def test_a_request_gets_its_blocks_whoever_had_the_row_before() -> None:
 )
 def test_rows_that_do_not_fit_are_refused(rows: list[BatchRow], says: str) -> None:
     with pytest.raises(InternalError, match=says):
-        buffers_of().fill(rows, step=0)
+        run(buffers_of(), rows)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 5, 64, 100, 200, 256])
@@ -240,23 +259,60 @@ def test_a_capture_does_not_pay_for_what_another_process_takes_meanwhile() -> No
     assert len(capture_sizes(256)) * taken_bytes(before, FreeMemory(0, before.reserved)) < 700 * mib
 
 
+def blocks_of(host: HostRows, buffers: DecodeBuffers) -> dict[int, int]:
+    """The blocks that rows get with the step."""
+    nowhere = buffers.block_table.numel()
+    places, blocks = host.fields["new_block_place"].tolist(), host.fields["new_block"].tolist()
+    return {row: blocks[row] for row, place in enumerate(places) if place != nowhere}
+
+
 def test_blocks_count_as_copied_only_when_they_are() -> None:
     """A step that fails between leaves the next one to copy them."""
-    host = buffers_of().host
+    buffers = buffers_of()
+    host = buffers.host
     rows = [row(1, 8, [5, 4, 3]), row(1, 0, [9])]
-    assert host.take(rows, step=0) == host.take(rows, step=0) == {0: rows[0].block_ids, 1: rows[1].block_ids}
-    host.copied({0: rows[0].block_ids})
-    assert host.take(rows, step=0) == {1: rows[1].block_ids}
+    assert host.take(rows, step=0) == host.take(rows, step=0) == {0: rows[0].block_ids}
+    assert blocks_of(host, buffers) == {1: 9}
+    host.copied()
+    assert host.take(rows, step=0) == {}
+    assert blocks_of(host, buffers) == {}
 
 
 def test_a_row_draws_as_its_own_request_asks() -> None:
     buffers, draw = buffers_of(), SamplingParams(temperature=0.5, top_k=7, seed=3)
     sampled = row(1, 0, [1])._replace(sample=SampleRow(draw, 4, (), int_array(), 0))
-    buffers.fill([sampled, row(2, 0, [2])], step=0)
+    run(buffers, [sampled, row(2, 0, [2])])
     assert buffers.sampling.temperature_R[:3].tolist() == [0.5, 0, 0]
     assert (int(buffers.sampling.top_k_R[0]), int(buffers.sampling.seed_R[0])) == (7, 3)
-    buffers.fill([row(2, 1, [2]), sampled._replace(sample=SampleRow(draw, 5, (), int_array(), 0))], step=0)
+    run(buffers, [row(2, 1, [2]), sampled._replace(sample=SampleRow(draw, 5, (), int_array(), 0))])
     assert buffers.sampling.temperature_R[:3].tolist() == [0, 0.5, 0]
     assert (int(buffers.sampling.top_k_R[1]), int(buffers.sampling.output_index_R[1])) == (7, 5)
-    buffers.fill([row(2, 2, [2])], step=0)
+    run(buffers, [row(2, 2, [2])])
     assert not buffers.sampling.temperature_R.any()
+
+
+def test_a_row_that_grows_by_a_block_gets_it_with_the_step() -> None:
+    buffers = buffers_of()
+    other = row(1, 4, [7, 8])
+    run(buffers, [row(1, 4, [5, 4]), other])
+    longer = [row(1, 8, [5, 4, 3]), other._replace(token_start=5)]
+    assert buffers.host.take(longer, step=0) == {}
+    assert blocks_of(buffers.host, buffers) == {0: 3}
+    run(buffers, longer)
+    assert buffers.block_table[:2, :3].tolist() == [[5, 4, 3], [7, 8, 0]]
+    run(buffers, [row(1, 9, [5, 4, 3]), row(1, 8, [7, 8, 9])])
+    assert blocks_of(buffers.host, buffers) == {1: 9}
+    assert buffers.block_table[:2, :3].tolist() == [[5, 4, 3], [7, 8, 9]]
+
+
+def test_a_row_that_was_padding_when_its_block_came_gets_it_later() -> None:
+    """A step of fewer rows writes no table behind them."""
+    buffers = buffers_of()
+    first, second = row(1, 0, [1]), row(1, 4, [7, 8])
+    run(buffers, [first, second])
+    longer = row(1, 8, [7, 8, 9])
+    buffers.host.take([first, longer], step=0)
+    run(buffers, [first])
+    assert buffers.block_table[1, 2] == 0
+    run(buffers, [first, longer])
+    assert buffers.block_table[1, :3].tolist() == [7, 8, 9]

@@ -183,6 +183,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run(self.in_flight[0], [data.draw(TOKENS) for _ in self.in_flight[0].batch.rows])
         self.complete_oldest()
 
+    @rule(lengths=st.lists(st.integers(1, 5), max_size=3), count=st.integers(2, 20))
+    def go_on(self, lengths: list[int], count: int) -> None:
+        """As the run loop does while nobody else comes: decodes get far, and where blocks run out, who came last
+        is sent back and comes again."""
+        for token_id, length in enumerate(lengths):
+            self.submit(prompt=(token_id,) * length, max_tokens=8, prefill_only=False)
+        for _ in range(count):
+            self.schedule()
+            self.schedule()
+            if self.in_flight:
+                self.finish(0)
+
     @precondition(lambda self: self.in_flight)
     @rule()
     def fail(self) -> None:
@@ -247,9 +259,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.schedule()
             if not self.in_flight:
                 break
-            if self.in_flight[0].drawn is None:
-                self.run(self.in_flight[0], [0] * len(self.in_flight[0].batch.rows))
-            self.complete_oldest()
+            self.finish(0)
         assert self.live == set()
         assert self.states() == {}
         assert self.scheduler.load().blocks_free == NUM_BLOCKS
@@ -282,6 +292,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if row.sample is not None:
             assert row.sample.output_index == len(sequence) - self.prompts[row.request_id]
             self.sequences[row.request_id] = (*sequence, drawn)
+
+    def finish(self, drawn: int) -> None:
+        if self.in_flight[0].drawn is None:
+            self.run(self.in_flight[0], [drawn] * len(self.in_flight[0].batch.rows))
+        self.complete_oldest()
 
     def complete_oldest(self) -> None:
         step = self.in_flight.popleft()

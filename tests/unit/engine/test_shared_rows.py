@@ -101,7 +101,7 @@ def arrays_of(host: HostRows, size: int) -> dict[str, list[int]]:
 def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
     """Of decodes that come, grow, end and change places; now and then a step runs elsewhere, or fails to be taken."""
     scheduler = make(num_blocks=64, tokens=40, requests=12)
-    shared, alone = (HostRows(64, max_blocks=32, block_size=BLOCK_SIZE) for _ in range(2))
+    shared, alone = (HostRows(64, max_blocks=32, table_width=32, block_size=BLOCK_SIZE) for _ in range(2))
     draw = np.random.default_rng(0)
     in_flight: list[Batch] = []
     kept = 0
@@ -114,7 +114,8 @@ def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
             in_flight.append(batch)
         if batch is not None and len(batch.rows[-1].token_ids) == 1 and draw.random() < 0.9:
             for host, rows in ((shared, batch.shared_rows), (alone, batch.rows)):
-                host.copied(host.take(rows, step=batch.step))
+                host.take(rows, step=batch.step)
+                host.copied()
             kept += sum(row.since not in (None, batch.step) for row in batch.shared_rows)
             assert arrays_of(shared, len(batch.rows)) == arrays_of(alone, len(batch.rows))
             assert shared.kinds.unsampled == alone.kinds.unsampled

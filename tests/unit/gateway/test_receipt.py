@@ -12,7 +12,7 @@ def reserved() -> decode_pb2.Reserved:
 def remote() -> ReceiptDraft:
     draft = ReceiptDraft()
     draft.reserved("decode-0", reserved())
-    draft.calling("prefill-0", "cma")
+    draft.calling("prefill-0", "cma", "bfloat16 to float8_e4m3fn")
     draft.scheduled(prefill_pb2.PrefillScheduled(queue_s=0.25, cached_tokens=32))
     draft.prefilled(0.125)
     return draft
@@ -30,6 +30,7 @@ def test_a_remote_prefill() -> None:
     assert (receipt.prefill_node, receipt.decode_node, receipt.transport) == ("prefill-0", "decode-0", "tcp")
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.segments) == (84, 4096, 2)
     assert receipt.segment_bytes == 3072
+    assert receipt.kv_converted == "bfloat16 to float8_e4m3fn"
     assert (receipt.queue_s, receipt.prefill_s, receipt.transfer_s) == (0.75, 0.125, 0.01)
     assert (receipt.attempts, receipt.prefill_cached_tokens, draft.cached_tokens) == (1, 32, 16)
 
@@ -39,7 +40,7 @@ def test_a_prefill_node_that_could_not_say_what_it_sent() -> None:
     draft.admitted(decode_pb2.Admitted(bytes_received=4096, segments=3))
     receipt = draft.finish(first_token_s=1.0, total_s=2.0)
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.segments) == (84, 4096, 3)
-    assert receipt.transport == "cma"
+    assert (receipt.transport, receipt.kv_converted) == ("cma", "bfloat16 to float8_e4m3fn")
 
 
 def test_a_local_prefill_after_a_failure_has_nothing_of_the_hand_over() -> None:
@@ -50,6 +51,6 @@ def test_a_local_prefill_after_a_failure_has_nothing_of_the_hand_over() -> None:
     receipt = draft.finish(first_token_s=1.0, total_s=2.0)
     assert receipt.path is Path.LOCAL
     assert receipt.why == "prefill-0 failed (gone), then prompt prefilled on decode-0: no prefill node could do it"
-    assert (receipt.prefill_node, receipt.transport) == ("", "")
+    assert (receipt.prefill_node, receipt.transport, receipt.kv_converted) == ("", "", "")
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.attempts) == (0, 0, 2)
     assert (receipt.queue_s, receipt.prefill_s) == (0.5, 0.75)

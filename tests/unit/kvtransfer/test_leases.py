@@ -176,6 +176,25 @@ def test_a_lost_peer_leaves_the_leases_that_it_had_begun_to_fill() -> None:
     assert table.bound_to(7) == (1,)
 
 
+def test_the_ranks_of_one_node_fill_a_lease_together_and_those_of_two_nodes_do_not() -> None:
+    """Each rank numbers its segments on its own."""
+    table = table_with(LEASE)
+    node, other = 10, 12
+    halves = segment(4, 0, heads=(0, 1)), segment(4, 0, heads=(1, 2))
+    for sender in (10, 11):
+        assert table.arrival(Tag(sender, 4, 0), 0.0, group=node) is None
+    assert table.arrival(Tag(11, 4, 0), 0.0, group=node) is Refusal.DUPLICATE
+    assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is Refusal.FOREIGN_SENDER
+    # Its tag was never let in.
+    assert table.start_scatter(Tag(12, 4, 1), segment(4, 1)) is Refusal.MISLABELLED
+    for sender, half in zip((10, 11), halves, strict=True):
+        assert table.start_scatter(Tag(sender, 4, 0), half) is None
+    assert table.finish_scatter(halves[0], 1.0).filled is None
+    assert table.finish_scatter(halves[1], 2.0).filled is not None
+    assert table.bound_to(node) == (4,)
+    assert table.bound_to(other) == ()
+
+
 @pytest.mark.parametrize("values", [(-1, (), 0, 0), (2**36, (), 0, 0), (0, (), 3, 2), (0, (), -1, 2)])
 def test_a_grant_that_cannot_be_is_an_error(values: tuple[int, tuple[int, ...], int, int]) -> None:
     with pytest.raises(InternalError):

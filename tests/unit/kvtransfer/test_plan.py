@@ -7,7 +7,8 @@ import pytest
 from attention.layout import KVCacheLayout
 from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import PeerRefused
-from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree
+from kvtransfer.flows import Link
+from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 NODE = NodeDescription(
@@ -61,7 +62,55 @@ def test_two_8_bit_caches_are_as_different_as_any_two_dtypes() -> None:
     (mismatch,) = refused.value.mismatches
     assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("dtype", *FP8_DTYPES)
     assert "--kv-cache-dtype" in mismatch.cure
+    assert "--kv-convert-from" not in mismatch.cure
     assert agree(ours, ours).bytes_per_token * 2 == agree(NODE, NODE).bytes_per_token
+
+
+def test_the_cure_of_another_dtype_names_the_option_to_convert() -> None:
+    fp8 = replace(NODE, spec=replace(SPEC, dtype=FP8_DTYPES[0]))
+    for ours, theirs in ((NODE, fp8), (fp8, NODE)):
+        with pytest.raises(PlanRefused) as refused:
+            agree(ours, theirs)
+        (mismatch,) = refused.value.mismatches
+        assert "--kv-convert-from" in mismatch.cure
+        assert "BATON_KV_CONVERT_FROM" in mismatch.cure
+
+
+@pytest.mark.parametrize("kept", [*FP8_DTYPES, "float32", "float16"])
+def test_what_the_receiver_takes_in_its_own_dtype_travels_in_that(kept: str) -> None:
+    receiver = replace(NODE, spec=replace(SPEC, dtype=kept), converted_kv_dtypes=("float32", "bfloat16"))
+    if kept == "float32":
+        receiver = replace(receiver, converted_kv_dtypes=("bfloat16",))
+    plan = agree(NODE, receiver)
+    assert plan == agree(receiver, NODE)
+    assert plan.spec == receiver.spec
+    assert (plan.converted_from, plan.conversion) == ("bfloat16", f"bfloat16 to {kept}")
+
+
+def test_equal_dtypes_are_not_converted_whatever_a_node_takes() -> None:
+    plan = agree(NODE, replace(NODE, converted_kv_dtypes=("bfloat16", "float32")))
+    assert plan == agree(NODE, NODE)
+    assert (plan.converted_from, plan.conversion) == (None, "")
+
+
+def test_what_the_receiver_does_not_list_is_refused() -> None:
+    receiver = replace(NODE, spec=replace(SPEC, dtype=FP8_DTYPES[0]), converted_kv_dtypes=("float32",))
+    with pytest.raises(PlanRefused):
+        agree(NODE, receiver)
+
+
+def test_8_bits_are_not_converted_whatever_a_peer_takes() -> None:
+    sender = replace(NODE, spec=replace(SPEC, dtype=FP8_DTYPES[0]))
+    with pytest.raises(PlanRefused) as refused:
+        agree(sender, replace(NODE, converted_kv_dtypes=FP8_DTYPES))
+    assert [item.field for item in refused.value.mismatches] == ["dtype"]
+
+
+def test_a_conversion_does_not_hide_other_mismatches() -> None:
+    theirs = replace(NODE, spec=replace(SPEC, dtype=FP8_DTYPES[0], head_dim=16), converted_kv_dtypes=("bfloat16",))
+    with pytest.raises(PlanRefused) as refused:
+        agree(NODE, theirs)
+    assert [item.field for item in refused.value.mismatches] == ["head_dim"]
 
 
 def test_one_node_that_is_batch_invariant_and_one_that_is_not_are_refused() -> None:
@@ -105,3 +154,19 @@ def test_the_cure_of_a_wire_mismatch_names_the_older_node() -> None:
     with pytest.raises(PlanRefused) as theirs_older:
         agree(newer, NODE)
     assert theirs_older.value.mismatches[0].cure == "upgrade the other node from package version 1.0.0"
+
+
+def test_numbers_of_ranks_may_differ_and_say_which_links_there_are() -> None:
+    prefill, decode = replace(NODE, tensor_parallel_size=1), replace(NODE, tensor_parallel_size=2)
+    assert agree(prefill, decode) == agree(NODE, NODE)
+    links = links_between(prefill, decode)
+    assert set(links) == {Link(0, 0), Link(0, 1)}
+    assert [flow.heads for flow in links.values()] == [range(1), range(1, 2)]
+
+
+def test_ranks_that_the_heads_cannot_be_dealt_out_to_are_refused() -> None:
+    with pytest.raises(PlanRefused) as refused:
+        agree(NODE, replace(NODE, tensor_parallel_size=3))
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("tensor_parallel_size", "1", "3")
+    assert "divisor or a multiple" in mismatch.cure

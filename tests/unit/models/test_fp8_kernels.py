@@ -1,5 +1,7 @@
 """The kernels of fp8 products equal their twins in plain torch: activations to the bit, sums to float32's rounding."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -37,11 +39,16 @@ def test_activations_are_quantized_as_by_the_twin(channels: int, power_of_two: b
     x_TK = activations(6, channels)
     for kernel, twin in (
         (fp8_quantize.launch_blocks(x_TK, power_of_two=power_of_two), fp8.quantize_blocks),
+        (
+            fp8_quantize.launch_blocks(x_TK, power_of_two=power_of_two, multiple_of=4),
+            partial(fp8.quantize_blocks, multiple_of=4),
+        ),
         (fp8_quantize.launch_tokens(x_TK, None, power_of_two=power_of_two), fp8.quantize_tokens),
     ):
         stored_TK, scale_TC = twin(x_TK.cpu(), power_of_two=power_of_two)
         assert torch.equal(bits(kernel[0]), bits(stored_TK))
         assert torch.equal(kernel[1].cpu(), scale_TC)
+        assert kernel[1].stride() == scale_TC.stride()
 
 
 def test_numbers_in_the_middle_of_two_are_rounded_as_by_the_twin() -> None:
@@ -130,24 +137,27 @@ def test_products_equal_the_twins(
         assert not weight.arrived.any()
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_few_tokens_are_quantized_inside_to_the_same_bits(power_of_two: bool) -> None:
-    weight, x_TK = weight_of(70, 320, 128), torch.randn(5, 320, device=DEVICE)
-    inside = fp8_gemm.quantize_and_multiply(x_TK, weight, power_of_two=power_of_two, batch_invariant=True)
-    stored_TK, scale_TC = fp8_quantize.launch_blocks(x_TK, power_of_two=power_of_two)
-    outside = fp8_gemm.multiply(stored_TK, scale_TC, weight, dtype=x_TK.dtype, batch_invariant=True)
-    assert torch.equal(inside, outside)
-
-
+@pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 32, 33, 64, 65, 256, 257, 8192])
-@pytest.mark.parametrize(("rows", "channels"), [(6144, 4096), (4096, 14336), (2112, 7168), (64, 128)])
-def test_counters_and_channels_suffice_for_every_split(num_tokens: int, rows: int, channels: int) -> None:
-    tile = fp8_gemm.choose_tile(num_tokens)
+@pytest.mark.parametrize(("rows", "channels"), [(6144, 4096), (4096, 14336), (2112, 7168), (64, 128), (28672, 4096)])
+def test_counters_and_channels_suffice_for_every_split(
+    num_tokens: int, rows: int, channels: int, blocked: bool
+) -> None:
+    tile = fp8_gemm.choose_tile(num_tokens, rows, num_sms=132, blocked=blocked)
     splits = fp8_gemm.choose_splits(tile, num_tokens, rows, channels, num_sms=132)
     tiles = -(-num_tokens // tile.tokens) * -(-rows // tile.rows)
     assert 1 <= splits <= max(1, channels // 512)
     assert splits == 1 or tiles <= fp8_gemm.num_counters(rows)
     assert splits == 1 or tiles * splits <= 3 * 132
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 32, 33, 64])
+def test_tiles_of_few_tokens_run_at_once(num_tokens: int) -> None:
+    """Those of 64 rows three on a multiprocessor; where these are too many, half as many of 128 rows."""
+    for rows, of_a_tile in ((3 * 132 * 64, 64), (3 * 132 * 64 + 64, 128)):
+        tile = fp8_gemm.choose_tile(num_tokens, rows, num_sms=132, blocked=True)
+        assert (tile.rows, tile.weights_first) == (of_a_tile, True)
+        assert num_tokens <= tile.tokens < 2 * max(num_tokens, 16)
 
 
 LAYERS = [

@@ -20,7 +20,7 @@ TORCH_SAYS = (
 def test_a_full_gpu_is_one_line_that_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load(_settings: object) -> None:
+    def load(*_: object) -> None:
         raise torch.OutOfMemoryError(TORCH_SAYS)
 
     monkeypatch.setattr(process, "load", load)

@@ -1,0 +1,34 @@
+"""Which sender numbers this node's peers have. Pure: knows neither peers nor messages."""
+
+from itertools import chain
+
+from baton.errors import Overloaded
+from kvtransfer.segments import SENDER_BITS
+
+_END = 1 << SENDER_BITS
+
+
+class SenderNumbers:
+    """Consecutive numbers for the ranks of each peer. One that was given back is the last to be drawn again, so that
+    nothing that a peer left behind can be taken for another one's."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._drawn: dict[int, int] = {}
+
+    def draw(self, count: int) -> int:
+        """The first of that many numbers, which nobody has.
+
+        Raises:
+            Overloaded: there are not as many.
+        """
+        stop = _END - count + 1
+        for first in chain(range(self._next, stop), range(1, min(self._next, stop))):
+            if all(first + count <= start or start + size <= first for start, size in self._drawn.items()):
+                self._drawn[first] = count
+                self._next = first + count
+                return first
+        raise Overloaded(f"{len(self._drawn)} prefill nodes are paired already", retry_after_s=1.0)
+
+    def give_back(self, first: int) -> None:
+        del self._drawn[first]

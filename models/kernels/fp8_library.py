@@ -1,0 +1,76 @@
+"""Products of quantized activations with fp8 weights by the library that torch brings: what it takes, how it wants
+scales, and from how many tokens on it is faster than `fp8_gemm`. It never waits for the device and can be captured, but
+a token's bits depend on how many there are.
+
+Legend: P tokens and padding, N output channels, K input channels, C columns of scales.
+"""
+
+import torch
+from torch import Tensor
+
+from models.kernels.fp8_gemm import Weight
+from models.quantization import FP8_BLOCK
+
+# With blocks, the number of tokens must be a multiple of this.
+TOKENS = 4
+# Both sizes of a weight must be. With blocks, a column of the weight's scales must be aligned so, too.
+_ALIGNMENT = 16
+_ALIGNED_COLUMNS = _ALIGNMENT // 4
+# cuBLAS has scales of blocks since then, on Hopper alone.
+_MIN_CUDA = (12, 9)
+# Up to 32 tokens ours wins, and up to 64 for weights with a scale per row. With blocks it wins up to 64 only where few
+# rows leave most multiprocessors to the splits of channels that the library does not make. H200, us for 64 tokens, with
+# quantizing, ours and the library's: 4096 rows of 14336 channels 36 and 43, 2112 of 7168 19 and 24; 7168 of 16384 62
+# and 50, 28672 of 4096 41 and 38.
+_MIN_TOKENS = 65
+_MIN_TOKENS_OF_MANY_ROWS = 33
+_MANY_ROWS = 5120
+
+
+def takes(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether it has this product, on a GPU that multiplies fp8."""
+    rows, channels = weight.stored_NK.shape
+    if dtype is not torch.bfloat16 or rows % _ALIGNMENT or channels % _ALIGNMENT:
+        return False
+    if weight.scale_RC.shape[1] == 1:
+        return weight.rows_per_scale == 1
+    return (
+        weight.rows_per_scale == FP8_BLOCK
+        and channels % (_ALIGNED_COLUMNS * FP8_BLOCK) == 0
+        and weight.bias is None
+        and has_blocks(weight.stored_NK.device)
+    )
+
+
+def has_blocks(device: torch.device) -> bool:
+    """Whether it multiplies with one scale for every 128 channels of a token and for every block of a weight."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    major, minor = torch.version.cuda.split(".")[:2]
+    return torch.cuda.get_device_capability(device) == (9, 0) and (int(major), int(minor)) >= _MIN_CUDA
+
+
+def is_faster(num_tokens: int, weight: Weight) -> bool:
+    """Than ours; by shapes alone."""
+    many_rows = weight.rows_per_scale == FP8_BLOCK and weight.stored_NK.shape[0] > _MANY_ROWS
+    return num_tokens >= (_MIN_TOKENS_OF_MANY_ROWS if many_rows else _MIN_TOKENS)
+
+
+def multiply(x_PK: Tensor, x_scale_PC: Tensor, weight: Weight, *, dtype: torch.dtype) -> Tensor:
+    """[P, N] in `dtype`, of a weight that it takes.
+
+    Args:
+        x_PK: e4m3, contiguous; with blocks, P a multiple of `TOKENS`.
+        x_scale_PC: as `fp8_gemm.multiply` takes them.
+    """
+    out_PN: Tensor = torch._scaled_mm(
+        x_PK,
+        weight.stored_NK.T,
+        scale_a=x_scale_PC,
+        scale_b=weight.scale_RC.T,
+        bias=weight.bias,
+        out_dtype=dtype,
+        # Sums of more than 128 channels are kept in float32 outside of the tensor cores.
+        use_fast_accum=False,
+    )
+    return out_PN

@@ -1,0 +1,131 @@
+"""KV that is converted on its way out of a GPU: the bytes that the store kernel of the other cache would have left,
+without a wait of the host and without memory of its own."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.cache import PagedKVCache
+from attention.cache_ops import (
+    Converter,
+    WriteIndex,
+    digest,
+    gather_to_wire,
+    open_converter,
+    store_kv,
+    store_latent,
+)
+from attention.layout import KVCacheLayout
+from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.cuda_mover import CudaMover
+from kvtransfer.movers import Payload
+from kvtransfer.segments import TRAILER_BYTES, Segment
+from tests.conformance.kv import DEADLINE_S, scattered_blocks
+
+pytestmark = pytest.mark.gpu
+
+# Llama-8B's and DeepSeek-V3's tokens.
+LLAMA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+DEEPSEEK = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=576, dtype="bfloat16")
+TOKENS, BLOCK_SIZE = 700, 16
+LATENT = 512
+
+
+def wait_for(payload: Payload) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not payload.done:
+        assert time.monotonic() < end_s
+
+
+def random_cache(spec: KVCacheSpec, layout: KVCacheLayout) -> PagedKVCache:
+    cache = PagedKVCache(spec, KVCacheShape(layout, BLOCK_SIZE, 64), "cuda")
+    # Some are too large for 8 bits, some too small for a leading one.
+    cache.view.normal_(std=8.0)
+    return cache
+
+
+def stored(cache: PagedKVCache, converter: Converter) -> PagedKVCache:
+    """The cache's numbers in one of the other dtype, as the kernels of a model store them."""
+    other = PagedKVCache(converter.spec, cache.shape, "cuda")
+    index = WriteIndex(torch.arange(cache.shape.num_slots, device="cuda"), BLOCK_SIZE)
+    for layer in range(cache.spec.num_layers):
+        k_THC, *v_THC = cache.layer(layer).flatten(1, 2)
+        scales = (None, None) if converter.scales_LK is None else converter.scales_LK[layer].unbind()
+        if cache.spec.kind is KVKind.MLA:
+            latents, rotary = k_THC[:, 0].split([LATENT, cache.spec.head_dim - LATENT], dim=-1)
+            store_latent(other.layer(layer), latents, rotary, index, scale=scales[0])
+        else:
+            store_kv(other.layer(layer), k_THC, v_THC[0], index, k_scale=scales[0], v_scale=scales[1])
+    return other
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+@pytest.mark.parametrize("wanted", [*FP8_DTYPES, "float16", "float32"])
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [
+        (LLAMA, KVCacheLayout.NHD),
+        (LLAMA, KVCacheLayout.HND),
+        (LLAMA, KVCacheLayout.BLHNC),
+        (replace(LLAMA, dtype="float32"), KVCacheLayout.BLNHC),
+        (DEEPSEEK, KVCacheLayout.LBNC),
+        (DEEPSEEK, KVCacheLayout.BLNC),
+    ],
+)
+def test_a_payload_is_what_the_other_cache_would_hold(
+    spec: KVCacheSpec, layout: KVCacheLayout, wanted: str, through_host: bool
+) -> None:
+    if spec.dtype == wanted:
+        return
+    cache = random_cache(spec, layout)
+    scales = [0.021 * (2 + number) for number in range(spec.num_layers * spec.kv_factor)]
+    converter = open_converter(cache, wanted, scales if wanted in FP8_DTYPES else ())
+    blocks = torch.tensor(scattered_blocks(cache, TOKENS, 1))
+    layers, heads = range(0, 3, 2), range(spec.num_kv_heads)
+    start, stop = 5, TOKENS - 3
+    size = len(layers) * (stop - start) * converter.spec.bytes_per_token_layer
+    expected = torch.empty(size, dtype=torch.uint8, device="cuda")
+    gather_to_wire(
+        stored(cache, converter),
+        block_ids=blocks,
+        token_start=start,
+        token_stop=stop,
+        layers=layers,
+        heads=heads,
+        out=expected,
+    )
+    segment = Segment(1, 1, 0, layers.start, layers[-1] + 1, start, stop, 0, len(heads), size, layer_step=layers.step)
+    mover = CudaMover(cache)
+    pool = mover.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=through_host)
+    slot = pool.take()
+    assert slot is not None
+    payload = mover.gather(slot, blocks, segment, with_digest=True, converter=converter)
+    wait_for(payload)
+    assert torch.equal(slot.memory[:size].cpu(), expected.cpu())
+    assert payload.digest == digest(expected.cpu())
+    mover.close()
+
+
+def test_nothing_waits_and_nothing_is_allocated() -> None:
+    cache = random_cache(LLAMA, KVCacheLayout.NHD)
+    converter = open_converter(cache, FP8_DTYPES[0], [0.5] * 6)
+    blocks = torch.tensor(scattered_blocks(cache, TOKENS, 1))
+    size = 3 * TOKENS * converter.spec.bytes_per_token_layer
+    segment = Segment(1, 1, 0, 0, 3, 0, TOKENS, 0, 8, size)
+    mover = CudaMover(cache)
+    slot = mover.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).take()
+    assert slot is not None
+    first = mover.gather(slot, blocks, segment, with_digest=True, converter=converter)
+    wait_for(first)
+    held = torch.cuda.memory_reserved()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            payload = mover.gather(slot, blocks, segment, with_digest=True, converter=converter)
+            wait_for(payload)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_reserved() == held
+    mover.close()

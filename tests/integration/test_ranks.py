@@ -1,0 +1,154 @@
+"""Nodes of several ranks: the same tokens for every number of them on either side, and one end for all of a node."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.cli.processes import Process
+from baton.types import Path as RequestPath
+from baton.types import SamplingParams
+from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, status, until_status
+from tests.integration.generation import generate
+from tests.integration.reference import Reference
+from tests.integration.test_tokens import assert_same, bytes_per_token
+
+RANKS = (1, 2)
+MAX_TOKENS = 12
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+NODE = {"num_blocks": 256, "max_batch_tokens": 64, "prefix_cache": False}
+LENGTHS = [40, 129, 200]
+
+
+def workers_of(node: Process) -> list[int]:
+    """The processes of a node's ranks above 0."""
+    return [child.pid for child in psutil.Process(node.pid).children()]
+
+
+def until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A prefill and a decode node of each number of ranks, all serving one model."""
+
+    start: Machines
+    model: Path
+    prefill: dict[int, Process]
+    decode: dict[int, Process]
+
+
+@pytest.fixture(
+    scope="module", params=[LLAMA, pytest.param(DEEPSEEK, marks=pytest.mark.slow)], ids=["llama", "deepseek"]
+)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    model: Path = request.param
+    roles = list(product(("prefill", "decode"), RANKS))
+    with machines() as start:
+        nodes = start.nodes(
+            *(
+                (role, {"model": model, "tensor_parallel_size": ranks, "block_size": 16 * ranks, **NODE})
+                for role, ranks in roles
+            )
+        )
+        by_role = dict(zip(roles, nodes, strict=True))
+        yield Cluster(
+            start,
+            model,
+            {ranks: by_role["prefill", ranks] for ranks in RANKS},
+            {ranks: by_role["decode", ranks] for ranks in RANKS},
+        )
+
+
+def copies(model: Path, receivers: int) -> int:
+    """How many ranks of the decode node get the same KV."""
+    return receivers if model == DEEPSEEK else 1
+
+
+async def test_any_number_of_ranks_on_either_side_gives_the_same_tokens(cluster: Cluster) -> None:
+    model, start = cluster.model, cluster.start
+    reference = Reference(model)
+    prompts = reference.prompts(LENGTHS)
+    expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
+    for senders, receivers in product(RANKS, RANKS):
+        prefill, decode = cluster.prefill[senders], cluster.decode[receivers]
+        gateway = start.gateway([prefill], [decode], model=model, local_policy="strict")
+        results = await asyncio.gather(*(generate(gateway, prompt, GREEDY) for prompt in prompts))
+        for prompt, result, wanted in zip(prompts, results, expected, strict=True):
+            assert_same(result, wanted, f"{senders} to {receivers} ranks, {len(prompt)} tokens")
+            receipt = result.proof
+            assert receipt.path is RequestPath.REMOTE
+            assert receipt.prompt_tokens_sent == len(prompt)
+            assert receipt.bytes_sent == len(prompt) * bytes_per_token(model) * copies(model, receivers)
+            assert receipt.segments >= max(senders, receivers)
+            assert receipt.transport not in ("", "loopback")
+        start.end(gateway)
+        await until_status(prefill, nothing_held)
+        await until_status(decode, nothing_held)
+    said = await status(cluster.decode[2])
+    assert said.info.tensor_parallel_size == 2
+    assert said.segments_refused == 0
+
+
+async def test_sampled_tokens_are_those_of_one_rank(cluster: Cluster) -> None:
+    """What edits logits is not captured, and each rank keeps track of it."""
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=seed, ignore_eos=True, **extra)  # type: ignore[arg-type]
+        for seed, extra in enumerate([{"top_k": 20}, {"repetition_penalty": 1.3}, {"top_p": 0.8, "logprobs": 2}])
+    ]
+    prompts = Reference(cluster.model).prompts([70, 33, 90])
+    told = []
+    for ranks in RANKS:
+        gateway = cluster.start.gateway([], [cluster.decode[ranks]], model=cluster.model, local_policy="local")
+        results = await asyncio.gather(*(generate(gateway, p, s) for p, s in zip(prompts, params, strict=True)))
+        told.append([result.token_ids for result in results])
+        cluster.start.end(gateway)
+    assert told[0] == told[1]
+
+
+async def test_ranks_end_with_their_node_however_it_ends(cluster: Cluster) -> None:
+    """The last one with these nodes."""
+    killed, drained = cluster.prefill[2], cluster.decode[2]
+    workers = [*workers_of(killed), *workers_of(drained)]
+    assert len(workers) == 2
+    cluster.start.kill(killed)
+    assert cluster.start.end(drained) == 0
+    until_gone(workers)
+
+
+@pytest.fixture
+def start() -> Iterator[Machines]:
+    with machines() as each:
+        yield each
+
+
+SLOW = {"model": LLAMA, "num_blocks": 256, "max_batch_tokens": 16, "prefix_cache": False}
+
+
+async def test_a_rank_that_dies_takes_its_node_along_and_its_requests_go_on_elsewhere(start: Machines) -> None:
+    reference = Reference(LLAMA)
+    prompts = reference.prompts([50, 60, 70, 80])
+    long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    ranked, single = start.nodes(("decode", {**SLOW, "tensor_parallel_size": 2}), ("decode", SLOW))
+    gateway = start.gateway([], [ranked, single], model=LLAMA, local_policy="local")
+    requests = [asyncio.create_task(generate(gateway, prompt, long)) for prompt in prompts]
+    await until_status(ranked, lambda last: last.requests_running > 0 and last.tokens_waiting == 0)
+    (worker,) = workers_of(ranked)
+    os.kill(worker, signal.SIGKILL)
+    results = await asyncio.gather(*requests)
+    assert ranked.popen.wait(10) == 1
+    until_gone([worker])
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == reference.greedy(prompt, 60).token_ids
+    await until_status(single, nothing_held)

@@ -31,7 +31,7 @@ from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refu
 KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
 _DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
 _CPU_TOKENS, _CPU_REQUESTS, _GPU_REQUESTS = 256, 64, 256
-_CPU_CACHE_BYTES = 128 << 20
+CPU_CACHE_BYTES = 128 << 20
 # Of a cache that a profile sizes: a tiny model's would have so many blocks that the tables of them take gigabytes.
 _MOST_BLOCKS = 1 << 20
 
@@ -128,7 +128,7 @@ def build_runner(
     max_batch_requests = max_batch_requests or (_GPU_REQUESTS if on_gpu else _CPU_REQUESTS)
     if not on_gpu:
         max_batch_tokens = max_batch_tokens or _CPU_TOKENS
-        kv_cache_bytes = kv_cache_bytes or _CPU_CACHE_BYTES
+        kv_cache_bytes = kv_cache_bytes or CPU_CACHE_BYTES
     if num_blocks is None and kv_cache_bytes is not None:
         num_blocks = _num_blocks(spec, block_size=block_size, kv_cache_bytes=kv_cache_bytes)
     # Until a GPU's cache is sized, it is taken to hold the longest sequence.

@@ -6,8 +6,9 @@ import kubernetes_validate
 import pytest
 
 from attention.layout import parse_layout
-from baton.config import CommonSettings
+from baton.config import MIB, CommonSettings, NodeSettings
 from baton.rpc.server import Address
+from engine.build import CPU_CACHE_BYTES
 from protos import decode_pb2, generation_pb2, prefill_pb2
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
 
@@ -178,11 +179,14 @@ def test_shared_memory_is_memory_and_fits_the_limit(rendered: Rendered, role: st
 
 @pytest.mark.parametrize("role", NODE_ROLES)
 def test_a_cache_in_main_memory_leaves_room_for_the_rest(rendered: Rendered, role: str) -> None:
-    settings = rendered.settings(role)
+    given = rendered.settings(role)
+    settings = SETTINGS[role].model_validate(given)
+    assert isinstance(settings, NodeSettings)
     resources = rendered.container(role)["resources"]
-    cache_mib = 0.0 if settings.get("device") == "cuda" else float(settings["kv_cache_mib"])
-    staging_mib = 2 * float(settings["segment_mib"]) * float(settings["staging_slots"])
-    assert cache_mib + staging_mib < 0.5 * mebibytes(resources["limits"]["memory"])
+    on_gpu = given.get("device") == "cuda"
+    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_BYTES
+    staging_bytes = 2 * settings.segment_bytes(on_gpu=on_gpu) * settings.staging_slots
+    assert cache_bytes + staging_bytes < 0.5 * MIB * mebibytes(resources["limits"]["memory"])
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
 
 

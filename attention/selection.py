@@ -36,9 +36,9 @@ class BackendClass(Protocol):
 
 
 # Plain torch serves CPUs only, and there goes before the kernels, which run there only in Triton's interpreter. On an
-# H200 TRITON_ATTN decodes within 4 % of the best backend at every size of the benchmark, and prefills at 512 to 657
-# TFLOPS, within 7 %; FLASHINFER_MLA decodes 1.00 to 1.35 times as fast as TRITON_MLA except for one short request, and
-# prefills with the same kernel.
+# H200 TRITON_ATTN decodes within 4 % of the best backend at every size of the benchmark, and prefills at 513 to 662
+# TFLOPS, within 12 % at many short prompts and 4 % else; FLASHINFER_MLA decodes 1.00 to 1.35 times as fast as
+# TRITON_MLA, whose kernel it takes for few rows, and prefills with the same kernel.
 BACKENDS: tuple[BackendClass, ...] = (
     TorchSDPA,
     TorchMLA,

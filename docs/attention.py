@@ -41,7 +41,8 @@ What the words mean: `attention/parameters.py` defines each feature, `attention/
 conformance suite (`tests/conformance/attention`) compares the backends with attention by its definition in float64:
 plain torch and Triton's interpreter on a CPU with `make test`, all of a machine's on a GPU with `make test-gpu`.
 How fast each one is beside
-its rivals is in [attention.md](../bench/results/attention.md):
+its rivals is in [attention.md](../bench/results/attention.md); what the conformance suite said on a GPU is in
+[attention_conformance.md](../bench/results/attention_conformance.md):
 
 ![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)
 """

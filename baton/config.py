@@ -244,6 +244,13 @@ def visible_gpus() -> int:
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
+def ranks_of_each_node() -> int:
+    """How many ranks the environment gives to nodes that are started here; 1 where it says nothing sensible, of which
+    they complain themselves."""
+    said = os.environ.get(variable("tensor_parallel_size"), "")
+    return max(1, int(said)) if said.isdecimal() else 1
+
+
 def is_set(name: str) -> bool:
     """Whether the environment sets a setting."""
     return variable(name) in os.environ

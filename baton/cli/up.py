@@ -17,7 +17,7 @@ from baton.cli.generate import stream_to_terminal
 from baton.cli.processes import Process, Processes
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.client import Client
-from baton.config import DEMO_MODELS, is_set, visible_gpus
+from baton.config import DEMO_MODELS, is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError
 from baton.types import LocalPolicy, SamplingParams
 from protos import common_pb2
@@ -81,7 +81,7 @@ def local_cluster(options: ClusterOptions, say: Callable[[str], None]) -> Iterat
     """
     with Processes(say) as processes:
         say(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
-        devices = _devices(options.prefill + options.decode, visible_gpus())
+        devices = _devices(options.prefill + options.decode, visible_gpus(), ranks=ranks_of_each_node())
         prefill = [
             processes.start("prefill_node", _node_arguments(options, "prefill", i) + next(devices))
             for i in range(options.prefill)
@@ -113,14 +113,15 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
     )
 
 
-def _devices(num_nodes: int, num_gpus: int) -> Iterator[list[str]]:
-    """Each node's flags: the GPUs in turn, and its part of a GPU that several of them share. What the environment says
-    for all nodes stands."""
-    sharing = -(-num_nodes // max(1, num_gpus))
+def _devices(num_nodes: int, num_gpus: int, *, ranks: int = 1) -> Iterator[list[str]]:
+    """Each node's flags: the GPUs in turn, one for each of its ranks, and its part of a GPU that several nodes share.
+    What the environment says for all nodes stands."""
+    places = max(1, num_gpus // ranks)
+    sharing = -(-num_nodes // places)
     for index in range(num_nodes):
         flags: dict[str, object] = {}
         if num_gpus and not is_set("device"):
-            flags["device"] = f"cuda:{index % num_gpus}"
+            flags["device"] = f"cuda:{index % places * ranks}"
         if num_gpus and sharing > 1 and not is_set("gpu_memory_fraction"):
             flags["gpu-memory-fraction"] = round(_GPU_SHARE / sharing, 3)
         yield _flags(flags)

@@ -13,7 +13,7 @@ from baton.cli.generate import summary, to_json
 from baton.cli.status import to_json as status_to_json
 from baton.cli.up import _devices
 from baton.client import Completion
-from baton.config import visible_gpus
+from baton.config import ranks_of_each_node, visible_gpus
 from baton.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.types import Path as Way
 from protos import common_pb2, generation_pb2, node_pb2
@@ -170,6 +170,16 @@ def test_the_nodes_of_a_cluster_take_the_gpus_in_turn(monkeypatch: pytest.Monkey
 def test_a_cluster_without_gpus_leaves_the_device_to_its_default(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert list(_devices(2, visible_gpus())) == [[], []]
+
+
+def test_a_node_of_several_ranks_gets_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_TENSOR_PARALLEL_SIZE", "2")
+    assert ranks_of_each_node() == 2
+    assert list(_devices(2, 4, ranks=2)) == [["--device", "cuda:0"], ["--device", "cuda:2"]]
+    first, second = _devices(2, 3, ranks=2)
+    assert first == second == ["--device", "cuda:0", "--gpu-memory-fraction", "0.45"]
+    monkeypatch.setenv("BATON_TENSOR_PARALLEL_SIZE", "many")
+    assert ranks_of_each_node() == 1
 
 
 def test_what_the_environment_says_of_devices_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*.proto)
 GENERATED := protos/common_pb2.pyi
 # Tests that only compute run two at a time; those with processes, deadlines and ports one after the other.
-COMPUTING := tests/unit tests/conformance/attention $(addprefix tests/conformance/test_,kv_states.py covering.py) \
-	tests/test_architecture.py
+COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
+	covering.py kv_convert.py kv_fp8.py kv_matrix.py kv_ranks.py kv_states.py kv_windows.py)
 # Tests of kernels, which run compiled where there is a GPU.
 KERNELS := tests/unit/attention tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
 	$(addprefix tests/unit/models/test_,expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)

@@ -20,13 +20,14 @@ from attention.cache import PagedKVCache
 from attention.cache_ops import digest, gather_to_wire, scatter_from_wire
 from attention.layout import KVCacheLayout
 from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from bench import nixl_rival
 from bench.table import Row
 from bench.transport import MIB, memcpy_gigabytes_per_s, perftest_gigabytes_per_s, transport_gigabytes_per_s
 from kvtransfer.node import KVTransfer, LeaseFilled, LeaseGrant, SendJob
 from kvtransfer.segments import cut
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=8, head_dim=128, dtype="float32")
-TOKENS = 2048
+TOKENS, FEW_TOKENS = 2048, 256
 BLOCK_SIZE = 16
 SHAPE = KVCacheShape(KVCacheLayout.NHD, BLOCK_SIZE, TOKENS // BLOCK_SIZE)
 SEGMENTS_MIB = (1, 4, 16)
@@ -56,14 +57,31 @@ def run(progress: Callable[[str], None]) -> list[Row]:
     plain = asyncio.run(_measure(4 * MIB, digests=False))
     work = f"{TOKENS} tokens, {SPEC.num_layers} layers fp32, 4 MiB segments"
     rows.append(Row("cache to cache, digests off", work, plain.gigabytes_per_s, "GB/s"))
+    rows += _beside_nixl(plain, progress)
     rows.append(Row("send to filled", "one token, receiver idle", figures.latency_ms, "ms"))
     rows.append(Row("waiting", "open lease, nothing arrives", figures.idle_percent, "% of a core"))
+    return rows
+
+
+def _beside_nixl(plain: "Figures", progress: Callable[[str], None]) -> list[Row]:
+    """A block's keys of one layer lie together, and its values: so many bytes, scattered on both sides, NIXL moves."""
+    if not nixl_rival.available():
+        progress("cache to cache: nixl-cu13 is not installed, its rows are missing")
+        return []
+    run_bytes = SPEC.bytes_per_token_layer // SPEC.kv_factor * BLOCK_SIZE
+    rows = []
+    for tokens, ours in ((TOKENS, plain.gigabytes_per_s), (FEW_TOKENS, plain.few_gigabytes_per_s)):
+        num_runs = tokens // BLOCK_SIZE * SPEC.num_layers * SPEC.kv_factor
+        work = f"{num_runs} blocks of {run_bytes >> 10} KiB, scattered, digests off"
+        rival = nixl_rival.read_gigabytes_per_s(num_runs, run_bytes)
+        rows.append(Row("cache to cache", work, ours, "GB/s", "NIXL", rival, goal=1.0))
     return rows
 
 
 @dataclass(frozen=True)
 class Figures:
     gigabytes_per_s: float
+    few_gigabytes_per_s: float
     latency_ms: float
     idle_percent: float
 
@@ -93,6 +111,7 @@ async def _measure(segment_bytes: int, *, digests: bool = True) -> Figures:
             return end_s - float(await asyncio.to_thread(connection.recv))
 
         whole = [await seconds(TOKENS) for _ in range(ROUNDS)]
+        few = [await seconds(FEW_TOKENS) for _ in range(2 * ROUNDS)]
         small = []
         for _ in range(SMALL_ROUNDS):
             await asyncio.sleep(0.02)
@@ -102,7 +121,12 @@ async def _measure(segment_bytes: int, *, digests: bool = True) -> Figures:
         await asyncio.sleep(IDLE_S)
         idle = (time.process_time() - before_s) / IDLE_S
         connection.send(None)
-        return Figures(TOKENS * SPEC.bytes_per_token / min(whole) / GIGA, median(small) * 1e3, idle * 100)
+        return Figures(
+            TOKENS * SPEC.bytes_per_token / min(whole) / GIGA,
+            FEW_TOKENS * SPEC.bytes_per_token / min(few) / GIGA,
+            median(small) * 1e3,
+            idle * 100,
+        )
 
 
 def _limit(segment_bytes: int) -> float:

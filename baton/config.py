@@ -140,6 +140,11 @@ class PrefillSettings(NodeSettings):
     """Role prefill."""
 
     connect_timeout_s: float = Field(10.0, gt=0, description="for making the pair with a decode node")
+    layer_groups: bool = Field(
+        True,
+        description="send the KV of a chunk's first layers while later ones compute, in as many groups as the measured "
+        "link suggests; off: once the chunk is computed",
+    )
 
 
 class DecodeSettings(NodeSettings):

@@ -116,6 +116,7 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         prefill_cached_tokens=receipt.prefill_cached_tokens,
         segment_bytes=receipt.segment_bytes,
         kv_converted=receipt.kv_converted,
+        layer_groups=receipt.layer_groups,
     )
 
 
@@ -141,4 +142,5 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         prefill_cached_tokens=message.prefill_cached_tokens,
         segment_bytes=message.segment_bytes,
         kv_converted=message.kv_converted,
+        layer_groups=message.layer_groups,
     )

@@ -129,3 +129,4 @@ class Receipt:
     prefill_cached_tokens: int
     segment_bytes: int
     kv_converted: str
+    layer_groups: int

@@ -70,10 +70,12 @@ class Batch:
 
     Args:
         shared_rows: its rows, some of which other steps may have too; see `BatchRow.since`.
+        layers_per_group: marks are wanted behind so many layers each; 0: none.
     """
 
     step: int
     shared_rows: tuple[BatchRow, ...]
+    layers_per_group: int = 0
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

@@ -1,4 +1,4 @@
-"""The two threads between event loop and device: one launches steps, the other waits for their results.
+"""The two threads between event loop and device: one launches steps, the other waits for their marks and results.
 
 Messages in, messages out, both in the order of the steps; shares no state with the event loop. Knows neither scheduler
 nor requests. An exception of a step comes back as a message, and the threads go on.
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from baton.types import TokenOutput
 from engine.batch import Batch
+from engine.layer_marks import LayerMark, OnMark
 from engine.request import ModelFacts
 
 
@@ -33,7 +34,14 @@ class StepRunner(Protocol):
 
     def prepare(self) -> None: ...
 
-    def launch(self, batch: Batch) -> Launched: ...
+    def launch(self, batch: Batch, on_mark: OnMark) -> Launched: ...
+
+
+@dataclass(frozen=True)
+class LayersDone:
+    """The oldest step that is not over has computed its layers in front of that one."""
+
+    layer_stop: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class StepRaised:
     seconds: float
 
 
-Outcome = StepDone | StepRaised
+Outcome = LayersDone | StepDone | StepRaised
 
 
 class _Launched(NamedTuple):
@@ -66,7 +74,8 @@ class DeviceThread:
     """Lives from `start` to `close`.
 
     Args:
-        on_outcome: called on the event loop, once for each launched batch, in the order of their launch.
+        on_outcome: called on the event loop, once for each launched batch, in the order of their launch; and before
+            that for its marks.
     """
 
     def __init__(
@@ -76,7 +85,7 @@ class DeviceThread:
         self._clock = clock
         self._on_outcome = on_outcome
         self._batches: SimpleQueue[Batch | None] = SimpleQueue()
-        self._launched: SimpleQueue[_Launched | None] = SimpleQueue()
+        self._launched: SimpleQueue[LayerMark | _Launched | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
     async def start(self) -> None:
@@ -111,14 +120,17 @@ class DeviceThread:
         while (batch := self._batches.get()) is not None:
             since_s = self._clock()
             try:
-                self._launched.put(_Launched(self._runner.launch(batch), since_s))
+                self._launched.put(_Launched(self._runner.launch(batch, self._launched.put), since_s))
             except Exception as error:  # noqa: BLE001  the step's requests are told; the thread serves the others
                 self._launched.put(_Launched(error, since_s))
         self._launched.put(None)
 
     def _await_steps(self, loop: asyncio.AbstractEventLoop) -> None:
         while (launched := self._launched.get()) is not None:
-            loop.call_soon_threadsafe(self._on_outcome, self._outcome(launched))
+            if isinstance(launched, _Launched):
+                loop.call_soon_threadsafe(self._on_outcome, self._outcome(launched))
+            elif _raised(launched.wait) is None:  # what the device raises, its step will tell
+                loop.call_soon_threadsafe(self._on_outcome, LayersDone(launched.layer_stop))
 
     def _outcome(self, launched: _Launched) -> Outcome:
         step, since_s = launched

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.types import FinishReason, TokenOutput
-from engine.device_thread import DeviceThread, Outcome, StepDone, StepRunner
+from engine.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from engine.scheduler import Scheduler
@@ -29,7 +29,8 @@ class Engine:
     On exit the steps in flight end, and every request that is left fails with Cancelled.
 
     Args:
-        on_step: called on the event loop after each step. It must not raise: if it does, the engine ends.
+        on_step: called on the event loop after each step, and within one that has marks. It must not raise: if it does,
+            the engine ends.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Engine:
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._landed)
         self._clock = clock
         self._on_step = on_step
-        self._outcomes: deque[Outcome] = deque()  # of steps whose requests were not told yet
+        self._outcomes: deque[Outcome] = deque()  # of which requests were not told yet
         self._wake = asyncio.Event()
         self._step_over = asyncio.Event()  # a new one for each step
         self._over: BatonError | None = None  # why the engine takes nothing more
@@ -159,7 +160,7 @@ class Engine:
         """Schedule, launch, complete: a step is launched behind the one that runs, so that the device never waits."""
         while self._over is None or self._scheduler.steps_in_flight:
             self._wake.clear()
-            events = self._complete_oldest()
+            events = self._next_events()
             launched = self._over is None and self._launch_next()
             if events is not None:
                 self._on_step(events)
@@ -172,11 +173,13 @@ class Engine:
             self._device.launch(batch)
         return batch is not None
 
-    def _complete_oldest(self) -> StepEvents | None:
-        """What the oldest step in flight came to, if it is over."""
+    def _next_events(self) -> StepEvents | None:
+        """What the oldest step in flight came to, if it is over, or how far it is; None: nothing is new."""
         if not self._outcomes:
             return None
         outcome = self._outcomes.popleft()
+        if isinstance(outcome, LayersDone):
+            return self._scheduler.layers_computed(outcome.layer_stop)
         if isinstance(outcome, StepDone):
             events = self._scheduler.complete(outcome.tokens, outcome.seconds)
         else:

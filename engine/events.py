@@ -37,6 +37,17 @@ class ChunkComputed:
     block_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class LayersComputed:
+    """The same, as yet only in the first `layer_stop` layers: the step still computes. `ChunkComputed` will follow."""
+
+    request_id: str
+    token_start: int
+    token_stop: int
+    layer_stop: int
+    block_ids: tuple[int, ...]
+
+
 class TokenSampled(NamedTuple):
     """A token of the request; its last one when `finish_reason` is set.
 
@@ -66,7 +77,10 @@ class RequestFailed:
 
 @dataclass(frozen=True)
 class StepEvents:
-    """One step. `seconds` is the forward and the sampling, without scheduling."""
+    """One step, or what is known of it while it runs: then there are only `layers`, and no seconds yet.
+
+    `seconds` is the forward and the sampling, without scheduling.
+    """
 
     step: int
     seconds: float
@@ -74,3 +88,4 @@ class StepEvents:
     chunks: tuple[ChunkComputed, ...] = ()
     tokens: tuple[TokenSampled, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
+    layers: tuple[LayersComputed, ...] = ()

@@ -7,9 +7,9 @@ from collections import deque
 from typing import NamedTuple
 
 from engine.batch import Batch, BatchRow
-from engine.events import RequestStarted
+from engine.events import LayersComputed, RequestStarted, StepEvents
 from engine.next_step import NextStep
-from engine.state import RequestState
+from engine.state import Phase, RequestState
 
 STEPS_MAX = 2
 
@@ -26,6 +26,16 @@ class Step(NamedTuple):
     states: list[RequestState]
     rows: tuple[BatchRow, ...]
     started: dict[str, RequestStarted]
+
+    def layers_computed(self, layer_stop: int) -> StepEvents:
+        """What there is to tell of the step that runs, when its first layers are computed."""
+        layers = []
+        for state, row in zip(self.states, self.rows, strict=True):
+            start = state.num_computed
+            if state.request.layers_per_group and start < state.prefill_stop and state.phase is not Phase.ENDED:
+                stop = start + len(row.token_ids)
+                layers.append(LayersComputed(state.request_id, start, stop, layer_stop, tuple(state.blocks)))
+        return StepEvents(self.number, 0.0, layers=tuple(layers))
 
 
 class StepsInFlight:
@@ -57,7 +67,12 @@ class StepsInFlight:
             step.states[index].row_index = index
         launched = Step(number, step.states, tuple(step.rows), step.started)
         self._steps.append(launched)
-        return Batch(number, launched.rows)
+        return Batch(number, launched.rows, step.layers_per_group)
+
+    @property
+    def oldest(self) -> Step:
+        """The one that runs, or is over and will land next."""
+        return self._steps[0]
 
     def land(self) -> Step:
         """Takes the oldest step out."""

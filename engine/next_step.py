@@ -14,6 +14,7 @@ class NextStep:
         budget: tokens that still fit.
         started: of requests whose first row is in this step, by name.
         num_decodes: rows that `add_decodes` has made; they stand in front.
+        layers_per_group: the smallest that one of the prompts wants; 0: none wants any.
     """
 
     def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float) -> None:
@@ -23,6 +24,7 @@ class NextStep:
         self.started: dict[str, RequestStarted] = {}
         self.budget = limits.max_batch_tokens
         self.num_decodes = 0
+        self.layers_per_group = 0
         self._num_single = 0
         self._limits = limits
         self._block_size = block_size
@@ -57,3 +59,5 @@ class NextStep:
         self.rows.insert(index, state.next_row(num_tokens, block_size=self._block_size))
         self.budget -= num_tokens
         self._num_single += num_tokens == 1
+        if wanted := state.request.layers_per_group:
+            self.layers_per_group = min(wanted, self.layers_per_group or wanted)

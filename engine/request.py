@@ -25,6 +25,8 @@ class EngineRequest:
             is `len(output)`.
         cache_salt: only requests of equal salt share cached blocks.
         prefill_only: ends with its first sampled token; its blocks stay held until they are released.
+        layers_per_group: a chunk of the prompt is told of after about so many layers each, while the step computes the
+            next ones, and not only when all are done; 0: only then. May come finer, where others want that.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class EngineRequest:
     output: tuple[int, ...] = ()
     cache_salt: str = ""
     prefill_only: bool = False
+    layers_per_group: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ channel, V vocabulary, N most rows of a step.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -24,6 +25,7 @@ from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow, SampleRow
 from engine.graphs import DecodeGraphs, GraphSettings
 from engine.inputs import pending_tokens, stage_step
+from engine.layer_marks import LayerMarks, OnMark
 from engine.request import ModelFacts, int_array
 from engine.sampler import sample, tell
 from engine.step_slot import StepSlot, StepSlots
@@ -96,6 +98,7 @@ class ModelRunner:
         self._cache = cache
         self._device = cache.view.device
         self._graphs = None if graphs is None else DecodeGraphs(model, backend, cache, graphs)
+        self._marks = LayerMarks(model.model.layers, self._device)
         self._is_prepared = False
         # What the last step has sampled, row by row.
         if self._graphs is None:
@@ -128,8 +131,13 @@ class ModelRunner:
         return self.launch(batch).wait()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> LaunchedStep:
-        """Queues a step that computes the batch's tokens and writes their KV; on a GPU waits for nothing of it."""
+    def launch(self, batch: Batch, on_mark: OnMark | None = None) -> LaunchedStep:
+        """Queues a step that computes the batch's tokens and writes their KV; on a GPU waits for nothing of it.
+
+        Args:
+            on_mark: gets the marks that the batch asks for, on this thread, as the step is queued; on a CPU thus as
+                its layers are computed.
+        """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         slot = self._slots.take()
@@ -137,7 +145,11 @@ class ModelRunner:
         num_rows = len(batch.shared_rows)
         size = None if self._graphs is None else self._graphs.size_for(batch.shared_rows)
         if self._graphs is None or size is None:
-            plain, parts = None, self._launch_eagerly(batch.rows)
+            marked: AbstractContextManager[None] = nullcontext()
+            if batch.layers_per_group and on_mark is not None:
+                marked = self._marks.every(batch.layers_per_group, on_mark)
+            with marked:
+                plain, parts = None, self._launch_eagerly(batch.rows)
         else:
             plain, parts = self._launch_padded(self._graphs, batch, size, slot)
         slot.timer.stop()

@@ -47,9 +47,8 @@ class Scheduler:
         self._limits = limits
         self._facts = facts
         self._block_size = facts.block_size
-        self._blocks = RequestBlocks(
-            facts, prefix_cache=limits.prefix_cache, align_tokens=limits.chunk_align_tokens or 1
-        )
+        align_tokens = limits.chunk_align_tokens or 1
+        self._blocks = RequestBlocks(facts, prefix_cache=limits.prefix_cache, align_tokens=align_tokens)
         self._roster = Roster(seats=min(limits.max_batch_requests, limits.max_batch_tokens))
         self._in_flight = StepsInFlight()
         self._places = Places()
@@ -121,8 +120,7 @@ class Scheduler:
         check_first_token(first, index=state.num_output, vocab_size=self._facts.vocab_size)
         self._blocks.fill(state)
         self._roster.run(state)
-        end = state.append(first.token_id)
-        if end is not NO_END:
+        if (end := state.append(first.token_id)) is not NO_END:
             self._end(state)
         return end.reason
 
@@ -145,8 +143,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """Ends the request, whatever it does. True as long as its blocks, or those of one that ended, are in a step."""
-        state = self._roster.find(request_id)
-        if state is not None:
+        if (state := self._roster.find(request_id)) is not None:
             self._end(state)
         return self._in_flight.has_row_named(request_id)
 
@@ -193,6 +190,10 @@ class Scheduler:
         while self._preemptions == preemptions and (admitted := self._admit_waiting(step.budget)) is not None:
             step.add_chunk(admitted)
         return self._in_flight.launch(step) if step.rows else None
+
+    def layers_computed(self, layer_stop: int) -> StepEvents:
+        """The oldest step in flight has computed its first layers: tells those who want to know."""
+        return self._in_flight.oldest.layers_computed(layer_stop)
 
     def complete(self, results: Sequence[TokenOutput | None], seconds: float) -> StepEvents:
         """The oldest step in flight is over; `results` are its rows' tokens, None where a row drew none."""
@@ -251,7 +252,7 @@ class Scheduler:
         """Room for `state` beside the running requests, the reserved ones, and all that wait before it."""
         if self._roster.free_seats <= len(self._roster.waiting):
             return False
-        waiting = sum(self._blocks.needed(other) for other in self._roster.waiting)
+        waiting = sum(map(self._blocks.needed, self._roster.waiting))
         return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)
 
     def _admit_waiting(self, budget: int) -> RequestState | None:

@@ -90,6 +90,7 @@ class ReceiptDraft:
             prefill_cached_tokens=self._scheduled.cached_tokens,
             segment_bytes=sent.segment_bytes,
             kv_converted=sent.kv_converted or self._kv_converted,
+            layer_groups=sent.layer_groups,
         )
 
     def _forget_prefill(self) -> None:

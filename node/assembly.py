@@ -91,7 +91,7 @@ class Node:
             max_context_tokens=self.max_context_tokens,
         )
         self._listener: Listener | None = None
-        limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
+        self.limits = limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
         self._workers = group.workers if group is not None else ()
         runner: StepRunner = built.runner
         if group is not None and self._workers:

@@ -1,8 +1,8 @@
 """One request on the prefill node, from its ticket to its last byte: this side of the hand-over, top to bottom.
 
-The KV of a chunk is on its way while the next chunk computes: `HandOver.run` follows the engine and tells the gateway,
-a second task follows what is computed and sends it. Whatever happens, nothing of the lease is in flight any more and
-the blocks are free when `run` ends.
+The KV of a chunk is on its way while the next chunk computes, and where that pays the KV of its first layers while its
+later ones do: `HandOver.run` follows the engine and tells the gateway, a second task sends what is computed. Whatever
+happens, nothing of the lease is in flight any more and the blocks are free when `run` ends.
 """
 
 import asyncio
@@ -14,15 +14,16 @@ from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_
 from baton.errors import BatonError, Cancelled, InternalError, InvalidRequest
 from baton.rpc.status import to_detail
 from engine.engine import Engine
-from engine.events import ChunkComputed, RequestFailed, RequestStarted, TokenSampled
+from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.node import SendJob, SentSegment
 from node.ranks.transfer import RankedTransfer
 from prefill_node.pairs import Pair
+from prefill_node.unsent import Part, Unsent
 from protos import common_pb2, decode_pb2
 from protos import prefill_pb2 as pb
 
-Event = RequestStarted | ChunkComputed | TokenSampled | RequestFailed
+Event = RequestStarted | LayersComputed | ChunkComputed | TokenSampled | RequestFailed
 Tell = Callable[[pb.PrefillEvent], Awaitable[None]]
 
 
@@ -41,6 +42,8 @@ class HandOver:
     """One request: its place in the engine, its blocks, its lease at a decode node.
 
     Args:
+        num_layers: of the model.
+        layers_per_group: so many of them go together while a chunk computes; all of them: chunks go whole.
         tell: writes one event to the gateway.
     """
 
@@ -52,6 +55,9 @@ class HandOver:
         request: pb.PrefillRequest,
         engine_id: str,
         tell: Tell,
+        *,
+        num_layers: int,
+        layers_per_group: int,
     ) -> None:
         self.engine = engine
         self.transfer = transfer
@@ -65,9 +71,14 @@ class HandOver:
             sampling=sampling_from_proto(request.sampling),
             cache_salt=request.cache_salt,
             prefill_only=True,
+            layers_per_group=layers_per_group if layers_per_group < num_layers else 0,
         )
+        self.layer_groups = -(-num_layers // layers_per_group)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.computed: asyncio.Queue[ChunkComputed | None] = asyncio.Queue()
+        self.unsent = Unsent(num_layers, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
+        self.block_ids: tuple[int, ...] = ()
+        self._to_send = asyncio.Event()
+        self._all_computed = False
         self.failure: BatonError | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending = False
@@ -122,12 +133,15 @@ class HandOver:
                     started_at = submitted_at + queue_s  # told when that step is over
                     scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
                     await self.tell(pb.PrefillEvent(scheduled=scheduled))
-                case ChunkComputed(token_stop=token_stop):
-                    self.computed.put_nowait(event)
+                case LayersComputed(token_stop=token_stop, layer_stop=layer_stop, block_ids=block_ids):
+                    self._computed(token_stop, block_ids, layer_stop=layer_stop)
+                case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
+                    self._computed(token_stop, block_ids)
                     progress = pb.PrefillProgress(computed_tokens=token_stop)
                     await self.tell(pb.PrefillEvent(progress=progress))
                 case TokenSampled():
-                    self.computed.put_nowait(None)
+                    self._all_computed = True
+                    self._to_send.set()
                     await self.tell(pb.PrefillEvent(first_token=_first_token(event, time.monotonic() - started_at)))
                     return event
                 case RequestFailed(error=error):
@@ -146,39 +160,37 @@ class HandOver:
         sending.result()
         raise Cancelled("the sending of KV ended early")
 
+    def _computed(self, token_stop: int, block_ids: tuple[int, ...], *, layer_stop: int | None = None) -> None:
+        self.block_ids = block_ids
+        self.unsent.computed(token_stop, layer_stop=layer_stop)
+        self._to_send.set()
+
     async def _send_computed(self) -> Sent:
         """Sends what the decode node lacks, as it is computed; what was computed while a send ran goes in one."""
         segments: list[SentSegment] = []
-        sent_until = self.ticket.token_start
         last = False
         while not last:
-            chunk = await self.computed.get()
-            while not self.computed.empty() and chunk is not None:
-                newer = self.computed.get_nowait()
-                if newer is None:
-                    last = True
-                    break
-                chunk = newer
-            if chunk is None:
-                break
-            if chunk.token_stop > sent_until:
+            await self._to_send.wait()
+            self._to_send.clear()
+            last = self._all_computed
+            for part in self.unsent.take():
                 # Every link counts its own segments, from a number that none of them has used.
                 first_segment = max((segment.number + 1 for segment in segments), default=0)
-                segments += await self.transfer.send(self._job(chunk, sent_until, first_segment))
-                sent_until = chunk.token_stop
+                segments += await self.transfer.send(self._job(part, first_segment))
         return Sent(tuple(segments))
 
-    def _job(self, chunk: ChunkComputed, token_start: int, first_segment: int) -> SendJob:
+    def _job(self, part: Part, first_segment: int) -> SendJob:
         return SendJob(
             peer=self.pair.number,
             sender_number=self.pair.sender_number,
             lease=self.lease,
             incarnation=self.ticket.lease.incarnation,
             first_segment=first_segment,
-            token_start=token_start,
-            token_stop=min(chunk.token_stop, self.ticket.token_stop),
+            token_start=part.token_start,
+            token_stop=part.token_stop,
             resume_at=self.ticket.resume_at,
-            block_ids=chunk.block_ids,
+            block_ids=self.block_ids,
+            layers=part.layers,
         )
 
     def _hand_over(self, sampled: TokenSampled, sent: Sent, *, sampled_ago_s: float) -> None:
@@ -199,6 +211,7 @@ class HandOver:
             transport=self.pair.state.transport,
             segment_bytes=max((segment.payload_bytes for segment in sent.segments), default=0),
             kv_converted=self.pair.state.kv_converted,
+            layer_groups=self.layer_groups,
         )
 
     async def _stop_sending(self, sending: asyncio.Task[Sent]) -> None:

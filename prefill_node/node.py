@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from baton.config import PrefillSettings
 from baton.errors import Cancelled, Draining, NoNode
 from engine.events import StepEvents
+from kvtransfer.layer_groups import choose_layers_per_group
 from kvtransfer.node import LeaseFilled, SegmentRefused
 from node.assembly import Listener, Node
 from node.waiting import until
@@ -23,6 +24,9 @@ class PrefillNode:
         self.name = node.name
         self._engine = node.engine
         self._transfer = node.transfer
+        self._spec = node.description.spec
+        self._max_chunk_tokens = node.limits.max_batch_tokens
+        self._layer_groups = settings.layer_groups
         self._pairs = Pairs(
             node,
             timeout_s=settings.connect_timeout_s,
@@ -43,7 +47,16 @@ class PrefillNode:
         if self._draining:
             raise Draining(f"{self.name} is draining", cure="send the request to another prefill node")
         pair = await self._pairs.for_ticket(request.ticket)
-        hand_over = HandOver(self._engine, self._transfer, pair, request, str(next(self._numbers)), tell)
+        hand_over = HandOver(
+            self._engine,
+            self._transfer,
+            pair,
+            request,
+            str(next(self._numbers)),
+            tell,
+            num_layers=self._spec.num_layers,
+            layers_per_group=self._layers_per_group(pair, request.ticket),
+        )
         self._running[hand_over.request.request_id] = hand_over
         task = hand_over.start()
         try:
@@ -58,11 +71,19 @@ class PrefillNode:
             raise hand_over.failure or Cancelled("the request was cancelled")
         task.result()
 
+    def _layers_per_group(self, pair: Pair, ticket: common_pb2.Ticket) -> int:
+        """How the layers of the request's largest chunk leave, over that pair's link."""
+        if not self._layer_groups or pair.link is None:
+            return self._spec.num_layers
+        chunk_tokens = max(0, min(self._max_chunk_tokens, ticket.token_stop - ticket.token_start))
+        chunk_bytes = chunk_tokens * self._spec.bytes_per_token
+        return choose_layers_per_group(pair.link, chunk_bytes=chunk_bytes, num_layers=self._spec.num_layers)
+
     async def connect(self, decode_address: str) -> common_pb2.PeerState:
         return await self._pairs.connect(decode_address)
 
     def on_step(self, events: StepEvents) -> None:
-        for kind in (events.started, events.chunks, events.tokens, events.failed):
+        for kind in (events.layers, events.started, events.chunks, events.tokens, events.failed):
             for event in kind:
                 self._pass_on(event)
 

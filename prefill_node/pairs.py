@@ -15,6 +15,7 @@ from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from kvtransfer.conversion import KVConversion, conversion_of
+from kvtransfer.link import LinkSpeed
 from kvtransfer.plan import PlanRefused, agree, links_between
 from node.assembly import Node
 from node.describe import (
@@ -45,6 +46,9 @@ class Pair:
         number: this node's own for the peer: the first of those for the peer's ranks.
         on_lease_ended: hears of leases that the decode node took back.
         on_lost: hears, once, that the pair is gone.
+
+    Attributes:
+        link: what was measured when the pair was made; None until then.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Pair:
         self.number = number
         self.sender_number = 0
         self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
+        self.link: LinkSpeed | None = None
         self._node = node
         self._timeout_s = timeout_s
         self._conversion: KVConversion | None = None
@@ -162,6 +167,7 @@ class Pair:
             self._refuse(to_mismatches((mismatch,)))
             await self._tell_refused(call)
             return False
+        self.link = measure.speed
         await self._node.transfer.use_link(self.number, measure.speed)
         self.state.phase = common_pb2.PEER_PHASE_READY
         self._settled.set()

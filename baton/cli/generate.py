@@ -115,6 +115,8 @@ def summary(usage: Usage, receipt: Receipt) -> str:
             f"{receipt.transport}, "
             f"{receipt.transfer_s * 1e3:.1f} ms behind the first token"
         )
+    if receipt.layer_groups > 1:
+        lines.append(f"each chunk left in {receipt.layer_groups} groups of layers, while later layers computed")
     if receipt.kv_converted:
         lines.append(f"the KV was converted on its way: {receipt.kv_converted}")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from baton.types import TokenOutput
 from engine.batch import Batch
+from engine.layer_marks import OnMark
 from engine.request import ModelFacts
 from engine.runner import LaunchedStep, ModelRunner
 from node.ranks.steps import StepWriter
@@ -35,10 +36,10 @@ class RankedRunner:
         self._steps.prepare()
         self._runner.prepare()
 
-    def launch(self, batch: Batch) -> "RankedStep":
+    def launch(self, batch: Batch, on_mark: OnMark) -> "RankedStep":
         try:
             self._steps.launch(batch)
-            return RankedStep(self._runner.launch(batch), self._fail)
+            return RankedStep(self._runner.launch(batch, on_mark), self._fail)
         except Exception as error:  # noqa: BLE001  whatever it is, the ranks are not in step any more
             self._fail(error)
 

@@ -231,19 +231,10 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         ends = self._pairs.get(job.peer)
         if not ends:
             raise DataLoss("the peer is not connected", field="peer", value=job.peer)
-        jobs = [
-            replace(
-                job,
-                peer=end.number,
-                sender_number=job.sender_number + end.link.sender_rank,
-                layers=end.flow.layers,
-                heads=end.flow.heads,
-            )
-            for end in ends
-        ]
-        if len(ends) == 1:
-            return await ends[0].rank.send(jobs[0])
-        sent = await _all(end.rank.send(part) for end, part in zip(ends, jobs, strict=True))
+        parts = [(end.rank, part) for end in ends if (part := _part_of(job, end)) is not None]
+        if len(parts) == 1:
+            return await parts[0][0].send(parts[0][1])
+        sent = await _all(rank.send(part) for rank, part in parts)
         return tuple(segment for segments in sent for segment in segments)
 
     async def quiet(self, pair: int, lease: int) -> None:
@@ -312,6 +303,17 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             if not sends:
                 ours, theirs = theirs, ours
             yield _End(link, flow, self._ranks[ours], pair + theirs)
+
+
+def _part_of(job: SendJob, end: _End) -> SendJob | None:
+    """What of a job goes over one link; None where that carries nothing of it."""
+    layers = end.flow.layers
+    if job.layers is not None:
+        layers = range(max(layers.start, job.layers.start), min(layers.stop, job.layers.stop))
+    if not layers:
+        return None
+    number = job.sender_number + end.link.sender_rank
+    return replace(job, peer=end.number, sender_number=number, layers=layers, heads=end.flow.heads)
 
 
 async def _all(calls: Iterator[Awaitable[T]]) -> list[T]:

@@ -36,6 +36,7 @@ RECEIPT = Receipt(
     prefill_cached_tokens=0,
     segment_bytes=2048,
     kv_converted="bfloat16 to float8_e4m3fn",
+    layer_groups=3,
 )
 USAGE = Usage(prompt_tokens=84, completion_tokens=11, cached_tokens=0)
 
@@ -140,6 +141,7 @@ def test_the_summary_tells_path_speed_and_transfer() -> None:
     assert "the first after 200 ms, then 10 per second" in said
     assert "4096 bytes in 2 segment(s) of at most 2048 over cma" in said
     assert "converted on its way: bfloat16 to float8_e4m3fn" in said
+    assert "each chunk left in 3 groups of layers" in said
 
 
 def test_json_of_a_status_has_why_a_pair_was_refused() -> None:

@@ -101,6 +101,7 @@ def test_usage(usage: Usage) -> None:
         attempts=numbers,
         prefill_cached_tokens=numbers,
         segment_bytes=st.integers(0, 2**64 - 1),
+        layer_groups=numbers,
     )
 )
 def test_receipt(receipt: Receipt) -> None:

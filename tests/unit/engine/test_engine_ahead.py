@@ -14,13 +14,14 @@ from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.batch import Batch
 from engine.build import Built
 from engine.engine import Engine
+from engine.layer_marks import OnMark
 from engine.request import EngineLimits
 from engine.runner import LaunchedStep
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.tiny import BLOCK_SIZE, Listener, build, greedy, prompt_of, request, running, transformers_greedy
 
 Llama = tuple[Path, Any]
-Launch = Callable[[Batch], LaunchedStep]
+Launch = Callable[[Batch, OnMark], LaunchedStep]
 
 
 class Watched:
@@ -34,12 +35,12 @@ class Watched:
         self._launch: Launch = built.runner.launch
         monkeypatch.setattr(built.runner, "launch", self.launch)
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: Batch, on_mark: OnMark) -> LaunchedStep:
         self.batches.append(batch)
         self.threads.add(threading.current_thread().name)
         self.before(batch)
         self.launched.release()
-        return self._launch(batch)
+        return self._launch(batch, on_mark)
 
     @property
     def rows_ahead(self) -> int:
@@ -180,10 +181,10 @@ async def test_a_failing_step_takes_what_was_built_on_it_and_spares_the_rest(
     failing: list[LaunchedStep] = []
     real_launch, real_wait = watched._launch, LaunchedStep.wait
 
-    def launch(batch: Batch) -> LaunchedStep:
+    def launch(batch: Batch, on_mark: OnMark) -> LaunchedStep:
         if where == "launch" and batch.step == 3:
             raise RuntimeError("the third step")
-        step = real_launch(batch)
+        step = real_launch(batch, on_mark)
         if batch.step == 3:
             failing.append(step)
         return step

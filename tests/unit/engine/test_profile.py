@@ -8,6 +8,7 @@ import torch
 
 from baton.errors import ConfigError
 from engine.batch import Batch
+from engine.layer_marks import OnMark
 from engine.profile import DeviceMemory, MemoryPlan, Profile, choose_step_tokens, plan_memory, profile_runner
 from engine.runner import LaunchedStep, ModelRunner
 from tests.unit.engine.tiny import build
@@ -94,10 +95,10 @@ def profiled(
     gpu, batches = SecondGpu(monkeypatch), list[Batch]()
 
     class Counted(ModelRunner):
-        def launch(self, batch: Batch) -> LaunchedStep:
+        def launch(self, batch: Batch, on_mark: OnMark | None = None) -> LaunchedStep:
             batches.append(batch)
             gpu.step()
-            return super().launch(batch)
+            return super().launch(batch, on_mark)
 
     monkeypatch.setattr(runner, "__class__", Counted)
     return profile_runner(runner, (8, 64), max_batch_requests=max_batch_requests, device=gpu.DEVICE), batches

@@ -21,7 +21,9 @@ def remote() -> ReceiptDraft:
 def test_a_remote_prefill() -> None:
     draft = remote()
     draft.sent(
-        prefill_pb2.PrefillSent(tokens_sent=84, bytes_sent=4096, segments=2, transport="tcp", segment_bytes=3072)
+        prefill_pb2.PrefillSent(
+            tokens_sent=84, bytes_sent=4096, segments=2, transport="tcp", segment_bytes=3072, layer_groups=3
+        )
     )
     draft.admitted(decode_pb2.Admitted(transfer_s=0.01, bytes_received=4096, segments=2))
     receipt = draft.finish(first_token_s=1.0, total_s=2.0)
@@ -29,7 +31,7 @@ def test_a_remote_prefill() -> None:
     assert receipt.why == "prompt prefilled on prefill-0"
     assert (receipt.prefill_node, receipt.decode_node, receipt.transport) == ("prefill-0", "decode-0", "tcp")
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.segments) == (84, 4096, 2)
-    assert receipt.segment_bytes == 3072
+    assert (receipt.segment_bytes, receipt.layer_groups) == (3072, 3)
     assert receipt.kv_converted == "bfloat16 to float8_e4m3fn"
     assert (receipt.queue_s, receipt.prefill_s, receipt.transfer_s) == (0.75, 0.125, 0.01)
     assert (receipt.attempts, receipt.prefill_cached_tokens, draft.cached_tokens) == (1, 32, 16)

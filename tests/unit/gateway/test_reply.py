@@ -11,7 +11,7 @@ from tests.unit.gateway.tokenizers import byte_level
 
 TOKENIZER = byte_level()
 USAGE = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=0)
-RECEIPT = Receipt(Path.LOCAL, "because", "", "decode-0", 0, 0, 0, "", 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0, 0, "")
+RECEIPT = Receipt(Path.LOCAL, "because", "", "decode-0", 0, 0, 0, "", 0.0, 0.0, 0.0, 0.0, 0.0, 1, 0, 0, "", 0)
 
 
 class Sent:

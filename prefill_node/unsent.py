@@ -1,0 +1,40 @@
+"""What of a request's KV is computed and not yet sent, layer by layer. Pure.
+
+Knows neither blocks nor links: ranges of tokens and of layers.
+"""
+
+from itertools import groupby
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """Some tokens in some layers."""
+
+    layers: range
+    token_start: int
+    token_stop: int
+
+
+class Unsent:
+    """Args:
+    token_start: of the tokens that are wanted, the first.
+    token_stop: the end of those.
+    """
+
+    def __init__(self, num_layers: int, *, token_start: int, token_stop: int) -> None:
+        self._token_stop = token_stop
+        self._taken = [token_start] * num_layers
+        self._computed = [token_start] * num_layers
+
+    def computed(self, token_stop: int, *, layer_stop: int | None = None) -> None:
+        """All tokens up to that one are in the cache: in the layers in front of `layer_stop`, or in every one."""
+        token_stop = min(token_stop, self._token_stop)
+        for layer in range(len(self._computed) if layer_stop is None else layer_stop):
+            self._computed[layer] = max(self._computed[layer], token_stop)
+
+    def take(self) -> list[Part]:
+        """All that is computed and was not taken before, in as few parts as neighbouring layers allow."""
+        ranges = list(zip(self._taken, self._computed, strict=True))
+        self._taken = self._computed[:]
+        alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]
+        return [Part(range(layers[0], layers[-1] + 1), *tokens) for tokens, layers in alike if tokens[0] < tokens[1]]

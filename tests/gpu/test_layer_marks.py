@@ -1,0 +1,52 @@
+"""On a GPU, where a step is queued long before it runs: at a mark the first layers' KV is in the cache while the step
+still runs, for a stream that knows nothing of the step's."""
+
+import pytest
+import torch
+
+from baton.config import DEMO_MODELS
+from baton.types import SamplingParams
+from engine.batch import Batch, BatchRow, SampleRow
+from engine.layer_marks import LayerMark
+from engine.request import int_array
+from tests.gpu.demo import build_demo
+from tests.unit.engine.tiny import prompt_of
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 250
+
+
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+def test_marked_layers_are_there_while_later_ones_compute(model: str) -> None:
+    built = build_demo(DEMO_MODELS / model, cuda_graphs=False)
+    runner, cache = built.runner, built.cache
+    runner.prepare()
+    num_blocks = -(-TOKENS // runner.facts.block_size)
+    blocks = list(range(num_blocks))
+    sample = SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), TOKENS)
+    row = BatchRow("", int_array(prompt_of(TOKENS)), 0, int_array(blocks), sample)
+    cache.storage.fill_(float("nan"))
+    torch.cuda.synchronize()
+    marks: list[LayerMark] = []
+
+    def on_mark(mark: LayerMark) -> None:
+        torch.cuda._sleep(50_000_000)  # cycles: later layers come clearly after the mark
+        marks.append(mark)
+
+    step = runner.launch(Batch(0, (row,), layers_per_group=1), on_mark)
+    behind = torch.cuda.Event()
+    behind.record()
+    seen = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for mark in marks:
+            mark.wait()
+            assert not behind.query()
+            seen.append(torch.stack([cache.layer(layer)[:, blocks] for layer in range(mark.layer_stop)]).cpu())
+    step.wait()
+    assert [mark.layer_stop for mark in marks] == list(range(1, cache.spec.num_layers))
+    for mark, kv in zip(marks, seen, strict=True):
+        now = torch.stack([cache.layer(layer)[:, blocks] for layer in range(mark.layer_stop)]).cpu()
+        slots = kv.flatten(2, 3)[:, :, :TOKENS]
+        assert not slots.isnan().any()
+        assert torch.equal(slots, now.flatten(2, 3)[:, :, :TOKENS])

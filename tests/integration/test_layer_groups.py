@@ -1,0 +1,85 @@
+"""The first layers of a chunk leave while later ones compute, and every token is the one that one process gives."""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from baton.cli.processes import Process
+from baton.types import SamplingParams
+from tests.integration.cluster import LLAMA, Flags, Machines, machines, nothing_held, until_status
+from tests.integration.generation import generate
+from tests.integration.reference import Reference
+from tests.integration.test_tokens import assert_same
+
+LAYERS = 6
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+# So much KV for each token that a chunk takes any link of this machine far longer than a message costs.
+CONFIG = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 512,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+TOKEN_BYTES = LAYERS * 2 * 4 * 512 * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fat")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(LLAMA / name, directory)
+    return directory
+
+
+@pytest.fixture
+def start() -> Iterator[Machines]:
+    with machines() as started:
+        yield started
+
+
+def prompts() -> list[list[int]]:
+    """Of one chunk, of several, and of one with few tokens in its last."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(10, 4000, (length,), generator=generator).tolist() for length in (200, 700, 513)]
+
+
+def cluster(start: Machines, model: Path, **prefill_flags: object) -> tuple[Process, Process, Process]:
+    flags: Flags = {"model": model, "num_blocks": 128}
+    prefill, decode = start.nodes(("prefill", {**flags, **prefill_flags}), ("decode", {**flags, "block_size": 32}))
+    return prefill, decode, start.gateway([prefill], [decode], model=model, local_policy="strict")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_tokens_are_those_of_one_process(start: Machines, model: Path, ranks: int) -> None:
+    prefill, decode, gateway = cluster(start, model, tensor_parallel_size=ranks)
+    reference = Reference(model)
+    for _ in range(2):  # the second time with hits in both prefix caches
+        results = await asyncio.gather(*(generate(gateway, prompt, GREEDY) for prompt in prompts()))
+        for prompt, result in zip(prompts(), results, strict=True):
+            assert_same(result, reference.greedy(prompt, GREEDY.max_tokens), f"{len(prompt)} tokens")
+            receipt = result.proof
+            assert receipt.bytes_sent == receipt.prompt_tokens_sent * TOKEN_BYTES
+            if not result.cached_tokens:
+                assert 1 < receipt.layer_groups <= LAYERS
+                assert receipt.segments >= receipt.layer_groups
+    for node in (prefill, decode):
+        await until_status(node, nothing_held)
+
+
+async def test_switched_off_a_chunk_leaves_whole(start: Machines, model: Path) -> None:
+    _, _, gateway = cluster(start, model, layer_groups="off", segment_mib=64)
+    receipt = (await generate(gateway, prompts()[0], GREEDY)).proof
+    assert receipt.layer_groups == 1

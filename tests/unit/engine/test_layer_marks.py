@@ -1,0 +1,119 @@
+"""A step's layers are told of while it computes, once their KV is in the cache, and only to who wants that."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import Batch, BatchRow, SampleRow
+from engine.build import Built
+from engine.events import LayersComputed, StepEvents
+from engine.layer_marks import LayerMark
+from engine.request import int_array
+from engine.runner import ModelRunner
+from tests.unit.engine.driver import runner_of
+from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
+from tests.unit.models.tiny import save_tiny
+
+PROMPT = prompt_of(11, seed=3)
+BLOCKS = (7, 2, 9)
+
+
+def batch_of(runner: ModelRunner, *, layers_per_group: int) -> Batch:
+    assert runner.facts.block_size * len(BLOCKS) > len(PROMPT)
+    sample = SampleRow(greedy(4), 0, (), int_array(), len(PROMPT))
+    return Batch(0, (BatchRow("a", int_array(PROMPT), 0, int_array(BLOCKS), sample),), layers_per_group)
+
+
+# One of each way to walk through the layers.
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4", "deepseek-v2", "falcon-new", "bloom", "gpt-oss"])
+def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    runner = runner_of(build(tmp_path), graphs=None)
+    cache, num_layers = runner._cache, len(runner.model.model.layers)
+    marks: list[int] = []
+    seen: list[torch.Tensor] = []
+
+    def on_mark(mark: LayerMark) -> None:
+        mark.wait()
+        marks.append(mark.layer_stop)
+        layers = [cache.layer(layer)[:, list(BLOCKS)] for layer in range(num_layers)]
+        # Blocks have room for one token more than there are.
+        assert [not layer.isnan().all() for layer in layers] == [layer < mark.layer_stop for layer in range(num_layers)]
+        seen.append(torch.stack(layers[: mark.layer_stop]).clone())
+
+    runner.launch(batch_of(runner, layers_per_group=1), on_mark).wait()
+    assert marks == list(range(1, num_layers))
+    for layer_stop, kv in zip(marks, seen, strict=True):
+        now = torch.stack([cache.layer(layer)[:, list(BLOCKS)] for layer in range(layer_stop)])
+        assert torch.equal(kv.nan_to_num(-1), now.nan_to_num(-1))
+
+
+def test_marks_come_behind_so_many_layers_and_not_behind_the_last(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path)
+    runner = runner_of(build(tmp_path), graphs=None)
+    for layers_per_group, expected in ((1, [1, 2, 3]), (2, [2]), (3, [3]), (4, []), (0, [])):
+        marks: list[LayerMark] = []
+        runner.launch(batch_of(runner, layers_per_group=layers_per_group), marks.append).wait()
+        assert [mark.layer_stop for mark in marks] == expected
+
+
+def layers_of(steps: list[StepEvents]) -> list[LayersComputed]:
+    return [layers for events in steps for layers in events.layers]
+
+
+async def test_an_engine_tells_of_layers_before_their_chunk_and_of_nobody_else(built: Built) -> None:
+    async with running(built, max_batch_tokens=16) as (engine, heard):
+        wanting = replace(request("wanting", prompt_of(40, seed=1), greedy(4), prefill_only=True), layers_per_group=1)
+        engine.submit(wanting)
+        engine.submit(request("other", prompt_of(20, seed=2), greedy(4)))
+        await heard.finished("other")
+        await heard.until(lambda: "wanting" in heard.tokens)
+        told = layers_of(heard.steps)
+        assert {layers.request_id for layers in told} == {"wanting"}
+        chunks = heard.chunks["wanting"]
+        assert len(chunks) > 1
+        assert [(layers.token_start, layers.token_stop) for layers in told] == [
+            (chunk.token_start, chunk.token_stop) for chunk in chunks
+        ]
+        assert {layers.layer_stop for layers in told} == {1}
+        for layers, chunk in zip(told, chunks, strict=True):
+            assert layers.block_ids == chunk.block_ids[: len(layers.block_ids)]
+            assert len(layers.block_ids) * built.runner.facts.block_size >= layers.token_stop
+        steps = [
+            (kind, events.step)
+            for events in heard.steps
+            for kind, part in (("layers", events.layers), ("chunk", events.chunks))
+            if any(one.request_id == "wanting" for one in part)
+        ]
+        assert steps == [
+            (kind, step) for step in dict.fromkeys(step for _, step in steps) for kind in ("layers", "chunk")
+        ]
+        engine.release("wanting")
+
+
+async def test_nothing_is_told_of_a_request_that_has_ended(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted while its step runs: the mark comes, and is about nobody."""
+    launch, begun, ended = built.runner.launch, threading.Event(), threading.Event()
+
+    def held_back(batch: Batch, on_mark: Any) -> Any:
+        def later(mark: LayerMark) -> None:
+            begun.set()
+            ended.wait(10)
+            on_mark(mark)
+
+        return launch(batch, later)
+
+    monkeypatch.setattr(built.runner, "launch", held_back)
+    async with running(built) as (engine, heard):
+        engine.submit(replace(request("a", PROMPT, greedy(4), prefill_only=True), layers_per_group=1))
+        assert await asyncio.to_thread(begun.wait, 10)
+        aborting = asyncio.create_task(engine.abort("a"))
+        await asyncio.sleep(0)
+        ended.set()
+        await aborting
+        assert layers_of(heard.steps) == []

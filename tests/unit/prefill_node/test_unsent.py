@@ -1,0 +1,76 @@
+"""What is computed is taken once: every token of every layer, and nothing that is not there yet."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefill_node.unsent import Part, Unsent
+
+LAYERS = 4
+
+
+def unsent() -> Unsent:
+    return Unsent(LAYERS, token_start=10, token_stop=100)
+
+
+def test_a_chunk_goes_as_one_part() -> None:
+    sending = unsent()
+    sending.computed(50)
+    assert sending.take() == [Part(range(LAYERS), 10, 50)]
+    assert sending.take() == []
+
+
+def test_first_layers_go_before_the_others_of_their_chunk() -> None:
+    sending = unsent()
+    sending.computed(50, layer_stop=2)
+    assert sending.take() == [Part(range(2), 10, 50)]
+    sending.computed(50, layer_stop=3)
+    assert sending.take() == [Part(range(2, 3), 10, 50)]
+    sending.computed(50)
+    assert sending.take() == [Part(range(3, LAYERS), 10, 50)]
+
+
+def test_what_came_while_nothing_was_taken_goes_together() -> None:
+    sending = unsent()
+    sending.computed(50, layer_stop=2)
+    sending.computed(50)
+    sending.computed(80, layer_stop=1)
+    assert sending.take() == [Part(range(1), 10, 80), Part(range(1, LAYERS), 10, 50)]
+
+
+def test_what_the_decode_node_has_or_does_not_want_is_not_taken() -> None:
+    sending = unsent()
+    sending.computed(10)
+    assert sending.take() == []
+    sending.computed(200)
+    assert sending.take() == [Part(range(LAYERS), 10, 100)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(1, LAYERS), max_size=3), st.booleans()),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_every_cell_is_taken_once_and_only_when_it_is_computed(chunks: list[tuple[int, list[int], bool]]) -> None:
+    sending = unsent()
+    taken: set[tuple[int, int]] = set()
+    computed: set[tuple[int, int]] = set()
+
+    def take() -> None:
+        for part in sending.take():
+            cells = {(layer, token) for layer in part.layers for token in range(part.token_start, part.token_stop)}
+            assert cells <= computed - taken
+            taken.update(cells)
+
+    start = 0
+    for length, groups, takes_between in chunks:
+        stop = min(start + length, 100)
+        for layer_stop in [*sorted(groups), LAYERS]:
+            sending.computed(stop, layer_stop=layer_stop)
+            computed |= {(layer, token) for layer in range(layer_stop) for token in range(10, stop)}
+            if takes_between:
+                take()
+        start = stop
+    take()
+    assert taken == computed

@@ -17,11 +17,11 @@ from attention.backend import AttentionBackend
 from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
-from models.alibi import alibi_slopes
 from models.causal_lm import CausalLM
 from models.config import BloomSwitches, GQAConfig, ModelConfig
 from models.layers import LayerNorm
 from models.linear import Linear
+from models.parallel import Joint
 
 
 class GroupedQKV(Linear):
@@ -51,7 +51,7 @@ class BloomAttention(nn.Module):
             scale=gqa.scale,
             layer_index=layer_index,
             backend=backend,
-            alibi_slopes=alibi_slopes(gqa.num_heads),
+            alibi_slopes=gqa.alibi_slopes,
         )
 
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
@@ -74,7 +74,7 @@ class GeluMLP(nn.Module):
         return out_TD
 
 
-class BloomLayer(nn.Module):
+class BloomLayer(Joint):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
@@ -90,11 +90,10 @@ class BloomLayer(nn.Module):
     def forward(self, x_TD: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         normed_TD = self.input_layernorm(x_TD)
         residual_TD = normed_TD if self.residual_after_norm else x_TD
-        x_TD = residual_TD + self.self_attention(normed_TD, kv_cache, metadata)
+        x_TD = residual_TD + self.parallel.all_reduce(self.self_attention(normed_TD, kv_cache, metadata))
         normed_TD = self.post_attention_layernorm(x_TD)
         residual_TD = normed_TD if self.residual_after_norm else x_TD
-        out_TD: Tensor = residual_TD + self.mlp(normed_TD)
-        return out_TD
+        return residual_TD + self.parallel.all_reduce(self.mlp(normed_TD))
 
 
 class BloomForCausalLM(CausalLM):

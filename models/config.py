@@ -22,7 +22,7 @@ class GQAConfig:
         attention_chunk_sizes: of layers that see only their own chunk; () when no layer does.
         logits_soft_cap: scores become cap * tanh(score / cap).
         sinks: every head has one more logit in its softmax.
-        alibi: distances are in the scores, by `models.alibi`.
+        alibi_slopes: of each head, where distances are in the scores; () where they are not.
         blocksparse: the pattern of layers that do not see all blocks; () when all layers do.
     """
 
@@ -37,7 +37,7 @@ class GQAConfig:
     attention_chunk_sizes: tuple[int | None, ...] = ()
     logits_soft_cap: float | None = None
     sinks: bool = False
-    alibi: bool = False
+    alibi_slopes: tuple[float, ...] = ()
     blocksparse: tuple[BlocksparseParams | None, ...] = ()
 
 

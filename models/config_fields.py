@@ -1,6 +1,7 @@
 """The fields of config.json that families share, read into values. Knows no family; no torch."""
 
 from attention.spec import DTYPE_BYTES
+from models.alibi import alibi_slopes
 from models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Switches
 from models.config_file import ConfigFile
 from models.quantization import read_quantization
@@ -91,7 +92,7 @@ def read_gqa(
         attention_chunk_sizes=attention_chunk_sizes,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
-        alibi=alibi,
+        alibi_slopes=alibi_slopes(num_heads) if alibi else (),
     )
 
 

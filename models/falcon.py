@@ -16,12 +16,12 @@ from attention.cache import PagedKVCache
 from attention.layer import Attention
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
-from models.alibi import alibi_slopes
 from models.bloom import GeluMLP, GroupedQKV
 from models.causal_lm import CausalLM
 from models.config import FalconSwitches, GQAConfig, ModelConfig
 from models.layers import LayerNorm
 from models.linear import Linear
+from models.parallel import Joint
 
 
 class FalconAttention(nn.Module):
@@ -38,7 +38,7 @@ class FalconAttention(nn.Module):
             scale=gqa.scale,
             layer_index=layer_index,
             backend=backend,
-            alibi_slopes=_scaled_slopes(gqa) if gqa.alibi else None,
+            alibi_slopes=_scaled_slopes(gqa) if gqa.alibi_slopes else None,
         )
 
     def forward(
@@ -58,10 +58,10 @@ def _scaled_slopes(gqa: GQAConfig) -> Tensor:
     NOTE: it also rounds slope times position to bfloat16, which is no function of the distance: where slope times
     position needs more than 8 bits its scores differ from these by up to one part in 512 of that product.
     """
-    return alibi_slopes(gqa.num_heads).bfloat16().float() * gqa.scale
+    return torch.tensor(gqa.alibi_slopes, dtype=torch.bfloat16).float() * gqa.scale
 
 
-class FalconLayer(nn.Module):
+class FalconLayer(Joint):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:
@@ -86,13 +86,13 @@ class FalconLayer(nn.Module):
         norm = self.input_layernorm or self.ln_attn
         assert norm is not None
         normed_TD = norm(x_TD)
-        y_TD = x_TD + self.self_attention(normed_TD, rotation, kv_cache, metadata)
+        attended_TD = self.self_attention(normed_TD, rotation, kv_cache, metadata)
         if self.post_attention_layernorm is not None:
-            normed_TD = self.post_attention_layernorm(y_TD)
-        elif self.ln_mlp is not None:
+            x_TD = x_TD + self.parallel.all_reduce(attended_TD)
+            return x_TD + self.parallel.all_reduce(self.mlp(self.post_attention_layernorm(x_TD)))
+        if self.ln_mlp is not None:
             normed_TD = self.ln_mlp(x_TD)
-        out_TD: Tensor = y_TD + self.mlp(normed_TD)
-        return out_TD
+        return x_TD + self.parallel.all_reduce(attended_TD + self.mlp(normed_TD))  # ranks wait once for both
 
 
 class FalconForCausalLM(CausalLM):

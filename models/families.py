@@ -138,7 +138,7 @@ def _features(gqa: GQAConfig) -> frozenset[AttentionFeature]:
         AttentionFeature.SLIDING_WINDOW: any(gqa.sliding_windows),
         AttentionFeature.CHUNKED_LOCAL: any(gqa.attention_chunk_sizes),
         AttentionFeature.SOFT_CAP: gqa.logits_soft_cap is not None,
-        AttentionFeature.ALIBI: gqa.alibi,
+        AttentionFeature.ALIBI: bool(gqa.alibi_slopes),
         AttentionFeature.SINKS: gqa.sinks,
         AttentionFeature.BLOCK_SPARSE: any(gqa.blocksparse),
     }

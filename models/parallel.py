@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from attention.blocksparse import BlocksparseParams
 from baton.errors import ConfigError
-from models.config import BloomSwitches, FalconSwitches, GQAConfig, MLAConfig, ModelConfig, MoEConfig, Phi3SmallSwitches
+from models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from models.quantization import FP8_BLOCK, Granularity
 
 _MOST_RANKS = 64  # that an error names
 # Rows of the vocabulary come in multiples of this, which products on a GPU want; the last rank's are padded.
 _VOCABULARY_ROWS = 16
-_WHOLE_ONLY = (BloomSwitches, FalconSwitches, Phi3SmallSwitches)
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Joint(nn.Module):
 
 
 def query_heads(num_heads: int, parallel: TensorParallel) -> range:
+    """As many on each rank; of one kv head ranks may have one more than others."""
     return _equal_part(num_heads, parallel)
 
 
@@ -137,16 +138,10 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
             value=parallel.size,
             allowed=allowed,
         )
-    attention, moe, block = config.attention, config.moe, channel_block(config)
-    num_heads = len(query_heads(attention.num_heads, parallel))
-    if isinstance(attention, GQAConfig):
-        num_kv_heads = len(kv_heads(attention.num_kv_heads, parallel))
-        attention = replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    else:
-        attention = replace(attention, num_heads=num_heads)
+    moe, block = config.moe, channel_block(config)
     return replace(
         config,
-        attention=attention,
+        attention=_local_attention(config.attention, parallel),
         intermediate_size=len(channels(config.intermediate_size, parallel, block=block)),
         moe=None if moe is None else _local_moe(moe, parallel, block),
         vocab_size=padded_rows(config.vocab_size, parallel),
@@ -175,6 +170,35 @@ def _equal_part(size: int, parallel: TensorParallel) -> range:
     return range(size * parallel.rank // parallel.size, size * (parallel.rank + 1) // parallel.size)
 
 
+def _local_attention(attention: GQAConfig | MLAConfig, parallel: TensorParallel) -> GQAConfig | MLAConfig:
+    heads = query_heads(attention.num_heads, parallel)
+    if isinstance(attention, MLAConfig):
+        return replace(attention, num_heads=len(heads))
+    local = replace(
+        attention,
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads(attention.num_kv_heads, parallel)),
+        alibi_slopes=attention.alibi_slopes[heads.start : heads.stop],
+    )
+    return replace(local, blocksparse=tuple(_local_pattern(each, local, parallel) for each in attention.blocksparse))
+
+
+def _local_pattern(
+    pattern: BlocksparseParams | None, local: GQAConfig, parallel: TensorParallel
+) -> BlocksparseParams | None:
+    if pattern is None:
+        return None
+    # NOTE: it numbers kv heads through all ranks, also where several ranks hold the same one.
+    assert not pattern.homo_head_group, "no family has its stripes by kv head"
+    return replace(
+        pattern,
+        num_heads=local.num_heads,
+        num_kv_heads=local.num_kv_heads,
+        tp_rank=parallel.rank,
+        tp_size=parallel.size,
+    )
+
+
 def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> MoEConfig:
     return replace(
         moe,
@@ -187,10 +211,8 @@ def _problem(config: ModelConfig, size: int) -> str | None:
     """Why the model cannot be split over so many ranks."""
     if size == 1:
         return None
-    if isinstance(config.switches, _WHOLE_ONLY):
-        return "this family runs on one rank only"
     attention, block = config.attention, channel_block(config)
-    if attention.num_heads % size:
+    if not _deals_heads(attention, size, block):
         return f"it has {attention.num_heads} query heads"
     if isinstance(attention, GQAConfig) and attention.num_kv_heads % size and size % attention.num_kv_heads:
         return f"it has {attention.num_kv_heads} kv heads"
@@ -202,6 +224,15 @@ def _problem(config: ModelConfig, size: int) -> str | None:
         if (count % size if block is None else -(-count // block) < size) and count:
             return f"{name} has {count} channels" + ("" if block is None else f" in blocks of {block}")
     return None
+
+
+def _deals_heads(attention: GQAConfig | MLAConfig, size: int, block: int | None) -> bool:
+    """Whether the query heads can be dealt out: in equal numbers; where there is one kv head, which every rank has, in
+    unequal ones too, unless scales or patterns go by equal parts. Falcon-7B has 71 heads."""
+    if attention.num_heads % size == 0:
+        return True
+    one_kv_head = isinstance(attention, GQAConfig) and attention.num_kv_heads == 1 and not any(attention.blocksparse)
+    return one_kv_head and block is None and size < attention.num_heads
 
 
 def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int]:

@@ -21,6 +21,7 @@ from models.causal_lm import CausalLM
 from models.config import GQAConfig, ModelConfig, Phi3SmallSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
+from models.parallel import Joint
 
 
 class Phi3SmallAttention(nn.Module):
@@ -68,7 +69,7 @@ class Phi3SmallMLP(nn.Module):
         return out_TD
 
 
-class Phi3SmallLayer(nn.Module):
+class Phi3SmallLayer(Joint):
     def __init__(
         self,
         config: ModelConfig,
@@ -87,9 +88,9 @@ class Phi3SmallLayer(nn.Module):
         self.mlp = Phi3SmallMLP(size, config.intermediate_size, limit=switches.gegelu_limit, dtype=dtype)
 
     def forward(self, x_TD: Tensor, rotation: Rotation, kv_cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, kv_cache, metadata)
-        out_TD: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return out_TD
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), rotation, kv_cache, metadata)
+        x_TD = x_TD + self.parallel.all_reduce(attended_TD)
+        return x_TD + self.parallel.all_reduce(self.mlp(self.post_attention_layernorm(x_TD)))
 
 
 class Phi3SmallForCausalLM(CausalLM):

@@ -43,16 +43,17 @@ def _generate(parallel: TensorParallel, directory: Path) -> Generated:
     tokens = []
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7)):
         for step in range(_NUM_TOKENS):
-            rows = tuple(_row(index, step, params) for index in range(len(_PROMPTS)))
+            rows = tuple(_row(index, step, params, built.config.vocab_size) for index in range(len(_PROMPTS)))
             outputs = built.runner.run(Batch(step, rows))
             tokens.append([output.token_id for output in outputs if output is not None])
     spec, facts = built.cache.spec, built.runner.facts
     return Generated(tokens, facts.num_blocks, built.limits.max_batch_tokens, spec, built.model_spec, built.kv_heads)
 
 
-def _row(index: int, step: int, params: SamplingParams) -> BatchRow:
+def _row(index: int, step: int, params: SamplingParams, vocab_size: int) -> BatchRow:
     blocks = int_array(list(range(index * _BLOCKS, (index + 1) * _BLOCKS)))
     sample = SampleRow(params, step, (), int_array(), 0)
     if step == 0:
-        return BatchRow(str(index), int_array(_PROMPTS[index]), 0, blocks, sample)
+        prompt = int_array([token_id % vocab_size for token_id in _PROMPTS[index]])
+        return BatchRow(str(index), prompt, 0, blocks, sample)
     return BatchRow(str(index), int_array([0]), len(_PROMPTS[index]) + step - 1, blocks, sample, token_source=index)

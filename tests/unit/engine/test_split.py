@@ -10,30 +10,41 @@ from engine.build import build_runner
 from models.parallel import TensorParallel
 from tests.ranks import run_ranks
 from tests.unit.engine.split import Generated, generate, generate_alone
+from tests.unit.models.tiny import save_tiny
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 DEMOS = [DEMO / "llama", DEMO / "deepseek"]
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> list[list[Generated]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Both demo models, and one with five query heads to one kv head: two on one rank, three on the other."""
+    five_heads = tmp_path_factory.mktemp("models") / "five_heads"
+    save_tiny("falcon-multi-query-five-heads", five_heads)
+    return [*DEMOS, five_heads]
+
+
+@pytest.fixture(scope="module")
+def together(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[list[Generated]]:
     """By rank and model."""
-    return run_ranks(generate, 2, tmp_path_factory.mktemp("ranks"), DEMOS)
+    return run_ranks(generate, 2, tmp_path_factory.mktemp("ranks"), models)
 
 
-def test_every_rank_draws_the_tokens_of_the_whole_model(together: list[list[Generated]]) -> None:
-    expected = [alone.tokens for alone in generate_alone(DEMOS)]
+def test_every_rank_draws_the_tokens_of_the_whole_model(models: list[Path], together: list[list[Generated]]) -> None:
+    expected = [alone.tokens for alone in generate_alone(models)]
     for rank in together:
         assert [ours.tokens for ours in rank] == expected
 
 
 def test_each_rank_has_a_cache_of_its_own_heads(together: list[list[Generated]]) -> None:
-    (llama, deepseek), (other_llama, other_deepseek) = together
+    (llama, deepseek, falcon), (other_llama, other_deepseek, other_falcon) = together
     assert (llama.kv_heads, other_llama.kv_heads) == (range(1), range(1, 2))
     assert llama.model_spec.num_kv_heads == 2
     assert llama.spec == other_llama.spec == replace(llama.model_spec, num_kv_heads=1)
     assert deepseek.kv_heads == other_deepseek.kv_heads == range(1)
     assert deepseek.spec == other_deepseek.spec == deepseek.model_spec
+    assert falcon.kv_heads == other_falcon.kv_heads == range(1)
+    assert falcon.spec == other_falcon.spec == falcon.model_spec
 
 
 def test_caches_and_steps_are_as_large_as_all_ranks_can_take(together: list[list[Generated]]) -> None:

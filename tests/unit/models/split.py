@@ -16,6 +16,11 @@ from tests.unit.models.paged import PagedDriver, backend_for
 PROMPT_TOKENS, CHUNK, DECODED_TOKENS = 11, 7, 4
 
 
+def ranks(size: int) -> list[TensorParallel]:
+    """Without a group: for what needs no other rank."""
+    return [TensorParallel(rank, size) for rank in range(size)]
+
+
 @dataclass(frozen=True)
 class Run:
     """Attributes:

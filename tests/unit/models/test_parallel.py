@@ -1,40 +1,36 @@
-"""A model that several ranks compute together is the model that one computes alone."""
+"""A model that several ranks compute together is the model that one computes alone. Which rank has which part of what,
+and which splits are refused, is in `test_parallel_parts`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from attention.blocksparse_mask import token_mask
 from baton.errors import ConfigError
 from models.config import GQAConfig, ModelConfig
 from models.config_reader import read_config
 from models.fp8_linear import Fp8Linear
 from models.loader import checkpoint_views, load_model
-from models.parallel import (
-    TensorParallel,
-    channels,
-    kv_heads,
-    local_config,
-    padded_rows,
-    query_heads,
-    vocabulary_rows,
-)
+from models.parallel import TensorParallel, kv_heads, local_config
 from models.shares import Shares
 from tests.ranks import run_ranks
 from tests.unit.models import tiny
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8
 from tests.unit.models.paged import backend_for
-from tests.unit.models.split import Run, run_model, run_split
+from tests.unit.models.phi3_small_checkpoint import TINY as PHI3_SMALL
+from tests.unit.models.phi3_small_checkpoint import save_phi3_small
+from tests.unit.models.split import PROMPT_TOKENS, Run, ranks, run_model, run_split
 from tests.unit.models.test_quantization import COMPRESSED_DYNAMIC, DEEPSEEK
 from tests.unit.models.tiny import save_tiny
 
 # With two kv heads where there are any, so that four ranks hold each of them twice.
-BY_TWO = ("qwen3-window-by-layer-types", "deepseek-v3", "llama4", "gpt-oss")
+BY_TWO = ("qwen3-window-by-layer-types", "deepseek-v3", "llama4", "gpt-oss", "bloom", "falcon-new")
 SPLIT = (
     "llama-llama3-tied",
     "llama-linear-biases-wide-heads",
@@ -42,19 +38,37 @@ SPLIT = (
     "gemma2-untied-biases-no-caps",
     "gemma3-untied-layer-types-cap",
     "llama4-all-experts-two-of-them-biases",
+    "falcon-multi-query-alibi",
+    "falcon-rotary",
     *BY_TWO,
 )
-MULTI_QUERY = "llama with one kv head"
+# Six heads, whose slopes are no geometric sequence; and five, of which some ranks have more than others.
+SIX_HEADS, FIVE_HEADS = "falcon-rw-untied-six-heads", "falcon-multi-query-five-heads"
+MULTI_QUERY, RESIDUAL_AFTER_NORM = "llama with one kv head", "bloom untied with its residual after the norm"
+BY_NAME: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        MULTI_QUERY: ("llama", {"num_key_value_heads": 1}),
+        RESIDUAL_AFTER_NORM: (
+            "bloom",
+            {"tie_word_embeddings": False, "apply_residual_connection_post_layernorm": True},
+        ),
+    }
+)
+# Blocks of one token, so that the prompt has several, and stripes that move by two blocks from head to head.
+SPARSE, SPARSE_MULTI_QUERY = "phi-3-small", "phi-3-small with one kv head"
+SHORT_BLOCKS = PHI3_SMALL | {"blocksparse_block_size": 1, "blocksparse_vert_stride": 8, "mup_width_multiplier": 2.0}
+PHI3_SMALL_BY_NAME = {SPARSE: SHORT_BLOCKS, SPARSE_MULTI_QUERY: SHORT_BLOCKS | {"num_key_value_heads": 1}}
 QUANTIZED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {"llama in fp8 by channel": (4,), "llama in fp8 by block": (2,), "deepseek in fp8 by block": (2,)}
 )
-SIZES = {**dict.fromkeys((*SPLIT, MULTI_QUERY), (4,)), **dict.fromkeys(BY_TWO, (2, 4)), **QUANTIZED}
+PLAIN: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    dict.fromkeys((*SPLIT, MULTI_QUERY), (4,))
+    | dict.fromkeys((*BY_TWO, FIVE_HEADS, SPARSE), (2, 4))
+    | dict.fromkeys((SIX_HEADS, RESIDUAL_AFTER_NORM, SPARSE_MULTI_QUERY), (2,))
+)
+SIZES = {**PLAIN, **QUANTIZED}
 WIDE_LLAMA = {"head_dim": 128}
 WIDE_DEEPSEEK = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
-
-
-def ranks(size: int) -> list[TensorParallel]:
-    return [TensorParallel(rank, size) for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +76,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By name."""
     root = tmp_path_factory.mktemp("models")
     with pytest.MonkeyPatch.context() as patch:
-        dense = tiny.TINY["llama"][1]
-        patch.setattr(tiny, "TINY", {**tiny.TINY, MULTI_QUERY: ("Llama", dense | {"num_key_value_heads": 1})})
-        for name in (*SPLIT, MULTI_QUERY):
+        changed = {name: (tiny.TINY[base][0], tiny.TINY[base][1] | fields) for name, (base, fields) in BY_NAME.items()}
+        patch.setattr(tiny, "TINY", {**tiny.TINY, **changed})
+        for name in PLAIN.keys() - PHI3_SMALL_BY_NAME.keys():
             save_tiny(name, root / name)
+    for name, values in PHI3_SMALL_BY_NAME.items():
+        (root / name).mkdir()
+        save_phi3_small(root / name, values)
     by_name: dict[str, Callable[[Path], Any]] = {
         "llama in fp8 by channel": lambda path: save_fp8(
             "Llama", path, by_channel, COMPRESSED_DYNAMIC, scale_name="weight_scale"
@@ -101,10 +118,12 @@ every_split = pytest.mark.parametrize(
 
 @every_split
 def test_logits_are_those_of_the_whole_model(name: str, size: int, alone: dict[str, Run], together: Together) -> None:
-    expected, ours = alone[name], together[0][name, size]
-    assert float(expected.logits.std()) > 0.1, "a reference without spread proves nothing"
-    assert float((ours.logits - expected.logits).abs().max()) < 1e-5 * max(1.0, float(expected.logits.abs().max()))
-    assert ours.tokens == expected.tokens
+    expected, ours = alone[name].logits, together[0][name, size].logits
+    assert torch.equal(ours == -torch.inf, expected == -torch.inf), "tokens that are never sampled"
+    expected, ours = (logits.masked_fill(logits == -torch.inf, 0) for logits in (expected, ours))
+    assert float(expected.std()) > 0.1, "a reference without spread proves nothing"
+    assert float((ours - expected).abs().max()) < 1e-5 * max(1.0, float(expected.abs().max()))
+    assert together[0][name, size].tokens == alone[name].tokens
 
 
 @every_split
@@ -125,7 +144,7 @@ def test_each_rank_caches_its_heads_and_no_others(
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, size) for name in (*SPLIT, MULTI_QUERY) for size in SIZES[name]])
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PLAIN.items() for size in sizes])
 def test_the_ranks_hold_every_number_of_the_checkpoint(name: str, size: int, models: dict[str, Path]) -> None:
     """What no rank holds would be missing from a sum, and what is held twice there would count twice."""
     config, stored = read_config(models[name]), load_file(models[name] / "model.safetensors")
@@ -146,13 +165,33 @@ def test_the_ranks_hold_every_number_of_the_checkpoint(name: str, size: int, mod
                 assert torch.equal(own, stored[path].narrow(share.dim, part.start, len(part))), path
                 used += len(part)
             assert not view.narrow(share.dim, used, view.shape[share.dim] - used).any(), path
-    copies = max(1, size // config.attention.num_kv_heads) if isinstance(config.attention, GQAConfig) else 1
     for path, held in times_held.items():
-        expected = copies if ".k_proj." in path or ".v_proj." in path else 1
-        assert bool((held == expected).all()), path
+        assert torch.equal(held, expected_times(path, held, config, size)), path
 
 
-@pytest.mark.parametrize("name", ["llama-linear-biases-wide-heads", "deepseek-v3", "llama4"])
+def expected_times(path: str, held: torch.Tensor, config: ModelConfig, size: int) -> torch.Tensor:
+    """Once; keys and values once more for each further rank that has queries of their kv head."""
+    times, gqa = torch.ones_like(held), config.attention
+    if not isinstance(gqa, GQAConfig):
+        return times
+    copies = max(1, size // gqa.num_kv_heads)
+    if ".query_key_value." in path:
+        times.unflatten(0, (gqa.num_kv_heads, -1, gqa.head_dim))[:, -2:] = copies
+    return times * copies if ".k_proj." in path or ".v_proj." in path else times
+
+
+def test_phi3_small_s_patterns_differ_by_head_at_these_lengths(models: dict[str, Path]) -> None:
+    """Else ranks that took the stripes of others' heads would not show."""
+    gqa = read_config(models[SPARSE]).attention
+    assert isinstance(gqa, GQAConfig)
+    assert gqa.blocksparse[0] is not None
+    masks = token_mask(gqa.blocksparse[0], np.arange(PROMPT_TOKENS), PROMPT_TOKENS)
+    assert len({mask.tobytes() for mask in masks}) == gqa.num_heads
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-linear-biases-wide-heads", "deepseek-v3", "llama4", "falcon-new", "bloom", SPARSE]
+)
 def test_dummy_weights_are_parts_of_those_of_the_whole_model(name: str, models: dict[str, Path]) -> None:
     def views(parallel: TensorParallel) -> dict[str, torch.Tensor]:
         backend = backend_for(local_config(config, parallel))
@@ -201,79 +240,6 @@ def test_fp8_weights_are_those_of_their_rows_and_columns(models: dict[str, Path]
     assert torch.equal(torch.cat((*gates, *ups)), layer(TensorParallel(), gate_up))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("vocab_size", [61, 128, 100_000, 7])
-def test_every_token_is_one_rank_s(vocab_size: int, size: int) -> None:
-    held = [vocabulary_rows(vocab_size, parallel) for parallel in ranks(size)]
-    assert [row for rows in held for row in rows] == list(range(vocab_size))
-    assert all(len(rows) <= padded_rows(vocab_size, parallel) for rows, parallel in zip(held, ranks(size), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "expected"),
-    [(8, [[0, 1], [2, 3], [4, 5], [6, 7]]), (4, [[0], [1], [2], [3]]), (2, [[0], [0], [1], [1]]), (1, [[0]] * 4)],
-)
-def test_kv_heads_go_where_their_queries_are(num_kv_heads: int, expected: list[list[int]]) -> None:
-    held = [list(kv_heads(num_kv_heads, parallel)) for parallel in ranks(4)]
-    assert held == expected
-    queries_per_kv_head = 16 // num_kv_heads
-    for parallel, heads in zip(ranks(4), held, strict=True):
-        assert sorted({head // queries_per_kv_head for head in query_heads(16, parallel)}) == heads
-
-
-@pytest.mark.parametrize(
-    ("size", "block", "expected"),
-    [(48, None, [12] * 4), (640, 128, [128, 128, 128, 256]), (1400, 128, [256, 384, 384, 376])],
-)
-def test_channels_are_cut_in_equal_parts_or_between_blocks(size: int, block: int | None, expected: list[int]) -> None:
-    held = [channels(size, parallel, block=block) for parallel in ranks(4)]
-    assert [len(part) for part in held] == expected
-    assert [channel for part in held for channel in part] == list(range(size))
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "told", "allowed"),
-    [
-        ("llama-llama3-tied", 3, "it has 4 query heads", ("1", "2", "4")),
-        ("llama-llama3-tied", 8, "it has 4 query heads", ("1", "2", "4")),
-        ("llama in fp8 by block", 4, "its MLP has 272 channels in blocks of 128", ("1", "2")),
-    ],
-)
-def test_a_number_of_ranks_that_cannot_be_is_refused_with_those_that_can(
-    name: str, size: int, told: str, allowed: tuple[str, ...], models: dict[str, Path]
-) -> None:
-    with pytest.raises(ConfigError, match=told) as refused:
-        local_config(read_config(models[name]), TensorParallel(0, size))
-    assert (refused.value.field, refused.value.allowed) == ("tensor_parallel_size", allowed)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda gqa: replace(gqa, num_heads=12, num_kv_heads=6), "it has 6 kv heads"),
-        (lambda gqa: replace(gqa, num_heads=8, num_kv_heads=4, head_dim=40), "channels of queries are no multiple"),
-    ],
-)
-def test_heads_that_do_not_come_out_even_are_refused(
-    change: Callable[[GQAConfig], GQAConfig], told: str, models: dict[str, Path]
-) -> None:
-    config = read_config(models["llama in fp8 by block"])
-    assert isinstance(config.attention, GQAConfig)
-    config = replace(config, attention=change(config.attention), intermediate_size=1024)
-    with pytest.raises(ConfigError, match=told):
-        local_config(config, TensorParallel(0, 4))
-
-
-@pytest.mark.parametrize("name", ["bloom", "falcon-rotary"])
-def test_families_that_run_on_one_rank_only_say_so(name: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path)
-    config = read_config(tmp_path)
-    assert local_config(config, TensorParallel()) == config
-    with pytest.raises(ConfigError, match="this family runs on one rank only") as refused:
-        local_config(config, TensorParallel(0, 2))
-    assert refused.value.allowed == ("1",)
-
-
 def test_batch_invariance_is_refused_where_ranks_are_summed(models: dict[str, Path]) -> None:
     directory = models["llama-llama3-tied"]
     config: ModelConfig = read_config(directory)
@@ -290,8 +256,3 @@ def test_batch_invariance_is_refused_where_ranks_are_summed(models: dict[str, Pa
             parallel=parallel,
         )
     assert refused.value.field == "batch_invariant"
-
-
-def test_a_rank_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rank is 2 of 2"):
-        TensorParallel(2, 2)

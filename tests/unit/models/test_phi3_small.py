@@ -4,14 +4,13 @@ description, on every backend that offers its pattern.
 Legend: T tokens, D hidden channels, H query heads, K kv heads, C head channels, I MLP channels, V vocabulary.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
@@ -27,84 +26,14 @@ from models.families import attention_needs
 from models.loader import checkpoint_views, load_model
 from models.phi3_small import gegelu
 from tests.unit.models.paged import PagedDriver, backend_for, cache_shape
+from tests.unit.models.phi3_small_checkpoint import PUBLISHED, save_phi3_small, write_config
 
-PUBLISHED: dict[str, Any] = {
-    "architectures": ["Phi3SmallForCausalLM"],
-    "attention_bias": False,
-    "blocksparse_block_size": 64,
-    "blocksparse_homo_head_pattern": False,
-    "blocksparse_num_local_blocks": 16,
-    "blocksparse_triton_kernel_block_size": 64,
-    "blocksparse_vert_stride": 8,
-    "dense_attention_every_n_layers": 2,
-    "eos_token_id": 100257,
-    "ff_dim_multiplier": None,
-    "ff_intermediate_size": 14336,
-    "gegelu_limit": 20.0,
-    "hidden_act": "gegelu",
-    "hidden_size": 4096,
-    "layer_norm_epsilon": 1e-05,
-    "max_position_embeddings": 8192,
-    "mup_attn_multiplier": 1.0,
-    "mup_embedding_multiplier": 10.0,
-    "mup_use_scaling": True,
-    "mup_width_multiplier": 8.0,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rope_embedding_base": 1000000,
-    "rope_position_scale": 1.0,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 100352,
-}
-TINY: dict[str, Any] = PUBLISHED | {
-    "blocksparse_block_size": 16,
-    "blocksparse_num_local_blocks": 2,
-    "blocksparse_vert_stride": 3,
-    "dummy_token_indices": [3, 7],
-    "ff_intermediate_size": 24,
-    "gegelu_limit": 0.7,
-    "hidden_size": 32,
-    "max_position_embeddings": 256,
-    "mup_attn_multiplier": 3.0,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "rope_embedding_base": 1000,
-    "rope_position_scale": 2.0,
-    "torch_dtype": "float32",
-    "vocab_size": 61,
-}
 HEADS, KV_HEADS, CHANNELS, VOCAB = 4, 2, 8, 61
-
-
-def write_config(directory: Path, values: Mapping[str, Any]) -> Path:
-    (directory / "config.json").write_text(json.dumps(values))
-    return directory
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Named and shaped as published checkpoints are, drawn at random."""
-    directory = write_config(tmp_path_factory.mktemp("phi3_small"), TINY)
-    generator = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, 32)}
-    for name in ("weight", "bias"):
-        shapes[f"model.final_layernorm.{name}"] = (32,)
-    for layer in range(3):
-        for module, rows, columns in (
-            ("self_attn.query_key_value", (HEADS + 2 * KV_HEADS) * CHANNELS, 32),
-            ("self_attn.dense", 32, 32),
-            ("mlp.up_proj", 48, 32),
-            ("mlp.down_proj", 32, 24),
-        ):
-            shapes[f"model.layers.{layer}.{module}.weight"] = (rows, columns)
-            shapes[f"model.layers.{layer}.{module}.bias"] = (rows,)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{norm}.weight"] = shapes[f"model.layers.{layer}.{norm}.bias"] = (32,)
-    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    save_file(tensors, directory / "model.safetensors")
-    return directory
+    return save_phi3_small(tmp_path_factory.mktemp("phi3_small"))
 
 
 def seen_by_definition(head: int, position: int, key: int) -> bool:

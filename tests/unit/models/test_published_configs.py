@@ -286,7 +286,7 @@ def test_falcon_rw(tmp_path: Path) -> None:
     config = read(tmp_path, FALCON_RW)
     attention = attention_of(config)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (32, 32, 64)
-    assert attention.alibi
+    assert len(attention.alibi_slopes) == 32
     assert config.rope is None
     assert config.switches == FalconSwitches(parallel=False, num_norms=1)
     assert config.mlp_bias
@@ -310,7 +310,7 @@ def test_bloom(tmp_path: Path) -> None:
     config = read(tmp_path, BLOOM)
     attention = attention_of(config)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (16, 16, 64)
-    assert attention.alibi
+    assert attention.alibi_slopes == tuple(2.0 ** -((head + 1) / 2) for head in range(16))
     assert config.rope is None
     assert config.switches == BloomSwitches(residual_after_norm=False)
     assert config.max_context_tokens == 2048

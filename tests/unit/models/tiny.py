@@ -149,6 +149,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "Falcon",
             _FALCON_RW | {"hidden_size": 36, "num_attention_heads": 6, "tie_word_embeddings": False},
         ),
+        "falcon-multi-query-five-heads": ("Falcon", _FALCON | {"hidden_size": 40, "num_attention_heads": 5}),
         "falcon-multi-query-alibi": ("Falcon", _FALCON | {"alibi": True}),
         "falcon-multi-query-in-sequence": ("Falcon", _FALCON | {"parallel_attn": False}),
         "falcon-rotary": ("Falcon", _FALCON | {"multi_query": False, "ffn_hidden_size": 40}),

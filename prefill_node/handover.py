@@ -74,7 +74,8 @@ class HandOver:
             layers_per_group=layers_per_group if layers_per_group < num_layers else 0,
         )
         self.layer_groups = -(-num_layers // layers_per_group)
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._sampled_at = 0.0
         self.unsent = Unsent(num_layers, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
         self.block_ids: tuple[int, ...] = ()
         self._to_send = asyncio.Event()
@@ -82,6 +83,12 @@ class HandOver:
         self.failure: BatonError | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending = False
+
+    def hear(self, event: Event) -> None:
+        """What the engine tells of this request."""
+        if isinstance(event, TokenSampled):
+            self._sampled_at = time.monotonic()
+        self._events.put_nowait(event)
 
     def start(self) -> asyncio.Task[None]:
         self._task = asyncio.create_task(self.run(), name=f"request-{self.request.request_id}")
@@ -108,9 +115,8 @@ class HandOver:
             _check_ticket(self.ticket, len(self.request.prompt) + len(self.request.output))
             self.engine.submit(self.request)
             sampled = await self._follow_engine(sending)
-            sampled_at = time.monotonic()
             sent = await sending
-            self._hand_over(sampled, sent, sampled_ago_s=time.monotonic() - sampled_at)
+            self._hand_over(sampled, sent, sampled_ago_s=time.monotonic() - self._sampled_at)
             await self.tell(pb.PrefillEvent(sent=self._sent_event(sent)))
             completed = True
         except BatonError as error:
@@ -142,14 +148,14 @@ class HandOver:
                 case TokenSampled():
                     self._all_computed = True
                     self._to_send.set()
-                    await self.tell(pb.PrefillEvent(first_token=_first_token(event, time.monotonic() - started_at)))
+                    await self.tell(pb.PrefillEvent(first_token=_first_token(event, self._sampled_at - started_at)))
                     return event
                 case RequestFailed(error=error):
                     raise error
 
     async def _next_event(self, sending: asyncio.Task[Sent]) -> Event:
         """The engine's next event, or the error that ended the sending."""
-        getting = asyncio.create_task(self.events.get())
+        getting = asyncio.create_task(self._events.get())
         try:
             await asyncio.wait({getting, sending}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -89,7 +89,7 @@ class PrefillNode:
 
     def _pass_on(self, event: Event) -> None:
         if hand_over := self._running.get(event.request_id):
-            hand_over.events.put_nowait(event)
+            hand_over.hear(event)
 
     def _on_lease_ended(self, lease: int) -> None:
         for hand_over in self._running.values():

@@ -192,6 +192,9 @@ class GatewaySettings(CommonSettings):
     )
     model_name: str | None = Field(None, description="name that clients use; default: the model directory's name")
     resolve_s: float = Field(5.0, gt=0, description="how often names of nodes are resolved again")
+    link_retry_s: float = Field(
+        60.0, gt=0, description="how often a pair that was refused for its slow link is measured again"
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request whose client sets none")
     queue_s: float = Field(10.0, ge=0, description="how long a request may wait for room on a decode node")
     prefill_stall_s: float = Field(10.0, gt=0, description="a prefill without a sign of life for that long is redone")

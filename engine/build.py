@@ -17,6 +17,7 @@ from attention.selection import select_backend
 from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import ConfigError
 from engine.graphs import GraphSettings
+from engine.out_of_memory import allocating
 from engine.profile import STEP_TOKENS, MemoryPlan, size_on_gpu
 from engine.request import ModelFacts
 from engine.runner import ModelRunner
@@ -148,33 +149,35 @@ def build_runner(
         forced=attention_backend,
     )
     identity = model_identity(directory, config, load_format=load_format)
-    model = load_model(
-        directory,
-        config,
-        backend=backend,
-        dtype=dtype,
-        device=place,
-        kv_dtype=kv_dtype,
-        load_format=load_format,
-        batch_invariant=batch_invariant,
-        parallel=parallel,
-        progress=progress,
-    )
+    with allocating("the weights"):
+        model = load_model(
+            directory,
+            config,
+            backend=backend,
+            dtype=dtype,
+            device=place,
+            kv_dtype=kv_dtype,
+            load_format=load_format,
+            batch_invariant=batch_invariant,
+            parallel=parallel,
+            progress=progress,
+        )
     facts = _facts(config, spec, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
     memory: MemoryPlan | None = None
     if max_batch_tokens is None or num_blocks is None:
-        sizing = size_on_gpu(
-            lambda cache: ModelRunner(model, backend, cache, facts),
-            spec,
-            shape,
-            device=place,
-            step_tokens=STEP_TOKENS if max_batch_tokens is None else (max_batch_tokens,),
-            max_batch_requests=max_batch_requests,
-            fraction=gpu_memory_fraction,
-            reserved_bytes=reserved_bytes,
-            graphs=cuda_graphs,
-            sizes_cache=num_blocks is None,
-        )
+        with allocating("steps of the largest size"):
+            sizing = size_on_gpu(
+                lambda cache: ModelRunner(model, backend, cache, facts),
+                spec,
+                shape,
+                device=place,
+                step_tokens=STEP_TOKENS if max_batch_tokens is None else (max_batch_tokens,),
+                max_batch_requests=max_batch_requests,
+                fraction=gpu_memory_fraction,
+                reserved_bytes=reserved_bytes,
+                graphs=cuda_graphs,
+                sizes_cache=num_blocks is None,
+            )
         max_batch_tokens, memory = max_batch_tokens or sizing.step_tokens, sizing.memory
         if memory is not None:
             fitting = _num_blocks(spec, block_size=block_size, kv_cache_bytes=memory.kv_cache)
@@ -182,7 +185,8 @@ def build_runner(
     assert num_blocks is not None, "given, or sized just now"
     num_blocks = parallel.smallest(num_blocks, place)
     max_batch_tokens = parallel.smallest(max_batch_tokens, place)
-    cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks), place)
+    with allocating(f"the KV cache, {num_blocks} blocks of {block_size} tokens"):
+        cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks), place)
     graphs: GraphSettings | None = None
     if on_gpu and cuda_graphs:
         graphs = GraphSettings(

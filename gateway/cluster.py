@@ -44,7 +44,9 @@ class Cluster:
         self._directories = (Directory(prefill), Directory(decode))
         self._prefills: dict[str, PrefillNode] = {}
         self._decodes: dict[str, DecodeNode] = {}
-        self._pairs = Pairs(lambda: self._prefills.values(), lambda: self._decodes.values())
+        self._pairs = Pairs(
+            lambda: self._prefills.values(), lambda: self._decodes.values(), link_retry_s=settings.link_retry_s
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:

@@ -19,8 +19,6 @@ log = logging.getLogger("baton")
 
 _CONNECT_TIMEOUT_S = 20.0
 _RETRY_S_MIN, _RETRY_S_MAX = 0.1, 5.0
-# A link that was too slow is measured anew this often: it may have been busy.
-_MEASURE_AGAIN_S = 60.0
 _SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
 
 
@@ -35,10 +33,15 @@ class _Attempt:
 
 @dataclass
 class Pairs:
-    """All pairs of the nodes that this gateway sees. `close` when done."""
+    """All pairs of the nodes that this gateway sees. `close` when done.
+
+    Attributes:
+        link_retry_s: how often a link that was too slow is measured anew: it may have been busy.
+    """
 
     prefills: Callable[[], Iterable[PrefillNode]]
     decodes: Callable[[], Iterable[DecodeNode]]
+    link_retry_s: float
     _attempts: dict[tuple[int, int], _Attempt] = field(default_factory=dict)
     _told: set[tuple[int, int]] = field(default_factory=set)  # settled, and logged
 
@@ -91,7 +94,7 @@ class Pairs:
             if state.phase not in _SETTLED:
                 log.info("%s cannot connect to %s yet: %s", prefill.name, decode.name, state.detail)
             if _too_slow(state):
-                pause_s = _MEASURE_AGAIN_S
+                pause_s = self.link_retry_s
         finally:
             attempt.next_at = asyncio.get_running_loop().time() + pause_s
             attempt.task = None

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
-import torch
 
 from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
 from engine.build import Built
+from engine.out_of_memory import describe_out_of_memory
 from models.parallel import SINGLE
 from node.assembly import Node, load
 from node.ranks.group import RankGroup, start_ranks
@@ -62,7 +62,8 @@ class Role(Protocol):
 def run_node(
     program: str, settings: Settings, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
 ) -> None:
-    """The whole process: model, server, role. Ends with exit code 2 on a setting that cannot work, else 0."""
+    """The whole process: model, server, role. Ends with exit code 2 on a setting that cannot work, 1 where there is not
+    enough memory, else 0."""
     set_up_logging(settings.log_level, program)
     _raise_file_limit()
     # NOTE: the first process of a container ignores signals that it does not handle, and loading takes long.
@@ -79,8 +80,11 @@ def run_node(
         leave()
     except ConfigError as error:
         fail(program, error)
-    except torch.OutOfMemoryError as error:
-        fail(program, _out_of_memory(error))
+    except (RuntimeError, MemoryError) as error:
+        if (line := describe_out_of_memory(error)) is None:
+            raise
+        log.error("%s", line)
+        sys.exit(1)
     except KeyboardInterrupt:
         log.info("interrupted")
 
@@ -92,16 +96,6 @@ def _raise_file_limit() -> None:
         return
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-
-
-def _out_of_memory(error: torch.OutOfMemoryError) -> ConfigError:
-    """Torch's message has a line of figures, then sentences about its allocator."""
-    figures = str(error).partition(" If reserved but unallocated")[0].splitlines()
-    return ConfigError(
-        f"the GPU has no memory left: {' '.join(figures)}",
-        field="gpu_memory_fraction",
-        cure="end what else runs on it, or lower --gpu-memory-fraction, --kv-cache-mib or --max-batch-tokens",
-    )
 
 
 async def _run(

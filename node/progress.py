@@ -17,6 +17,8 @@ _SILENT_S = 1.0
 class LoadingProgress:
     """Call it with the bytes done so far and the bytes in all, from one thread, within its `with`.
 
+    The bar is there from the first call to the one in which all is done: a line of the log would end up behind it.
+
     Args:
         what: is loaded, such as "weights".
         console: where the bar goes if that is a terminal; None is stderr.
@@ -38,12 +40,10 @@ class LoadingProgress:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
-        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._bar = Progress(*columns, console=console, transient=True, get_time=clock) if console.is_terminal else None
         self._task = None if self._bar is None else self._bar.add_task(what, total=None)
 
     def __enter__(self) -> "LoadingProgress":
-        if self._bar is not None:
-            self._bar.start()
         return self
 
     def __exit__(
@@ -54,7 +54,10 @@ class LoadingProgress:
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         if self._bar is not None and self._task is not None:
+            self._bar.start()
             self._bar.update(self._task, completed=done_bytes, total=total_bytes)
+            if done_bytes >= total_bytes:
+                self._bar.stop()
             return
         elapsed_s = self._clock() - self._since
         tenths = 10 * done_bytes // max(1, total_bytes)

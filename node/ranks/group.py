@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config import NodeSettings, child_environment
+from baton.errors import Draining
 from node.ranks.channel import Channel
 from node.ranks.messages import Setup
 
@@ -172,7 +173,7 @@ def start_ranks(settings: NodeSettings, program: str) -> Iterator[RankGroup]:
     group = RankGroup(settings, program)
     try:
         yield group
-    except (EOFError, RuntimeError):  # torch's word for a rank that does not answer is the latter
+    except (EOFError, RuntimeError, Draining):  # what a channel, torch, and the calls to a rank say when it is gone
         if group.size > 1 and (failure := group.gone()):
             group.abandon(failure)
         raise

@@ -18,6 +18,7 @@ from baton.config import NodeSettings
 from baton.errors import ConfigError
 from baton.rpc.server import set_up_logging
 from engine.build import Built
+from engine.out_of_memory import describe_out_of_memory
 from kvtransfer.node import KVTransfer
 from node.assembly import load, open_transfer
 from node.ranks.channel import Channel
@@ -58,8 +59,12 @@ def main() -> None:
         _exit(2)
     except EOFError:
         _exit(1)
-    except Exception:
-        log.exception("rank %d failed", setup.rank)
+    except Exception as error:
+        if (line := describe_out_of_memory(error)) is None:
+            log.exception("rank %d failed", setup.rank)
+        else:
+            time.sleep(_OWN_WORD_S)
+            log.error("%s", line)
         _exit(1)
     thread.join()
     leave()
@@ -87,8 +92,11 @@ def _exit(code: int) -> None:
 def _follow(steps: Channel, built: Built) -> None:
     try:
         follow(steps, built.runner)
-    except Exception:
-        log.exception("an engine step failed")
+    except Exception as error:
+        if (line := describe_out_of_memory(error)) is None:
+            log.exception("an engine step failed")
+        else:
+            log.error("an engine step failed: %s", line)
         _exit(1)
 
 

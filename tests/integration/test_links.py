@@ -3,16 +3,19 @@ the size of segments in the receipt."""
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from baton.cli.processes import Process
 from baton.rpc.server import connect
 from baton.types import SamplingParams
-from protos import common_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.integration.cluster import LLAMA, Flags, Machines, machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 
@@ -97,6 +100,50 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     before = (await status(prefill)).peers[0].mismatches[0].ours
     measured = {(await pair(prefill, decode)).mismatches[0].ours for _ in range(3)}
     assert measured - {before}
+
+
+@contextmanager
+def held_up(process: Process) -> Iterator[None]:
+    """The process runs for a sixteenth of the time, in slices that are short beside what is measured."""
+    ended = threading.Event()
+
+    def hold_up() -> None:
+        while not ended.wait(0.002):
+            process.popen.send_signal(signal.SIGSTOP)
+            ended.wait(0.03)
+            process.popen.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=hold_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def phase(last: node_pb2.NodeStatus) -> int:
+    """Of its only peer."""
+    return last.peers[0].phase if last.peers else common_pb2.PEER_PHASE_CONNECTING
+
+
+async def measured(prefill: Process, decode: Process) -> float:
+    """GB/s of a link that is below the floor, each time anew."""
+    (reason,) = (await pair(prefill, decode)).mismatches
+    return float(reason.ours.partition(" ")[0])
+
+
+async def test_a_pair_that_was_refused_for_its_link_is_made_once_the_link_is_quick_enough(start: Machines) -> None:
+    prefill, never = start.nodes(("prefill", MODEL), ("decode", {**MODEL, "link_floor_gb_per_s": TOO_MUCH}))
+    usual = max([await measured(prefill, never) for _ in range(3)])
+    (decode,) = start.nodes(("decode", {**MODEL, "link_floor_gb_per_s": usual / 4}))
+    with held_up(prefill):
+        gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="prefer", link_retry_s=0.5)
+        refused = await until_status(decode, lambda last: phase(last) == common_pb2.PEER_PHASE_REFUSED, within_s=20)
+    assert refused.peers[0].mismatches[0].field == "link"
+    await until_status(decode, lambda last: phase(last) == common_pb2.PEER_PHASE_READY, within_s=20)
+    receipt = (await generate(gateway, PROMPT, GREEDY)).proof
+    assert receipt.prompt_tokens_sent == len(PROMPT)
 
 
 async def test_nodes_that_round_differently_are_refused(start: Machines) -> None:

@@ -106,6 +106,17 @@ def test_parts_can_be_read_to_one_tensor_side_by_side(
     assert torch.equal(target.cpu(), tensors["cube"][..., [1, 2, 4, 5, 6]])
 
 
+def test_what_lies_between_runs_is_read_only_if_they_are_short(
+    stored: dict[str, StoredTensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, target = stored["matrix"].part(1, range(10, 31)), torch.empty(37, 21, dtype=torch.bfloat16)
+    totals = []
+    for long_run_bytes in (42, 43):
+        monkeypatch.setattr(reading, "_LONG_RUN_BYTES", long_run_bytes)
+        read_into([(part, target)], lambda done, total: totals.append((done, total)))
+    assert totals[-2:] == [(2 * 37 * 21, 2 * 37 * 21), (part.stop - part.start, part.stop - part.start)]
+
+
 def test_progress_counts_every_byte_in_the_callers_thread(
     tensors: dict[str, Tensor], stored: dict[str, StoredTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,13 +46,30 @@ def test_a_short_load_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_terminal_gets_a_bar_and_the_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    clock, written = Clock(), io.StringIO()
+    console = Console(file=written, force_terminal=True, width=120, color_system=None)
+    with caplog.at_level(logging.INFO, logger="node.progress"), LoadingProgress(console=console, clock=clock) as shown:
+        for step in range(1, 6):
+            clock.now_s += 1
+            shown(step * GIB // 10, GIB)
+    last = written.getvalue().rpartition("weights")[2]
+    assert "0.5/1.0 GiB" in last
+    assert "107.4 MB/s" in last
+    assert "0:00:05" in last
+    assert messages(caplog) == []
+
+
+def test_the_bar_is_there_only_while_something_is_read() -> None:
+    """What is logged before and behind it has lines of its own."""
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=120, color_system=None)
-    with caplog.at_level(logging.INFO, logger="node.progress"), LoadingProgress(console=console) as shown:
+    with LoadingProgress(console=console) as shown:
+        assert not written.getvalue()
         shown(GIB // 2, GIB)
-    assert "weights" in written.getvalue()
-    assert "0.5/1.0 GiB" in written.getvalue()
-    assert messages(caplog) == []
+        assert "weights" in written.getvalue()
+        shown(GIB, GIB)
+        assert written.getvalue().endswith("\x1b[2K")
+        assert "\x1b[?25h" in written.getvalue()
 
 
 def test_the_bar_is_gone_when_loading_fails() -> None:

@@ -19,12 +19,21 @@ BENCHMARKS = (
     ("transport", "Transport alone", "bench.transport"),
     ("cache_to_cache", "Cache to cache: gather, digest, UCX, scatter", "bench.cache_to_cache"),
     ("transfer_gpu", "Cache to cache between GPUs, beside a plain copy", "bench.transfer_gpu"),
+    ("exposed", "Exposed transfer time of a prompt", "bench.exposed"),
+    ("receiving", "Decoding beside receiving", "bench.receiving"),
     ("hand_over", "Handed over against one process", "bench.hand_over"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
+    ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
 )
-PLOTS = (("attention", "bench.attention.plot"), ("engine", "bench.engine.plot"))
+PLOTS = (
+    ("transport", "bench.transfer_plot"),
+    ("cache_to_cache", "bench.transfer_plot"),
+    ("transfer_gpu", "bench.transfer_plot"),
+    ("attention", "bench.attention.plot"),
+    ("engine", "bench.engine.plot"),
+)
 
 
 def main(arguments: Sequence[str]) -> None:

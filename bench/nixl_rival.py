@@ -7,8 +7,12 @@ optional: without it there is no row.
 import importlib
 import importlib.util
 import multiprocessing
+import os
 import random
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,81 +20,114 @@ import torch
 
 PACKAGE = "nixl_cu13"
 GIGA = 1e9
-_ROUNDS = 8
 _TIMEOUT_S = 30.0
+_CPU = ("cpu", "cpu")
 
 
 def available() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def read_gigabytes_per_s(num_blocks: int, block_bytes: int) -> float:
-    """The best of some reads of as many blocks, scattered on both sides, by prepared descriptors. Every read is checked
-    to have brought the other process's bytes.
+@contextmanager
+def open_reader(num_blocks: int, block_bytes: int, devices: tuple[str, str] = _CPU) -> Iterator[Callable[[], float]]:
+    """Gives a function that reads as many blocks once, scattered on both sides, by prepared descriptors, and returns
+    GB/s. Every read is checked to have brought the other process's bytes.
+
+    Between reads both processes are stopped: each has a thread that takes a core all the time.
 
     NOTE: both ends are processes of their own: beside our UCX in one process NIXL's reached a third of its speed.
+
+    Args:
+        devices: of the memory that is read, and of the reader's.
     """
     context = multiprocessing.get_context("spawn")
     to_reader, from_owner = context.Pipe()
-    ours, result = context.Pipe(duplex=False)
+    ours, reader = context.Pipe()
     work = (num_blocks, block_bytes)
     processes = [
-        context.Process(target=_own, args=(to_reader, *work), daemon=True),
-        context.Process(target=_read, args=(from_owner, result, *work), daemon=True),
+        context.Process(target=_own, args=(to_reader, *work, devices[0]), daemon=True),
+        context.Process(target=_read, args=(from_owner, reader, *work, devices[1]), daemon=True),
     ]
     for process in processes:
         process.start()
-    result.close()
+    reader.close()  # or nobody would hear of its end
+
+    def signal_all(number: signal.Signals) -> None:
+        for process in processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
+
+    def read() -> float:
+        signal_all(signal.SIGCONT)
+        ours.send("read")
+        if not ours.poll(2 * _TIMEOUT_S):
+            raise TimeoutError("NIXL's processes do not answer")
+        seconds: float = ours.recv()
+        signal_all(signal.SIGSTOP)
+        return num_blocks * block_bytes / seconds / GIGA
+
     try:
-        gigabytes_per_s: float = ours.recv()
-        return gigabytes_per_s
+        read()  # connects
+        yield read
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _read(owner: Connection, result: Connection, num_blocks: int, block_bytes: int) -> None:
+def _read(owner: Connection, orders: Connection, num_blocks: int, block_bytes: int, device: str) -> None:
     torch.set_num_threads(1)
-    metadata, address = owner.recv()
-    agent, memory = _agent("reader", num_blocks * block_bytes)
+    metadata, address, owners_device = owner.recv()
+    agent, memory = _agent("reader", num_blocks * block_bytes, device)
     remote = agent.add_remote_agent(metadata)
-    places = _places(memory.data_ptr(), num_blocks, block_bytes, seed=1)
-    sources = _places(address, num_blocks, block_bytes, seed=2)
+    places = _places(memory.data_ptr(), num_blocks, block_bytes, device, seed=1)
+    sources = _places(address, num_blocks, block_bytes, owners_device, seed=2)
     handle = agent.initialize_xfer(
-        "READ", agent.get_xfer_descs(places, "DRAM"), agent.get_xfer_descs(sources, "DRAM"), remote
+        "READ", agent.get_xfer_descs(places, _kind(device)), agent.get_xfer_descs(sources, _kind(owners_device)), remote
     )
-    seconds = []
-    for _ in range(_ROUNDS):
+    while orders.recv() == "read":
         memory.zero_()
+        if memory.is_cuda:
+            torch.cuda.synchronize()
         start_s = time.perf_counter()
         state = agent.transfer(handle)
         while state == "PROC" and time.perf_counter() - start_s < _TIMEOUT_S:
             state = agent.check_xfer_state(handle)
-        seconds.append(time.perf_counter() - start_s)
+        seconds = time.perf_counter() - start_s
         if state != "DONE" or not bool((memory == 1).all()):
             raise RuntimeError(f"NIXL's read ended as {state}")
-    result.send(num_blocks * block_bytes / min(seconds) / GIGA)
-    agent.release_xfer_handle(handle)
+        orders.send(seconds)
 
 
-def _own(connection: Connection, num_blocks: int, block_bytes: int) -> None:
-    agent, memory = _agent("owner", num_blocks * block_bytes)
+def _own(connection: Connection, num_blocks: int, block_bytes: int, device: str) -> None:
+    agent, memory = _agent("owner", num_blocks * block_bytes, device)
     memory.fill_(1)
-    connection.send((agent.get_agent_metadata(), memory.data_ptr()))
+    if memory.is_cuda:
+        torch.cuda.synchronize()
+    connection.send((agent.get_agent_metadata(), memory.data_ptr(), device))
     connection.recv()
 
 
-def _agent(name: str, num_bytes: int) -> tuple[Any, torch.Tensor]:
+def _agent(name: str, num_bytes: int, device: str) -> tuple[Any, torch.Tensor]:
     """An agent and the memory that it has registered."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)  # makes the GPU's context, which UCX wants first
     api: Any = importlib.import_module(f"{PACKAGE}._api")
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
-    memory = torch.zeros(num_bytes, dtype=torch.uint8)
-    agent.register_memory([(memory.data_ptr(), num_bytes, 0, "")], "DRAM")
+    agent.register_memory([(memory.data_ptr(), num_bytes, _index(device), "")], _kind(device))
     return agent, memory
 
 
-def _places(address: int, num_blocks: int, block_bytes: int, *, seed: int) -> list[tuple[int, int, int]]:
+def _kind(device: str) -> str:
+    return "DRAM" if device == "cpu" else "VRAM"
+
+
+def _index(device: str) -> int:
+    return torch.device(device).index or 0
+
+
+def _places(address: int, num_blocks: int, block_bytes: int, device: str, *, seed: int) -> list[tuple[int, int, int]]:
     order = list(range(num_blocks))
     random.Random(seed).shuffle(order)
-    return [(address + index * block_bytes, block_bytes, 0) for index in order]
+    return [(address + index * block_bytes, block_bytes, _index(device)) for index in order]

@@ -1,222 +1,187 @@
 """KV from one GPU's cache to another's through KVTransfer, between two processes, beside a plain peer copy of as many
-bytes in the same run: throughput over prompt length and layouts, and the first transfer of a warm pair.
+bytes and beside NIXL in the same run: throughput over prompt length, layouts and block sizes, and the first transfer of
+a pair. All pairs transfer in turns.
 
 With one GPU both caches are on it, and the rival is a copy within its memory.
 """
 
 import asyncio
-import multiprocessing
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
-from attention.cache import PagedKVCache
 from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from attention.spec import KVCacheSpec, KVKind
+from bench import nixl_rival
+from bench.cache_pairs import Case, End, in_turns, open_pairs
+from bench.cache_to_cache import UNEQUAL_GOAL, best_gigabytes_per_s, first_rows, work_of
 from bench.table import Row
-from kvtransfer.node import KVTransfer, LeaseFilled, LeaseGrant, SendJob
 
 MIB = 1 << 20
 GIGA = 1e9
-LLAMA_8B = KVCacheSpec(KVKind.GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-DEEPSEEK_V3 = KVCacheSpec(KVKind.MLA, num_layers=61, num_kv_heads=1, head_dim=576, dtype="bfloat16")
-TOKENS = (1024, 8192, 32768)
-# What of a peer copy is wanted, by tokens of Llama 8B.
-GOALS = {1024: 0.6, 8192: 0.92, 32768: 0.92}
+# The first is what every pair transfers first.
+TOKENS = (8192, 1024, 32768)
+# What of a peer copy is wanted, by tokens of Llama 8B between equal ends.
+GOALS = {1024: 0.6, 8192: 0.92, 32768: 0.92, 131072: 0.92}
 SEGMENT_MIB = 256
-STAGING_SLOTS = 4
 ROUNDS = 10
-COPY_BYTES = 1 << 30
-INCARNATION = 1
-_TIMEOUT_S = 60.0
-SENDER, PEER = 1, 1
+NIXL_TOKENS, NIXL_ROUNDS = (1024, 8192), 5
+# A copy of more is no faster.
+COPY_BYTES_MOST = 4 << 30
+
+LLAMA_8B = KVCacheSpec(KVKind.GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+DEEPSEEK_V2_LITE = KVCacheSpec(KVKind.MLA, num_layers=27, num_kv_heads=1, head_dim=576, dtype="bfloat16")
+DEEPSEEK_V3 = KVCacheSpec(KVKind.MLA, num_layers=61, num_kv_heads=1, head_dim=576, dtype="bfloat16")
+NHD, HND, BLHNC = KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.BLHNC
+LBNC, BLNC = KVCacheLayout.LBNC, KVCacheLayout.BLNC
 
 
 @dataclass(frozen=True)
-class Case:
-    """One model's KV, and the layout and block size of both ends."""
+class Model:
+    """One model's KV between equal ends, and variants of that, to be measured beside it.
 
-    model: str
-    spec: KVCacheSpec
-    source: tuple[KVCacheLayout, int]
-    target: tuple[KVCacheLayout, int]
-    segment_mib: int = SEGMENT_MIB
-    digests: bool = True
+    Attributes:
+        long_tokens: a prompt length that is measured between equal ends only; 0: none.
+    """
 
-    @property
-    def work(self) -> str:
-        (one, size_p), (other, size_d) = self.source, self.target
-        ends = f"{one.name}/{size_p} to {other.name}/{size_d}, segments of {self.segment_mib} MiB"
-        return f"{self.model}, {ends}" if self.digests else f"{self.model}, {ends}, digests off"
+    name: str
+    equal: Case
+    variants: tuple[Case, ...] = ()
+    long_tokens: int = 0
+
+    def on(self, devices: tuple[str, str], tokens: int) -> tuple[Case, ...]:
+        """All cases, the one with equal ends first, from the one device to the other."""
+        return tuple(
+            replace(
+                case,
+                source=replace(case.source, device=devices[0]),
+                target=replace(case.target, device=devices[1]),
+                tokens=tokens,
+            )
+            for case in (self.equal, *self.variants)
+        )
 
 
-NHD, HND, BLHNC = KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.BLHNC
-CASES = (
-    Case("Llama 8B", LLAMA_8B, (NHD, 16), (NHD, 16)),
-    Case("Llama 8B", LLAMA_8B, (NHD, 16), (HND, 64)),
-    Case("Llama 8B", LLAMA_8B, (BLHNC, 32), (NHD, 16)),
-    Case("Llama 8B", LLAMA_8B, (NHD, 16), (NHD, 16), digests=False),
-    Case("Llama 8B", LLAMA_8B, (NHD, 16), (NHD, 16), segment_mib=64),
-    Case("DeepSeek V3", DEEPSEEK_V3, (KVCacheLayout.LBNC, 64), (KVCacheLayout.BLNC, 64)),
+def _llama() -> Model:
+    equal = _between(LLAMA_8B, (NHD, 16), (NHD, 16))
+    unequal = [_between(LLAMA_8B, (NHD, 16), target) for target in ((HND, 16), (NHD, 64), (HND, 64))]
+    fixed = replace(equal, segment_bytes=64 * MIB, fixed_segments=True)
+    from_blocks = _between(LLAMA_8B, (BLHNC, 32), (NHD, 16))
+    variants = (*unequal, from_blocks, replace(equal, digests=False), fixed)
+    return Model("Llama 8B", equal, variants, long_tokens=131072)
+
+
+def _between(spec: KVCacheSpec, source: tuple[KVCacheLayout, int], target: tuple[KVCacheLayout, int]) -> Case:
+    return Case(spec, End(*source), End(*target), max(TOKENS), SEGMENT_MIB * MIB)
+
+
+MODELS = (
+    _llama(),
+    Model(
+        "DeepSeek V2 Lite",
+        _between(DEEPSEEK_V2_LITE, (LBNC, 64), (LBNC, 64)),
+        (_between(DEEPSEEK_V2_LITE, (LBNC, 64), (BLNC, 32)),),
+    ),
+    Model(
+        "DeepSeek V3",
+        _between(DEEPSEEK_V3, (LBNC, 64), (LBNC, 64)),
+        (_between(DEEPSEEK_V3, (LBNC, 64), (BLNC, 64)),),
+    ),
 )
 
 
-def run(progress: Callable[[str], None]) -> list[Row]:
+def run(progress: Callable[[str], None]) -> Iterator[Row]:
     """Nothing on a machine without a GPU."""
     if not torch.cuda.is_available():
         progress("transfer between GPUs: there is no GPU")
-        return []
+        return
     devices = ("cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0")
-    rows = []
-    for case in CASES:
-        progress(f"transfer between GPUs: {case.work}")
-        rows.extend(measure(case, devices, TOKENS, ROUNDS))
+    best: dict[str, float] = {}
+    for model in MODELS:
+        progress(f"transfer between GPUs: {model.name}")
+        rows = measure(model, devices, TOKENS, ROUNDS)
+        best.update({row.work: row.measured for row in rows if row.name == "cache to cache"})
+        yield from rows
+    yield from _beside_nixl(devices, best, progress)
+
+
+def measure(model: Model, devices: tuple[str, str], tokens: Sequence[int], rounds: int) -> list[Row]:
+    """A model's figures, for prefill and decode on those devices."""
+    return asyncio.run(_measure(model, devices, tokens, rounds))
+
+
+async def _measure(model: Model, devices: tuple[str, str], tokens: Sequence[int], rounds: int) -> list[Row]:
+    cases = model.on(devices, max(tokens))
+    long = model.on(devices, model.long_tokens)[:1] if model.long_tokens else ()
+    async with open_pairs([*cases, *long]) as pairs:
+        measured = {number: await in_turns(pairs[: len(cases)], number, rounds) for number in tokens}
+        if long:
+            measured[model.long_tokens] = await in_turns(pairs[-1:], model.long_tokens, rounds)
+        link = pairs[0].measure
+    rows = [Row("a pair's own measurement", f"{model.name}: {link.transport}", link.gigabytes_per_s, "GB/s")]
+    rows += first_rows(f"{tokens[0]} tokens of {model.name}, median of {len(cases)} pairs", measured[tokens[0]])
+    for number in sorted(measured):
+        copy = copy_gigabytes_per_s(devices, number * model.equal.spec.bytes_per_token)
+        rows += _rows(model, dict(zip(cases, measured[number], strict=False)), number, copy)
     return rows
 
 
-def measure(case: Case, devices: tuple[str, str], tokens: tuple[int, ...], rounds: int) -> list[Row]:
-    """A case's figures, for prefill and decode on those devices."""
-    figures = asyncio.run(_measure(case, devices, tokens, rounds))
-    rows = [Row("warm-up, as the pair reports it", f"{case.work}: {figures.transport}", figures.link, "GB/s")]
-    for number in tokens:
-        num_bytes = number * case.spec.bytes_per_token
-        first, *later = (num_bytes / seconds / GIGA for seconds in figures.seconds[number])
-        copy = copy_gigabytes_per_s(devices, num_bytes)
-        work = f"{number} tokens of {case.work}"
-        goal = GOALS.get(number) if case.spec == LLAMA_8B else None
-        rows.append(Row("cache to cache, best", work, max(later), "GB/s", "plain copy", copy, goal=goal))
-        rows.append(Row("cache to cache, median", work, median(later), "GB/s", "plain copy", copy))
-        rows.append(Row("cache to cache, first of its size", work, first, "GB/s", "plain copy", copy))
-    return rows
+def _rows(model: Model, measured: dict[Case, list[float]], tokens: int, copy: float) -> Iterator[Row]:
+    (equal, own), *variants = measured.items()
+    work = work_of(equal, tokens, model.name)
+    best = best_gigabytes_per_s(equal.spec, tokens, own)
+    goal = GOALS.get(tokens) if equal.spec == LLAMA_8B else None
+    yield Row("cache to cache", work, best, "GB/s", "plain copy", copy, goal)
+    typical = best_gigabytes_per_s(equal.spec, tokens, [median(own)])
+    yield Row("cache to cache, median", work, typical, "GB/s", "plain copy", copy)
+    for case, seconds in variants:
+        ends_differ = (case.source.layout, case.source.block_size) != (case.target.layout, case.target.block_size)
+        measured_best = best_gigabytes_per_s(case.spec, tokens, seconds)
+        wanted = UNEQUAL_GOAL if ends_differ else None
+        yield Row(
+            "cache to cache", work_of(case, tokens, model.name), measured_best, "GB/s", "equal ends", best, wanted
+        )
 
 
-def copy_gigabytes_per_s(devices: tuple[str, str], num_bytes: int = COPY_BYTES) -> float:
+def _beside_nixl(devices: tuple[str, str], best: Mapping[str, float], progress: Callable[[str], None]) -> Iterator[Row]:
+    """On the same GPUs' memory, in blocks as long as those in which Llama's keys lie together.
+
+    Args:
+        best: what was measured, by the work.
+    """
+    if not nixl_rival.available():
+        progress("transfer between GPUs: nixl-cu13 is not installed, its rows are missing")
+        return
+    llama = MODELS[0]
+    run_bytes = LLAMA_8B.bytes_per_token_layer // LLAMA_8B.kv_factor * llama.equal.source.block_size
+    for tokens in NIXL_TOKENS:
+        num_runs = tokens * LLAMA_8B.bytes_per_token // run_bytes
+        progress(f"transfer between GPUs: NIXL, {tokens} tokens")
+        with nixl_rival.open_reader(num_runs, run_bytes, devices) as read:
+            rival = max(read() for _ in range(NIXL_ROUNDS))
+        work = work_of(llama.equal, tokens, llama.name)
+        blocks = f"as {num_runs} scattered blocks of {run_bytes >> 10} KiB"
+        yield Row("cache to cache", f"{work}, {blocks}", best[work], "GB/s", "NIXL", rival, goal=1.0)
+
+
+def copy_gigabytes_per_s(devices: tuple[str, str], num_bytes: int) -> float:
     """A plain copy of that many bytes from one GPU to the other, or within the one there is."""
+    num_bytes = min(num_bytes, COPY_BYTES_MOST)
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for device in devices)
-    if not target.is_cuda:
-        start_s = time.perf_counter()
-        target.copy_(source)
-        return num_bytes / (time.perf_counter() - start_s) / GIGA
     seconds = []
     for _ in range(6):
-        for device in devices:
-            torch.cuda.synchronize(device)
+        _wait_for(devices)
         start_s = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        for device in devices:
-            torch.cuda.synchronize(device)
+        _wait_for(devices)
         seconds.append(time.perf_counter() - start_s)
     return num_bytes / min(seconds) / GIGA
 
 
-@dataclass(frozen=True)
-class Figures:
-    transport: str
-    link: float
-    seconds: dict[int, list[float]]
-
-
-async def _measure(case: Case, devices: tuple[str, str], tokens: tuple[int, ...], rounds: int) -> Figures:
-    cache = _cache(case.spec, case.target, max(tokens), devices[1])
-    blocks = _blocks(cache, seed=2)
-    filled: asyncio.Queue[LeaseFilled] = asyncio.Queue()
-    async with (
-        _transfer(case, cache, filled) as decode,
-        _prefill_process(case, max(tokens), devices[0]) as connection,
-    ):
-        connection.send(await decode.listen(SENDER))
-        await decode.connect(SENDER, await asyncio.to_thread(connection.recv))
-        messages, num_bytes = await asyncio.to_thread(connection.recv)
-        warm = await decode.warmed_up(SENDER, messages, num_bytes, timeout_s=60)
-        connection.send(warm.speed)
-        leases = iter(range(10_000))
-
-        async def seconds(number: int) -> float:
-            lease = next(leases)
-            decode.open_lease(LeaseGrant(lease, blocks, 0, number))
-            connection.send((lease, number))
-            async with asyncio.timeout(_TIMEOUT_S):
-                await filled.get()
-            # Both processes read the same clock.
-            end_s = time.monotonic()
-            await decode.close_lease(lease)
-            return end_s - float(await asyncio.to_thread(connection.recv))
-
-        measured = {number: [await seconds(number) for _ in range(1 + rounds)] for number in tokens}
-        connection.send(None)
-        return Figures(warm.transport, warm.gigabytes_per_s, measured)
-
-
-def _cache(spec: KVCacheSpec, end: tuple[KVCacheLayout, int], tokens: int, device: str) -> PagedKVCache:
-    """With room for twice as many tokens as are sent, so that blocks lie apart."""
-    layout, block_size = end
-    return PagedKVCache(spec, KVCacheShape(layout, block_size, 2 * tokens // block_size), device)
-
-
-def _blocks(cache: PagedKVCache, *, seed: int) -> tuple[int, ...]:
-    order = torch.randperm(cache.shape.num_blocks, generator=torch.Generator().manual_seed(seed))
-    return tuple(order[: cache.shape.num_blocks // 2].tolist())
-
-
-@asynccontextmanager
-async def _transfer(case: Case, cache: PagedKVCache, filled: "asyncio.Queue[LeaseFilled]") -> AsyncIterator[KVTransfer]:
-    async with KVTransfer(
-        cache,
-        incarnation=INCARNATION,
-        segment_bytes=case.segment_mib * MIB,
-        staging_slots=STAGING_SLOTS,
-        digests=case.digests,
-        on_filled=filled.put_nowait,
-        on_refused=_fail,
-    ) as transfer:
-        yield transfer
-
-
-def _fail(refused: object) -> None:
-    raise RuntimeError(f"a benchmark's segment was refused: {refused}")
-
-
-async def _prefill(connection: Connection, case: Case, tokens: int, device: str) -> None:
-    cache = _cache(case.spec, case.source, tokens, device)
-    cache.memory.random_()
-    if cache.storage.is_cuda:
-        torch.cuda.synchronize()
-    blocks = _blocks(cache, seed=1)
-    async with _transfer(case, cache, asyncio.Queue()) as prefill:
-        connection.send(await prefill.listen(PEER))
-        await prefill.connect(PEER, await asyncio.to_thread(connection.recv))
-        warm = await prefill.warm_up(PEER, SENDER)
-        connection.send((warm.messages, warm.bytes))
-        await prefill.use_link(PEER, await asyncio.to_thread(connection.recv))
-        while (order := await asyncio.to_thread(connection.recv)) is not None:
-            lease, number = order
-            start_s = time.monotonic()
-            await prefill.send(SendJob(PEER, SENDER, lease, INCARNATION, 0, 0, number, number, blocks))
-            connection.send(start_s)
-
-
-def _serve(connection: Connection, case: Case, tokens: int, device: str) -> None:
-    torch.set_num_threads(1)
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-    asyncio.run(_prefill(connection, case, tokens, device))
-
-
-@asynccontextmanager
-async def _prefill_process(case: Case, tokens: int, device: str) -> AsyncIterator[Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, case, tokens, device), daemon=True)
-    process.start()
-    theirs.close()  # or nobody would hear of the process's end
-    try:
-        yield ours
-        await asyncio.to_thread(process.join, 10.0)
-    finally:
-        process.kill()
-        await asyncio.to_thread(process.join)
+def _wait_for(devices: tuple[str, str]) -> None:
+    for device in devices:
+        if device != "cpu":
+            torch.cuda.synchronize(device)

@@ -1,4 +1,5 @@
-"""The UCX transport alone, between two processes, beside ucx_perftest over the same lanes and beside memcpy."""
+"""The UCX transport alone, between two processes, over message size: beside ucx_perftest over the same lanes, beside
+memcpy, and beside NIXL's reads of blocks of that size."""
 
 import multiprocessing
 import socket
@@ -12,12 +13,16 @@ from pathlib import Path
 import libucx
 import torch
 
+from bench import nixl_rival
 from bench.table import Row
 from kvtransfer.transport import Request, Transport, open_transport
 
-MIB = 1 << 20
-SIZES_MIB = (1, 4, 16, 64)
+KIB, MIB = 1 << 10, 1 << 20
+SIZES_KIB = (64, 256, 1024, 4096, 16384, 65536)
+# Under it a message is more its own cost than its bytes; nodes send larger ones.
+GOAL_KIB = 1024
 BYTES_PER_ROUND = 512 * MIB
+MOST_MESSAGES = 2048
 ROUNDS = 3
 WINDOW = 3
 # As the transfer thread does while messages are in flight.
@@ -29,13 +34,18 @@ def run(progress: Callable[[str], None]) -> list[Row]:
     """Best of several rounds for every message size."""
     rows = []
     memcpy = memcpy_gigabytes_per_s()
-    for size_mib in SIZES_MIB:
-        progress(f"transport: messages of {size_mib} MiB")
-        ours, lanes = transport_gigabytes_per_s(size_mib * MIB)
-        work = f"{size_mib} MiB messages over {lanes}"
-        rival = perftest_gigabytes_per_s(size_mib * MIB)
-        rows.append(Row("transport", work, ours, "GB/s", "ucx_perftest", rival, goal=0.8))
-        rows.append(Row("transport", work, ours, "GB/s", "memcpy", memcpy))
+    for size_kib in SIZES_KIB:
+        size = size_kib * KIB
+        said = f"{size_kib} KiB" if size < MIB else f"{size // MIB} MiB"
+        progress(f"transport: messages of {said}")
+        ours, lanes = transport_gigabytes_per_s(size)
+        rivals = {"ucx_perftest": perftest_gigabytes_per_s(size), "memcpy": memcpy}
+        if nixl_rival.available():
+            with nixl_rival.open_reader(_messages(2 * size, least=2), size) as read:
+                rivals["NIXL"] = max(read() for _ in range(1 + ROUNDS))
+        for rival, measured in rivals.items():
+            goal = 0.8 if rival == "ucx_perftest" and size_kib >= GOAL_KIB else None
+            rows.append(Row("transport", f"{said} messages over {lanes}", ours, "GB/s", rival, measured, goal))
     return rows
 
 
@@ -47,7 +57,7 @@ def memcpy_gigabytes_per_s(num_bytes: int = 64 * MIB) -> float:
 
 def transport_gigabytes_per_s(num_bytes: int) -> tuple[float, str]:
     """Best round of messages of that size from another process, and what carried them."""
-    messages = max(4, BYTES_PER_ROUND // num_bytes)
+    messages = _messages(num_bytes, least=4)
     with _sender(num_bytes, messages) as connection:
         transport = open_transport("ucx")
         connection.send(transport.listen(1))
@@ -77,7 +87,7 @@ def perftest_gigabytes_per_s(num_bytes: int) -> float:
     server = subprocess.Popen([program, "-p", port], env=environment, stdout=subprocess.DEVNULL)
     try:
         _wait_for_port(int(port))
-        count = str(max(8, BYTES_PER_ROUND // num_bytes))
+        count = str(_messages(num_bytes, least=8))
         client = [str(program), "127.0.0.1", "-p", port, "-t", "tag_bw", "-s", str(num_bytes), "-n", count, "-w", "4"]
         output = subprocess.run(
             [*client, "-f", "-v"], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
@@ -88,6 +98,11 @@ def perftest_gigabytes_per_s(num_bytes: int) -> float:
     # Comma-separated: iterations, three latencies, average and overall MiB/s, two message rates.
     fields = output.stdout.strip().splitlines()[-1].split(",")
     return float(fields[5]) * MIB / 1e9
+
+
+def _messages(num_bytes: int, *, least: int) -> int:
+    """Of one round."""
+    return max(least, min(MOST_MESSAGES, BYTES_PER_ROUND // num_bytes))
 
 
 def _wait_for_port(port: int) -> None:

@@ -1,0 +1,279 @@
+"""What receiving KV costs a node that decodes: time of a decode step with and without, at full speed and at a limit.
+
+An engine and a KV transfer share a cache in this process, as in a decode node; another process sends without a pause.
+Stretches with and without it take turns. Receiving moves every byte through this side's memory several times; what part
+of the memory's bandwidth that is, by a copy's speed in the same run, is what decoding may lose to it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from baton.config import DEMO_MODELS
+from baton.types import SamplingParams, TokenOutput
+from bench.attention.measure import ceilings
+from bench.cache_pairs import Case, End, Pair, Place, open_pairs
+from bench.table import Row
+from bench.transport import memcpy_gigabytes_per_s
+from engine.build import Built, build_runner
+from engine.engine import Engine
+from engine.events import StepEvents
+from engine.request import EngineLimits, EngineRequest
+
+MIB = 1 << 20
+GIGA = 1e9
+LIMIT_GOAL = 1.05
+# Of the slow-down that the goal allows, what the limit is set to use.
+LIMIT_SHARE = 0.7
+# How often receiving reads or writes a byte of this side's memory. Both: the digest reads it once, the scatter reads
+# and writes it. A GPU's link writes it once; a CPU's copies it out of shared memory.
+PASSES = {"cpu": 5, "cuda": 4}
+# On their way together: the sender has the next one while the last one of these is scattered.
+PARTS = 2
+# Of requests that only hold the blocks into which is received.
+_SEATS_ASIDE = 4
+# At the beginning of a stretch, when what was before it still ends.
+_UNTIMED_STEPS = 3
+_TIMEOUT_S = 120.0
+_LLAMA_8B = Path(__file__).resolve().parent / "engine" / "configs" / "llama-3.1-8b"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured on a kind of machine.
+
+    Attributes:
+        context: of each decoding request at the start of every stretch.
+        tokens: whose KV is received under one lease.
+        steps: how many decode steps are timed at a time.
+        source: the sending end's device.
+    """
+
+    model: str
+    directory: Path
+    device: str
+    source: str
+    load_format: str
+    requests: int
+    context: int
+    tokens: int
+    segment_mib: int
+    rounds: int
+    steps: int
+
+    @property
+    def room(self) -> int:
+        """Tokens of a request that its stretches may take it to."""
+        return self.context + 1024
+
+
+def on_cpu() -> Setup:
+    return Setup(
+        "the demo Llama", DEMO_MODELS / "llama", "cpu", "cpu", "safetensors",
+        requests=8, context=1024, tokens=2048, segment_mib=4, rounds=5, steps=100,
+    )  # fmt: skip
+
+
+def on_gpus() -> Setup:
+    other = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+    return Setup(
+        "Llama 8B", _LLAMA_8B, other, "cuda:0", "dummy",
+        requests=32, context=1024, tokens=16384, segment_mib=256, rounds=5, steps=120,
+    )  # fmt: skip
+
+
+@dataclass
+class Stretches:
+    """Milliseconds of a decode step, stretch by stretch in turns, and what came meanwhile."""
+
+    alone_ms: list[float] = field(default_factory=list)
+    receiving_ms: list[float] = field(default_factory=list)
+    gigabytes_per_s: list[float] = field(default_factory=list)
+
+    @property
+    def slow_down(self) -> float:
+        pairs = zip(self.receiving_ms, self.alone_ms, strict=True)
+        return median(receiving / alone for receiving, alone in pairs)
+
+
+def run(progress: Callable[[str], None], setup: Setup | None = None) -> list[Row]:
+    setup = setup or (on_gpus() if torch.cuda.is_available() else on_cpu())
+    torch.set_num_threads(1)
+    return asyncio.run(_measure(setup, progress))
+
+
+async def _measure(setup: Setup, progress: Callable[[str], None]) -> list[Row]:
+    built = _build(setup)
+    copied = memory_gigabytes_per_s(setup.device)
+    async with _Decoding(built, setup) as decoding:
+        case = Case(
+            built.cache.spec,
+            End(built.cache.shape.layout, built.cache.shape.block_size, device=setup.source),
+            End(built.cache.shape.layout, built.cache.shape.block_size, device=setup.device),
+            setup.tokens,
+            setup.segment_mib * MIB,
+        )
+        place = Place((built.cache,), decoding.set_aside(PARTS * setup.tokens))
+        progress("receiving: at full speed")
+        free = await _stretches(case, place, decoding)
+        limit = limit_gigabytes_per_s(free)
+        progress(f"receiving: at most {limit:.3g} GB/s")
+        limited = await _stretches(replace(case, receive_bytes_per_s=limit * GIGA), place, decoding)
+    return rows_of(setup, free, limited, limit=limit, memory=copied)
+
+
+def limit_gigabytes_per_s(free: Stretches) -> float:
+    """GB/s at which decoding should slow down by less than the goal, if it does so in proportion."""
+    lost = max(free.slow_down - 1, 1e-3)
+    return median(free.gigabytes_per_s) * min(1.0, LIMIT_SHARE * (LIMIT_GOAL - 1) / lost)
+
+
+def rows_of(setup: Setup, free: Stretches, limited: Stretches, *, limit: float, memory: float) -> list[Row]:
+    """Args:
+    memory: what this side's memory does, in GB/s read and written.
+    """
+    work = f"{setup.model}, batch {setup.requests}, context {setup.context}"
+    received = median(free.gigabytes_per_s)
+    share = min(1.0, received * PASSES[setup.device.partition(":")[0]] / memory)
+    bounded = f"{work}, at most {limit:.3g} GB/s"
+    # Where receiving takes all of the memory's bandwidth there is nothing that decoding may not lose.
+    allowed = 1 / (1 - share) if share < 1 else None
+    return [
+        Row("decode step", work, median(free.alone_ms), "ms"),
+        Row("decode step, receiving", work, median(free.receiving_ms), "ms"),
+        Row("received", work, received, "GB/s"),
+        Row("memory's bandwidth, by a copy", work, memory, "GB/s"),
+        Row("share of it that receiving takes", work, 100 * share, "%"),
+        Row("slow-down, receiving", work, free.slow_down, "times", limit=allowed),
+        Row("received, limited", bounded, median(limited.gigabytes_per_s), "GB/s", "the limit", limit),
+        Row("slow-down, receiving, limited", bounded, limited.slow_down, "times", limit=LIMIT_GOAL),
+    ]
+
+
+def memory_gigabytes_per_s(device: str) -> float:
+    """Bytes read and written by a large copy."""
+    return ceilings().copy_gigabytes_per_s if device != "cpu" else 2 * memcpy_gigabytes_per_s()
+
+
+async def _stretches(case: Case, place: Place, decoding: "_Decoding") -> Stretches:
+    stretches = Stretches()
+    async with open_pairs([case], [place]) as (pair,):
+        async with _receiving(pair):
+            await asyncio.sleep(0.2)  # every buffer has been used once
+        for index in range(decoding.setup.rounds):
+            async with decoding.requests():
+                for receives in (False, True) if index % 2 else (True, False):
+                    await _stretch(stretches, pair, decoding, receives=receives)
+    return stretches
+
+
+async def _stretch(stretches: Stretches, pair: Pair, decoding: "_Decoding", *, receives: bool) -> None:
+    if not receives:
+        stretches.alone_ms.append(await decoding.step_ms())
+        return
+    async with _receiving(pair):
+        before, began_s = pair.bytes_received, time.monotonic()
+        stretches.receiving_ms.append(await decoding.step_ms())
+        took_s = time.monotonic() - began_s
+        stretches.gigabytes_per_s.append((pair.bytes_received - before) / took_s / GIGA)
+
+
+@asynccontextmanager
+async def _receiving(pair: Pair) -> AsyncIterator[None]:
+    """Leases are filled one after the other, several at a time; on exit those under way end."""
+    over = False
+
+    async def fill(part: int) -> None:
+        while not over:
+            await pair.seconds(pair.case.tokens, part=part)
+
+    async with asyncio.TaskGroup() as fills:
+        for part in range(PARTS):
+            fills.create_task(fill(part))
+        yield
+        over = True
+
+
+class _Decoding:
+    """An engine whose requests decode all the time; what is in their KV does not matter."""
+
+    def __init__(self, built: Built, setup: Setup) -> None:
+        self.setup = setup
+        self._names = count()
+        limits = EngineLimits(
+            max_batch_tokens=built.limits.max_batch_tokens,
+            max_batch_requests=built.limits.max_batch_requests,
+            prefix_cache=False,
+        )
+        self._engine = Engine(built.runner, limits, on_step=self._on_step)
+        self._context = self._engine.max_context_tokens
+        self._ends_s: list[float] = []
+        self._stretch_over = asyncio.Event()
+        self._ended = 0
+
+    async def __aenter__(self) -> "_Decoding":
+        await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self._engine.__aexit__(None, None, None)
+
+    def set_aside(self, tokens: int) -> tuple[int, ...]:
+        """Blocks for so many tokens that no request decodes in."""
+        blocks: tuple[int, ...] = ()
+        while tokens > 0:
+            part = min(tokens, self._context - 1)
+            request = EngineRequest(f"aside-{next(self._names)}", (1,) * part, SamplingParams(max_tokens=1))
+            blocks += self._engine.reserve(request).block_ids
+            tokens -= part
+        return blocks
+
+    @asynccontextmanager
+    async def requests(self) -> AsyncIterator[None]:
+        """So many requests decode, from the context on that the setup says."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=self.setup.room - self.setup.context, ignore_eos=True)
+        names = [f"bench-{next(self._names)}" for _ in range(self.setup.requests)]
+        for name in names:
+            self._engine.reserve(EngineRequest(name, (1,) * self.setup.context, sampling))
+            self._engine.admit(name, TokenOutput(1, 0))
+        yield
+        for name in names:
+            await self._engine.abort(name)
+
+    async def step_ms(self) -> float:
+        """The mean step of a stretch."""
+        self._ends_s = []
+        self._stretch_over.clear()
+        async with asyncio.timeout(_TIMEOUT_S):
+            await self._stretch_over.wait()
+        if self._ended:
+            raise RuntimeError(f"{self._ended} requests ended before their stretches did")
+        began_s, ended_s = self._ends_s[_UNTIMED_STEPS], self._ends_s[_UNTIMED_STEPS + self.setup.steps]
+        return 1e3 * (ended_s - began_s) / self.setup.steps
+
+    def _on_step(self, events: StepEvents) -> None:
+        self._ends_s.append(time.monotonic())
+        self._ended += len(events.failed) + sum(token.finish_reason is not None for token in events.tokens)
+        if len(self._ends_s) == _UNTIMED_STEPS + 1 + self.setup.steps:
+            self._stretch_over.set()
+
+
+def _build(setup: Setup) -> Built:
+    block_size = 16
+    tokens = setup.requests * setup.room + PARTS * setup.tokens
+    return build_runner(
+        directory=setup.directory,
+        device=setup.device,
+        load_format=setup.load_format,
+        block_size=block_size,
+        num_blocks=2 * (setup.requests + _SEATS_ASIDE) + tokens // block_size,
+        max_batch_tokens=2048 if setup.device != "cpu" else None,
+        max_batch_requests=setup.requests + _SEATS_ASIDE,
+    )

@@ -45,57 +45,77 @@ def digest(payload: Tensor, *, between: Callable[[], object] | None = None) -> i
     Args:
         between: called after each tile, by callers who have something else to keep going.
     """
-    data = payload.numpy()
-    whole = data.size // ROW_BYTES * ROW_BYTES
-    of_rows, of_columns = [], np.zeros(COLUMNS, dtype=np.uint32)
+    data, running = payload.numpy(), RunningDigest()
     for start in range(0, data.size, _TILE_BYTES):
-        tile = data[start : start + _TILE_BYTES] if start + _TILE_BYTES <= whole else _padded(data[start:])
-        words = tile.view(np.uint32).reshape(-1, COLUMNS)
-        of_rows.append(words.sum(axis=1, dtype=np.uint32))
-        of_columns += words.sum(axis=0, dtype=np.uint32)
+        running.add(data[start : start + _TILE_BYTES])
         if between is not None:
             between()
-    total = LENGTH_WEIGHT * data.size + _weigh(of_columns, column_weights())
-    if of_rows:
-        rows = np.concatenate(of_rows)
-        total += _weigh(rows, row_weights(len(rows)))
-    return total & _MASK
+    return running.total
 
 
-def digest_on_device(payload: Tensor, *, out: Tensor | None = None) -> Tensor:
+class RunningDigest:
+    """The digest of a payload that comes piece by piece, each of whole rows but the last one."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._of_rows: list[NDArray[np.uint32]] = []
+        self._of_columns = np.zeros(COLUMNS, dtype=np.uint32)
+
+    def add(self, piece: NDArray[np.uint8]) -> None:
+        assert self._num_bytes % ROW_BYTES == 0
+        self._num_bytes += piece.size
+        words = (_padded(piece) if piece.size % ROW_BYTES else piece).view(np.uint32).reshape(-1, COLUMNS)
+        self._of_rows.append(words.sum(axis=1, dtype=np.uint32))
+        self._of_columns += words.sum(axis=0, dtype=np.uint32)
+
+    @property
+    def total(self) -> int:
+        """Of what was added; unsigned, 64 bits."""
+        total = LENGTH_WEIGHT * self._num_bytes + _weigh(self._of_columns, column_weights())
+        if self._of_rows:
+            rows = np.concatenate(self._of_rows)
+            total += _weigh(rows, row_weights(len(rows)))
+        return total & _MASK
+
+
+def digest_on_device(payload: Tensor, *, out: Tensor | None = None, add: int = 0) -> Tensor:
     """The digest of a contiguous uint8 tensor as an int64 scalar on its device: the same 64 bits, as a signed number.
 
-    On a GPU nothing waits for it; an H200 reads 1 GB at 4.1 TB/s, as fast as it copies, and takes 5 us for 4 MB.
+    On a GPU nothing waits for it.
 
     Args:
-        out: the scalar to use.
+        out: the scalar to use; or any 8 contiguous bytes.
+        add: to the digest, mod 2**64.
     """
     if out is None:
         out = torch.empty((), dtype=torch.int64, device=payload.device)
     if payload.is_cuda:
-        digest_payload(payload, columns=COLUMNS, length_term=length_term(payload.numel()), out=out)
+        digest_payload(payload, columns=COLUMNS, constant_term=constant_term(payload.numel(), add), out=out)
     else:
-        out.fill_(_signed(digest(payload)))
+        leave(digest(payload) + add, out)
     return out
 
 
-def length_term(length_bytes: int) -> int:
-    """The length's part of a digest, as a signed number."""
-    return _signed(LENGTH_WEIGHT * length_bytes & _MASK)
+def leave(total: int, out: Tensor) -> None:
+    """Writes a digest into an int64 scalar or 8 contiguous bytes of the CPU."""
+    out.view(-1).view(torch.uint8).numpy()[:8] = np.frombuffer((total & _MASK).to_bytes(8, "little"), dtype=np.uint8)
 
 
+def constant_term(length_bytes: int, add: int = 0) -> int:
+    """What of a digest depends on no word of the payload: its length's part and what is added; a signed number."""
+    total = (LENGTH_WEIGHT * length_bytes + add) & _MASK
+    return total - (1 << 64) if total >> 63 else total
+
+
+# NOTE: tables of constants, cached because building them takes as long as digesting 100 KB; segments have few sizes.
+@lru_cache(maxsize=4)
 def row_weights(count: int) -> NDArray[np.uint64]:
     return _mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 63)) | np.uint64(1)
 
 
-# NOTE: a constant table, cached because building it takes as long as digesting 100 KB.
 @lru_cache(maxsize=1)
 def column_weights(count: int = COLUMNS) -> NDArray[np.uint64]:
     return (_mix(np.arange(count, dtype=np.uint64)) | np.uint64(1)) << np.uint64(1)
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
 
 
 def _weigh(sums: NDArray[np.uint32], weights: NDArray[np.uint64]) -> int:
@@ -103,7 +123,7 @@ def _weigh(sums: NDArray[np.uint32], weights: NDArray[np.uint64]) -> int:
 
 
 def _padded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The last tile, zero-padded to whole rows."""
+    """Zero-padded to whole rows."""
     padded = np.zeros(-(-data.size // ROW_BYTES) * ROW_BYTES, dtype=np.uint8)
     padded[: data.size] = data
     return padded

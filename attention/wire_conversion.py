@@ -151,19 +151,18 @@ def _of_layers(converter: Converter, layers: range) -> Tensor | None:
 
 
 def _compile(cache: PagedKVCache, converter: Converter) -> None:
-    """Runs the kernel once for each layer, as `CudaMover` does with the others, and for a block that no cache has."""
+    """Runs the kernel once, for a block that no cache has."""
     device, spec = cache.storage.device, cache.spec
     payload = torch.zeros(converter.spec.bytes_per_token_layer, dtype=torch.uint8, device=device)
     nowhere, nowhere_cpu = torch.full((1,), -1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64)
-    for layer in range(spec.num_layers):
-        gather_converted(
-            cache,
-            converter,
-            block_ids=nowhere,
-            block_ids_cpu=nowhere_cpu,
-            token_start=0,
-            token_stop=1,
-            layers=range(layer, layer + 1),
-            heads=range(spec.num_kv_heads),
-            out=payload,
-        )
+    gather_converted(
+        cache,
+        converter,
+        block_ids=nowhere,
+        block_ids_cpu=nowhere_cpu,
+        token_start=0,
+        token_stop=1,
+        layers=range(1),
+        heads=range(spec.num_kv_heads),
+        out=payload,
+    )

@@ -1,33 +1,32 @@
 """The mover for a cache on a GPU: kernels and copies on streams of their own, whose ends are polled with events.
 
-The host waits for nothing here: not for a kernel, not for the eight bytes of a digest, which go to pinned memory by an
-asynchronous copy. Knows nothing of the engine and of its stream. The order between the two is kept by the host: the
-engine tells of a chunk once its step is over, and of a lease's blocks once nothing of its own uses them; it hears of
-a filled lease once the last scatter is over, and of a sent chunk once UCX has sent it, which is after the gather.
+The host waits for nothing here: not for a kernel, not for the eight bytes of a digest, which a sender's kernel writes
+into the trailer and a receiver's into pinned memory. Knows nothing of the engine and of its stream. The order between
+the two is kept by the host: the engine tells of a chunk once its step is over, and of a lease's blocks once nothing of
+its own uses them; it hears of a filled lease once the last scatter is over, and of a sent chunk once UCX has sent it,
+which is after the gather.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import (
-    Converter,
-    digest_on_device,
-    gather_converted,
-    gather_to_wire,
-    scatter_from_wire,
-)
-from attention.spec import KVCacheSpec
-from kvtransfer.segments import TRAILER_BYTES, Segment
+from attention.cache_ops import Converter, gather_converted
+from attention.device_wire import DeviceWire
+from baton.errors import InternalError
+from kvtransfer.cuda_tables import BlockTable, BlockTables, open_copy
+from kvtransfer.movers import Blocks, check_blocks
+from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
-_DIGEST_MASK = (1 << 64) - 1
 _TIMED_SEGMENTS = 8
+# Of how many sizes of messages a slot keeps the place of the digest.
+_SIZES_KEPT = 4
 
 
 class _Desk:
@@ -37,17 +36,22 @@ class _Desk:
         work: the message as kernels see it: the slot itself, or device memory of the same size beside a slot in host
             memory.
         over: recorded behind the last operation.
+        trailer_cpu, digest_cpu: where a message's are, pinned: before it is sent, and after it was read.
     """
 
-    def __init__(self, work: Tensor, *, max_blocks: int) -> None:
+    def __init__(self, slot: Slot, work: Tensor) -> None:
         self.work = work
+        self.in_host = work is not slot.memory
         self.over = torch.cuda.Event()
-        self.block_ids = torch.empty(max_blocks, dtype=torch.int64, device=work.device)
-        self.block_ids_cpu = torch.empty(max_blocks, dtype=torch.int64, pin_memory=True)
-        self.digest = torch.empty((), dtype=torch.int64, device=work.device)
-        self.digest_cpu = torch.empty((), dtype=torch.int64, pin_memory=True)
-        self.trailer_cpu = torch.empty(TRAILER_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.extremes_cpu = torch.empty(2, dtype=torch.uint8, pin_memory=True)
+        self.digest_cpu = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        self.trailer_cpu = torch.zeros(TRAILER_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.trailer = self.trailer_cpu.numpy().data
+        self.digest = self.digest_cpu.view(1).numpy().view(np.uint64)
+        self.extremes_cpu = torch.zeros(2, dtype=torch.uint8, pin_memory=True)
+        self.work_ptr, self.slot_ptr = work.data_ptr(), slot.memory.data_ptr()
+        self.trailer_ptr = self.trailer_cpu.data_ptr()
+        # Where the digest goes in messages of the sizes that there were.
+        self.digest_places: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,11 @@ class _Queued:
 
     @property
     def digest(self) -> int:
-        return int(self.desk.digest_cpu) & _DIGEST_MASK
+        return int(self.desk.digest[0])
 
     @property
     def trailer(self) -> bytes:
-        return self.desk.trailer_cpu.numpy().tobytes()
+        return bytes(self.desk.trailer)
 
     @property
     def extremes(self) -> tuple[int, int]:
@@ -77,8 +81,9 @@ class _Queued:
 class CudaMover:
     """For a cache in a GPU's memory. Sets the calling thread's device and stream, for as long as the thread lives.
 
-    Nothing is allocated after a pool has been used once: block ids go through buffers of each slot, and the digest's
-    partial sums are of one size for each size of a payload, which torch's allocator hands out again.
+    Of a segment the host does little: a sender copies a trailer behind where the payload will be, launches the gather,
+    which digests into that trailer, and records an event; a receiver the same with the digest, and again with the
+    scatter. Nothing is allocated after a pool has been used once, block ids have room from the start.
     """
 
     on_gpu = True
@@ -93,11 +98,14 @@ class CudaMover:
         # A scatter meets decode, and has no such right.
         self._outgoing = torch.cuda.Stream(self._device, priority=-1)
         self._incoming = torch.cuda.Stream(self._device)
-        # Trailers, so that none waits for the gathers queued behind its own.
-        self._trailers = torch.cuda.Stream(self._device, priority=-1)
         # NOTE: what this thread does elsewhere must not join the default stream, which is the engine's.
         torch.cuda.set_stream(self._incoming)
-        self._compile()
+        self._wire = DeviceWire(cache)
+        self._copy = open_copy()
+        self._tables = {
+            incoming: BlockTables(stream, self._copy, max_blocks=cache.shape.num_blocks)
+            for incoming, stream in ((False, self._outgoing), (True, self._incoming))
+        }
         self.handling_s = self._time_handling()
         # Waits, but before any peer is there: what filled the cache with zeros is over then, and no kernel of ours uses
         # memory that torch's allocator may hand out again.
@@ -106,162 +114,162 @@ class CudaMover:
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         device = torch.device("cpu") if through_host else self._device
         pool = StagingPool(slot_bytes=slot_bytes, slots=slots, device=device, pinned=through_host)
-        max_blocks = _most_blocks(self._cache.spec, slot_bytes, self._cache.shape.block_size)
         for slot in pool.members:
             beside = torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) if through_host else slot.memory
-            self._desks[slot] = _Desk(beside, max_blocks=max_blocks)
+            self._desks[slot] = _Desk(slot, beside)
         # The memory may have served this stream before; from now on others use it too. Allocating waits anyway.
         self._incoming.synchronize()
         return pool
 
+    def place(self, block_ids: Sequence[int], *, incoming: bool) -> BlockTable:
+        check_blocks(block_ids, self._cache.shape.num_blocks)
+        return self._tables[incoming].place(block_ids)
+
     def gather(
         self,
         slot: Slot,
-        block_ids: Tensor,
+        blocks: Blocks,
         segment: Segment,
         *,
+        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
     ) -> _Queued:
+        assert isinstance(blocks, BlockTable)
+        self._check_tokens(blocks, segment)
         desk = self._desks[slot]
-        payload = desk.work[: segment.payload_bytes]
+        digest_place = self._put_trailer(slot, desk, segment)
+        digest_out = digest_place if with_digest else None
         if converter is None:
-            gather = partial(gather_to_wire, self._cache)
-        else:
-            gather = partial(gather_converted, self._cache, converter)
-        with torch.cuda.stream(self._outgoing):
-            ids, ids_cpu, token_start, token_stop = self._place(desk, block_ids, segment)
-            gather(
-                block_ids=ids,
-                block_ids_cpu=ids_cpu,
-                token_start=token_start,
-                token_stop=token_stop,
+            self._wire.gather(
+                block_ids=blocks.block_ids,
+                token_start=segment.token_start,
+                token_stop=segment.token_stop,
                 layers=segment.layers,
-                heads=segment.heads,
-                out=payload,
-                digest_out=desk.digest if with_digest else None,
+                heads=heads,
+                out=desk.work,
+                digest_out=digest_out,
+                digest_add=segment.seal if with_digest else 0,
+                stream=self._outgoing,
             )
-            return self._put(slot, desk, payload, with_digest=with_digest)
+        else:
+            with torch.cuda.stream(self._outgoing):
+                gather_converted(
+                    self._cache,
+                    converter,
+                    block_ids=blocks.block_ids[: blocks.count],
+                    token_start=segment.token_start,
+                    token_stop=segment.token_stop,
+                    layers=segment.layers,
+                    heads=heads,
+                    out=desk.work[: segment.payload_bytes],
+                )
+            self._digest(desk, segment, digest_out)
+        return self._put(desk, segment)
 
-    def fill(self, slot: Slot, num_bytes: int, value: int, *, with_digest: bool) -> _Queued:
+    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> _Queued:
         desk = self._desks[slot]
+        if value is None:
+            sealed = segment.digest_over(0) if with_digest else 0
+            self._put_trailer(slot, desk, segment, digest=sealed)
+            return self._put(desk, segment)
+        digest_place = self._put_trailer(slot, desk, segment)
         with torch.cuda.stream(self._outgoing):
-            payload = desk.work[:num_bytes].fill_(value)
-            if with_digest:
-                digest_on_device(payload, out=desk.digest)
-            return self._put(slot, desk, payload, with_digest=with_digest)
-
-    def seal(self, slot: Slot, segment: Segment) -> _Queued:
-        desk = self._desks[slot]
-        desk.trailer_cpu.copy_(torch.frombuffer(bytearray(segment.encode()), dtype=torch.uint8))
-        with torch.cuda.stream(self._trailers):
-            behind = slot.memory[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES]
-            behind.copy_(desk.trailer_cpu, non_blocking=True)
-            return self._end(desk)
+            desk.work[: segment.payload_bytes].fill_(value)
+        self._digest(desk, segment, digest_place if with_digest else None)
+        return self._put(desk, segment)
 
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> _Queued:
-        desk = self._desks[slot]
-        message = desk.work[:num_bytes]
-        payload, trailer = message[:-TRAILER_BYTES], message[-TRAILER_BYTES:]
-        with torch.cuda.stream(self._incoming):
-            if desk.work is not slot.memory:
-                message.copy_(slot.memory[:num_bytes], non_blocking=True)
-            desk.trailer_cpu.copy_(trailer, non_blocking=True)
-            if with_digest:
-                digest_on_device(payload, out=desk.digest)
-                desk.digest_cpu.copy_(desk.digest, non_blocking=True)
-            if with_extremes and payload.numel():
-                extremes = torch.stack((payload.amin(), payload.amax()))
-                desk.extremes_cpu.copy_(extremes, non_blocking=True)
-            return self._end(desk)
+        desk, stream = self._desks[slot], self._incoming
+        payload_bytes = num_bytes - TRAILER_BYTES
+        if desk.in_host:
+            desk.trailer[:] = slot.bytes[payload_bytes:num_bytes]
+            self._copy(desk.work_ptr, desk.slot_ptr, payload_bytes, stream.cuda_stream)
+        else:
+            self._copy(desk.trailer_ptr, desk.work_ptr + payload_bytes, TRAILER_BYTES, stream.cuda_stream)
+        if with_digest:
+            self._wire.digest(desk.work, payload_bytes, out=desk.digest_cpu, stream=stream)
+        if with_extremes and payload_bytes:
+            payload = desk.work[:payload_bytes]
+            with torch.cuda.stream(stream):
+                desk.extremes_cpu.copy_(torch.stack((payload.amin(), payload.amax())), non_blocking=True)
+        return self._end(desk, stream)
 
-    def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> _Queued:
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> _Queued:
+        assert isinstance(blocks, BlockTable)
+        self._check_tokens(blocks, segment)
         desk = self._desks[slot]
-        with torch.cuda.stream(self._incoming):
-            # Without the check of the ids: a lease is opened only for blocks that exist.
-            ids, _, token_start, token_stop = self._place(desk, block_ids, segment)
-            scatter_from_wire(
-                self._cache,
-                block_ids=ids,
-                token_start=token_start,
-                token_stop=token_stop,
-                layers=segment.layers,
-                heads=segment.heads,
-                payload=desk.work[: segment.payload_bytes],
-            )
-            return self._end(desk)
+        self._wire.scatter(
+            block_ids=blocks.block_ids,
+            token_start=segment.token_start,
+            token_stop=segment.token_stop,
+            layers=segment.layers,
+            heads=segment.heads,
+            payload=desk.work,
+            stream=self._incoming,
+        )
+        return self._end(desk, self._incoming)
 
     def close(self) -> None:
-        for stream in (self._outgoing, self._trailers, self._incoming):
+        for stream in (self._outgoing, self._incoming):
             stream.synchronize()
 
-    def _place(self, desk: _Desk, block_ids: Tensor, segment: Segment) -> tuple[Tensor, Tensor, int, int]:
-        """The segment's own blocks, on their way to the device and on the CPU, and its tokens counted from their first.
+    def _check_tokens(self, blocks: BlockTable, segment: Segment) -> None:
+        held = blocks.count * self._cache.shape.block_size
+        if segment.token_stop > held:
+            raise InternalError(
+                f"tokens [{segment.token_start}, {segment.token_stop}) of a request whose blocks hold {held}",
+                field="token_stop",
+            )
 
-        In the slot's buffers, so that they live as long as the operation does.
-        """
-        size = self._cache.shape.block_size
-        first, stop = segment.token_start // size, -(-segment.token_stop // size)
-        own = block_ids[first:stop]
-        ids, ids_cpu = desk.block_ids[: len(own)], desk.block_ids_cpu[: len(own)]
-        ids_cpu.copy_(own)
-        ids.copy_(ids_cpu, non_blocking=True)
-        return ids, ids_cpu, segment.token_start - first * size, segment.token_stop - first * size
+    def _put_trailer(self, slot: Slot, desk: _Desk, segment: Segment, *, digest: int = 0) -> Tensor:
+        """Puts the trailer behind where the payload will be; the digest's place in it, which may be at any byte."""
+        start = segment.payload_bytes
+        if desk.in_host:
+            slot.bytes[start : start + TRAILER_BYTES] = segment.encode_with(digest)
+        else:
+            desk.trailer[:] = segment.encode_with(digest)
+            self._copy(desk.work_ptr + start, desk.trailer_ptr, TRAILER_BYTES, self._outgoing.cuda_stream)
+        place = desk.digest_places.get(start)
+        if place is None:
+            place = slot.memory[start + DIGEST_OFFSET :][:DIGEST_BYTES]
+            if len(desk.digest_places) == _SIZES_KEPT:
+                desk.digest_places.clear()
+            desk.digest_places[start] = place
+        return place
 
-    def _put(self, slot: Slot, desk: _Desk, payload: Tensor, *, with_digest: bool) -> _Queued:
-        if with_digest:
-            desk.digest_cpu.copy_(desk.digest, non_blocking=True)
-        if desk.work is not slot.memory:
-            slot.memory[: payload.numel()].copy_(payload, non_blocking=True)
-        return self._end(desk)
+    def _digest(self, desk: _Desk, segment: Segment, out: Tensor | None) -> None:
+        if out is not None:
+            self._wire.digest(desk.work, segment.payload_bytes, out=out, digest_add=segment.seal, stream=self._outgoing)
 
-    def _end(self, desk: _Desk) -> _Queued:
-        desk.over.record()
+    def _put(self, desk: _Desk, segment: Segment) -> _Queued:
+        """The payload to where it is sent from."""
+        if desk.in_host:
+            self._copy(desk.slot_ptr, desk.work_ptr, segment.payload_bytes, self._outgoing.cuda_stream)
+        return self._end(desk, self._outgoing)
+
+    def _end(self, desk: _Desk, stream: torch.cuda.Stream) -> _Queued:
+        desk.over.record(stream)
         return _Queued(desk)
 
-    def _compile(self) -> None:
-        """Runs every kernel once for each layer, because a kernel is compiled for how a layer's place divides and for
-        whether it needs 64 bits."""
-        for layer in range(self._cache.spec.num_layers):
-            self._move_nothing(layer, with_digest=False)
-            self._move_nothing(layer, with_digest=True)
-
     def _time_handling(self) -> float:
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        for _ in range(_TIMED_SEGMENTS):
-            self._move_nothing(0, with_digest=True)
-        return (time.perf_counter() - start_s) / _TIMED_SEGMENTS
-
-    def _move_nothing(self, layer: int, *, with_digest: bool) -> None:
-        """What a segment takes on both sides, for a block that no cache has: nothing of it is read or written."""
+        """What a segment takes of either side, of the two the longer; runs every kernel."""
         spec = self._cache.spec
-        nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-        payload = torch.zeros(spec.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
-        digest = torch.empty((), dtype=torch.int64, device=self._device)
-        places: _Places = {
-            "block_ids": nowhere,
-            "token_start": 0,
-            "token_stop": 1,
-            "layers": range(layer, layer + 1),
-            "heads": range(spec.num_kv_heads),
-        }
-        gather_to_wire(self._cache, out=payload, digest_out=digest if with_digest else None, **places)
-        digest_on_device(payload, out=digest)
-        scatter_from_wire(self._cache, payload=payload, **places)
-
-
-class _Places(TypedDict):
-    block_ids: Tensor
-    token_start: int
-    token_stop: int
-    layers: range
-    heads: range
-
-
-def _most_blocks(spec: KVCacheSpec, slot_bytes: int, block_size: int) -> int:
-    """How many blocks one message's tokens can lie in: one layer and one head of them, and a part of a block at each
-    end."""
-    # As they travel they may have 8 bits, whatever the cache has.
-    most_tokens = slot_bytes // (spec.kv_factor * spec.head_dim)
-    return most_tokens // block_size + 2
+        size = spec.bytes_per_token_layer
+        (slot,) = self.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).members
+        segment = Segment(0, 0, 0, 0, 1, 0, 1, 0, spec.num_kv_heads, size)
+        # A block that no cache has: nothing of it is read or written.
+        nowhere = {incoming: self._tables[incoming].place((-1,)) for incoming in (False, True)}
+        took_s = []
+        for with_digest in (False, *[True] * _TIMED_SEGMENTS):
+            torch.cuda.synchronize()
+            started_s = time.perf_counter()
+            self.gather(slot, nowhere[False], segment, heads=segment.heads, with_digest=with_digest)
+            gathered_s = time.perf_counter()
+            self.read(slot, size + TRAILER_BYTES, with_digest=True, with_extremes=False)
+            self.scatter(slot, nowhere[True], segment)
+            took_s.append(max(gathered_s - started_s, time.perf_counter() - gathered_s))
+        for table in nowhere.values():
+            table.free()
+        del self._desks[slot]
+        return min(took_s)

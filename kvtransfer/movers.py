@@ -4,7 +4,7 @@ A mover begins an operation and gives something that says when it is done; nobod
 again. Knows segments and slots, and nothing of leases, jobs and transports.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention.cache import PagedKVCache
 from attention.cache_ops import Converter, digest, gather_converted, gather_to_wire, scatter_from_wire
+from baton.errors import InternalError
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
@@ -25,12 +26,11 @@ class Pending(Protocol):
     def done(self) -> bool: ...
 
 
-class Payload(Pending, Protocol):
-    """A payload that is being put into a slot."""
+class Blocks(Protocol):
+    """The blocks of one request, where a mover has them at hand."""
 
-    @property
-    def digest(self) -> int:
-        """Of the payload, if it was asked for; once done."""
+    def free(self) -> None:
+        """Nothing that uses them is under way or will be begun."""
         ...
 
 
@@ -71,40 +71,48 @@ class Mover(Protocol):
         """Staging for operations of this mover. `through_host`: of a cache on a GPU, slots in pinned host memory."""
         ...
 
+    def place(self, block_ids: Sequence[int], *, incoming: bool) -> Blocks:
+        """A request's blocks, for its gathers or, incoming, for its scatters; to be freed after the last.
+
+        Raises:
+            InternalError: there are no such blocks.
+        """
+        ...
+
     def gather(
         self,
         slot: Slot,
-        block_ids: Tensor,
+        blocks: Blocks,
         segment: Segment,
         *,
+        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
-    ) -> Payload:
-        """Puts a segment's payload into a slot. `block_ids`: int64, on the CPU, of the whole request.
+    ) -> Pending:
+        """Puts a segment's message into a slot: its payload, and its trailer behind that.
 
         Args:
+            heads: the segment's, by the cache's numbers.
+            with_digest: whether the trailer gets one.
             converter: what the numbers become; they stay as they are if not given. Must stay as long as the operation
                 does.
 
         Raises:
-            InternalError: there are no such blocks or ranges; nothing was begun.
+            InternalError: the blocks hold no such tokens, or the cache no such layers or heads; nothing was begun.
         """
         ...
 
-    def fill(self, slot: Slot, num_bytes: int, value: int, *, with_digest: bool) -> Payload:
-        """Puts a payload of equal bytes into a slot."""
-        ...
-
-    def seal(self, slot: Slot, segment: Segment) -> Pending:
-        """Puts the segment's trailer behind its payload."""
+    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Pending:
+        """Puts a message into a slot whose payload is of equal bytes, or what the slot holds; its digest says nothing
+        then."""
         ...
 
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> Reading:
         """Reads the trailer of a message, and what its payload says."""
         ...
 
-    def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> Pending:
-        """Puts a segment's payload from a slot into its blocks. `block_ids` as for `gather`."""
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Pending:
+        """Puts a segment's payload from a slot into its blocks. Its heads are by the cache's numbers."""
         ...
 
     def close(self) -> None:
@@ -114,9 +122,8 @@ class Mover(Protocol):
 
 @dataclass(frozen=True)
 class Done:
-    """A payload, or nothing, that is done already."""
+    """Something that is done already."""
 
-    digest: int = 0
     done: bool = True
 
 
@@ -130,11 +137,24 @@ class DoneReading:
     done: bool = True
 
 
+@dataclass(frozen=True)
+class PlacedBlocks:
+    """Blocks of a cache on the CPU: int64, which need no more than to be there."""
+
+    block_ids: Tensor
+
+    def free(self) -> None:
+        pass
+
+
+_DONE = Done()
+
+
 class CpuMover:
-    """For a cache in the CPU's memory: everything is done at once.
+    """For a cache on the CPU: every operation is done when it returns.
 
     Args:
-        between: called again and again during a digest and a conversion, to keep the transport going.
+        between: called again and again within long ones, so that messages go on meanwhile.
     """
 
     on_gpu = False
@@ -143,69 +163,91 @@ class CpuMover:
     def __init__(self, cache: PagedKVCache, between: Callable[[], object]) -> None:
         self._cache = cache
         self._between = between
+        self._gathered = torch.zeros((), dtype=torch.int64)
 
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         assert not through_host
         return StagingPool(slot_bytes=slot_bytes, slots=slots, device=torch.device("cpu"))
 
+    def place(self, block_ids: Sequence[int], *, incoming: bool) -> PlacedBlocks:  # noqa: ARG002
+        check_blocks(block_ids, self._cache.shape.num_blocks)
+        return PlacedBlocks(torch.tensor(block_ids, dtype=torch.int64))
+
     def gather(
         self,
         slot: Slot,
-        block_ids: Tensor,
+        blocks: Blocks,
         segment: Segment,
         *,
+        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
     ) -> Done:
-        payload = slot.memory[: segment.payload_bytes]
+        assert isinstance(blocks, PlacedBlocks)
+        payload = slot.message(segment.payload_bytes)
         if converter is None:
-            gather = partial(gather_to_wire, self._cache)
+            gather = partial(gather_to_wire, digest_out=self._gathered if with_digest else None)
         else:
-            gather = partial(gather_converted, self._cache, converter, between=self._between)
+            gather = partial(gather_converted, converter=converter)
         gather(
-            block_ids=block_ids,
+            self._cache,
+            block_ids=blocks.block_ids,
             token_start=segment.token_start,
             token_stop=segment.token_stop,
             layers=segment.layers,
-            heads=segment.heads,
+            heads=heads,
             out=payload,
+            between=self._between,
         )
-        return Done(self._digest(payload) if with_digest else 0)
+        if not with_digest:
+            return self._seal(slot, segment, 0)
+        # As a tensor has it, its sign is its highest bit.
+        gathered = int(self._gathered) % (1 << 64) if converter is None else self._digest(payload)
+        return self._seal(slot, segment, segment.digest_over(gathered))
 
-    def fill(self, slot: Slot, num_bytes: int, value: int, *, with_digest: bool) -> Done:
-        payload = slot.memory[:num_bytes].fill_(value)
-        return Done(self._digest(payload) if with_digest else 0)
-
-    def seal(self, slot: Slot, segment: Segment) -> Done:
-        trailer = torch.frombuffer(bytearray(segment.encode()), dtype=torch.uint8)
-        slot.memory[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES].copy_(trailer)
-        return Done()
+    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Done:
+        digest = 0
+        if value is not None:
+            payload = slot.message(segment.payload_bytes).fill_(value)
+            digest = self._digest(payload) if with_digest else 0
+        return self._seal(slot, segment, segment.digest_over(digest) if with_digest else 0)
 
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> DoneReading:
-        payload = slot.memory[: num_bytes - TRAILER_BYTES]
-        trailer = slot.memory[num_bytes - TRAILER_BYTES : num_bytes].numpy().tobytes()
+        payload = slot.message(num_bytes - TRAILER_BYTES)
+        trailer = bytes(slot.bytes[num_bytes - TRAILER_BYTES : num_bytes])
         lowest, highest = (0, 0)
         if with_extremes and payload.numel():
             lowest, highest = (int(extreme) for extreme in torch.aminmax(payload))
         return DoneReading(trailer, self._digest(payload) if with_digest else 0, (lowest, highest))
 
-    def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> Done:
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Done:
+        assert isinstance(blocks, PlacedBlocks)
         scatter_from_wire(
             self._cache,
-            block_ids=block_ids,
+            block_ids=blocks.block_ids,
             token_start=segment.token_start,
             token_stop=segment.token_stop,
             layers=segment.layers,
             heads=segment.heads,
-            payload=slot.memory[: segment.payload_bytes],
+            payload=slot.message(segment.payload_bytes),
         )
-        return Done()
+        return _DONE
 
     def close(self) -> None:
         pass
 
+    def _seal(self, slot: Slot, segment: Segment, digest: int) -> Done:
+        slot.bytes[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES] = segment.encode_with(digest)
+        return _DONE
+
     def _digest(self, payload: Tensor) -> int:
         return digest(payload, between=self._between)
+
+
+def check_blocks(block_ids: Sequence[int], num_blocks: int) -> None:
+    """Raises InternalError unless a cache of so many blocks has them all."""
+    if block_ids and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
+        raise InternalError(f"block ids from {min(block_ids)} to {max(block_ids)} of {num_blocks}", field="block_ids")
 
 
 # Makes the mover of a cache; the function is `between` of `CpuMover`.

@@ -22,7 +22,8 @@ from kvtransfer.records import LinkMeasure, Peer, PeerTraffic, SegmentRefused, S
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.thread import TransferThread
 
-# The totals of a lease at the moment when it became complete, and what the sender tells of a segment that it sent.
+# The totals of a lease at the moment when it became complete, and what the sender tells of a segment that it sent: all
+# but the digest, which only the message has.
 LeaseFilled = LeaseTotals
 SentSegment = Segment
 

@@ -11,8 +11,8 @@ from baton.errors import ConfigError, PeerRefused
 from kvtransfer.flows import Flow, Link, flows
 
 # The wire's meaning: order of a payload, trailer, tag, digest. Raise the newest with every change of one of them.
-WIRE_OLDEST = 2
-WIRE_NEWEST = 2
+WIRE_OLDEST = 3
+WIRE_NEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class NodeDescription:
     """What a node tells its peers of itself.
 
     Model identity, `spec`, `batch_invariant` and an overlapping wire range must be equal on both ends; `shape`,
-    `package_version` and `tensor_parallel_size` may differ, and so may the dtype of `spec` where the receiver says so.
+    `package_version` and `tensor_parallel_size` may differ, and so may the dtype of `spec` where the receiver says so
+    and the two are not batch-invariant.
 
     Attributes:
         spec: of the whole model, whatever a rank has of it.
@@ -98,6 +99,7 @@ class WirePlan:
 
 _SAME_CHECKPOINT = "serve the same checkpoint on both nodes"
 _SAME_DTYPE = "start both nodes with the same --dtype and --kv-cache-dtype"
+_NOT_INVARIANT = "or both without BATON_BATCH_INVARIANT (--batch-invariant)"
 _CONVERT = "or the decode node with BATON_KV_CONVERT_FROM (--kv-convert-from) set to the prefill node's kv dtype"
 
 _IDENTITY_FIELDS = ("architecture", "config_digest", "weights_digest")
@@ -127,8 +129,9 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
         for name, cure in _SPEC_CURES.items()
         if getattr(ours.spec, name) != getattr(theirs.spec, name)
     ]
-    if receiver is None:
-        mismatches.append(_dtype_mismatch(ours.spec, theirs.spec))
+    converts = receiver is not None and ours.spec.dtype != theirs.spec.dtype
+    if receiver is None or (converts and ours.batch_invariant and theirs.batch_invariant):
+        mismatches.append(_dtype_mismatch(ours, theirs, converts=converts))
     if ours.batch_invariant != theirs.batch_invariant:
         mismatches.append(_batch_invariant_mismatch(ours, theirs))
     if not mismatches and (mismatch := _ranks_mismatch(ours, theirs)):
@@ -139,8 +142,7 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     if mismatches or receiver is None:
         raise PlanRefused(tuple(mismatches))
     sender = theirs if receiver is ours else ours
-    converted_from = sender.spec.dtype if sender.spec.dtype != receiver.spec.dtype else None
-    return WirePlan(wire_version, receiver.spec, converted_from)
+    return WirePlan(wire_version, receiver.spec, sender.spec.dtype if converts else None)
 
 
 def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[Link, Flow]:
@@ -164,10 +166,16 @@ def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription
     return None
 
 
-def _dtype_mismatch(ours: KVCacheSpec, theirs: KVCacheSpec) -> Mismatch:
-    can_convert = ours.dtype in DTYPE_BYTES or theirs.dtype in DTYPE_BYTES
-    cure = f"{_SAME_DTYPE}, {_CONVERT}" if can_convert else _SAME_DTYPE
-    return Mismatch("dtype", ours.dtype, theirs.dtype, cure)
+def _dtype_mismatch(ours: NodeDescription, theirs: NodeDescription, *, converts: bool) -> Mismatch:
+    dtypes = ours.spec.dtype, theirs.spec.dtype
+    cure = _SAME_DTYPE
+    if converts:
+        # One process attends to a prompt's KV as its cache holds it, a prefill node to what is converted later: their
+        # bits differ, and the mode promises that they do not.
+        cure = f"{_SAME_DTYPE}, {_NOT_INVARIANT}"
+    elif not (ours.batch_invariant or theirs.batch_invariant) and any(dtype in DTYPE_BYTES for dtype in dtypes):
+        cure = f"{_SAME_DTYPE}, {_CONVERT}"
+    return Mismatch("dtype", *dtypes, cure)
 
 
 def _ranks_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch | None:

@@ -10,13 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from attention.cache import PagedKVCache
 from baton.errors import BatonError, DataLoss, UnknownLease
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
-from kvtransfer.movers import Mover, Pending, Reading
+from kvtransfer.movers import Blocks, Mover, Pending, Reading
 from kvtransfer.rate_limit import RateLimit
 from kvtransfer.records import Ledger, SegmentRefused
 from kvtransfer.round_trips import RoundTrips
@@ -96,7 +93,7 @@ class Receiver:
         self._on_refused = on_refused
         self._catch_up = catch_up
         self._leases = LeaseTable(cache.spec, incarnation=incarnation, heads=self._heads)
-        self._block_ids: dict[int, Tensor] = {}
+        self._blocks: dict[int, Blocks] = {}
         self._closing: dict[int, Future[LeaseTotals]] = {}
         self._receptions: list[_Reception] = []
         self._held: Counter[int] = Counter()
@@ -122,8 +119,8 @@ class Receiver:
         return self._leases.open_leases
 
     def open(self, grant: LeaseGrant) -> None:
-        self._block_ids[grant.number] = torch.tensor(grant.block_ids, dtype=torch.int64)
         filled = self._leases.open(grant)
+        self._blocks[grant.number] = self._mover.place(grant.block_ids, incoming=True)
         if filled is not None:
             self._on_filled(filled)
 
@@ -208,7 +205,7 @@ class Receiver:
         slot = pool.take()
         if slot is None:
             return False
-        request = self._transport.receive(arrival, slot.memory[: arrival.num_bytes])
+        request = self._transport.receive(arrival, slot.message(arrival.num_bytes))
         if limit is not None:
             limit.take(arrival.num_bytes, now_s)
         self._held[tag.sender] += 1
@@ -239,9 +236,8 @@ class Receiver:
             item.segment = self._to_scatter(item, item.reading)
             if item.segment is None:
                 return self._end(item)
-            item.scatter = self._mover.scatter(
-                item.slot, self._block_ids[item.segment.lease], item.segment.within(self._heads)
-            )
+            blocks = self._blocks[item.segment.lease]
+            item.scatter = self._mover.scatter(item.slot, blocks, item.segment.within(self._heads))
             moved = True
         if not item.scatter.done:
             return moved
@@ -284,7 +280,7 @@ class Receiver:
     def _check(self, segment: Segment, num_bytes: int, reading: Reading) -> Refusal | None:
         if segment.payload_bytes != num_bytes - TRAILER_BYTES:
             return Refusal.WRONG_SIZE
-        if self._digests and segment.sealed(reading.digest) != segment:
+        if self._digests and segment.digest != segment.digest_over(reading.digest):
             return Refusal.DIGEST
         return None
 
@@ -305,7 +301,7 @@ class Receiver:
         return True
 
     def _closed(self, totals: LeaseTotals) -> None:
-        del self._block_ids[totals.number]
+        self._blocks.pop(totals.number).free()
         self._closing.pop(totals.number).set_result(totals)
 
     def _refuse(self, tag: Tag, refusal: Refusal) -> None:

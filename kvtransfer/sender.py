@@ -1,4 +1,4 @@
-"""The sending half of the transfer thread: cut, gather, seal, send, several slots at a time.
+"""The sending half of the transfer thread: cut, gather, send, several slots at a time.
 
 Each slot goes back by its own segment's end. Knows nothing of leases' states, and nothing of threads: `step` is called
 again and again.
@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
 
-import torch
-
 from attention.cache import PagedKVCache
 from baton.errors import BatonError, Cancelled, ConfigError, DataLoss
-from kvtransfer.movers import Done, Mover, Payload, Pending
+from kvtransfer.movers import Mover, Pending
 from kvtransfer.records import Ledger, Peer, SendJob, WarmUp
 from kvtransfer.segments import SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
 from kvtransfer.staging import Pools, Slot, StagingPool
@@ -36,7 +34,7 @@ class _Job:
     lease: int | None
     pool: StagingPool
     segments: Iterator[Segment]
-    fill: Callable[[Slot, Segment], Payload]
+    fill: Callable[[Slot, Segment], Pending]
     done: Callable[["_Job"], None]
     sent: list[Segment] = field(default_factory=list)
     in_flight: int = 0
@@ -52,15 +50,14 @@ class _Job:
 class _InFlight:
     """One segment, from its slot's taking to the slot's going back:
 
-    payload ──► trailer ──► request ──► over           each begun when the one before is done; when the job has been
-                   └───────────────────► over          stopped by then, the segment is not sent
+    message ──► request ──► over           the request is begun when the message is in the slot; when the job has been
+       └───────────────────► over          stopped by then, the segment is not sent
     """
 
     job: _Job
     slot: Slot
     segment: Segment
-    payload: Payload
-    trailer: Pending | None = None
+    message: Pending
     request: Request | None = None
 
 
@@ -106,14 +103,21 @@ class Sender:
         if peer is None:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=job.peer))
             return
-        block_ids = torch.tensor(job.block_ids, dtype=torch.int64)
+        try:
+            blocks = self._mover.place(job.block_ids, incoming=False)
+        except BatonError as error:
+            future.set_exception(error)
+            return
 
-        def fill(slot: Slot, segment: Segment) -> Payload:
-            own = segment.within(self._heads)
-            return self._mover.gather(slot, block_ids, own, with_digest=self._digests, converter=peer.converter)
+        def fill(slot: Slot, segment: Segment) -> Pending:
+            heads = segment.within(self._heads).heads
+            return self._mover.gather(
+                slot, blocks, segment, heads=heads, with_digest=self._digests, converter=peer.converter
+            )
 
         def done(finished: _Job) -> None:
-            # A payload may be ready before that of a segment begun earlier.
+            blocks.free()
+            # A message may be ready before that of a segment begun earlier.
             _tell(future, tuple(sorted(finished.sent, key=attrgetter("number"))), finished.error)
 
         pool, segments = self._pools.of(through_host=peer.through_host), self._cut(job, peer)
@@ -126,11 +130,9 @@ class Sender:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=peer_number))
             return
 
-        def fill(slot: Slot, segment: Segment) -> Payload:
-            if not maps_slot(segment.lease):
-                return Done()
-            value = pattern(segment.lease)
-            return self._mover.fill(slot, segment.payload_bytes, value, with_digest=self._digests)
+        def fill(slot: Slot, segment: Segment) -> Pending:
+            value = pattern(segment.lease) if maps_slot(segment.lease) else None
+            return self._mover.fill(slot, segment, value, with_digest=self._digests)
 
         def done(finished: _Job) -> None:
             sent = WarmUp(len(finished.sent), sum(segment.payload_bytes for segment in finished.sent))
@@ -200,16 +202,9 @@ class Sender:
     def _advance(self, item: _InFlight) -> bool:
         """Moves one segment on as far as it gets without waiting; whether it got anywhere."""
         moved = False
-        if item.trailer is None:
-            if not item.payload.done:
-                return False
-            if self._digests:
-                item.segment = item.segment.sealed(item.payload.digest)
-            item.trailer = self._mover.seal(item.slot, item.segment)
-            moved = True
         if item.request is None:
-            if not item.trailer.done:
-                return moved
+            if not item.message.done:
+                return False
             if item.job.error is not None:
                 return self._end(item)
             item.request = self._post(item)
@@ -227,7 +222,7 @@ class Sender:
         segment, job = item.segment, item.job
         tag = Tag(job.sender_number, segment.lease, segment.number).pack()
         job.sent.append(segment)
-        return self._transport.send(job.peer, tag, item.slot.memory[: segment.payload_bytes + TRAILER_BYTES])
+        return self._transport.send(job.peer, tag, item.slot.message(segment.payload_bytes + TRAILER_BYTES))
 
     def _end(self, item: _InFlight) -> bool:
         """Nothing of the segment is under way any more."""

@@ -6,12 +6,15 @@ Knows nothing of what a message holds. Used by the transfer thread alone.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 # Slots start on page borders: a transport maps whole pages.
 _SLOT_ALIGN_BYTES = 4096
+# Of how many messages' sizes a slot keeps the tensors.
+_SIZES_KEPT = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +23,18 @@ class Slot:
 
     index: int
     memory: Tensor
+
+    @cached_property
+    def bytes(self) -> memoryview:
+        """The same memory, of the CPU, for what is too short to be worth a tensor operation."""
+        return self.memory.numpy().data
+
+    @cached_property
+    def message(self) -> Callable[[int], Tensor]:
+        """The first so many bytes, as one tensor each time they are asked for: a request's segments have few sizes, and
+        what a transport knows of a tensor it need not find out again."""
+        memory = self.memory
+        return lru_cache(_SIZES_KEPT)(lambda num_bytes: memory[:num_bytes])
 
 
 class StagingPool:

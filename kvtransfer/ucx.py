@@ -35,6 +35,8 @@ _TRANSPORTS_FIELD = 1 << 3
 _LANES_MAX = 32
 # Events handled at one look, so that the thread's other work gets its turn.
 _EVENTS_MAX = 256
+# Of how many messages' memory a transport keeps what it knows: more than a node has slots and sizes in use.
+_ARRAYS_MAX = 64
 # How long a closed link's requests may take to become cancelled; most take a few calls of progress.
 _CANCEL_S = 0.25
 
@@ -137,6 +139,8 @@ class UcxTransport:
         self._links: dict[int, _Link] = {}
         # Links that are closed, until their requests are done: their memory may still be written to.
         self._ending: list[_Link] = []
+        # What UCX is told of a message's memory; kept, with the tensor, because staging comes back again and again.
+        self._arrays: dict[int, tuple[Tensor, Any]] = {}
         self._poll = select.epoll()
 
     def listen(self, peer: int) -> bytes:
@@ -224,11 +228,18 @@ class UcxTransport:
         for link in self._ending:
             link.requests.clear()
         self._ending.clear()
+        self._arrays.clear()
         self._poll.close()
         self._context = None
 
     def _array(self, tensor: Tensor) -> Any:
-        return self._as_array(tensor.numpy() if tensor.device.type == "cpu" else tensor)
+        known = self._arrays.get(id(tensor))
+        if known is None:
+            if len(self._arrays) == _ARRAYS_MAX:
+                self._arrays.clear()
+            array = self._as_array(tensor.numpy() if tensor.device.type == "cpu" else tensor)
+            known = self._arrays[id(tensor)] = (tensor, array)
+        return known[1]
 
 
 def _wrap(content: bytes) -> bytes:

@@ -116,7 +116,7 @@ class HandOver:
             self.engine.submit(self.request)
             sampled = await self._follow_engine(sending)
             sent = await sending
-            self._hand_over(sampled, sent, sampled_ago_s=time.monotonic() - self._sampled_at)
+            self._hand_over(sampled, sampled_ago_s=time.monotonic() - self._sampled_at)
             await self.tell(pb.PrefillEvent(sent=self._sent_event(sent)))
             completed = True
         except BatonError as error:
@@ -199,12 +199,11 @@ class HandOver:
             layers=part.layers,
         )
 
-    def _hand_over(self, sampled: TokenSampled, sent: Sent, *, sampled_ago_s: float) -> None:
+    def _hand_over(self, sampled: TokenSampled, *, sampled_ago_s: float) -> None:
         hand_over = decode_pb2.HandOver(
             lease=self.lease,
             first_token=token_to_proto(sampled.token),
             finish_reason=finish_reason_to_proto(sampled.finish_reason),
-            segments=[segment.to_proto() for segment in sent.segments],
             sampled_ago_s=sampled_ago_s,
         )
         self.pair.write(decode_pb2.PairRequest(hand_over=hand_over))

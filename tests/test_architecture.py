@@ -33,7 +33,13 @@ MAY_IMPORT = {
     "decode_node": NODE_SIDE,
     "gateway": {"engine", "kvtransfer"} | MODEL_SIDE,
 }
-OF_ATTENTION_FOR_KVTRANSFER = {"attention.layout", "attention.spec", "attention.cache", "attention.cache_ops"}
+OF_ATTENTION_FOR_KVTRANSFER = {
+    "attention.layout",
+    "attention.spec",
+    "attention.cache",
+    "attention.cache_ops",
+    "attention.device_wire",
+}
 
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 GRPC_IN_PACKAGES = {"node", "prefill_node", "decode_node", "gateway"}

@@ -1,5 +1,5 @@
-"""How kernels are launched here: compiled for a GPU, or interpreted on a CPU; each behind the other, or overlapping.
-Knows no kernel.
+"""How kernels are launched here: compiled for a GPU, or interpreted on a CPU; each behind the other, or overlapping;
+by Triton, or prepared. Knows no kernel.
 
 Overlapping ones (programmatic dependent launch) spare a decode step most of the time between its kernels: programs
 start while the kernel in front still runs, and wait for its end inside. `await_predecessors` returns once the kernel in
@@ -8,11 +8,14 @@ a kernel writes nothing before the wait, and loads only what is complete since a
 and a step's lengths, slots and block tables. What it merely prefetches into L2 may be anything.
 """
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
 
 # A whole decode step of Llama-3.1-8B with the library's products, on an H200, at a context of 1024 tokens: overlapping
 # saves 0.9 % at 1 row, and costs 0.7 % at 32, 4.5 % at 128 and 5.3 % at 256. Products for few rows need it up to 32.
@@ -47,6 +50,56 @@ def overlap(device: torch.device, *, rows: int) -> dict[str, bool]:
     """
     small = rows <= MOST_OVERLAPPING_ROWS and _can_overlap(device)
     return {"OVERLAP": True, "launch_pdl": True} if small else {"OVERLAP": False}
+
+
+class PreparedKernel:
+    """A kernel that is compiled once, for one device and one set of constants.
+
+    Triton looks at every argument of every launch, to learn what it has to compile; here that is said beforehand, which
+    leaves little of a launch's time on the host. So the kernel's numbers are annotated with their types and not
+    specialised, and what it must know of how they divide is in its constants.
+
+    Args:
+        kernel: its constants are its last parameters.
+        device: of the thread's current device at each launch; the CPU's where kernels are interpreted.
+        examples: a dtype for each pointer, and any number for each number.
+    """
+
+    ALIGN_BYTES = 16
+
+    def __init__(
+        self,
+        kernel: triton.JITFunction,
+        device: torch.device,
+        examples: tuple[torch.dtype | int, ...],
+        constants: Mapping[str, object],
+        *,
+        num_warps: int,
+    ) -> None:
+        self._kernel = kernel
+        self._options = {**constants, "num_warps": num_warps}
+        self._constants = tuple(constants[name] for name in kernel.arg_names[len(examples) :])
+        self._compiled = None
+        if not interpreted():
+            with torch.cuda.device(device):
+                self._compiled = kernel.warmup(*examples, grid=(1,), **self._options)
+
+    def launch(self, num_programs: int, stream: int, *arguments: Tensor | int) -> None:
+        """Tensors start at multiples of ALIGN_BYTES, unless the kernel says that it wants none.
+
+        Args:
+            stream: its handle.
+        """
+        if self._compiled is None:
+            self._kernel[(num_programs,)](*arguments, **self._options)
+            return
+        values = [value if type(value) is int else value.data_ptr() for value in arguments]  # type: ignore[union-attr]
+        self._compiled[(num_programs, 1, 1)](*values, *self._constants, stream=stream)
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the stream that kernels are launched on; 0 where they are interpreted."""
+    return int(driver.active.get_current_stream(device.index)) if device.type == "cuda" else 0
 
 
 @cache

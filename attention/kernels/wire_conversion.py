@@ -13,7 +13,8 @@ from torch import Tensor
 from attention.kernels.fp8 import to_fp8
 from attention.kernels.launch import interpreted
 from attention.kernels.rounding import round_to
-from attention.kernels.wire import WirePlaces, cut_rows, locate
+from attention.kernels.wire import NUMBERS, locate
+from attention.kernels.wire_places import WirePlaces, cut_rows
 
 # Numbers of a row at most, those that a program converts, and its warps.
 _TUNING = (512, 2048, 1)
@@ -54,28 +55,31 @@ def gather_converted(
     )
 
 
-@triton.jit(do_not_specialize=["scale_stride_L", "num_rows", "rows_of_part", "token_start", "num_blocks"])
+@triton.jit(
+    do_not_specialize=["scale_stride_L", *NUMBERS], do_not_specialize_on_alignment=["block_ids_ptr", "scales_ptr"]
+)
 def _gather_converted_kernel(
     cache_ptr,
     payload_ptr,
     block_ids_ptr,
     scales_ptr,
     scale_stride_L,
-    num_rows,
-    rows_of_part,
-    token_start,
-    num_blocks,
-    first,
-    stride_L,
-    stride_K,
-    stride_B,
-    stride_N,
-    stride_H,
+    num_rows: tl.int64,
+    rows_of_part: tl.int32,
+    token_start: tl.int32,
+    num_blocks: tl.int64,
+    first: tl.int64,
+    stride_L: tl.int64,
+    stride_K: tl.int64,
+    stride_B: tl.int64,
+    stride_N: tl.int32,
+    stride_H: tl.int32,
     KV_FACTOR: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WORD_BYTES: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -99,13 +103,14 @@ def _gather_converted_kernel(
         NUM_HEADS,
         PIECES,
         BLOCK_SIZE,
+        UNIT,
         ROWS,
         WORDS,
     )
     words_W = tl.arange(0, WORDS)
     rows_R = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_payload_R = rows_R < num_rows
-    cache_ptrs_RW = cache_ptr + first + places_R[:, None] + words_W[None, :]
+    cache_ptrs_RW = cache_ptr + first * UNIT + places_R[:, None] + words_W[None, :]
     values_RW = tl.load(cache_ptrs_RW, mask=in_cache_R[:, None], other=0.0).to(tl.float32)
     if dtype == tl.float8e4nv or dtype == tl.float8e5:
         if scales_ptr is not None:

@@ -70,7 +70,7 @@ def _check_over(world: World, index: int) -> None:
     )
     is_over = world.owners[index].totals is not None
     assert is_over != scatters, "I1: a lease's end waits for its scatters, and for nothing else"
-    kept = index in receiver._leases._leases, index in receiver._block_ids, index in receiver._closing
+    kept = index in receiver._leases._leases, index in receiver._blocks, index in receiver._closing
     assert kept == (scatters,) * 3, "nothing is kept of a lease that is over"
 
 

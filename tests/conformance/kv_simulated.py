@@ -5,14 +5,16 @@ Knows nothing of the receiver and its tables.
 """
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from attention.spec import KVCacheSpec, KVKind
 from baton.errors import BatonError, DataLoss
 from kvtransfer.leases import LeaseTotals
+from kvtransfer.movers import PlacedBlocks
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.staging import Slot
 from kvtransfer.transport import Arrival
@@ -146,11 +148,15 @@ class Surroundings:
         passing.stage = READING
         return Copy(passing, READING)
 
-    def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> Copy:
+    def place(self, block_ids: Sequence[int], *, incoming: bool) -> PlacedBlocks:
+        assert incoming
+        return PlacedBlocks(torch.tensor(block_ids))
+
+    def scatter(self, slot: Slot, blocks: PlacedBlocks, segment: Segment) -> Copy:
         passing = self._at(slot)
         assert passing.stage == READ, "a message is scattered when it was read"
         assert passing.message.side not in self.ended, "I3: scattered after its lease was closed"
-        written = block_ids[segment.token_start : segment.token_stop].tolist()
+        written = blocks.block_ids[segment.token_start : segment.token_stop].tolist()
         assert written == passing.message.blocks, "I3: another lease's blocks, or another token's"
         passing.stage = SCATTERING
         return Copy(passing, SCATTERING)

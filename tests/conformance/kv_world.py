@@ -37,7 +37,7 @@ _TOTALS = LeaseTotals(0, 0, 0, 0.0)
 # What a state holds of the objects under test, and what it leaves out because it never changes here, or because nothing
 # depends on it: times, totals, counters.
 KEPT: dict[type, set[str]] = {
-    Receiver: {"_leases", "_block_ids", "_closing", "_receptions", "_held", "_parked"},
+    Receiver: {"_leases", "_blocks", "_closing", "_receptions", "_held", "_parked"},
     _Reception: {"tag", "slot", "request", "reading", "segment", "scatter"},
     LeaseTable: {"_leases"},
     _Lease: {"grant", "coverage", "cells_missing", "group", "closing", "scattering", "seen"},
@@ -100,7 +100,7 @@ class World:
         ]
         for grant in self.grants:
             self.receiver.open(grant)
-        self.block_ids = dict(self.receiver._block_ids)
+        self.placed = dict(self.receiver._blocks)
         self.ledger.peers.update(self.peers)
 
     def _make_receiver(self) -> Receiver:
@@ -139,7 +139,7 @@ class World:
         """
         receiver, surroundings = self.receiver, self.surroundings
         receiver._leases._leases.clear()
-        receiver._block_ids.clear()
+        receiver._blocks.clear()
         receiver._closing.clear()
         self.ledger.peers.clear()
         self.owners.clear()
@@ -179,7 +179,7 @@ class World:
             if side.has_owner:
                 receiver._closing[index] = owner
         if side.has_blocks:
-            receiver._block_ids[index] = self.block_ids[index]
+            receiver._blocks[index] = self.placed[index]
         if side.entry is not None:
             receiver._leases._leases[index] = self._load_entry(index, side.entry)
 
@@ -232,7 +232,7 @@ class World:
             owner is not None,
             owner is not None and owner.totals is not None,
             index in self.filled,
-            index in receiver._block_ids,
+            index in receiver._blocks,
             index in receiver._closing,
             self.blocks[index],
             None if entry is None else _save_entry(entry, peer),

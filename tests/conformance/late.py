@@ -3,17 +3,16 @@ what they read and write they read and write then, so whoever reuses a slot or a
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from attention.cache import PagedKVCache
 from attention.wire_conversion import Converter
-from kvtransfer.movers import CpuMover, Done, DoneReading
-from kvtransfer.segments import Segment
+from kvtransfer.movers import Blocks, CpuMover, Done, DoneReading
+from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
 LOOKS_MAX = 6
@@ -39,7 +38,7 @@ class Operation:
 
     @property
     def digest(self) -> int:
-        assert self.result is not None
+        assert isinstance(self.result, DoneReading)
         return self.result.digest
 
     @property
@@ -61,6 +60,7 @@ class Script:
     held: frozenset[str] = frozenset()
     seed: int = 0
     begun: list[Operation] = field(default_factory=list)
+    placed: "set[WatchedBlocks]" = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -89,6 +89,22 @@ class Script:
             self.let(operation)
 
 
+@dataclass(frozen=True, eq=False)
+class WatchedBlocks:
+    """Blocks that must be there while an operation uses them, and are freed once."""
+
+    script: Script
+    blocks: Blocks
+
+    def use(self) -> Blocks:
+        assert self in self.script.placed, "the blocks were freed before"
+        return self.blocks
+
+    def free(self) -> None:
+        self.blocks.free()
+        self.script.placed.remove(self)
+
+
 class LateMover:
     """Args:
     cpu: does what is to be done, when it is time.
@@ -104,26 +120,31 @@ class LateMover:
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         return self._cpu.open_pool(slot_bytes=slot_bytes, slots=slots, through_host=through_host)
 
+    def place(self, block_ids: Sequence[int], *, incoming: bool) -> WatchedBlocks:
+        placed = WatchedBlocks(self._script, self._cpu.place(block_ids, incoming=incoming))
+        self._script.placed.add(placed)
+        return placed
+
     def gather(
         self,
         slot: Slot,
-        block_ids: Tensor,
+        blocks: Blocks,
         segment: Segment,
         *,
+        heads: range,
         with_digest: bool,
         converter: Converter | None = None,
     ) -> Operation:
-        # Wrong blocks are an error at once; elsewhere, so that the slot has nothing yet.
-        elsewhere = Slot(-1, torch.empty(segment.payload_bytes, dtype=torch.uint8))
-        gather = partial(self._cpu.gather, block_ids=block_ids, segment=segment, converter=converter)
-        gather(elsewhere, with_digest=False)
-        return self._script.begin("gather", segment, lambda: gather(slot, with_digest=with_digest))
+        # Wrong ranges are an error at once; elsewhere, so that the slot has nothing yet.
+        elsewhere = Slot(-1, torch.empty(segment.payload_bytes + TRAILER_BYTES, dtype=torch.uint8))
+        gather = partial(self._cpu.gather, segment=segment, heads=heads, converter=converter)
+        assert isinstance(blocks, WatchedBlocks)
+        gather(elsewhere, blocks.use(), with_digest=False)
+        return self._script.begin("gather", segment, lambda: gather(slot, blocks.use(), with_digest=with_digest))
 
-    def fill(self, slot: Slot, num_bytes: int, value: int, *, with_digest: bool) -> Operation:
-        return self._script.begin("fill", None, lambda: self._cpu.fill(slot, num_bytes, value, with_digest=with_digest))
-
-    def seal(self, slot: Slot, segment: Segment) -> Operation:
-        return self._script.begin("seal", segment, lambda: self._cpu.seal(slot, segment))
+    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Operation:
+        fill = partial(self._cpu.fill, slot, segment, value, with_digest=with_digest)
+        return self._script.begin("fill", segment, fill)
 
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> Operation:
         return self._script.begin(
@@ -132,8 +153,9 @@ class LateMover:
             lambda: self._cpu.read(slot, num_bytes, with_digest=with_digest, with_extremes=with_extremes),
         )
 
-    def scatter(self, slot: Slot, block_ids: Tensor, segment: Segment) -> Operation:
-        return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, block_ids, segment))
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Operation:
+        assert isinstance(blocks, WatchedBlocks)
+        return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, blocks.use(), segment))
 
     def close(self) -> None:
         """What was begun happens, as on a GPU."""

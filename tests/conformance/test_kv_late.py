@@ -126,9 +126,8 @@ async def result(awaitable: Awaitable[object]) -> object:
     return await asyncio.wait_for(awaitable, 5)
 
 
-@pytest.mark.parametrize("kind", ["gather", "seal"])
-async def test_a_segment_leaves_when_its_payload_and_its_trailer_are_there(kind: str) -> None:
-    async with holding(kind) as pair:
+async def test_a_segment_leaves_when_its_message_is_in_its_slot() -> None:
+    async with holding("gather") as pair:
         pair.grant()
         sending = pair.send()
         await pair.begun(SEGMENTS)
@@ -141,9 +140,8 @@ async def test_a_segment_leaves_when_its_payload_and_its_trailer_are_there(kind:
         assert pair.arrived()
 
 
-@pytest.mark.parametrize("kind", ["gather", "seal"])
-async def test_a_lease_is_quiet_when_nothing_reads_its_blocks_and_nothing_of_it_is_sent_then(kind: str) -> None:
-    async with holding(kind) as pair:
+async def test_a_lease_is_quiet_when_nothing_reads_its_blocks_and_nothing_of_it_is_sent_then() -> None:
+    async with holding("gather") as pair:
         pair.grant()
         sending = pair.send()
         await pair.begun(SEGMENTS)
@@ -159,9 +157,8 @@ async def test_a_lease_is_quiet_when_nothing_reads_its_blocks_and_nothing_of_it_
         await pair.works(1)
 
 
-@pytest.mark.parametrize("kind", ["gather", "seal"])
-async def test_a_receiver_is_disconnected_when_nothing_gathers_for_it(kind: str) -> None:
-    async with holding(kind) as pair:
+async def test_a_receiver_is_disconnected_when_nothing_gathers_for_it() -> None:
+    async with holding("gather") as pair:
         pair.grant()
         sending = pair.send()
         await pair.begun(SEGMENTS)
@@ -173,6 +170,24 @@ async def test_a_receiver_is_disconnected_when_nothing_gathers_for_it(kind: str)
         with pytest.raises(DataLoss):
             await result(sending)
         assert pair.untouched()
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+async def test_a_mover_keeps_blocks_until_their_job_or_lease_has_ended(kind: str) -> None:
+    async with holding(kind) as pair:
+        pair.grant()
+        sending = pair.send()
+        await pair.begun(SEGMENTS)
+        ending = pair.prefill.quiet(PEER, 0) if kind == "gather" else pair.decode.close_lease(0)
+        ended = asyncio.create_task(ending)
+        await pair.waits(ended)
+        # The lease's, and while it is sent the job's.
+        assert len(pair.script.placed) == 2 if kind == "gather" else 1
+        pair.script.let_all()
+        await result(asyncio.wait([ended, sending]))
+        if kind == "gather":
+            await pair.decode.close_lease(0)
+        assert pair.script.placed == set()
 
 
 async def test_a_lease_is_filled_when_its_last_scatter_is_done() -> None:
@@ -288,6 +303,7 @@ async def test_a_node_that_closes_lets_what_it_began_end_first() -> None:
         sending = pair.send()
         await pair.begun(SEGMENTS)
         closing = asyncio.create_task(pair.prefill.close())
+        await eventually(lambda: pair.prefill._thread._stopping)
         await pair.waits(closing)
         pair.script.let_all()
         await result(closing)

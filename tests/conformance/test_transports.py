@@ -213,3 +213,14 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="ucx") as error:
         open_transport("pigeon")
     assert set(error.value.allowed) == set(NAMES)
+
+
+def test_messages_from_ever_new_memory_and_from_the_same_are_what_was_last_written_there(link: Link) -> None:
+    kept, into = message(100), torch.zeros(100, dtype=torch.uint8)
+    for tag in range(150):
+        sent = kept if tag % 2 else message(100, seed=tag)
+        kept.fill_(tag)
+        request = link.sender.send(2, tag, sent)
+        (arrival,) = link.arrivals(1)
+        link.complete(request, link.receiver.receive(arrival, into))
+        assert (arrival.tag, into.tolist()) == (tag, sent.tolist())

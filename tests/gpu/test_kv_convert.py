@@ -20,7 +20,7 @@ from attention.cache_ops import (
 from attention.layout import KVCacheLayout
 from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.cuda_mover import CudaMover
-from kvtransfer.movers import Payload
+from kvtransfer.movers import Pending
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from tests.conformance.kv import DEADLINE_S, scattered_blocks
 
@@ -33,9 +33,9 @@ TOKENS, BLOCK_SIZE = 700, 16
 LATENT = 512
 
 
-def wait_for(payload: Payload) -> None:
+def wait_for(operation: Pending) -> None:
     end_s = time.monotonic() + DEADLINE_S
-    while not payload.done:
+    while not operation.done:
         assert time.monotonic() < end_s
 
 
@@ -101,30 +101,30 @@ def test_a_payload_is_what_the_other_cache_would_hold(
     pool = mover.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=through_host)
     slot = pool.take()
     assert slot is not None
-    payload = mover.gather(slot, blocks, segment, with_digest=True, converter=converter)
-    wait_for(payload)
-    assert torch.equal(slot.memory[:size].cpu(), expected.cpu())
-    assert payload.digest == digest(expected.cpu())
+    placed = mover.place(blocks.tolist(), incoming=False)
+    wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
+    payload, trailer = slot.memory.cpu().split([size, TRAILER_BYTES])
+    assert torch.equal(payload, expected.cpu())
+    assert trailer.numpy().tobytes() == segment.sealed(digest(payload)).encode()
     mover.close()
 
 
 def test_nothing_waits_and_nothing_is_allocated() -> None:
     cache = random_cache(LLAMA, KVCacheLayout.NHD)
     converter = open_converter(cache, FP8_DTYPES[0], [0.5] * 6)
-    blocks = torch.tensor(scattered_blocks(cache, TOKENS, 1))
     size = 3 * TOKENS * converter.spec.bytes_per_token_layer
     segment = Segment(1, 1, 0, 0, 3, 0, TOKENS, 0, 8, size)
     mover = CudaMover(cache)
     slot = mover.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).take()
     assert slot is not None
-    first = mover.gather(slot, blocks, segment, with_digest=True, converter=converter)
-    wait_for(first)
+    placed = mover.place(scattered_blocks(cache, TOKENS, 1), incoming=False)
+    heads = range(8)
+    wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
     held = torch.cuda.memory_reserved()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
-            payload = mover.gather(slot, blocks, segment, with_digest=True, converter=converter)
-            wait_for(payload)
+            wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_reserved() == held

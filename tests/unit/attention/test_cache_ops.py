@@ -183,6 +183,26 @@ def test_a_gathered_payload_can_have_its_digest_taken() -> None:
     assert int(taken) % 2**64 == digest(wire)
 
 
+@pytest.mark.parametrize("layout", [*GQA_LAYOUTS, *MLA_LAYOUTS], ids=lambda layout: layout.label)
+@pytest.mark.parametrize("tile_bytes", [1, 9000])
+def test_a_payload_of_many_tiles_has_one_digest(
+    layout: KVCacheLayout, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With runs that no row of the digest ends with, and something else to do between the tiles."""
+    monkeypatch.setattr("attention.wire._TILE_BYTES", tile_bytes)
+    kind, num_heads = (KVKind.MLA, 1) if layout in MLA_LAYOUTS else (KVKind.GQA, 3)
+    spec = KVCacheSpec(kind, num_layers=3, num_kv_heads=num_heads, head_dim=96, dtype="bfloat16")
+    cache, block_ids = new_cache(spec, layout, 8)
+    wire, taken, calls = wire_buffer(plant(cache, block_ids)), torch.zeros((), dtype=torch.int64), []
+    where: dict[str, Any] = {"token_start": 0, "token_stop": TOKENS, "layers": range(3), "heads": range(num_heads)}
+    gather_to_wire(
+        cache, block_ids=block_ids, out=wire, digest_out=taken, digest_add=3, between=lambda: calls.append(1), **where
+    )
+    assert torch.equal(wire.view(torch.int16), tokens_of(cache, block_ids).flatten())
+    assert int(taken) % 2**64 == (digest(wire) + 3) % 2**64
+    assert len(calls) > 1
+
+
 @pytest.mark.parametrize("layout", GQA_LAYOUTS, ids=lambda layout: layout.label)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_caches_of_8_bits_travel_as_they_are(layout: KVCacheLayout, dtype: str) -> None:

@@ -10,7 +10,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from attention.kernels import blocksparse, blocksparse_decode, decode, gather, mla_decode_plain, unified_kernel
+from attention.kernels import blocksparse, blocksparse_decode, decode, digest, gather, mla_decode_plain
+from attention.kernels import unified_kernel, wire, wire_conversion
 from attention.kernels.launch import _GLUON_VERSIONS
 import triton
 
@@ -40,10 +41,23 @@ def compiled_for(kernel, moved, width):
 
 for kernel in kernels:
     assert len({str(compiled_for(kernel, moved, width)) for moved, width in ((0, 1), (1, 13), (4, 32))}) == 1, kernel
+
+def compiled_for_payload(kernel, number):
+    values = {param.name: number if param.annotation in ("i32", "i64") else memory for param in kernel.params}
+    values |= {"block_ids_ptr": memory[number % 16 :], "digest_ptr": memory[number % 16 :]}
+    given = [values[param.name] for param in kernel.params]
+    return create_function_from_signature(kernel.signature, kernel.params, backend)(*given)[1]
+
+kernels = [wire._move_kernel, wire._gather_and_digest_kernel, digest._digest_kernel]
+kernels += [wire_conversion._gather_converted_kernel]
+for kernel in kernels:
+    assert len({str(compiled_for_payload(kernel, number)) for number in (0, 1, 16, 2**40 + 3)}) == 1, kernel
 """
 
 
-def test_tables_of_any_width_and_requests_behind_any_number_of_decodes_run_the_same_kernels() -> None:
+def test_tables_of_any_width_requests_behind_any_number_of_decodes_and_payloads_of_any_size_run_the_same_kernels() -> (
+    None
+):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

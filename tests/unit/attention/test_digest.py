@@ -14,12 +14,12 @@ from attention.digest import (
     LENGTH_WEIGHT,
     ROW_BYTES,
     column_weights,
+    constant_term,
     digest,
     digest_on_device,
-    length_term,
     row_weights,
 )
-from attention.kernels.digest import digest_payload
+from attention.kernels.digest import CONSTANTS, digest_payload
 from tests.device import DEVICE
 
 SIGN_BITS = b"\x00\x00\x00\x80"
@@ -175,6 +175,29 @@ def test_a_gpus_digest_is_the_same_number(start: int, size: int) -> None:
     # A copy that starts at the same byte of its memory.
     on_device = torch.empty(start + size, dtype=torch.uint8, device=DEVICE)[start:].copy_(payload)
     out = torch.full((), -1, dtype=torch.int64, device=DEVICE)
-    digest_payload(on_device, columns=COLUMNS, length_term=length_term(size), out=out)
+    digest_payload(on_device, columns=COLUMNS, constant_term=constant_term(size), out=out)
     assert int(out) % 2**64 == digest(payload)
     assert int(digest_on_device(on_device)) == int(out)
+
+
+@pytest.mark.parametrize("held_rows", [256, 16])
+def test_many_programs_leave_the_same_number(held_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of programs at least, several tiles of each, and more rows than a program holds at a time."""
+    monkeypatch.setitem(CONSTANTS, "HELD_ROWS", held_rows)
+    payload = random_payload(400 * ROW_BYTES + 20)
+    out = torch.full((), -1, dtype=torch.int64, device=DEVICE)
+    digest_payload(payload.to(DEVICE), columns=COLUMNS, constant_term=constant_term(payload.numel()), out=out)
+    assert int(out) % 2**64 == digest(payload)
+
+
+@pytest.mark.parametrize("add", [0, 5, 2**64 - 1])
+def test_a_number_is_added_and_the_sum_may_go_anywhere(add: int) -> None:
+    payload = random_payload(ROW_BYTES + 8)
+    expected = bytes([0xA5] * 5) + ((digest(payload) + add) % 2**64).to_bytes(8, "little") + bytes([0xA5] * 11)
+    memory = torch.full((24,), 0xA5, dtype=torch.uint8)
+    digest_on_device(payload, out=memory[5:13], add=add)
+    assert memory.numpy().tobytes() == expected
+    memory = torch.full((24,), 0xA5, dtype=torch.uint8, device=DEVICE)
+    term = constant_term(payload.numel(), add)
+    digest_payload(payload.to(DEVICE), columns=COLUMNS, constant_term=term, out=memory[5:13])
+    assert memory.cpu().numpy().tobytes() == expected

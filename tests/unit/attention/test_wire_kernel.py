@@ -1,12 +1,14 @@
 """The kernel between cache and wire moves the bytes that its twin moves, and digests them on the way."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.cache import PagedKVCache
 from attention.cache_ops import digest, gather_to_wire, scatter_from_wire
-from attention.digest import COLUMNS, length_term
+from attention.digest import COLUMNS, constant_term
+from attention.kernels.digest import CONSTANTS
 from attention.kernels.wire import gather_and_digest, move
 from attention.layout import KVCacheLayout
 from attention.wire import places_of
@@ -86,7 +88,7 @@ def test_the_digest_on_the_way_is_the_payloads(
         block_ids.to(DEVICE),
         places,
         columns=COLUMNS,
-        length_term=length_term(payload.numel()),
+        constant_term=constant_term(payload.numel()),
         digest_out=taken,
     )
     moved = torch.zeros_like(payload)
@@ -95,19 +97,26 @@ def test_the_digest_on_the_way_is_the_payloads(
     assert int(taken) % 2**64 == digest(payload.cpu())
 
 
-def test_the_digest_of_many_tiles_is_the_payloads() -> None:
-    """More rows than programs, and a last tile that is not full."""
+@pytest.mark.parametrize(("num_tokens", "held_rows"), [(181, 256), (405, 256), (405, 8)])
+def test_the_digest_of_many_tiles_is_the_payloads(
+    num_tokens: int, held_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than programs, and a last tile that is not full; one group of programs and two; more rows than a
+    program holds at a time."""
+    monkeypatch.setitem(CONSTANTS, "HELD_ROWS", held_rows)
     layout = KVCacheLayout.HND
-    cache = copy_of(new_cache(spec_of(layout, "bfloat16", head_dim=64, num_kv_heads=4), layout, 16, 12), DEVICE)
-    payload = torch.zeros(181 * cache.spec.bytes_per_token, dtype=torch.uint8, device=DEVICE)
+    num_blocks = num_tokens // 16 + 2
+    spec = spec_of(layout, "bfloat16", head_dim=64, num_kv_heads=4)
+    cache = copy_of(new_cache(spec, layout, 16, num_blocks), DEVICE)
+    payload = torch.zeros(num_tokens * cache.spec.bytes_per_token, dtype=torch.uint8, device=DEVICE)
     taken = torch.zeros((), dtype=torch.int64, device=DEVICE)
     gather_and_digest(
         cache.memory,
         payload,
-        torch.randperm(12).to(DEVICE),
-        places_of(cache, 3, 184, range(NUM_LAYERS), range(4)),
+        torch.randperm(num_blocks).to(DEVICE),
+        places_of(cache, 3, 3 + num_tokens, range(NUM_LAYERS), range(4)),
         columns=COLUMNS,
-        length_term=length_term(payload.numel()),
+        constant_term=constant_term(payload.numel()),
         digest_out=taken,
     )
     assert int(taken) % 2**64 == digest(payload.cpu())

@@ -123,6 +123,31 @@ def test_one_node_that_is_batch_invariant_and_one_that_is_not_are_refused() -> N
     assert agree(invariant, invariant) == agree(NODE, NODE)
 
 
+def test_batch_invariant_nodes_do_not_convert() -> None:
+    """A prompt's later chunks would attend to other bits than in one process with the receiver's cache."""
+    sender = replace(NODE, batch_invariant=True)
+    receiver = replace(sender, spec=replace(SPEC, dtype=FP8_DTYPES[0]), converted_kv_dtypes=("bfloat16",))
+    for ours, theirs in ((sender, receiver), (receiver, sender)):
+        with pytest.raises(PlanRefused) as refused:
+            agree(ours, theirs)
+        (mismatch,) = refused.value.mismatches
+        assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("dtype", ours.spec.dtype, theirs.spec.dtype)
+        assert "--kv-cache-dtype" in mismatch.cure
+        assert "without BATON_BATCH_INVARIANT (--batch-invariant)" in mismatch.cure
+    off = replace(sender, batch_invariant=False), replace(receiver, batch_invariant=False)
+    assert agree(*off).converted_from == "bfloat16"
+    assert agree(sender, replace(sender, converted_kv_dtypes=("float32",))).converted_from is None
+
+
+def test_no_conversion_is_offered_to_batch_invariant_nodes() -> None:
+    ours = replace(NODE, batch_invariant=True)
+    with pytest.raises(PlanRefused) as refused:
+        agree(ours, replace(ours, spec=replace(SPEC, dtype=FP8_DTYPES[0])))
+    (mismatch,) = refused.value.mismatches
+    assert mismatch.field == "dtype"
+    assert "--kv-convert-from" not in mismatch.cure
+
+
 def test_every_mismatch_is_listed() -> None:
     theirs = replace(NODE, weights_digest="other", spec=replace(SPEC, num_layers=2, dtype="float32"), wire_oldest=9)
     theirs = replace(theirs, wire_newest=9)

@@ -1,6 +1,6 @@
 """Tags, trailers, and the cutting of token ranges into messages."""
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 
 from attention.spec import KVCacheSpec, KVKind
 from baton.errors import ConfigError, InternalError
-from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Piece, Segment, Tag, cut, decode_trailer, payload_bytes
+from kvtransfer.segments import (
+    DIGEST_BYTES,
+    DIGEST_OFFSET,
+    TRAILER_BYTES,
+    WARM_UP,
+    Piece,
+    Segment,
+    Tag,
+    cut,
+    decode_trailer,
+    payload_bytes,
+)
+from protos import common_pb2
 
 SEGMENT = Segment(2**64 - 1, 77, 3, 0, 4, 16, 32, 0, 2, 4096)
 
@@ -16,6 +28,10 @@ tags = st.builds(Tag, st.integers(0, 2**12 - 1), st.integers(0, 2**36 - 1), st.i
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 segments = st.builds(Segment, u64, u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u32)
+
+
+def to_proto(segment: Segment) -> common_pb2.Segment:
+    return common_pb2.Segment(**asdict(segment))
 
 
 @settings(deadline=None)
@@ -40,6 +56,31 @@ def test_every_trailer_has_the_same_size_and_comes_back_whole(segment: Segment) 
 
 
 @settings(deadline=None)
+@given(segments)
+def test_a_trailer_is_what_protobuf_makes_of_it(segment: Segment) -> None:
+    trailer = to_proto(segment).SerializeToString(deterministic=True)
+    assert segment.encode() == trailer
+    assert trailer[DIGEST_OFFSET:][:DIGEST_BYTES] == segment.digest.to_bytes(8, "little")
+
+
+@settings(deadline=None)
+@given(segments, st.integers(0, TRAILER_BYTES - 1), st.integers(1, 255))
+def test_a_damaged_trailer_is_none_or_another_segment(segment: Segment, position: int, damage: int) -> None:
+    trailer = bytearray(segment.encode())
+    trailer[position] ^= damage
+    decoded = decode_trailer(bytes(trailer))
+    assert decoded is None or (decoded != segment and decoded.encode() == trailer)
+
+
+@settings(deadline=None)
+@given(segments, u64, u64)
+def test_a_digest_is_a_sum_so_that_its_two_parts_may_come_in_any_order(segment: Segment, part: int, rest: int) -> None:
+    sealed = segment.sealed((part + rest) % 2**64)
+    assert sealed.digest == ((segment.seal + part) % 2**64 + rest) % 2**64
+    assert segment.encode_with(sealed.digest) == sealed.encode()
+
+
+@settings(deadline=None)
 @given(st.binary(max_size=2 * TRAILER_BYTES))
 def test_bytes_that_are_no_trailer_are_found_out(noise: bytes) -> None:
     segment = decode_trailer(noise)
@@ -47,7 +88,7 @@ def test_bytes_that_are_no_trailer_are_found_out(noise: bytes) -> None:
 
 
 def test_a_trailer_without_one_field_is_none() -> None:
-    message = SEGMENT.to_proto()
+    message = to_proto(SEGMENT)
     message.ClearField("head_stop")
     assert decode_trailer(message.SerializeToString()) is None
     assert decode_trailer(b"") is None

@@ -16,6 +16,16 @@ def test_slots_are_equal_apart_and_aligned() -> None:
     assert [int(slot.memory.sum()) for slot in slots if slot is not None] == [0, 5000, 10000]
 
 
+def test_a_slot_shows_one_memory_as_tensors_and_as_bytes() -> None:
+    (slot,) = StagingPool(slot_bytes=10, slots=1, device=torch.device("cpu")).members
+    slot.bytes[2:5] = b"abc"
+    assert slot.message(5).tolist() == [0, 0, *b"abc"]
+    slot.message(3)[0] = 7
+    assert bytes(slot.bytes[:3]) == b"\x07\x00a"
+    # A transport keeps what it knows of a tensor.
+    assert slot.message(5) is slot.message(5)
+
+
 def test_an_empty_pool_gives_none_until_a_slot_comes_back() -> None:
     pool = StagingPool(slot_bytes=10, slots=2, device=torch.device("cpu"))
     first, second = pool.take(), pool.take()

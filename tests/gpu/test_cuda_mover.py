@@ -1,0 +1,161 @@
+"""The mover of a GPU does what that of the CPU does, byte for byte, and neither waits nor allocates."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from attention.cache import PagedKVCache
+from attention.layout import KVCacheLayout
+from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from baton.errors import InternalError
+from kvtransfer.cuda_mover import CudaMover
+from kvtransfer.movers import CpuMover, Pending
+from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
+from kvtransfer.staging import Slot
+from tests.conformance.kv import DEADLINE_S
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+DEEPSEEK = KVCacheSpec(KVKind.MLA, num_layers=3, num_kv_heads=1, head_dim=576, dtype="bfloat16")
+# Payloads that end at odd places, and with them trailers that begin there.
+NARROW = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=6, dtype="bfloat16")
+EIGHT_BITS = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=1, head_dim=3, dtype="float8_e4m3fn")
+SHAPE = KVCacheShape(KVCacheLayout.NHD, 16, 64)
+BLOCKS, OTHERS = (40, 3, 17, 63, 0, 21), (1, 2, 50, 49, 48, 9)
+TOKENS = range(5, 83)
+OLD = 0xC7
+
+
+def wait_for(operation: Pending) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not operation.done:
+        assert time.monotonic() < end_s
+
+
+def layout_of(spec: KVCacheSpec) -> KVCacheShape:
+    return SHAPE if spec.kind is KVKind.GQA else KVCacheShape(KVCacheLayout.LBNC, 16, 64)
+
+
+def movers(spec: KVCacheSpec) -> tuple[CpuMover, CudaMover]:
+    """For two caches that hold the same."""
+    cache = PagedKVCache(spec, layout_of(spec))
+    cache.memory.random_(generator=torch.Generator().manual_seed(3))
+    copy = PagedKVCache(spec, layout_of(spec), "cuda")
+    copy.memory.copy_(cache.memory)
+    return CpuMover(cache, lambda: None), CudaMover(copy)
+
+
+def segment_of(spec: KVCacheSpec) -> Segment:
+    size = payload_bytes(spec, layers=2, tokens=len(TOKENS), heads=spec.num_kv_heads)
+    return Segment(11, 12, 13, 0, 3, TOKENS.start, TOKENS.stop, 0, spec.num_kv_heads, size, layer_step=2)
+
+
+def slot_of(mover: CpuMover | CudaMover, num_bytes: int, *, through_host: bool = False) -> Slot:
+    (slot,) = mover.open_pool(slot_bytes=num_bytes, slots=1, through_host=through_host).members
+    return slot
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("with_digest", [True, False])
+@pytest.mark.parametrize("through_host", [False, True])
+@pytest.mark.parametrize("spec", [LLAMA, DEEPSEEK, NARROW, EIGHT_BITS])
+def test_messages_are_those_of_the_cpu_and_are_taken_like_them(
+    spec: KVCacheSpec, through_host: bool, with_digest: bool
+) -> None:
+    cpu, gpu = movers(spec)
+    segment = segment_of(spec)
+    num_bytes = segment.payload_bytes + TRAILER_BYTES
+    expected, slot = slot_of(cpu, num_bytes), slot_of(gpu, num_bytes, through_host=through_host)
+    for mover, into in ((cpu, expected), (gpu, slot)):
+        blocks = mover.place(BLOCKS, incoming=False)
+        wait_for(mover.gather(into, blocks, segment, heads=segment.heads, with_digest=with_digest))
+        blocks.free()
+    assert torch.equal(slot.memory.cpu(), expected.memory)
+    readings = [
+        mover.read(into, num_bytes, with_digest=True, with_extremes=True)
+        for mover, into in ((cpu, expected), (gpu, slot))
+    ]
+    wait_for(readings[1])
+    assert len({(reading.trailer, reading.digest, reading.extremes) for reading in readings}) == 1
+    for mover, into in ((cpu, expected), (gpu, slot)):
+        mover._cache.memory.fill_(OLD)
+        torch.cuda.synchronize()
+        blocks = mover.place(OTHERS, incoming=True)
+        wait_for(mover.scatter(into, blocks, segment))
+        blocks.free()
+    assert torch.equal(gpu._cache.memory.cpu(), cpu._cache.memory)
+    gpu.close()
+
+
+@pytest.mark.parametrize("value", [200, None])
+def test_messages_that_warm_a_link_up_are_those_of_the_cpu(value: int | None) -> None:
+    cpu, gpu = movers(LLAMA)
+    segment = segment_of(LLAMA)
+    num_bytes = segment.payload_bytes + TRAILER_BYTES
+    expected, slot = slot_of(cpu, num_bytes), slot_of(gpu, num_bytes)
+    slot.memory.zero_()
+    torch.cuda.synchronize()
+    for mover, into in ((cpu, expected), (gpu, slot)):
+        wait_for(mover.fill(into, segment, value, with_digest=True))
+    assert torch.equal(slot.memory.cpu(), expected.memory)
+    gpu.close()
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+def test_a_segment_waits_for_nothing_and_takes_no_memory(through_host: bool) -> None:
+    _, gpu = movers(LLAMA)
+    segment = segment_of(LLAMA)
+    num_bytes = segment.payload_bytes + TRAILER_BYTES
+    slot = slot_of(gpu, num_bytes, through_host=through_host)
+
+    def all_of_it() -> None:
+        sent, received = gpu.place(BLOCKS, incoming=False), gpu.place(OTHERS, incoming=True)
+        wait_for(gpu.gather(slot, sent, segment, heads=segment.heads, with_digest=True))
+        wait_for(gpu.read(slot, num_bytes, with_digest=True, with_extremes=False))
+        wait_for(gpu.scatter(slot, received, segment))
+        sent.free()
+        received.free()
+
+    all_of_it()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    with no_waits():
+        for _ in range(20):
+            all_of_it()
+    after = torch.cuda.memory_stats()
+    for name in ("allocation.all.allocated", "reserved_bytes.all.current"):
+        assert after[name] == before[name], name
+    gpu.close()
+
+
+def test_more_requests_than_there_was_room_for_have_their_own_blocks() -> None:
+    _, gpu = movers(LLAMA)
+    requests = [tuple(range(start, start + 4)) for start in range(0, 60, 3)]
+    placed = [gpu.place(blocks, incoming=True) for blocks in requests]
+    torch.cuda.synchronize()
+    assert [tuple(table.block_ids[:4].tolist()) for table in placed] == requests
+    gpu.close()
+
+
+def test_blocks_and_tokens_that_are_not_there_are_errors() -> None:
+    _, gpu = movers(LLAMA)
+    segment = segment_of(LLAMA)
+    slot = slot_of(gpu, segment.payload_bytes + TRAILER_BYTES)
+    for block in (-1, SHAPE.num_blocks):
+        with pytest.raises(InternalError, match="block ids"):
+            gpu.place((0, block), incoming=False)
+    with pytest.raises(InternalError, match="tokens"):
+        gpu.gather(slot, gpu.place(BLOCKS[:-1], incoming=False), segment, heads=segment.heads, with_digest=True)
+    gpu.close()

@@ -77,7 +77,9 @@ class PrefillNode:
             return self._spec.num_layers
         chunk_tokens = max(0, min(self._max_chunk_tokens, ticket.token_stop - ticket.token_start))
         chunk_bytes = chunk_tokens * self._spec.bytes_per_token
-        return choose_layers_per_group(pair.link, chunk_bytes=chunk_bytes, num_layers=self._spec.num_layers)
+        return choose_layers_per_group(
+            pair.link, turn_s=pair.turn_s, chunk_bytes=chunk_bytes, num_layers=self._spec.num_layers
+        )
 
     async def connect(self, decode_address: str) -> common_pb2.PeerState:
         return await self._pairs.connect(decode_address)

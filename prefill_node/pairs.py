@@ -7,7 +7,9 @@ breaks, its endpoint is closed, whatever was in flight to it is cancelled, and i
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
+from statistics import median
 
 import grpc
 
@@ -30,11 +32,14 @@ from node.describe import (
     to_mismatches,
 )
 from node.link_floor import below_floor
-from node.ranks.transfer import MOST_RANKS
+from node.ranks.transfer import MOST_RANKS, RankedTransfer
 from protos import common_pb2, decode_pb2_grpc
 from protos import decode_pb2 as pb
 
 log = logging.getLogger("baton")
+
+_TURNS = 7
+_TURN_EVERY_S = 0.01
 
 Call = grpc.aio.StreamStreamCall[pb.PairRequest, pb.PairResponse]
 
@@ -49,6 +54,7 @@ class Pair:
 
     Attributes:
         link: what was measured when the pair was made; None until then.
+        turn_s: likewise, from the event loop to the threads that send over the pair's links, and back.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Pair:
         self.sender_number = 0
         self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
         self.link: LinkSpeed | None = None
+        self.turn_s = 0.0
         self._node = node
         self._timeout_s = timeout_s
         self._conversion: KVConversion | None = None
@@ -167,8 +174,9 @@ class Pair:
             self._refuse(to_mismatches((mismatch,)))
             await self._tell_refused(call)
             return False
-        self.link = measure.speed
         await self._node.transfer.use_link(self.number, measure.speed)
+        self.turn_s = await _turn_s(self._node.transfer, self.number)
+        self.link = measure.speed
         self.state.phase = common_pb2.PEER_PHASE_READY
         self._settled.set()
         said = describe_measure(measure) + describe_conversion(self.state.kv_converted)
@@ -204,6 +212,17 @@ class Pair:
         self._settled.set()
         self._on_lost(self)
         await self._node.transfer.disconnect(self.number)
+
+
+async def _turn_s(transfer: RankedTransfer, pair: int) -> float:
+    """Typical of threads that had time to fall asleep. A lease that nothing is sent for is quiet at once."""
+    took_s = []
+    for _ in range(_TURNS):
+        await asyncio.sleep(_TURN_EVERY_S)
+        begun_s = time.monotonic()
+        await transfer.quiet(pair, lease=-1)
+        took_s.append(time.monotonic() - begun_s)
+    return median(took_s)
 
 
 async def _read(call: Call, name: str) -> pb.PairResponse:

@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 
 from attention.cache import PagedKVCache
-from attention.cache_ops import gather_to_wire, scatter_from_wire
+from attention.cache_ops import digest_on_device, gather_to_wire, scatter_from_wire
 from attention.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from attention.spec import KVCacheSpec
 from kvtransfer.segments import Piece, Segment, cut
@@ -150,9 +150,12 @@ def forget_gaps_of_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_keys_and_values(patch: pytest.MonkeyPatch) -> None:
-    def mutated(cache: PagedKVCache, *, out: torch.Tensor, layers: range, **arguments: Any) -> None:
+    def mutated(
+        cache: PagedKVCache, *, out: torch.Tensor, layers: range, digest_out: torch.Tensor, **arguments: Any
+    ) -> None:
         gather_to_wire(cache, out=out, layers=layers, **arguments)
         out.copy_(out.clone().view(len(layers), 2, -1).flip(1).view(-1))
+        digest_on_device(out, out=digest_out)
 
     patch.setattr(GATHER, mutated)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 _INCHES = 4.2
 _MOST_ABREAST = 3
@@ -46,6 +47,9 @@ def draw_panels(panels: Sequence[Panel], path: Path, *, x_label: str, y_label: s
             axes.plot(*_sorted(points), linestyle=next(dashes), color="black", label=name, lw=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")  # numbers as people write them, not powers
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)

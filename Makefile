@@ -5,9 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/*.proto)
 GENERATED := protos/common_pb2.pyi
-# Tests that only compute run two at a time; those with processes, deadlines and ports one after the other.
+# Tests that only compute run two at a time, and so do files of tests that start processes and wait for no deadline; those
+# with deadlines and faults run one after the other.
 COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
 	covering.py kv_convert.py kv_fp8.py kv_matrix.py kv_ranks.py kv_states.py kv_windows.py)
+UNHURRIED := tests/deploy $(addprefix tests/integration/test_, \
+	cli.py kv_convert.py layer_groups.py out_of_memory.py settings.py tokens.py transfer_benchmarks.py)
 # Tests of kernels, which run compiled where there is a GPU.
 KERNELS := tests/unit/attention tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
 	$(addprefix tests/unit/models/test_,expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
@@ -42,7 +45,8 @@ test-gpu: install  ## Run on a GPU what needs one, kernels compiled, and write t
 
 test: install  ## Run every test but the GPU's
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(COMPUTING)
-	@$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(COMPUTING))
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(UNHURRIED)
+	@$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(COMPUTING) $(UNHURRIED))
 
 check: install  ## Lint, format check, types
 	@$(BIN)/ruff check .

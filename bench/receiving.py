@@ -30,8 +30,8 @@ from engine.request import EngineLimits, EngineRequest
 MIB = 1 << 20
 GIGA = 1e9
 LIMIT_GOAL = 1.05
-# Of the slow-down that the goal allows, what the limit is set to use: a slow-down is not in proportion, with 0.7 decoding
-# on two cores was 1.07 and 1.08 times as slow.
+# Of the slow-down that the goal allows, what the limit is set to use. It is not in proportion to the rate: with 0.7
+# decoding on two cores was 1.07 and 1.08 times as slow.
 LIMIT_SHARE = 0.35
 # How often receiving reads or writes a byte of this side's memory. Both: the digest reads it once, the scatter reads
 # and writes it. A GPU's link writes it once; a CPU's copies it out of shared memory.

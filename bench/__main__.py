@@ -27,6 +27,8 @@ BENCHMARKS = (
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
 )
+# A machine with a GPU measures them there, and has pages of its own for them.
+EITHER = frozenset({"exposed", "receiving", "loading"})
 PLOTS = (
     ("transport", "bench.transfer_plot"),
     ("cache_to_cache", "bench.transfer_plot"),
@@ -56,8 +58,9 @@ def main(arguments: Sequence[str]) -> None:
         finally:  # one that breaks, or is stopped, keeps what it has measured
             if rows:
                 print_rows(title, rows)
-                write_markdown(f"{title} ({_machine()})", rows, RESULTS / f"{name}.md")
-                write_json(rows, RESULTS / f"{name}.json")
+                page = f"{name}_gpu" if name in EITHER and torch.cuda.is_available() else name
+                write_markdown(f"{title} ({_machine()})", rows, RESULTS / f"{page}.md")
+                write_json(rows, RESULTS / f"{page}.json")
 
 
 def _machine() -> str:

@@ -36,7 +36,8 @@ def choose_payload_bytes(link: LinkSpeed, *, job_bytes: int, limit: int, handlin
 
     Args:
         handling_s: what a segment takes of either side's host beside the link, whatever its size. Between two H200s it
-            is 10 times the link's own cost: with segments of 64 MiB 115-160 GB/s of 397 were reached, of 256 MiB 320.
+            is about as much as the link's own cost, 30-40 us each, and sizes matter little: 8192 tokens of Llama 8B
+            took 3.8 ms in segments of 64 MiB, 3.9 in the 96 MiB chosen here, 4.1 in 256 MiB.
     """
     best = math.sqrt(job_bytes * (link.message_cost_s + handling_s) * link.bytes_per_s / 2)
     return int(min(max(best, LEAST_PAYLOAD_BYTES), limit))

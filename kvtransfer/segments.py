@@ -210,6 +210,10 @@ def read_boxes(
 ) -> Iterator[Piece]:
     """What of a token range is read by token `resume_at` and later ones: as few boxes as there are runs of tokens that
     the same layers read, where layers follow each other at one distance."""
+    if not spec.windows:  # at once, because a link waits for the first piece
+        if token_start < token_stop:
+            yield Piece(layers, token_start, token_stop)
+        return
     first = {layer: max(token_start, spec.first_read(layer, resume_at)) for layer in layers}
     borders = sorted({start for start in first.values() if start < token_stop}) if token_start < token_stop else []
     for start, stop in pairwise([*borders, token_stop]):

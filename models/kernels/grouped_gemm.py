@@ -20,6 +20,9 @@ from models.kernels.expert_order import ExpertOrder, order_by_expert
 from models.kernels.grouped_gemm_kernel import grouped_down, grouped_gate_up, sum_choices
 from models.kernels.grouped_gemm_tiles import Tiles, tiles_for
 
+# From tiles of so many tokens on the copy engine (TMA) reads the rows of the second product, which lie in order.
+_ROWS_BY_MAP = 128
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -162,8 +165,10 @@ def _launch_down(
     tiles: Tiles,
 ) -> None:
     intermediate, channels = gated_SI.shape[1], parts_SD.shape[1]
+    x_by_map = tiles.tokens >= _ROWS_BY_MAP and intermediate * gated_SI.element_size() % 16 == 0
     grouped_down[(order.num_tiles * triton.cdiv(channels, tiles.channels),)](
         gated_SI,
+        TensorDescriptor.from_tensor(gated_SI, [tiles.tokens, tiles.inputs]) if x_by_map else None,
         layer.weights_ENC,
         _copy_map(layer, tiles.channels, tiles.inputs),
         layer.bias_EN,

@@ -139,6 +139,7 @@ def grouped_gate_up(
 @triton.jit(do_not_specialize=["num_tiles"])
 def grouped_down(
     x,
+    x_map,
     weights,
     weights_map,
     bias,
@@ -161,7 +162,8 @@ def grouped_down(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out[assignment] = an expert's product with x[place], by the assignment's weight."""
+    """out[assignment] = an expert's product with x[place], by the assignment's weight. With `x_map`, a descriptor of x
+    in blocks of BLOCK_M rows, the rows of a tile are read by it."""
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     tile, block = _tile_and_block(num_tiles, blocks)
     expert, places_M, exists_M = _places(tiles, tile, num_tiles, order is None, BLOCK_M)
@@ -177,9 +179,13 @@ def grouped_down(
         down_scales = scales + (expert * SCALE_ROWS + first // SCALE_N) * SCALE_COLUMNS
     else:
         down_scales = None
+    first_place = tile if order is None else tl.load(tiles + num_tiles + tile)
     down_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, IN, BLOCK_K):
-        x_KM = _inputs(x_ptrs_M, exists_M, start, IN, BLOCK_K)
+        if x_map is None:
+            x_KM = _inputs(x_ptrs_M, exists_M, start, IN, BLOCK_K)
+        else:  # past the expert's places stand the next one's, whose products are not stored
+            x_KM = tl.trans(x_map.load([first_place, start]))
         down_NK = _weights(
             weights_expert,
             weights_map,

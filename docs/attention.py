@@ -40,9 +40,8 @@ why and does not start. A backend whose package is missing is refused with the c
 What the words mean: `attention/parameters.py` defines each feature, `attention/layout.py` the layouts. One
 conformance suite (`tests/conformance/attention`) compares the backends with attention by its definition in float64:
 plain torch and Triton's interpreter on a CPU with `make test`, all of a machine's on a GPU with `make test-gpu`.
-How fast each one is beside
-its rivals is in [attention.md](../bench/results/attention.md); what the conformance suite said on a GPU is in
-[attention_conformance.md](../bench/results/attention_conformance.md):
+How fast each one is beside its rivals is in [attention.md](../bench/results/attention.md), and what the conformance
+suite said of all of them on a GPU in [attention_conformance.md](../bench/results/attention_conformance.md).
 
 ![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)
 """

@@ -46,7 +46,7 @@ class Result:
 
 
 async def generate(
-    gateway: Process,
+    gateway: Process | str,
     prompt: Sequence[int] | str,
     params: SamplingParams,
     *,
@@ -56,6 +56,9 @@ async def generate(
 ) -> Result:
     """One request, from first to last message.
 
+    Args:
+        gateway: or its address.
+
     Raises:
         BatonError: what the gateway answered instead.
     """
@@ -64,7 +67,8 @@ async def generate(
         request.text = prompt
     else:
         request.token_ids.ids.extend(prompt)
-    own = connect(gateway.address) if channel is None else None
+    address = gateway if isinstance(gateway, str) else gateway.address
+    own = connect(address) if channel is None else None
     result = Result()
     try:
         async for response in GenerationStub(channel or own).Generate(request, timeout=timeout_s):  # type: ignore[arg-type]

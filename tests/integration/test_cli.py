@@ -2,12 +2,8 @@
 
 import json
 import math
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -20,12 +16,12 @@ from baton.rpc.status import from_rpc_error
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import LLAMA
+from tests.integration.up import BATON, Up, interrupt, start_up
 
 PROMPT = (
     "Return a list of the names of the attributes of the object, and of its class, and of the classes from which its "
     "class is derived, in the order in which they were defined. If the object has no attributes, the list is empty. "
 )
-BATON = [sys.executable, "-c", "from baton.cli import main; main()"]
 RECEIPT = {
     "path", "why", "prefill_node", "decode_node", "prompt_tokens_sent", "bytes_sent", "segments", "transport",
     "queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s",
@@ -34,39 +30,6 @@ RECEIPT = {
 
 def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*BATON, *arguments], capture_output=True, text=True, timeout=60, check=False)
-
-
-@dataclass(frozen=True)
-class Up:
-    """A running `baton up` and the line that it printed."""
-
-    popen: subprocess.Popen[str]
-    line: dict[str, object]
-
-    @property
-    def gateway(self) -> str:
-        return str(self.line["gateway"])
-
-    @property
-    def pids(self) -> list[int]:
-        pids = self.line["pids"]
-        assert isinstance(pids, dict)
-        return [pids["gateway"], *pids["prefill"], *pids["decode"]]
-
-
-def start_up(*arguments: str) -> Up:
-    popen = subprocess.Popen(
-        [*BATON, "up", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    assert popen.stdout is not None
-    return Up(popen, json.loads(popen.stdout.readline()))
-
-
-def interrupt(up: Up) -> int:
-    """Ctrl-C; returns the exit code."""
-    os.kill(up.popen.pid, signal.SIGINT)
-    up.popen.communicate(timeout=40)
-    return up.popen.returncode
 
 
 @pytest.fixture(scope="module")

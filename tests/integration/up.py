@@ -1,0 +1,53 @@
+"""`baton up` as users start and stop it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+BATON = [sys.executable, "-c", "from baton.cli import main; main()"]
+
+
+@dataclass(frozen=True)
+class Up:
+    """A running `baton up` and the line that it printed."""
+
+    popen: subprocess.Popen[str]
+    line: dict[str, object]
+
+    @property
+    def gateway(self) -> str:
+        return str(self.line["gateway"])
+
+    @property
+    def pids(self) -> list[int]:
+        pids = self.line["pids"]
+        assert isinstance(pids, dict)
+        return [pids["gateway"], *pids["prefill"], *pids["decode"]]
+
+
+def start_up(*arguments: str, **variables: str) -> Up:
+    """Returns once it serves.
+
+    Args:
+        variables: of the environment, beside this process's.
+    """
+    popen = subprocess.Popen(
+        [*BATON, "up", *arguments],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert popen.stdout is not None
+    return Up(popen, json.loads(popen.stdout.readline()))
+
+
+def interrupt(up: Up) -> int:
+    """Ctrl-C; returns the exit code."""
+    os.kill(up.popen.pid, signal.SIGINT)
+    up.popen.communicate(timeout=40)
+    return up.popen.returncode

@@ -211,7 +211,7 @@ def read_boxes(
     """What of a token range is read by token `resume_at` and later ones: as few boxes as there are runs of tokens that
     the same layers read, where layers follow each other at one distance."""
     if not spec.windows:  # at once, because a link waits for the first piece
-        if token_start < token_stop:
+        if layers and token_start < token_stop:
             yield Piece(layers, token_start, token_stop)
         return
     first = {layer: max(token_start, spec.first_read(layer, resume_at)) for layer in layers}

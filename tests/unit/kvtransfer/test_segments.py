@@ -191,6 +191,20 @@ def test_layers_without_a_window_go_together_also_where_others_lie_between_them(
     assert pieces[len(early) :] == [(range(8), 71, 100)]
 
 
+@pytest.mark.parametrize("layers", [range(8), range(3, 4), range(1, 8, 3), range(4, 4)], ids=str)
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (7, 8), (5, 300)])
+def test_windows_beyond_every_context_change_nothing(layers: range, start: int, stop: int) -> None:
+    one, other = (
+        cut(spec, segment_bytes=40 * ONE, layers=layers, heads=2, token_start=start, token_stop=stop, resume_at=stop)
+        for spec in (SPEC, replace(SPEC, windows=(10_000,) * 8))
+    )
+    pieces = list(one)
+    assert pieces == list(other)
+    assert sum(len(piece.layers) * (piece.token_stop - piece.token_start) for piece in pieces) == len(layers) * (
+        stop - start
+    )
+
+
 def test_a_segment_that_cannot_hold_one_token_of_one_layer_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="segment_bytes"):
         pieces_of(SPEC, ONE - 1, 0, 1)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from attention.kernels.launch import has_hopper_kernels
+
 # Packages that some backends need, by the name that imports them.
 OPTIONAL_PACKAGES = ("flash_attn", "flashinfer", "xformers")
 
@@ -18,6 +20,7 @@ class Platform:
     num_sms: multiprocessors of the GPU; 1 without one.
     packages: of the optional packages those that are installed.
     triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
+    hopper_kernels: our own kernels that are written for Hopper run.
     """
 
     device_type: str
@@ -25,6 +28,7 @@ class Platform:
     num_sms: int = 1
     packages: frozenset[str] = frozenset()
     triton_interpreted: bool = False
+    hopper_kernels: bool = False
 
 
 def probe_platform(device: torch.device | str) -> Platform:
@@ -41,4 +45,5 @@ def probe_platform(device: torch.device | str) -> Platform:
         num_sms=properties.multi_processor_count,
         packages=packages,
         triton_interpreted=interpreted,
+        hopper_kernels=has_hopper_kernels(device),
     )

@@ -37,8 +37,8 @@ class BackendClass(Protocol):
 
 # Plain torch serves CPUs only, and there goes before the kernels, which run there only in Triton's interpreter. On an
 # H200 TRITON_ATTN decodes within 4 % of the best backend at every size of the benchmark, and prefills at 513 to 662
-# TFLOPS, within 12 % at many short prompts and 4 % else; FLASHINFER_MLA decodes 1.00 to 1.35 times as fast as
-# TRITON_MLA, whose kernel it takes for few rows, and prefills with the same kernel.
+# TFLOPS, within 12 % at many short prompts and 4 % else; for 64 heads and more FLASHINFER_MLA decodes 1.07 to 1.29
+# times as fast as TRITON_MLA, and prefills with the same kernel.
 BACKENDS: tuple[BackendClass, ...] = (
     TorchSDPA,
     TorchMLA,
@@ -50,6 +50,10 @@ BACKENDS: tuple[BackendClass, ...] = (
     FlashAttention,
     XFormers,
 )
+# Of few heads, by our kernels for Hopper, whole decode steps take 0.86 to 1.015 times as long with TRITON_MLA as with
+# FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 16 to 256 rows, contexts of 1k to 8k): every step of the latter waits for
+# a plan that the host makes, which costs the host 0.2 to 0.4 ms besides.
+_FEW_HEADS = 32
 DEFAULT_CONTEXT_WORKSPACE_TOKENS = 4096
 # GPUs before it cannot convert this format, and Triton refuses to compile for them.
 _E4M3_COMPUTE_CAPABILITY = (8, 9)
@@ -64,7 +68,7 @@ def select_backend(
     forced: str | None = None,
     context_workspace_tokens: int = DEFAULT_CONTEXT_WORKSPACE_TOKENS,
 ) -> AttentionBackend:
-    """The first backend of the table that meets the needs, or the forced one if it does.
+    """The first backend that meets the needs, in order of preference, or the forced one if it does.
 
     Args:
         platform: None asks the machine that this runs on.
@@ -91,8 +95,15 @@ def selection_report(needs: AttentionNeeds, platform: Platform, *, forced: str |
     return _report(reasons, _choose(reasons, forced), forced=forced is not None)
 
 
+def by_preference(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
+    """The table, in the order that suits this model here best."""
+    behind = (FlashInferMLA,) if platform.hopper_kernels and needs.num_heads <= _FEW_HEADS else ()
+    return sorted(BACKENDS, key=lambda backend: backend in behind)
+
+
 def _reasons(needs: AttentionNeeds, platform: Platform) -> dict[str, tuple[str, ...]]:
-    return {backend.capabilities.name: reasons_against(backend.capabilities, needs, platform) for backend in BACKENDS}
+    backends = by_preference(needs, platform)
+    return {backend.capabilities.name: reasons_against(backend.capabilities, needs, platform) for backend in backends}
 
 
 def _choose(reasons: Mapping[str, tuple[str, ...]], forced: str | None) -> str:

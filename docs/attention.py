@@ -34,8 +34,9 @@ PAGE = Path(__file__).resolve().parent / "attention.md"
 _INTRODUCTION = """# Attention backends
 
 A node takes the first backend of this table that serves its model on its machine, and logs every other one with its
-reasons. `BATON_ATTENTION_BACKEND` (`--attention-backend`) forces one; if that one cannot serve, the node says
-why and does not start. A backend whose package is missing is refused with the command that installs it.
+reasons; on a Hopper GPU TRITON_MLA goes before FLASHINFER_MLA for at most 32 heads. `BATON_ATTENTION_BACKEND`
+(`--attention-backend`) forces one; if that one cannot serve, the node says why and does not start. A backend whose
+package is missing is refused with the command that installs it.
 
 What the words mean: `attention/parameters.py` defines each feature, `attention/layout.py` the layouts. One
 conformance suite (`tests/conformance/attention`) compares the backends with attention by its definition in float64:

@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import await_predecessors, interpreted, overlap, prefetch, start_dependents
 
 # Channels of a part: few tokens have too few products to keep the GPU busy otherwise. Many have parts that are worth
 # writing down and adding up again.
 _SHORT_PART = 256
 _LONG_PART = 1024
 _MANY_TOKENS = 1024
+# Numbers of float32 in a line of L2.
+_LINE = tl.constexpr(32)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, *, short_parts: bool) -> Tens
         BLOCK_E=block_e,
         BLOCK_D=64,
         INTERPRETED=interpreted(),
+        **overlap(x_TD.device, rows=num_tokens),
         num_warps=4,
         num_stages=3,
     )
@@ -120,6 +123,7 @@ def choose_experts(
         BY_LOGITS=choice.by_logits,
         GROUPS_BY_TWO=choice.groups_by_two,
         NORMALIZE=choice.normalize_weights,
+        **overlap(logits_PTE.device, rows=num_tokens),
         num_warps=1 if padded <= 512 else 4,
     )
     return weights_TK, experts_TK
@@ -140,7 +144,9 @@ def _logits(
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_dependents(OVERLAP)
     tokens_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     is_token_T1 = (tokens_T < num_tokens)[:, None]
@@ -148,6 +154,11 @@ def _logits(
     first = tl.program_id(2) * PART
     x_ptrs_T1 = x + tokens_T.to(tl.int64)[:, None] * x_stride
     weight_ptrs_1E = weight + experts_E[None, :] * weight_stride
+    if OVERLAP:  # the weights come to L2 while the kernel in front runs
+        rows_E = tl.minimum(experts_E, num_experts - 1) * weight_stride
+        lines_L = tl.minimum(first + tl.arange(0, PART // _LINE) * _LINE, CHANNELS - 1)
+        prefetch(weight + rows_E[None, :] + lines_L[:, None])
+    await_predecessors(OVERLAP)
     logits_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     rest_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for start in range(0, PART, BLOCK_D):
@@ -199,9 +210,12 @@ def _choose(
     BY_LOGITS: tl.constexpr,
     GROUPS_BY_TWO: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token. What was taken, and what there is not, ranks -inf; so does what is no number, since it must not become
     the number of an expert that there is not."""
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     EXPERTS: tl.constexpr = GROUPS * GROUP_SIZE
     groups_G = tl.arange(0, BLOCK_G)

@@ -37,7 +37,8 @@ class MLAAttention(nn.Module):
         scales: of an fp8 cache; its `k_scale` is that of the latents.
 
     Attributes:
-        multiply_heads: the products of absorbed decodes; replaced where these must not depend on the batch.
+        multiply_heads: the products of absorbed decodes; replaced where another is faster for few rows, and where
+            these must not depend on the batch.
 
     Raises:
         ConfigError: the backend is for another kind of cache.
@@ -76,7 +77,7 @@ class MLAAttention(nn.Module):
         self.layer_index = layer_index
         self.kv_b_proj = kv_b_proj
         self.backend = backend
-        self.multiply_heads: MultiplyHeads = _multiply_heads
+        self.multiply_heads: MultiplyHeads = library_heads_product
         self._w_uk_HPL: Tensor | None = None
         self._w_uv_HLV: Tensor | None = None
 
@@ -291,5 +292,5 @@ class MLAAttention(nn.Module):
         return out
 
 
-def _multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor) -> None:
+def library_heads_product(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor) -> None:
     torch.bmm(x_HTI, weight_HIO, out=out_HTO)

@@ -1,8 +1,11 @@
-"""Gives a model's linear layers the product for few rows, where it is faster than the library's. Knows no family."""
+"""Gives a model's linear layers, and the heads of latent attention, the product for few rows, where it is faster than
+the library's. Knows no family."""
 
 from torch import nn
 from torch.nn.functional import linear
 
+from attention.kernels.head_products import HeadProducts
+from attention.mla import MLAAttention, library_heads_product
 from models.kernels.decode_matmul import DecodeMultiply
 from models.layers import Embedding
 from models.linear import Linear
@@ -16,6 +19,10 @@ def use_decode_products(model: nn.Module) -> None:
             product = DecodeMultiply.for_weight(module.weight)
             if product is not None:
                 module.multiply = product
+        elif isinstance(module, MLAAttention) and module.multiply_heads is library_heads_product:
+            heads_product = HeadProducts.for_weight(module.kv_b_proj.weight)
+            if heads_product is not None:
+                module.multiply_heads = heads_product
 
 
 def use_library_products(model: nn.Module) -> list[DecodeMultiply]:
@@ -25,4 +32,6 @@ def use_library_products(model: nn.Module) -> list[DecodeMultiply]:
         if isinstance(module, Linear | Embedding) and isinstance(module.multiply, DecodeMultiply):
             taken.append(module.multiply)
             module.multiply = linear
+        elif isinstance(module, MLAAttention) and isinstance(module.multiply_heads, HeadProducts):
+            module.multiply_heads = library_heads_product  # a heads' product owns no memory
     return taken

@@ -15,7 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attention.kernels.launch import overlap
 from attention.kernels.mla_decode_hopper_load import find_work, load_tiles
 from attention.kernels.mla_decode_hopper_math import attend
 from attention.kernels.mla_decode_work import (
@@ -30,6 +32,10 @@ from attention.kernels.mla_decode_work import (
 LATENT = 512
 ROTARY = 64
 STAGES = 2
+# Of a thread, by a program's heads, until the warps part and share them out anew; nothing more is spilled for it.
+# NOTE: without it such a program takes a multiprocessor's whole register file, and neither starts before the programs
+# in front of it are gone nor lets those behind it start. With 64 heads it takes all shared memory anyway.
+_MAX_REGISTERS = {16: 96, 32: 160, 64: None}
 
 
 def serves(q_RHC: Tensor, kv_layer: Tensor, latent: int) -> bool:
@@ -100,7 +106,9 @@ def launch(
         STAGES=STAGES,
         BLOCK_R=requests_of_a_block(num_reqs),
         BLOCK_H=block_h,
+        **overlap(q_RHC.device, rows=num_reqs),
         num_warps=8 if block_h == 64 else 4,
+        maxnreg=_MAX_REGISTERS[block_h],
     )
 
 
@@ -136,8 +144,11 @@ def _decode(
     STAGES: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_H: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
+    if OVERLAP:
+        gdc_launch_dependents()
     dtype: gl.constexpr = kv_L.dtype
     # The tensor cores' rows come in 64s and their columns in 8s: few heads stand in the columns, keys in the rows.
     KEYS_FIRST: gl.constexpr = BLOCK_H < 64
@@ -163,6 +174,9 @@ def _decode(
     request, request_start, position, stop_position = find_work(
         seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
     )
+    if OVERLAP:
+        # Here for all warps: those of the parts below start only now.
+        gdc_wait()
     gl.warp_specialize(
         [
             (

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import bound, interpreted
+from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from attention.kernels.mla_decode_work import TILE, MLADecodePlan, request_cost, requests_of_a_block
 
 
@@ -38,6 +38,7 @@ def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Ten
         BLOCK_V=block_v,
         BLOCK_S=16 if few else 2,
         INTERPRETED=interpreted(),
+        **overlap(out.device, rows=num_reqs),
         num_warps=4,
     )
 
@@ -64,8 +65,10 @@ def _merge_splits(
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One request, BLOCK_H heads, BLOCK_V channels. Nothing to do where one worker had the whole request."""
+    start_dependents(OVERLAP)
     request = tl.program_id(0)
     requests_R = tl.arange(0, BLOCK_R)
     lens_R = tl.load(seq_lens + requests_R, mask=requests_R < num_reqs, other=0)
@@ -80,6 +83,7 @@ def _merge_splits(
         first_worker = start // share
         num_splits = tl.where(cost > 0, (start + cost - 1) // share - first_worker + 1, 0)
         first_slot = 2 * first_worker
+    await_predecessors(OVERLAP)
     if num_splits != 1:
         heads_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         channels_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import bound, interpreted
+from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 # Up to here every program counts all assignments itself, which saves a launch.
 _COUNTED_BY_EACH = 4096
@@ -49,15 +49,16 @@ def order_by_expert(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) -
     """Queues the sorting; a single token's experts, which differ, need none."""
     if len(experts_TK) == 1:
         return ExpertOrder(None, experts_TK)
-    return sort_assignments(experts_TK.flatten(), num_experts=num_experts, tile_tokens=tile_tokens)
+    return sort_assignments(experts_TK, num_experts=num_experts, tile_tokens=tile_tokens)
 
 
-def sort_assignments(experts_S: Tensor, *, num_experts: int, tile_tokens: int) -> ExpertOrder:
+def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) -> ExpertOrder:
     """
     Args:
-        experts_S: contiguous, at least one, each in [0, num_experts).
+        experts_TK: contiguous, at least one, each in [0, num_experts).
     """
-    num_assignments = len(experts_S)
+    num_assignments = experts_TK.numel()
+    overlapping = overlap(experts_TK.device, rows=len(experts_TK))
     num_tiles = num_tiles_max(num_assignments, num_experts, tile_tokens)
     padded_experts = triton.next_power_of_2(num_experts)
     counts_HE = None
@@ -65,14 +66,20 @@ def sort_assignments(experts_S: Tensor, *, num_experts: int, tile_tokens: int) -
     if num_assignments > _COUNTED_BY_EACH:
         chunk = _CHUNK
         num_chunks = triton.cdiv(num_assignments, chunk)
-        counts_HE = torch.empty(num_chunks, padded_experts, dtype=torch.int32, device=experts_S.device)
+        counts_HE = torch.empty(num_chunks, padded_experts, dtype=torch.int32, device=experts_TK.device)
         _count[(num_chunks,)](
-            experts_S, counts_HE, num_assignments, EXPERTS=padded_experts, CHUNK=chunk, num_warps=_NUM_WARPS
+            experts_TK,
+            counts_HE,
+            num_assignments,
+            EXPERTS=padded_experts,
+            CHUNK=chunk,
+            **overlapping,
+            num_warps=_NUM_WARPS,
         )
-    order_P = torch.empty(num_assignments, dtype=torch.int32, device=experts_S.device)
-    tiles_3L = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_S.device)
+    order_P = torch.empty(num_assignments, dtype=torch.int32, device=experts_TK.device)
+    tiles_3L = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_TK.device)
     _place[(max(triton.cdiv(num_assignments, chunk), triton.cdiv(num_tiles, _TILES)),)](
-        experts_S,
+        experts_TK,
         counts_HE,
         order_P,
         tiles_3L,
@@ -85,14 +92,17 @@ def sort_assignments(experts_S: Tensor, *, num_experts: int, tile_tokens: int) -
         PART=_PART,
         TILES=_TILES,
         INTERPRETED=interpreted(),
+        **overlapping,
         num_warps=_NUM_WARPS,
     )
     return ExpertOrder(order_P, tiles_3L)
 
 
 @triton.jit(do_not_specialize=["num_assignments"])
-def _count(experts, counts, num_assignments, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+def _count(experts, counts, num_assignments, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
     """How many assignments each expert has in a chunk."""
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     assignments_C = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     exists_C = assignments_C < num_assignments
     experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)
@@ -115,8 +125,11 @@ def _place(
     PART: tl.constexpr,
     TILES: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Finds the places of a chunk of assignments, and writes some of the tiles."""
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     first = tl.program_id(0) * CHUNK
     if counts is None:
         totals_E, before_E = _count_all(experts, num_assignments, first, EXPERTS, INTERPRETED)

@@ -2,10 +2,11 @@
 
 The rows of x are found inside of the first product, which also applies the activation; the second one applies the
 routing weights and writes each assignment to a place of its own; the third launch adds up a token's experts in the
-order of its choices. Tiles follow from the shapes that the host knows.
+order of its choices. Experts that every token goes through may be part of the same launches: their rows lie behind
+those of the assignments. Tiles follow from the shapes that the host knows.
 
-Legend: T token, D hidden channel, E expert, K chosen expert of a token, S = T*K assignment, I intermediate channel,
-N output channel, C input channel.
+Legend: T token, D hidden channel, E expert, K chosen expert of a token, X shared expert, I intermediate channel, R row:
+T*K assignments and X*T shared ones, N output channel, C input channel.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,18 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.launch import interpreted
+from attention.kernels.launch import interpreted, overlap
 from models.kernels.expert_order import ExpertOrder, order_by_expert
 from models.kernels.grouped_gemm_kernel import grouped_down, grouped_gate_up, sum_choices
 from models.kernels.grouped_gemm_tiles import Tiles, tiles_for
 
 # From tiles of so many tokens on the copy engine (TMA) reads the rows of the second product, which lie in order.
 _ROWS_BY_MAP = 128
+# Channels of the rows of shared weights that go to the L2 cache while the kernels in front run, a power of two. A step
+# of DeepSeek-V2-Lite of one token takes 1.2 % longer without; with more of them, or with routed experts' as soon as
+# these are known, it takes longer too.
+_GATE_UP_PREFETCHED = 1024
+_DOWN_PREFETCHED = 512
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,19 @@ class ExpertWeights:
     def inputs_first(self) -> bool:
         """Whether weights lie in memory as [E, C, N]."""
         return self.weights_ENC.stride(2) != 1
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """X experts that every token goes through, each of a routed one's size and with silu, side by side as one MLP.
+
+    Attributes:
+        gate_up_NC: [2*X*I, D], all gates before all ups; contiguous, as is the other.
+        down_NC: [D, X*I].
+    """
+
+    gate_up_NC: Tensor
+    down_NC: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,9 +90,10 @@ def run_gated_experts(
     activation: Activation = SILU,
     weights_on_input: bool = False,
     batch_invariant: bool = False,
+    shared: SharedWeights | None = None,
     plus_TD: Tensor | None = None,
 ) -> Tensor:
-    """Each token through its experts, summed by weight, plus `plus_TD`.
+    """Each token through its experts, summed by weight, and through the shared ones, plus `plus_TD`.
 
     Args:
         x_TD: channels contiguous.
@@ -81,7 +101,9 @@ def run_gated_experts(
         experts_TK: of any integer type; contiguous, as the weights are. A token's experts differ.
         weights_on_input: the weights multiply what the experts get, not what they give.
         batch_invariant: one shape of tiles for every number of tokens.
+        shared: only beside experts with silu.
     """
+    assert shared is None or activation == SILU
     num_tokens, choices = experts_TK.shape
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if not num_tokens:
@@ -95,19 +117,44 @@ def run_gated_experts(
         batch_invariant=batch_invariant,
     )
     order = order_by_expert(experts_TK, num_experts=num_experts, tile_tokens=tiles.gate_up.tokens)
-    gated_SI = x_TD.new_empty(num_tokens * choices, intermediate)
-    _launch_gate_up(x_TD, gate_up, order, gated_SI, weights_TK if weights_on_input else None, activation, tiles.gate_up)
-    parts_SD = x_TD.new_empty(num_tokens * choices, channels)
-    _launch_down(gated_SI, down, order, parts_SD, None if weights_on_input else weights_TK, tiles.down)
+    num_shared = 0 if shared is None else shared.down_NC.shape[1] // intermediate
+    rows = num_tokens * (choices + num_shared)
+    gated_RI = x_TD.new_empty(rows, intermediate)
+    _launch_gate_up(
+        x_TD,
+        gate_up,
+        None if shared is None else shared.gate_up_NC.unsqueeze(0),
+        order,
+        gated_RI,
+        weights_TK if weights_on_input else None,
+        activation,
+        tiles.gate_up,
+        choices=choices,
+    )
+    parts_RD = x_TD.new_empty(rows, channels)
+    _launch_down(
+        gated_RI,
+        down,
+        None if shared is None else shared.down_NC.view(channels, num_shared, intermediate).transpose(0, 1),
+        order,
+        parts_RD,
+        None if weights_on_input else weights_TK,
+        tiles.down,
+        choices=choices,
+        num_tokens=num_tokens,
+    )
     block = min(triton.next_power_of_2(channels), 1024)
     sum_choices[(num_tokens, triton.cdiv(channels, block))](
-        parts_SD,
+        parts_RD,
         plus_TD,
         out_TD,
-        channels,
+        num_tokens,
         0 if plus_TD is None else plus_TD.stride(0),
         CHOICES=choices,
+        SHARED=num_shared,
+        CHANNELS=channels,
         BLOCK=block,
+        **overlap(x_TD.device, rows=num_tokens),
         num_warps=4,
     )
     return out_TD
@@ -116,30 +163,39 @@ def run_gated_experts(
 def _launch_gate_up(
     x_TD: Tensor,
     layer: ExpertWeights,
+    shared_1NC: Tensor | None,
     order: ExpertOrder,
-    gated_SI: Tensor,
+    gated_RI: Tensor,
     row_weights: Tensor | None,
     activation: Activation,
     tiles: Tiles,
+    *,
+    choices: int,
 ) -> None:
-    num_assignments, intermediate = gated_SI.shape
+    num_tokens, intermediate = len(x_TD), gated_RI.shape[1]
+    num_shared = len(gated_RI) // num_tokens - choices
+    token_tiles = order.num_tiles + num_shared * triton.cdiv(num_tokens, tiles.tokens)
     columns = 2 * tiles.channels if activation.interleaved else tiles.channels
-    grouped_gate_up[(order.num_tiles * triton.cdiv(intermediate, tiles.channels),)](
+    grouped_gate_up[(token_tiles * triton.cdiv(intermediate, tiles.channels),)](
         x_TD,
         layer.weights_ENC,
-        _copy_map(layer, columns, tiles.inputs),
+        _copy_map(layer.weights_ENC, columns, tiles.inputs),
         layer.bias_EN,
         layer.scales,
         row_weights,
+        shared_1NC,
+        None if shared_1NC is None else _copy_map(shared_1NC, tiles.channels, tiles.inputs),
         order.order_P,
         order.tiles_3L,
-        gated_SI,
+        gated_RI,
+        num_tokens,
         order.num_tiles,
         x_TD.stride(0),
         *layer.weights_ENC.stride(),
         activation.limit or 0.0,
         activation.alpha,
-        CHOICES=num_assignments // len(x_TD),
+        CHOICES=choices,
+        SHARED=num_shared,
         OUT=intermediate,
         IN=x_TD.shape[1],
         INTERLEAVED=activation.interleaved,
@@ -150,35 +206,48 @@ def _launch_gate_up(
         BLOCK_M=tiles.tokens,
         BLOCK_N=tiles.channels,
         BLOCK_K=tiles.inputs,
+        PREFETCHED=_GATE_UP_PREFETCHED,
         INTERPRETED=interpreted(),
+        **overlap(x_TD.device, rows=num_tokens),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
 
 
 def _launch_down(
-    gated_SI: Tensor,
+    gated_RI: Tensor,
     layer: ExpertWeights,
+    shared_XNC: Tensor | None,
     order: ExpertOrder,
-    parts_SD: Tensor,
+    parts_RD: Tensor,
     row_weights: Tensor | None,
     tiles: Tiles,
+    *,
+    choices: int,
+    num_tokens: int,
 ) -> None:
-    intermediate, channels = gated_SI.shape[1], parts_SD.shape[1]
-    x_by_map = tiles.tokens >= _ROWS_BY_MAP and intermediate * gated_SI.element_size() % 16 == 0
-    grouped_down[(order.num_tiles * triton.cdiv(channels, tiles.channels),)](
-        gated_SI,
-        TensorDescriptor.from_tensor(gated_SI, [tiles.tokens, tiles.inputs]) if x_by_map else None,
+    intermediate, channels = gated_RI.shape[1], parts_RD.shape[1]
+    num_shared = 0 if shared_XNC is None else len(shared_XNC)
+    token_tiles = order.num_tiles + num_shared * triton.cdiv(num_tokens, tiles.tokens)
+    x_by_map = tiles.tokens >= _ROWS_BY_MAP and intermediate * gated_RI.element_size() % 16 == 0
+    grouped_down[(token_tiles * triton.cdiv(channels, tiles.channels),)](
+        gated_RI,
+        TensorDescriptor.from_tensor(gated_RI, [tiles.tokens, tiles.inputs]) if x_by_map else None,
         layer.weights_ENC,
-        _copy_map(layer, tiles.channels, tiles.inputs),
+        _copy_map(layer.weights_ENC, tiles.channels, tiles.inputs),
         layer.bias_EN,
         layer.scales,
         row_weights,
+        shared_XNC,
+        None if shared_XNC is None else _copy_map(shared_XNC, tiles.channels, tiles.inputs),
         order.order_P,
         order.tiles_3L,
-        parts_SD,
+        parts_RD,
+        num_tokens,
         order.num_tiles,
         *layer.weights_ENC.stride(),
+        CHOICES=choices,
+        SHARED=num_shared,
         OUT=channels,
         IN=intermediate,
         SCALE_N=_part(layer.scales, 1, channels),
@@ -187,7 +256,9 @@ def _launch_down(
         BLOCK_M=tiles.tokens,
         BLOCK_N=tiles.channels,
         BLOCK_K=tiles.inputs,
+        PREFETCHED=_DOWN_PREFETCHED,
         INTERPRETED=interpreted(),
+        **overlap(gated_RI.device, rows=num_tokens),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -198,10 +269,10 @@ def _part(scales: Tensor | None, axis: int, size: int, *, halves: int = 1) -> in
     return 128 if scales is not None and scales.shape[axis] > halves else size
 
 
-def _copy_map(layer: ExpertWeights, block_n: int, block_c: int) -> TensorDescriptor | None:
+def _copy_map(weights_ENC: Tensor, block_n: int, block_c: int) -> TensorDescriptor | None:
     """For the bulk tensor copy engine (TMA), which wants multiples of 16 bytes; None where they are not."""
-    stored, block = layer.weights_ENC, [1, block_n, block_c]
-    if layer.inputs_first:
+    stored, block = weights_ENC, [1, block_n, block_c]
+    if stored.stride(2) != 1:
         stored, block = stored.transpose(1, 2), [1, block_c, block_n]
     per_16_bytes = 16 // stored.element_size()
     if stored.stride(2) != 1 or stored.data_ptr() % 16 or any(s % per_16_bytes for s in stored.stride()[:2]):

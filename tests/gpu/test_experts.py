@@ -1,5 +1,8 @@
-"""Mixtures of experts on a GPU at the sizes of DeepSeek-V2-Lite: equal to the products of each expert in float32, no
-wait for the device, captured once and replayed with other tokens, and the same bits in any batch."""
+"""Mixtures of experts on a GPU at the sizes of DeepSeek-V2-Lite, some with V3's experts: equal to the products of each
+expert in float32, no wait for the device, captured once and replayed with other tokens, and the same bits in any batch.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,13 +45,26 @@ V3_ROUTING = MoEConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def layer() -> MoE:
+def make_layer(moe: MoEConfig) -> MoE:
     torch.manual_seed(0)
-    layer = MoE(SIZE, V2_LITE, dtype=torch.bfloat16).to("cuda").requires_grad_(False)
+    with torch.device("cuda"):
+        layer = MoE(SIZE, moe, dtype=torch.bfloat16).requires_grad_(False)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.02)
     return layer
+
+
+@pytest.fixture(scope="module")
+def layer() -> MoE:
+    return make_layer(V2_LITE)
+
+
+@pytest.fixture(scope="module", params=["v2-lite", "v3"])
+def either_layer(request: pytest.FixtureRequest) -> MoE:
+    if request.param == "v3":
+        return make_layer(replace(V3_ROUTING, num_experts=32))
+    v2_lite: MoE = request.getfixturevalue("layer")
+    return v2_lite
 
 
 def tokens(num_tokens: int, *, seed: int = 1) -> Tensor:
@@ -63,13 +79,15 @@ def one_expert(layer: MoE, expert: int, x_TD: Tensor) -> Tensor:
 
 
 def reference(layer: MoE, x_TD: Tensor) -> Tensor:
-    """Every expert over every token, weighted by 0 where it was not chosen."""
+    """Every expert over every token, weighted by 0 where it was not chosen, and the shared ones, in float32."""
     weights_TK, experts_TK = layer.gate(x_TD)
-    weights_TE = x_TD.new_zeros(len(x_TD), V2_LITE.num_experts, dtype=torch.float32)
+    num_experts = len(layer.experts.gate_up_proj)
+    weights_TE = x_TD.new_zeros(len(x_TD), num_experts, dtype=torch.float32)
     weights_TE.scatter_(1, experts_TK.long(), weights_TK)
     assert layer.shared_experts is not None
-    out_TD: Tensor = layer.shared_experts(x_TD).float()
-    for expert in range(V2_LITE.num_experts):
+    gate_TI, up_TI = (x_TD.float() @ layer.shared_experts.gate_up_proj.weight.float().t()).chunk(2, dim=1)
+    out_TD = (silu(gate_TI) * up_TI) @ layer.shared_experts.down_proj.weight.float().t()
+    for expert in range(num_experts):
         out_TD += weights_TE[:, expert, None] * one_expert(layer, expert, x_TD)
     return out_TD
 
@@ -78,6 +96,13 @@ def reference(layer: MoE, x_TD: Tensor) -> Tensor:
 def test_every_path_equals_the_products_of_each_expert(layer: MoE, num_tokens: int) -> None:
     x_TD = tokens(num_tokens)
     assert relative_error(layer(x_TD), reference(layer, x_TD)) < 0.01
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 32, 96])
+def test_shared_experts_are_computed_with_the_chosen_ones(either_layer: MoE, num_tokens: int) -> None:
+    x_TD = tokens(num_tokens)
+    assert either_layer.shared_weights(num_tokens) is not None
+    assert relative_error(either_layer(x_TD), reference(either_layer, x_TD)) < 0.01
 
 
 def test_few_experts_take_all_tokens(layer: MoE) -> None:
@@ -117,21 +142,22 @@ def test_the_host_waits_for_nothing(layer: MoE, num_tokens: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 64])
-def test_a_captured_layer_serves_other_tokens(layer: MoE, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 8, 32, 64, 128])
+def test_a_captured_layer_serves_other_tokens(either_layer: MoE, num_tokens: int) -> None:
     x_TD = tokens(num_tokens)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        layer(x_TD)
+        either_layer(x_TD)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out_TD = layer(x_TD)
+        out_TD = either_layer(x_TD)
     for seed in (2, 3):
         x_TD.copy_(tokens(num_tokens, seed=seed))
         graph.replay()
-        assert torch.equal(out_TD, layer(x_TD))
+        assert torch.equal(out_TD, either_layer(x_TD))
+        assert relative_error(out_TD, reference(either_layer, x_TD)) < 0.01
 
 
 @pytest.mark.parametrize("num_tokens", [33, 1100])

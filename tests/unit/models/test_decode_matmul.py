@@ -5,6 +5,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from attention.backend import AttentionNeeds, MLADims
+from attention.backends.torch_mla import TorchMLA
+from attention.backends.triton_mla import TritonMLA
+from attention.kernels.head_products import HeadProducts
+from attention.layout import KVCacheLayout
+from attention.mla import MLAAttention, library_heads_product
+from attention.platform import probe_platform
+from attention.spec import KVKind
 from models.decode_products import use_decode_products, use_library_products
 from models.kernels.decode_matmul import (
     MAX_TOKENS,
@@ -14,6 +22,7 @@ from models.kernels.decode_matmul import (
     multiply,
     new_counters,
 )
+from models.kernels.matmul import multiply_heads_invariant
 from models.layers import Embedding
 from models.linear import Linear
 from tests.device import DEVICE
@@ -92,10 +101,12 @@ def test_many_tokens_are_the_librarys_but_for_large_weights() -> None:
 
 
 def test_short_products_are_ours_only_in_several_parts() -> None:
-    assert choose(1, 3072, 2048, SMS) is None
-    few = choose(1, 576, 2048, SMS)
-    assert few is not None
-    assert few.splits > 1
+    assert choose(1, 5632, 2048, SMS) is None  # 88 tiles for 132 multiprocessors
+    assert choose(17, 3648, 2048, SMS) is None
+    for rows in (576, 3648):
+        few = choose(1, rows, 2048, SMS)
+        assert few is not None
+        assert few.splits > 1
 
 
 def test_a_long_product_leaves_no_multiprocessor_idle() -> None:
@@ -141,3 +152,43 @@ def test_only_layers_on_a_hopper_gpu_get_it() -> None:
     assert given == [hopper, hopper, False, False]
     assert len(use_library_products(layers)) == sum(given)
     assert all(layer.multiply is linear for layer in layers)
+
+
+def latent_attention(dtype: torch.dtype) -> MLAAttention:
+    dims = MLADims(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, kv_lora_rank=32)
+    name = str(dtype).removeprefix("torch.")
+    needs = AttentionNeeds(
+        KVKind.MLA, DEVICE, name, 40, 16, KVCacheLayout.LBNC, num_heads=2, mla=dims, max_num_reqs=2, max_model_len=16
+    )
+    backend = (TritonMLA if DEVICE == "cuda" else TorchMLA)(needs, probe_platform(DEVICE), context_workspace_tokens=8)
+    return MLAAttention(
+        num_heads=2,
+        qk_nope_head_dim=dims.qk_nope_head_dim,
+        qk_rope_head_dim=dims.qk_rope_head_dim,
+        v_head_dim=dims.v_head_dim,
+        kv_lora_rank=dims.kv_lora_rank,
+        scale=1.0,
+        layer_index=0,
+        kv_b_proj=Linear(32, 64, dtype=dtype).to(DEVICE),
+        backend=backend,
+    )
+
+
+def test_heads_of_latent_attention_get_theirs_on_a_hopper_gpu_and_give_it_back() -> None:
+    layers = [latent_attention(torch.bfloat16), latent_attention(torch.float32)]
+    model = nn.ModuleList(layers)
+    assert all(layer.multiply_heads is library_heads_product for layer in layers)
+    use_decode_products(model)
+    hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert [isinstance(layer.multiply_heads, HeadProducts) for layer in layers] == [hopper, False]
+    layers[0].multiply_heads = HeadProducts(SMS)
+    assert use_library_products(model) == []
+    assert all(layer.multiply_heads is library_heads_product for layer in layers)
+
+
+def test_heads_whose_product_does_not_depend_on_the_batch_keep_it() -> None:
+    layer = latent_attention(torch.bfloat16)
+    layer.multiply_heads = multiply_heads_invariant
+    use_decode_products(layer)
+    use_library_products(layer)
+    assert layer.multiply_heads is multiply_heads_invariant

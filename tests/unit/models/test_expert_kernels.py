@@ -1,5 +1,7 @@
 """The kernels of mixtures of experts beside their twins: a sort, the routers and experts as a CPU computes them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,8 +9,10 @@ from torch import Tensor, nn
 from models.config import GptOssSwitches, MoEConfig, Scoring, TopKMethod
 from models.gpt_oss import GptOssExperts
 from models.kernels.expert_order import num_tiles_max, order_by_expert, sort_assignments
+from models.kernels.grouped_gemm import SharedWeights
 from models.kernels.grouped_gemm_tiles import tiles_for
 from models.kernels.routing import choose_experts, route, router_logits
+from models.layers import GatedMLP
 from models.llama4 import Llama4Experts
 from models.moe import Experts, Router
 from tests.device import DEVICE
@@ -58,7 +62,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def run(
-    experts: Experts | Llama4Experts | GptOssExperts, x_TD: Tensor, experts_TK: Tensor, **options: Tensor
+    experts: Experts | Llama4Experts | GptOssExperts, x_TD: Tensor, experts_TK: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """(what the kernels make of it, what a CPU does in float32)"""
     weights_TK = torch.rand(experts_TK.shape)
@@ -83,7 +87,7 @@ def test_assignments_are_sorted_and_cut_into_tiles_of_one_expert(
 ) -> None:
     torch.manual_seed(0)
     experts_S = torch.randint(num_experts, (num_assignments,))
-    order = sort_assignments(experts_S.to(DEVICE), num_experts=num_experts, tile_tokens=tile_tokens)
+    order = sort_assignments(experts_S.to(DEVICE).unsqueeze(1), num_experts=num_experts, tile_tokens=tile_tokens)
     assert order.order_P is not None
     assert torch.equal(order.order_P.cpu().long(), experts_S.argsort(stable=True))
     expected, first = [], 0
@@ -214,6 +218,33 @@ def test_tiles_of_every_size_in_half_precision(num_tokens: int, tile_tokens: int
     filled(experts)
     actual, expected = run(experts, torch.randn(num_tokens, 72).bfloat16(), chosen(num_tokens, 2, 2))
     assert error(actual, expected) < 0.015
+
+
+@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "intermediate_size", "num_tokens", "dtype", "bound"),
+    [
+        *((40, 36, num_tokens, torch.float32, 1e-6) for num_tokens in (0, 1, 5, 20)),
+        (10, 6, 20, torch.float32, 1e-6),  # does not suit the copy engine
+        *((136, 72, num_tokens, torch.bfloat16, 0.015) for num_tokens in (1, 20, 90)),
+    ],
+)
+def test_experts_of_every_token_run_beside_the_chosen_ones(
+    size: int, intermediate_size: int, num_tokens: int, dtype: torch.dtype, bound: float, num_shared: int
+) -> None:
+    torch.manual_seed(0)
+    experts = Experts(3, size, intermediate_size, dtype=dtype)
+    mlp = GatedMLP(size, num_shared * intermediate_size, dtype=dtype)
+    filled(experts).to(DEVICE)
+    filled(mlp).to(DEVICE)
+    x_TD, experts_TK = torch.randn(num_tokens, size).to(dtype), chosen(num_tokens, 3, 2)
+    weights_TK = torch.rand(num_tokens, 2)
+    shared = SharedWeights(mlp.gate_up_proj.weight, mlp.down_proj.weight)
+    actual = experts.run_grouped(x_TD.to(DEVICE), weights_TK.to(DEVICE), experts_TK.to(DEVICE), shared=shared)
+    assert actual.shape == x_TD.shape
+    x_TD = x_TD.float()
+    expected = experts.cpu().float()(x_TD, weights_TK, experts_TK, plus_TD=mlp.cpu().float()(x_TD))
+    assert not num_tokens or error(actual, expected) < bound
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])

@@ -12,15 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import await_predecessors, interpreted, overlap, prefetch, start_dependents
+from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
 
 # Channels of a part: few tokens have too few products to keep the GPU busy otherwise. Many have parts that are worth
 # writing down and adding up again.
 _SHORT_PART = 256
 _LONG_PART = 1024
 _MANY_TOKENS = 1024
-# Numbers of float32 in a line of L2.
-_LINE = tl.constexpr(32)
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, *, short_parts: bool) -> Tens
     logits_PTE = torch.empty(num_parts, num_tokens, num_experts, dtype=torch.float32, device=x_TD.device)
     if not num_tokens:
         return logits_PTE
-    block_t, block_e = (16, 32) if short_parts else (64, 64)
+    block_t, block_e, block_d = (16, 32, _SHORT_PART) if short_parts else (64, 64, 64)
     _logits[(triton.cdiv(num_tokens, block_t), triton.cdiv(num_experts, block_e), num_parts)](
         x_TD,
         weight_ED,
@@ -83,7 +81,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, *, short_parts: bool) -> Tens
         PART=part,
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        BLOCK_D=64,
+        BLOCK_D=block_d,
         INTERPRETED=interpreted(),
         **overlap(x_TD.device, rows=num_tokens),
         num_warps=4,
@@ -146,6 +144,8 @@ def _logits(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Some tokens, some experts and one part. With OVERLAP a part is a single step, whose weights are read before the
+    kernel in front has ended."""
     start_dependents(OVERLAP)
     tokens_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -154,18 +154,14 @@ def _logits(
     first = tl.program_id(2) * PART
     x_ptrs_T1 = x + tokens_T.to(tl.int64)[:, None] * x_stride
     weight_ptrs_1E = weight + experts_E[None, :] * weight_stride
-    if OVERLAP:  # the weights come to L2 while the kernel in front runs
-        rows_E = tl.minimum(experts_E, num_experts - 1) * weight_stride
-        lines_L = tl.minimum(first + tl.arange(0, PART // _LINE) * _LINE, CHANNELS - 1)
-        prefetch(weight + rows_E[None, :] + lines_L[:, None])
-    await_predecessors(OVERLAP)
     logits_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     rest_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for start in range(0, PART, BLOCK_D):
         channels_D = first + start + tl.arange(0, BLOCK_D)
         is_channel_D = channels_D < CHANNELS
-        x_TD = tl.load(x_ptrs_T1 + channels_D[None, :], mask=is_token_T1 & is_channel_D[None, :], other=0.0)
         weight_DE = tl.load(weight_ptrs_1E + channels_D[:, None], mask=is_expert_1E & is_channel_D[:, None], other=0.0)
+        await_predecessors(OVERLAP)
+        x_TD = tl.load(x_ptrs_T1 + channels_D[None, :], mask=is_token_T1 & is_channel_D[None, :], other=0.0)
         logits_TE, rest_TE = _add_product(logits_TE, rest_TE, x_TD, weight_DE, INTERPRETED)
     logits_TE += rest_TE
     rows_T1 = (tl.program_id(2) * num_tokens + tokens_T).to(tl.int64)[:, None]

@@ -84,7 +84,10 @@ class BlockTables:
         self._free[len(table.pinned)].append(table)
 
     def _make(self, size: int) -> None:
-        device = torch.zeros((_AT_ONCE, size), dtype=torch.int64, device=self._stream.device)
+        # NOTE: on that stream, and not filled: a fill on another one may come behind the first ids, and is then read in
+        # their place.
+        with torch.cuda.stream(self._stream):
+            device = torch.empty((_AT_ONCE, size), dtype=torch.int64, device=self._stream.device)
         pinned = torch.empty((_AT_ONCE, size), dtype=torch.int64, pin_memory=True).numpy()
         made = [BlockTable(self, *rows) for rows in zip(device, pinned, strict=True)]
         self._free.setdefault(size, []).extend(made)

@@ -113,6 +113,14 @@ def test_messages_that_warm_a_link_up_are_those_of_the_cpu(value: int | None) ->
     gpu.close()
 
 
+def test_requests_keep_their_block_ids_however_many_there_are_and_whatever_the_other_stream_does() -> None:
+    _, mover = movers(LLAMA)
+    torch.cuda._sleep(1_000_000_000)  # on the incoming stream, this thread's
+    tables = [mover.place(range(first, first + 6), incoming=False) for first in range(20)]
+    torch.cuda.synchronize()
+    assert [table.block_ids[:6].tolist() for table in tables] == [list(range(first, first + 6)) for first in range(20)]
+
+
 @pytest.mark.parametrize("through_host", [False, True])
 def test_a_segment_waits_for_nothing_and_takes_no_memory(through_host: bool) -> None:
     _, gpu = movers(LLAMA)

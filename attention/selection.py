@@ -37,7 +37,7 @@ class BackendClass(Protocol):
 
 # Plain torch serves CPUs only, and there goes before the kernels, which run there only in Triton's interpreter. On an
 # H200 TRITON_ATTN decodes within 4 % of the best backend at every size of the benchmark, and prefills at 513 to 662
-# TFLOPS, within 12 % at many short prompts and 4 % else; for 64 heads and more FLASHINFER_MLA decodes 1.07 to 1.29
+# TFLOPS, within 12 % at many short prompts and 4 % else; for 64 heads and more FLASHINFER_MLA decodes 1.05 to 1.31
 # times as fast as TRITON_MLA, and prefills with the same kernel.
 BACKENDS: tuple[BackendClass, ...] = (
     TorchSDPA,
@@ -50,8 +50,8 @@ BACKENDS: tuple[BackendClass, ...] = (
     FlashAttention,
     XFormers,
 )
-# Of few heads, by our kernels for Hopper, whole decode steps take 0.86 to 1.015 times as long with TRITON_MLA as with
-# FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 16 to 256 rows, contexts of 1k to 8k): every step of the latter waits for
+# Of few heads, by our kernels for Hopper, whole decode steps take 0.83 to 1.01 times as long with TRITON_MLA as with
+# FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 1 to 256 rows, contexts of 1k to 8k): every step of the latter waits for
 # a plan that the host makes, which costs the host 0.2 to 0.4 ms besides.
 _FEW_HEADS = 32
 DEFAULT_CONTEXT_WORKSPACE_TOKENS = 4096

@@ -95,14 +95,19 @@ def selection_report(needs: AttentionNeeds, platform: Platform, *, forced: str |
     return _report(reasons, _choose(reasons, forced), forced=forced is not None)
 
 
-def by_preference(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
+def fitting_backends(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
+    """Those that meet the needs, the preferred one first."""
+    return [each for each in _by_preference(needs, platform) if not reasons_against(each.capabilities, needs, platform)]
+
+
+def _by_preference(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
     """The table, in the order that suits this model here best."""
     behind = (FlashInferMLA,) if platform.hopper_kernels and needs.num_heads <= _FEW_HEADS else ()
     return sorted(BACKENDS, key=lambda backend: backend in behind)
 
 
 def _reasons(needs: AttentionNeeds, platform: Platform) -> dict[str, tuple[str, ...]]:
-    backends = by_preference(needs, platform)
+    backends = _by_preference(needs, platform)
     return {backend.capabilities.name: reasons_against(backend.capabilities, needs, platform) for backend in backends}
 
 

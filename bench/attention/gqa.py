@@ -15,7 +15,7 @@ from attention.layout import KVCacheLayout
 from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.selection import BACKENDS, BackendClass, by_preference, reasons_against
+from attention.selection import BACKENDS, BackendClass, fitting_backends, reasons_against
 from attention.spec import KVCacheSpec, KVKind
 from bench.attention.batches import Lengths, attend, checked_rows, keys_of, make_cache, make_common
 from bench.attention.figures import MAX_ERROR, Goal, Work, default_row, rows_of
@@ -95,10 +95,7 @@ def needs_of(lengths: Lengths, block_size: int) -> AttentionNeeds:
 
 def default_of(lengths: Lengths, block_size: int, platform: Platform) -> str:
     needs = needs_of(lengths, block_size)
-    fitting = (
-        each for each in by_preference(needs, platform) if not reasons_against(each.capabilities, needs, platform)
-    )
-    return str(next(fitting).capabilities.name)
+    return str(fitting_backends(needs, platform)[0].capabilities.name)
 
 
 def measure(lengths: Lengths, block_size: int, platform: Platform, progress: Callable[[str], None]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from attention.backend import AttentionNeeds, MLABackend, MLADims
 from attention.layout import KVCacheLayout
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.selection import BACKENDS, BackendClass, by_preference, reasons_against
+from attention.selection import BACKENDS, BackendClass, fitting_backends, reasons_against
 from attention.spec import KVCacheSpec, KVKind
 from bench.attention.batches import Lengths, attend, checked_rows, keys_of, make_cache, make_common
 from bench.attention.figures import MAX_ERROR, Goal, Work, default_row, rows_of
@@ -49,10 +49,7 @@ def run(platform: Platform, machine: Ceilings, progress: Callable[[str], None]) 
         us_of = measure(needs, lengths, platform, progress)
         others = measure_others(num_heads, lengths, platform)
         yield from rows_of(work, us_of | others, OURS, goals_of(num_heads, lengths), machine)
-        fitting = (
-            each for each in by_preference(needs, platform) if not reasons_against(each.capabilities, needs, platform)
-        )
-        yield default_row(work, us_of, next(fitting).capabilities.name, DEFAULT_SHARE)
+        yield default_row(work, us_of, fitting_backends(needs, platform)[0].capabilities.name, DEFAULT_SHARE)
 
 
 def work_of(num_heads: int, lengths: Lengths) -> Work:

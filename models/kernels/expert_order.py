@@ -67,12 +67,7 @@ def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) 
         num_chunks = triton.cdiv(num_assignments, chunk)
         counts_HE = torch.empty(num_chunks, padded_experts, dtype=torch.int32, device=experts_TK.device)
         _count[(num_chunks,)](
-            experts_TK,
-            counts_HE,
-            num_assignments,
-            EXPERTS=padded_experts,
-            CHUNK=chunk,
-            num_warps=_NUM_WARPS,
+            experts_TK, counts_HE, num_assignments, EXPERTS=padded_experts, CHUNK=chunk, num_warps=_NUM_WARPS
         )
     order_P = torch.empty(num_assignments, dtype=torch.int32, device=experts_TK.device)
     tiles_3L = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_TK.device)

@@ -5,7 +5,8 @@ Overlapping ones (programmatic dependent launch) spare a decode step most of the
 start while the kernel in front still runs, and wait for its end inside. `await_predecessors` returns once the kernel in
 front has ended, and so has all before it, provided that EVERY program of EVERY overlapping kernel calls it. Hence such
 a kernel writes nothing before the wait, and loads only what is complete since a kernel was launched plainly: weights,
-and a step's lengths, slots and block tables. What it merely prefetches into L2 may be anything.
+and a step's lengths, slots and block tables. What it merely prefetches into L2 may be anything. A kernel whose warps
+share out registers anew calls `start_dependents` only behind that: `attention.kernels.mla_decode_hopper_math`.
 """
 
 from collections.abc import Mapping
@@ -19,11 +20,8 @@ from triton.runtime import driver
 
 # Whole decode steps on an H200, at a context of 1024 tokens. Llama-3.1-8B with the library's products: overlapping
 # saves 0.9 % at 1 row, and costs 0.7 % at 32, 4.5 % at 128 and 5.3 % at 256; products for few rows need it up to 32,
-# and to overlap at 64 costs 1 %. DeepSeek-V2-Lite, of more and shorter kernels, with all of them overlapping: it saved
-# 17 % at 1 row, 6 % at 8, 4 % at 32.
-# NOTE: the products of experts and the decodes over latent caches, whose programs fill a multiprocessor's shared
-# memory, do not overlap all the same. When they did, 5 of 9 rows of ten such steps hung under torch's profiler, where
-# of thousands without a profiler none did, nor any of Llama's. Why is not known.
+# and to overlap at 64 costs 1 %. DeepSeek-V2-Lite, of more and shorter kernels: it saves 17 % at 1 row, 6 % at 8, 4 %
+# at 32.
 MOST_OVERLAPPING_ROWS = 32
 # Gluon, the language of the kernels for Hopper, is experimental; they were measured with these versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)

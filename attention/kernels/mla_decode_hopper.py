@@ -4,7 +4,7 @@ What is here says which caches the kernel takes, starts it, and deals the parts 
 `attention.kernels.mla_decode`.
 
 On an H200, bfloat16, blocks of 64 tokens, with the merging, requests x keys: 16 heads 32 x 32768: 290 us, 4170 GB/s;
-128 x 4096: 157 us; 32 x 1024: 25 us; 1 x 1024: 9 us. 64 heads 64 x 4096: 100 us, 3030 GB/s. 128 heads 128 x 4096:
+128 x 4096: 157 us; 32 x 1024: 23 us; 1 x 1024: 7 us. 64 heads 64 x 4096: 100 us, 3030 GB/s. 128 heads 128 x 4096:
 326 us, 448 TFLOPS; 1 x 65536: 59 us.
 """
 
@@ -15,7 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
 
+from attention.kernels.launch import overlap
 from attention.kernels.mla_decode_hopper_load import find_work, load_tiles
 from attention.kernels.mla_decode_hopper_math import attend
 from attention.kernels.mla_decode_work import (
@@ -30,6 +32,11 @@ from attention.kernels.mla_decode_work import (
 LATENT = 512
 ROTARY = 64
 STAGES = 2
+# Of a thread, by a program's heads, until the warps part and share them out anew; nothing more is spilled for it.
+# NOTE: without it such a program takes a multiprocessor's whole register file, and neither starts before the programs
+# in front of it are gone nor lets those behind it start. With 64 heads it takes all shared memory anyway: overlapping
+# would save 1 to 3 us there, and one behind the other, over 8192 keys of 1 request, they would take 50 us and not 25.
+_MAX_REGISTERS = {16: 96, 32: 160}
 
 
 def serves(q_RHC: Tensor, kv_layer: Tensor, latent: int) -> bool:
@@ -100,7 +107,9 @@ def launch(
         STAGES=STAGES,
         BLOCK_R=requests_of_a_block(num_reqs),
         BLOCK_H=block_h,
+        **(overlap(q_RHC.device, rows=num_reqs) if block_h in _MAX_REGISTERS else {"OVERLAP": False}),
         num_warps=8 if block_h == 64 else 4,
+        maxnreg=_MAX_REGISTERS.get(block_h),
     )
 
 
@@ -136,6 +145,7 @@ def _decode(
     STAGES: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_H: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
     dtype: gl.constexpr = kv_L.dtype
@@ -163,6 +173,9 @@ def _decode(
     request, request_start, position, stop_position = find_work(
         seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
     )
+    if OVERLAP:
+        # Here for all warps: the parts below start only now.
+        gdc_wait()
     gl.warp_specialize(
         [
             (
@@ -201,6 +214,7 @@ def _decode(
                     LATENT,
                     BLOCK_H,
                     KEYS_FIRST,
+                    OVERLAP,
                 ),
             ),
             (

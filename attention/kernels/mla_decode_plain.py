@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.fp8 import is_fp8
 from attention.kernels.fp8 import from_fp8
-from attention.kernels.launch import bound, interpreted
+from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from attention.kernels.mla_decode_work import (
     LOG2_E,
     TILE,
@@ -71,6 +71,7 @@ def launch_plain(
         BLOCK_P=max(16, triton.next_power_of_2(channels - latent)),
         FP8=is_fp8(kv_layer),
         INTERPRETED=interpreted(),
+        **overlap(q_RHC.device, rows=num_reqs),
         num_warps=8,
         num_stages=2,
     )
@@ -120,21 +121,24 @@ def _decode(
     BLOCK_P: tl.constexpr,
     FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
+    start_dependents(OVERLAP)
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     worker = tl.program_id(0) // head_blocks
     heads = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_mask = heads < num_heads
     channels_L = tl.arange(0, BLOCK_L)
     channels_P = tl.arange(0, BLOCK_P)
+    request, request_start, position, stop_position = find_work(
+        seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
+    )
+    await_predecessors(OVERLAP)
     value_scale = 1.0
     if kv_scale is not None:
         value_scale = tl.load(kv_scale)
         scale *= value_scale
-    request, request_start, position, stop_position = find_work(
-        seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
-    )
     while position < stop_position:
         seq_len = tl.load(seq_lens + request)
         cost = request_cost(seq_len, SPLIT_TILES, TILE)

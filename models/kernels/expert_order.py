@@ -58,6 +58,7 @@ def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) 
         experts_TK: contiguous, at least one, each in [0, num_experts).
     """
     num_assignments = experts_TK.numel()
+    overlapping = overlap(experts_TK.device, rows=len(experts_TK))
     num_tiles = num_tiles_max(num_assignments, num_experts, tile_tokens)
     padded_experts = triton.next_power_of_2(num_experts)
     counts_HE = None
@@ -67,7 +68,13 @@ def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) 
         num_chunks = triton.cdiv(num_assignments, chunk)
         counts_HE = torch.empty(num_chunks, padded_experts, dtype=torch.int32, device=experts_TK.device)
         _count[(num_chunks,)](
-            experts_TK, counts_HE, num_assignments, EXPERTS=padded_experts, CHUNK=chunk, num_warps=_NUM_WARPS
+            experts_TK,
+            counts_HE,
+            num_assignments,
+            EXPERTS=padded_experts,
+            CHUNK=chunk,
+            **overlapping,
+            num_warps=_NUM_WARPS,
         )
     order_P = torch.empty(num_assignments, dtype=torch.int32, device=experts_TK.device)
     tiles_3L = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_TK.device)
@@ -85,15 +92,17 @@ def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) 
         PART=_PART,
         TILES=_TILES,
         INTERPRETED=interpreted(),
-        **overlap(experts_TK.device, rows=len(experts_TK)),
+        **overlapping,
         num_warps=_NUM_WARPS,
     )
     return ExpertOrder(order_P, tiles_3L)
 
 
 @triton.jit(do_not_specialize=["num_assignments"])
-def _count(experts, counts, num_assignments, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+def _count(experts, counts, num_assignments, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
     """How many assignments each expert has in a chunk."""
+    start_dependents(OVERLAP)
+    await_predecessors(OVERLAP)
     assignments_C = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     exists_C = assignments_C < num_assignments
     experts_C = tl.load(experts + assignments_C, mask=exists_C, other=0).to(tl.int32)

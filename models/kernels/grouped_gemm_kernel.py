@@ -1,9 +1,9 @@
 """The products of rows with the weights of their experts, as Triton kernels; `grouped_gemm` says what they are for.
 
 Weights stand in the rows of a product and tokens in its columns: the tensor cores' rows come in 64s, their columns in
-8s, so that an expert with few tokens costs hardly more than reading it. Shared experts, which have all tokens, need no
-order: their programs are the first. Legend: M row of a tile (one assignment each, or a token), N output channel, K
-input channel, Q numbers of gate and up.
+8s, so that an expert with few tokens costs hardly more than reading it. Shared experts, which have all tokens, need
+neither order nor routing: their programs are the first, and bring weights to L2 while the routing still runs. Legend:
+M row of a tile (one assignment each, or a token), N output channel, K input channel, Q numbers of gate and up.
 """
 
 import triton
@@ -16,6 +16,7 @@ from models.kernels.grouped_gemm_parts import (
     bias_of,
     inputs,
     places,
+    prefetch_rows,
     shared_tile,
     store,
     tile_and_block,
@@ -56,15 +57,23 @@ def grouped_gate_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """out[place] = gated activation of an expert's gate and up; rows of x are found through the order. Behind these
     rows, those of the SHARED experts, each over all tokens: their gates before their ups in the rows of `shared`."""
+    start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     shared_programs = SHARED * blocks * tl.cdiv(num_tokens, BLOCK_M)
     if SHARED and tl.program_id(0) < shared_programs:
         expert, block, tokens_M, exists_M = shared_tile(num_tokens, blocks, BLOCK_M)
         first = expert * OUT + block * BLOCK_N
+        if OVERLAP and PREFETCHED and shared_map is not None:
+            rows_Q = tl.arange(0, 2 * BLOCK_N)
+            rows_Q = tl.minimum(first + rows_Q % BLOCK_N, SHARED * OUT - 1) + rows_Q // BLOCK_N * (SHARED * OUT)
+            prefetch_rows(shared + rows_Q.to(tl.int64) * IN, IN, PREFETCHED)
+        await_predecessors(OVERLAP)
         gate_NM, up_NM = _gate_and_up(
             x + tokens_M.to(tl.int64) * x_stride, exists_M, shared, shared_map, 0, first, IN, 1, None, None,
             SHARED * OUT, IN, IN, 1, False, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
@@ -73,6 +82,7 @@ def grouped_gate_up(
         rows_M = num_tokens * (CHOICES + expert) + tokens_M
         store(out, gated_NM, rows_M, block * BLOCK_N + tl.arange(0, BLOCK_N), exists_M, OUT)
         return
+    await_predecessors(OVERLAP)
     tile, block = tile_and_block(tl.program_id(0) - shared_programs, num_tiles, blocks)
     expert, places_M, exists_M = places(tiles, tile, num_tiles, order is None, BLOCK_M)
     if expert < 0:
@@ -200,16 +210,23 @@ def grouped_down(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """out[assignment] = an expert's product with x[place], by the assignment's weight; behind these rows, those of the
     SHARED experts, which lie side by side in the columns of `shared`. With `x_map`, a descriptor of x in blocks of
     BLOCK_M rows, the rows of a tile are read by it."""
+    start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     shared_programs = SHARED * blocks * tl.cdiv(num_tokens, BLOCK_M)
     if SHARED and tl.program_id(0) < shared_programs:
         expert, block, tokens_M, exists_M = shared_tile(num_tokens, blocks, BLOCK_M)
         channels_N = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        if OVERLAP and PREFETCHED and shared_map is not None:
+            row_ptrs_N = shared + tl.minimum(channels_N, OUT - 1).to(tl.int64) * (SHARED * IN) + expert * IN
+            prefetch_rows(row_ptrs_N, IN, PREFETCHED)
+        await_predecessors(OVERLAP)
         rows_M = num_tokens * (CHOICES + expert) + tokens_M
         down_NM = _down(
             x + rows_M.to(tl.int64) * IN, exists_M, None, 0, shared + expert * IN, shared_map, expert,
@@ -217,6 +234,7 @@ def grouped_down(
         )  # fmt: skip
         store(out, down_NM, rows_M, channels_N, exists_M, OUT)
         return
+    await_predecessors(OVERLAP)
     tile, block = tile_and_block(tl.program_id(0) - shared_programs, num_tiles, blocks)
     expert, places_M, exists_M = places(tiles, tile, num_tiles, order is None, BLOCK_M)
     if expert < 0:

@@ -1,6 +1,7 @@
 """What the products of experts are made of, in Triton: where a tile's rows and weights lie, and a step of its sum.
 
-Knows neither what an expert computes nor who launches it. Legend: M row of a tile, N output channel, K input channel.
+Knows neither what an expert computes nor who launches it. Legend: M row of a tile, N output channel, K input channel,
+P piece of a row.
 """
 
 import triton
@@ -8,6 +9,8 @@ import triton.language as tl
 
 # Tiles that share weights or inputs run at about the same time, so that L2 has these.
 _GROUP_TILES = tl.constexpr(8)
+# Channels of a row that one instruction asks for.
+_PIECE = tl.constexpr(256)
 
 
 @triton.jit
@@ -50,6 +53,24 @@ def shared_tile(num_tokens, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
     tile, column = tl.program_id(0) % token_tiles, tl.program_id(0) // token_tiles
     tokens_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     return column // BLOCKS, column % BLOCKS, tokens_M, tokens_M < num_tokens
+
+
+@triton.jit
+def prefetch_rows(row_ptrs_N, channels: tl.constexpr, PREFETCHED: tl.constexpr):
+    """Asks for so many channels of rows to be brought into L2, a power of two. Rows begin at multiples of 16 bytes, and
+    have a multiple of 16 bytes. Not for the interpreter."""
+    PIECE: tl.constexpr = PREFETCHED if PREFETCHED < _PIECE else _PIECE
+    columns_P = tl.minimum(tl.arange(0, PREFETCHED // PIECE), (channels - 1) // PIECE) * PIECE
+    bytes_P = tl.minimum(channels - columns_P, PIECE) * (row_ptrs_N.dtype.element_ty.primitive_bitwidth // 8)
+    ptrs_NP = row_ptrs_N[:, None] + columns_P[None, :]
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0 is not used",
+        "=r,l,r",
+        [ptrs_NP.to(tl.int64), tl.broadcast_to(bytes_P[None, :], ptrs_NP.shape)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

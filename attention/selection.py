@@ -50,9 +50,9 @@ BACKENDS: tuple[BackendClass, ...] = (
     FlashAttention,
     XFormers,
 )
-# Of few heads, by our kernels for Hopper, whole decode steps take 0.83 to 1.01 times as long with TRITON_MLA as with
-# FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 1 to 256 rows, contexts of 1k to 8k): every step of the latter waits for
-# a plan that the host makes, which costs the host 0.2 to 0.4 ms besides.
+# Of few heads, by our kernels for Hopper, whole decode steps take 0.86 to 1.02 times as long with TRITON_MLA as with
+# FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 1 to 256 rows): every step of the latter waits for a plan that the host
+# makes, which costs the host 0.2 to 0.4 ms besides.
 _FEW_HEADS = 32
 DEFAULT_CONTEXT_WORKSPACE_TOKENS = 4096
 # GPUs before it cannot convert this format, and Triton refuses to compile for them.

@@ -20,7 +20,7 @@ from triton.runtime import driver
 
 # Whole decode steps on an H200, at a context of 1024 tokens. Llama-3.1-8B with the library's products: overlapping
 # saves 0.9 % at 1 row, and costs 0.7 % at 32, 4.5 % at 128 and 5.3 % at 256; products for few rows need it up to 32,
-# and to overlap at 64 costs 1 %. DeepSeek-V2-Lite, of more and shorter kernels: it saves 17 % at 1 row, 6 % at 8, 4 %
+# and to overlap at 64 costs 1 %. DeepSeek-V2-Lite, of more and shorter kernels: it saves 15 % at 1 row, 6 % at 8, 4 %
 # at 32.
 MOST_OVERLAPPING_ROWS = 32
 # Gluon, the language of the kernels for Hopper, is experimental; they were measured with these versions of Triton.

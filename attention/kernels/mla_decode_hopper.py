@@ -4,7 +4,7 @@ What is here says which caches the kernel takes, starts it, and deals the parts 
 `attention.kernels.mla_decode`.
 
 On an H200, bfloat16, blocks of 64 tokens, with the merging, requests x keys: 16 heads 32 x 32768: 290 us, 4170 GB/s;
-128 x 4096: 157 us; 32 x 1024: 23 us; 1 x 1024: 7 us. 64 heads 64 x 4096: 100 us, 3030 GB/s. 128 heads 128 x 4096:
+128 x 4096: 157 us; 32 x 1024: 24 us; 1 x 1024: 7 us. 64 heads 64 x 4096: 100 us, 3030 GB/s. 128 heads 128 x 4096:
 326 us, 448 TFLOPS; 1 x 65536: 59 us.
 """
 

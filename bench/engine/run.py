@@ -11,7 +11,7 @@ import torch
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine import rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
-from bench.engine.steps import decode_ms, host_cost, idle_share, prefill_ms
+from bench.engine.steps import HOST_STEPS, decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
 from engine.build import Built, build_runner
 from models.decode_products import use_library_products
@@ -185,7 +185,7 @@ def _prefills(
 
 def _fitting(built: Built, requests: int) -> int:
     """Tokens of each request when they share the cache, some left to decode."""
-    return built.cache.shape.num_slots // requests - 64 - built.cache.shape.block_size
+    return built.cache.shape.num_slots // requests - HOST_STEPS - 2 * built.cache.shape.block_size
 
 
 def _forget() -> None:

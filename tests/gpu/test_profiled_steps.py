@@ -44,7 +44,7 @@ def _profile_steps(directory: Path) -> None:
     for requests in REQUESTS:
         for _ in range(TIMES):
             with profile(activities=[ProfilerActivity.CUDA]):
-                decode_ms(built.runner, requests=requests, context=1024, steps=200)
+                decode_ms(built.runner, requests=requests, context=1024, steps=100)
             torch.cuda.synchronize()
         print(f"{requests} requests: done", flush=True)
 

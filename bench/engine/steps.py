@@ -29,15 +29,15 @@ _PROFILED_STEPS = 10
 
 @dataclass(frozen=True)
 class HostCost:
-    """Of one step: `cpu_ms` of the host's time for scheduling, inputs and results, in the row of steps that was disturbed
-    least; `wall_ms` of the whole step."""
+    """Of one step: `cpu_ms` of the host's time for scheduling, inputs and results, in the row of steps that was
+    disturbed least; `wall_ms` of the whole step."""
 
     cpu_ms: float
     wall_ms: float
 
 
 def decode_ms(runner: ModelRunner, *, requests: int, context: int, steps: int = 24) -> float:
-    """Milliseconds of a decode step, the median over so many in a row around the context; over more where they are short.
+    """Milliseconds of a decode step, the median over so many around the context, and over more where they are short.
 
     Requests take their blocks at random out of the whole cache, so that contexts longer in all than the cache can be
     measured; each reads as much as if it had its own.

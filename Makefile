@@ -13,7 +13,8 @@ UNHURRIED := tests/deploy $(addprefix tests/integration/test_, \
 	cli.py kv_convert.py layer_groups.py out_of_memory.py settings.py tokens.py transfer_benchmarks.py)
 # Tests of kernels, which run compiled where there is a GPU.
 KERNELS := tests/unit/attention tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
-	$(addprefix tests/unit/models/test_,expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
+	$(addprefix tests/unit/models/test_, \
+	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help install protos run test test-gpu check format bench docs clean

@@ -29,6 +29,8 @@ from protos import generation_pb2_grpc
 
 Answer = TypeVar("Answer")
 
+_TIMEOUT_S_MAX = 1e9  # what gRPC cannot count to is over at once
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -93,17 +95,13 @@ class Client:
         Raises:
             BatonError: the request failed, or `timeout_s` is over.
         """
-        request = pb.GenerateRequest(
-            model=model,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            sampling=sampling_to_proto(sampling or SamplingParams()),
-        )
+        request = pb.GenerateRequest(sampling=sampling_to_proto(sampling or SamplingParams()))
+        _set_text(request, model=model, request_id=request_id, cache_salt=cache_salt)
         if isinstance(prompt, str):
-            request.text = prompt
+            _set_text(request, text=prompt)
         else:
             request.token_ids.CopyFrom(_token_ids(prompt))
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=None if timeout_s is None else min(timeout_s, _TIMEOUT_S_MAX))
         try:
             with _typed_errors(self.target):
                 async for response in call:
@@ -132,7 +130,9 @@ class Client:
         return await collect(events)
 
     async def tokenize(self, text: str, *, model: str = "") -> list[int]:
-        answer = await self._ask(self._stub.Tokenize(pb.TokenizeRequest(model=model, text=text)))
+        request = pb.TokenizeRequest()
+        _set_text(request, model=model, text=text)
+        answer = await self._ask(self._stub.Tokenize(request))
         return list(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
@@ -174,6 +174,19 @@ async def collect(events: AsyncGenerator[Piece | Finished, None]) -> Completion:
     )
 
 
+def _set_text(message: pb.GenerateRequest | pb.TokenizeRequest, **texts: str) -> None:
+    """Raises:
+    InvalidRequest: one of them is no Unicode text, as a wrongly decoded argument or file.
+    """
+    for name, text in texts.items():
+        try:
+            setattr(message, name, text)
+        except UnicodeEncodeError as error:
+            field = "prompt" if name == "text" else name
+            cure = "give text that is valid UTF-8"
+            raise InvalidRequest(f"the {field} cannot be sent: {error}", field=field, cure=cure) from None
+
+
 def _token_ids(prompt: Sequence[int]) -> pb.TokenIds:
     try:
         return pb.TokenIds(ids=prompt)
@@ -207,9 +220,12 @@ def _typed_errors(target: str) -> Iterator[None]:
         said = from_rpc_error(error)
         from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
         if error.code() is grpc.StatusCode.UNAVAILABLE and not from_gateway:
-            why = said.message.rpartition(": ")[2]
+            why = said.message.rpartition(": ")[2].rstrip("]")
             cure = "see that a gateway serves there"
             raise NoNode(f"cannot reach {target}: {why}", field="target", value=target, cure=cure) from None
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            cure = "give the address of a gateway, not of a node"
+            raise NoNode(f"{target} serves, but is no gateway", field="target", value=target, cure=cure) from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not from_gateway:
             raise DeadlineExceeded("the request was not finished in time", cure="allow it more time") from None
         raise said from None

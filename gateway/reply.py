@@ -79,10 +79,10 @@ class Reply:
         if said.finish_reason == common_pb2.FINISH_REASON_STOP and not self._sampling.include_stop:
             return "", finish  # the token itself is the stop: it is not part of the text
         text = self._detokenizer.push(said.token.token_id)
-        # As with stop tokens, a stop string counts only once min_tokens tokens have come.
-        if self._stops is None or self.completion_tokens <= self._sampling.min_tokens:
+        if self._stops is None:
             return text, finish
-        passed = self._stops.push(text)
+        # As with stop tokens, a stop string counts only if it is complete once min_tokens tokens have come.
+        passed = self._stops.push(text, may_stop=self.completion_tokens > self._sampling.min_tokens)
         if passed.stop is not None:
             self._stopped = True
             finish = Finish(common_pb2.FINISH_REASON_STOP, passed.stop)

@@ -52,7 +52,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             model.check_name(request.model)
             token_ids = list(request.token_ids)
             model.check_token_ids("token_ids", token_ids)
-            return pb.DetokenizeResponse(text=model.codec.decode(token_ids))
+            return pb.DetokenizeResponse(text=await self._serving.decode(token_ids))
 
     async def ListModels(
         self,

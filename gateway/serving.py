@@ -161,3 +161,7 @@ class Serving:
     async def encode(self, text: str) -> list[int]:
         """Tokenizes in a thread, so that a long text holds up nobody's next token."""
         return await asyncio.to_thread(self.model.codec.encode, text)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Likewise."""
+        return await asyncio.to_thread(self.model.codec.decode, token_ids)

@@ -26,9 +26,13 @@ class StopStrings:
         self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
         self._longest = max(map(len, self._beginnings), default=0)
 
-    def push(self, text: str) -> Passed:
+    def push(self, text: str, *, may_stop: bool = True) -> Passed:
+        """Args:
+        may_stop: whether a stop string that this text completes counts; one that it only begins may count later.
+        """
+        new_from = len(self._held)
         text = self._held + text
-        found = self._find(text)
+        found = self._find(text, new_from) if may_stop else None
         if found is None:
             shown = len(text) - self._unsure(text)
             self._held = text[shown:]
@@ -42,11 +46,11 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """Start and text of the stop string that is complete first."""
+    def _find(self, text: str, new_from: int) -> tuple[int, str] | None:
+        """Start and text of the stop string that is complete first, behind what came before `new_from`."""
         best: tuple[int, int, str] | None = None  # end, start, stop
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, new_from + 1 - len(stop)))
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else (best[1], best[2])

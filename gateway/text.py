@@ -98,12 +98,16 @@ class TextCodec:
         except Exception as error:  # what the library raises for a file that it cannot read
             raise ConfigError(f"{path} is no tokenizer: {error}", field="model", value=directory) from error
 
+    # NOTE: the library's calls for one text hold the interpreter lock to their end, even in a thread; those for a batch
+    # let go of it.
+
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model expects around a prompt."""
-        return self._tokenizer.encode(text).ids
+        """Token ids, with the special tokens that the model expects around a prompt. Other threads run meanwhile."""
+        return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        """Other threads run meanwhile."""
+        return self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)[0]
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         """For the output that follows this prompt."""

@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.client import Client, Completion, Finished
-from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
 Prompt = str | list[int]
+
+_FILE_REQUESTS_MAX = 256  # of one file on their way at once
 
 
 def generate(
@@ -25,7 +27,7 @@ def generate(
     token_ids: Annotated[str | None, typer.Option(help="Comma-separated token ids in place of PROMPT.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="One prompt a line in place of PROMPT, all at once.", exists=True, dir_okay=False),
+        typer.Option(help="One prompt a line in place of PROMPT, many at once.", exists=True, dir_okay=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object (with --file a list).")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds that each request may take.")] = None,
@@ -152,14 +154,16 @@ async def _all(
     with _progress() as progress:
         bar = progress.add_task("prompts", total=len(prompts))
         async with Client(target) as client:
+            places = asyncio.Semaphore(_FILE_REQUESTS_MAX)
 
             async def one(prompt: Prompt) -> Completion | BatonError:
-                try:
-                    return await client.complete(prompt, params, timeout_s=timeout_s)
-                except BatonError as error:
-                    return error
-                finally:
-                    progress.advance(bar)
+                async with places:
+                    try:
+                        return await _when_there_is_room(client, prompt, params, timeout_s)
+                    except BatonError as error:
+                        return error
+                    finally:
+                        progress.advance(bar)
 
             results = await asyncio.gather(*map(one, prompts))
     for number, result in enumerate(results, start=1):
@@ -170,6 +174,19 @@ async def _all(
     if as_json:
         print(json.dumps([_to_json_or_error(result) for result in results]))
     return any(isinstance(result, BatonError) for result in results)
+
+
+async def _when_there_is_room(
+    client: Client, prompt: Prompt, params: SamplingParams, timeout_s: float | None
+) -> Completion:
+    """A long file is more than a cluster takes at once; the rest comes when it says."""
+    while True:
+        try:
+            return await client.complete(prompt, params, timeout_s=timeout_s)
+        except Overloaded as error:
+            if error.retry_after_s is None:
+                raise
+            await asyncio.sleep(error.retry_after_s)
 
 
 def _to_json_or_error(result: Completion | BatonError) -> dict[str, object]:

@@ -22,6 +22,10 @@ from baton.errors import ConfigError
 
 MESSAGE_BYTES_MAX = 256 << 20
 
+# gRPC's own limit, from 1000 on, ends calls of a burst at random, as cancelled and unseen by any service. How many may
+# run is for services to say, with an error that tells so.
+_PENDING_CALLS_MAX = 1 << 20
+
 
 def channel_options(*, keepalive_s: float) -> list[tuple[str, int]]:
     """Options for servers and channels alike: large prompts, and pings that notice a peer that went silent."""
@@ -35,6 +39,8 @@ def channel_options(*, keepalive_s: float) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.so_reuseport", 0),
+        ("grpc.server.max_pending_requests", _PENDING_CALLS_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS_MAX),
     ]
 
 

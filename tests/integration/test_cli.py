@@ -139,6 +139,14 @@ def test_a_file_of_prompts_gives_results_in_order(up: Up, tmp_path: Path) -> Non
     assert found == [as_json(up, *options, prompt)["token_ids"] for prompt in prompts]
 
 
+def test_a_file_may_have_more_prompts_than_there_is_room_for(up: Up, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"Return the number {index}\n" for index in range(1500)))
+    finished = baton("generate", "--target", up.gateway, "--json", "--file", str(file), "--max-tokens", "2")
+    assert finished.returncode == 0, finished.stderr
+    assert len(json.loads(finished.stdout)) == 1500
+
+
 def test_status_names_nodes_and_the_transport_of_each_pair(up: Up) -> None:
     text = baton("status", "--target", up.gateway)
     assert text.returncode == 0, text.stderr
@@ -152,6 +160,7 @@ def test_status_names_nodes_and_the_transport_of_each_pair(up: Up) -> None:
     ("arguments", "words"),
     [
         (("--max-tokens", "4", ""), ("prompt", "empty")),
+        (("in Latin-1: \udce9",), ("prompt", "UTF-8")),
         (("--token-ids", "1,99999999"), ("99999999",)),
         (("--max-tokens", "4", "--token-ids", ",".join(["7"] * 5000)), ("5000", "4095")),
     ],

@@ -90,6 +90,16 @@ async def test_a_stop_string_does_not_count_before_min_tokens() -> None:
     assert sent.text == "the quick fox jumps"
 
 
+async def test_a_stop_string_counts_when_only_its_beginning_came_before_min_tokens() -> None:
+    num_tokens = len(TOKENIZER.encode("the quick fox", add_special_tokens=False).ids)
+    sent = Sent(stop=("fox jump",), min_tokens=num_tokens)
+    assert await sent.give("the quick fox") is None
+    finish = await sent.give(" jumps over")
+    await sent.end(finish)
+    assert finish == Finish(common_pb2.FINISH_REASON_STOP, "fox jump")
+    assert sent.text == "the quick "
+
+
 @pytest.mark.parametrize("include_stop", [False, True])
 async def test_a_stop_token_is_no_text_unless_asked_for(include_stop: bool) -> None:
     sent = Sent(include_stop=include_stop)

@@ -24,21 +24,20 @@ def run(pieces: Sequence[str], stops: Sequence[str], *, include_stop: bool = Fal
     return shown + strings.finish(), None
 
 
-def expected(text: str, stops: Sequence[str]) -> tuple[int, int, str] | None:
-    """End, start and stop string of the match that is complete first, by looking at every place."""
-    matches = [
+def matches(text: str, stops: Sequence[str]) -> list[tuple[int, int, str]]:
+    """End, start and stop string of every match, by looking at every place; the least is complete first."""
+    return [
         (start + len(stop), start, stop)
         for stop in stops
         for start in range(len(text))
         if text[start : start + len(stop)] == stop
     ]
-    return min(matches, default=None)
 
 
 @given(pieces=st.lists(letters, max_size=8), stops=stop_lists, include_stop=st.booleans())
 def test_the_first_complete_stop_string_ends_the_text(pieces: list[str], stops: list[str], include_stop: bool) -> None:
     text = "".join(pieces)
-    match = expected(text, stops)
+    match = min(matches(text, stops), default=None)
     shown, stop = run(pieces, stops, include_stop=include_stop)
     if match is None:
         assert (shown, stop) == (text, None)
@@ -70,3 +69,23 @@ def test_a_stop_string_across_pieces(pieces: list[str], shown: str) -> None:
 
 def test_nothing_waits_when_no_stop_string_can_begin() -> None:
     assert StopStrings(["STOP"], include_stop=False).push("hello").text == "hello"
+
+
+@given(before=letters, after=st.lists(letters, max_size=6), stops=stop_lists)
+def test_a_stop_string_that_is_complete_too_early_does_not_count(
+    before: str, after: list[str], stops: list[str]
+) -> None:
+    strings = StopStrings(stops, include_stop=False)
+    shown, stop = strings.push(before, may_stop=False).text, None
+    for piece in after:
+        passed = strings.push(piece)
+        shown, stop = shown + passed.text, passed.stop
+        if stop is not None:
+            break
+    text = before + "".join(after)
+    late = [match for match in matches(text, stops) if match[0] > len(before)]
+    if late:
+        _, start, stop_string = min(late)
+        assert (shown, stop) == (text[:start], stop_string)
+    else:
+        assert (shown + strings.finish(), stop) == (text, None)

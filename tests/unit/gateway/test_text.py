@@ -1,5 +1,7 @@
 """Text that comes token by token is the text that comes at once, and never half a character."""
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from baton.config import DEMO_MODELS
 from baton.errors import ConfigError
 from gateway.text import Detokenizer, TextCodec
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
@@ -99,3 +102,23 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="is no tokenizer"):
         TextCodec(tmp_path)
+
+
+async def rounds_during(work: Callable[[], object]) -> int:
+    """How often the event loop came round while a thread did the work."""
+    working = asyncio.create_task(asyncio.to_thread(work))
+    rounds = 0
+    while not working.done():
+        await asyncio.sleep(0.001)
+        rounds += 1
+    await working
+    return rounds
+
+
+async def test_a_long_text_holds_up_nobody() -> None:
+    codec = TextCodec(DEMO_MODELS / "llama")
+    long = "Return the number of bytes. " * 20_000
+    token_ids = codec.encode(long)
+    assert codec.decode(token_ids) == long
+    assert await rounds_during(lambda: codec.encode(long)) > 20
+    assert await rounds_during(lambda: codec.decode(token_ids * 5)) > 20

@@ -1,0 +1,39 @@
+"""What goes wrong on the client's side is a typed error that says what to do."""
+
+import math
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.client import Client
+from baton.errors import InvalidRequest, NoNode
+from baton.rpc.server import GrpcServer
+
+
+@pytest.fixture
+async def no_gateway() -> AsyncIterator[str]:
+    """The address of a server without the Generation service, as a node is."""
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server:
+        await server.start([])
+        yield server.address
+
+
+async def test_text_that_is_no_unicode_is_an_invalid_request() -> None:
+    async with Client("127.0.0.1:9") as client:
+        with pytest.raises(InvalidRequest, match="UTF-8") as caught:
+            await client.complete("an argument in Latin-1: \udce9")
+        assert caught.value.field == "prompt"
+        with pytest.raises(InvalidRequest) as caught:
+            await client.complete("x", request_id="\ud800")
+        assert caught.value.field == "request_id"
+        with pytest.raises(InvalidRequest):
+            await client.tokenize("\ud800")
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1e10, math.inf])
+async def test_a_node_in_place_of_a_gateway_is_told_whatever_the_timeout(
+    no_gateway: str, timeout_s: float | None
+) -> None:
+    async with Client(no_gateway) as client:
+        with pytest.raises(NoNode, match="no gateway; give the address of a gateway"):
+            await client.complete("x", timeout_s=timeout_s)

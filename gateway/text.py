@@ -97,6 +97,9 @@ class TextCodec:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # what the library raises for a file that it cannot read
             raise ConfigError(f"{path} is no tokenizer: {error}", field="model", value=directory) from error
+        # NOTE: training leaves its own cutting and padding of examples in the file; both would change prompts unseen.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     # NOTE: the library's calls for one text hold the interpreter lock to their end, even in a thread; those for a batch
     # let go of it.

@@ -71,15 +71,15 @@ class RopeConfig:
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None
 
 
+_ORIGINAL = "original_max_position_embeddings"
 _COMMON_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "default": _COMMON_FIELDS,
         "linear": _COMMON_FIELDS | {"factor"},
-        "llama3": _COMMON_FIELDS
-        | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        "llama3": _COMMON_FIELDS | {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
         "yarn": _COMMON_FIELDS
-        | {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
+        | {"factor", _ORIGINAL, "beta_fast", "beta_slow", "truncate"}
         | {"attention_factor", "mscale", "mscale_all_dim"},
     }
 )
@@ -94,7 +94,7 @@ def read_rope(file: ConfigFile, *, dim: int, interleaved: bool, max_position_emb
     if dim % 2:
         raise ConfigError(f"{file.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
     refuse_both_spellings(file)
-    table = file.table("rope_parameters" if "rope_parameters" in file else "rope_scaling")
+    table = _with_original(file.table("rope_parameters" if "rope_parameters" in file else "rope_scaling"), file)
     theta = file.positive("rope_theta", 10_000.0)
     return read_rope_table(
         table, dim=dim, theta=theta, interleaved=interleaved, max_position_embeddings=max_position_embeddings
@@ -106,18 +106,29 @@ def refuse_both_spellings(file: ConfigFile) -> None:
         raise file.refuse("rope_scaling", "null", cure="keep either rope_parameters or rope_scaling")
 
 
+def _with_original(table: ConfigFile, file: ConfigFile) -> ConfigFile:
+    """Some files have the original context beside the table: that one counts, as for those who load them elsewhere."""
+    if _ORIGINAL not in file or _ORIGINAL not in _FIELDS[_kind(table)]:
+        return table
+    return table.with_values({_ORIGINAL: file.raw(_ORIGINAL)})
+
+
+def _kind(table: ConfigFile) -> str:
+    name = "rope_type" if "rope_type" in table else "type"
+    return table.choice(name, {kind: kind for kind in _FIELDS}, "default")
+
+
 def read_rope_table(
     table: ConfigFile, *, dim: int, theta: float, interleaved: bool, max_position_embeddings: int
 ) -> RopeConfig:
     """The rotary embedding that `table` describes; `theta` is the base if it names none."""
-    type_field = "rope_type" if "rope_type" in table else "type"
-    fields = table.choice(type_field, _FIELDS, "default")
+    kind = _kind(table)
+    fields = _FIELDS[kind]
     if unknown := sorted(table.names() - fields):
         raise table.refuse(unknown[0], "null", cure=f"this rope type knows {', '.join(sorted(fields))}")
     if table.number("partial_rotary_factor", 1.0) != 1.0:
         raise table.refuse("partial_rotary_factor", "1.0")
     theta = table.positive("rope_theta", theta)
-    kind = str(table.raw(type_field) or "default")
     return RopeConfig(dim, theta, interleaved, _scaling(table, kind, max_position_embeddings))
 
 
@@ -129,7 +140,7 @@ def _scaling(
     factor = table.positive("factor")
     if kind == "linear":
         return LinearScaling(factor)
-    original = table.integer("original_max_position_embeddings", max_position_embeddings)
+    original = table.integer(_ORIGINAL, max_position_embeddings)
     if kind == "llama3":
         low, high = table.positive("low_freq_factor"), table.positive("high_freq_factor")
         if high < low:

@@ -96,6 +96,16 @@ def test_a_codec_encodes_with_the_tokens_that_the_model_expects(tmp_path: Path) 
     assert codec.decode(token_ids) == "the fox"
 
 
+def test_a_codec_neither_cuts_nor_pads_whatever_the_file_was_trained_with(tmp_path: Path) -> None:
+    trained = Tokenizer.from_str(BYTE_LEVEL.to_str())
+    trained.enable_truncation(max_length=4)
+    trained.enable_padding(length=32)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path)
+    for said in ("fox", "the quick brown fox"):
+        assert codec.encode(said) == BYTE_LEVEL.encode(said).ids
+
+
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
         TextCodec(tmp_path)

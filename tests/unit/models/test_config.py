@@ -83,6 +83,16 @@ def test_original_context_defaults_to_the_maximum(tmp_path: Path) -> None:
     assert config.rope.scaling.original_max_position_embeddings == 2048
 
 
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_original_context_beside_the_table_counts(tmp_path: Path, spelling: str) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    inside = read_config(write(tmp_path, LLAMA | {spelling: rope | {"original_max_position_embeddings": 512}}))
+    beside = read_config(write(tmp_path, LLAMA | {spelling: rope, "original_max_position_embeddings": 512}))
+    assert beside == inside
+    unstretched = LLAMA | {"original_max_position_embeddings": 512}
+    assert read_config(write(tmp_path, unstretched)) == read_config(write(tmp_path, LLAMA))
+
+
 def test_context_is_the_maximum_position(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, LLAMA)).max_context_tokens == 2048
 

@@ -27,6 +27,7 @@ class EngineRequest:
         prefill_only: ends with its first sampled token; its blocks stay held until they are released.
         layers_per_group: a chunk of the prompt is told of after about so many layers each, while the step computes the
             next ones, and not only when all are done; 0: only then. May come finer, where others want that.
+        decode_context_tokens: longest prompt plus output where it is decoded; None: that is here.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class EngineRequest:
     cache_salt: str = ""
     prefill_only: bool = False
     layers_per_group: int = 0
+    decode_context_tokens: int | None = None
 
 
 @dataclass(frozen=True)

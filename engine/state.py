@@ -88,7 +88,8 @@ class RequestState:
         sampling = request.sampling
         self._prompt_tokens = len(request.prompt)
         self._min_tokens = sampling.min_tokens
-        self._max_tokens = min(self._prompt_tokens + sampling.max_tokens, max_context_tokens)
+        context_tokens = request.decode_context_tokens or max_context_tokens
+        self._max_tokens = min(self._prompt_tokens + sampling.max_tokens, context_tokens)
         # The last token is never computed.
         self.decode_stop = 0 if self.prefill_only else self._max_tokens - 1
         self._row_blocks: IntArray = int_array()

@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.node import SendJob, SentSegment
+from kvtransfer.segments import LEASE_BITS
 from node.ranks.transfer import RankedTransfer
 from prefill_node.pairs import Pair
 from prefill_node.unsent import Part, Unsent
@@ -72,6 +73,8 @@ class HandOver:
             cache_salt=request.cache_salt,
             prefill_only=True,
             layers_per_group=layers_per_group if layers_per_group < num_layers else 0,
+            # Whether the first token is also the last one is a matter of the context that it goes on in.
+            decode_context_tokens=pair.max_context_tokens,
         )
         self.layer_groups = -(-num_layers // layers_per_group)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -231,6 +234,14 @@ class HandOver:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
+    if ticket.lease.number >= 1 << LEASE_BITS:
+        raise InvalidRequest(
+            f"the ticket is for lease {ticket.lease.number}",
+            field="ticket.lease.number",
+            value=ticket.lease.number,
+            allowed=(f"0 to {(1 << LEASE_BITS) - 1}",),
+            cure="ask for a new ticket",
+        )
     in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop
     if ticket.token_stop != num_tokens or ticket.token_start >= num_tokens or not in_order:
         said = f"{ticket.token_start}..{ticket.token_stop}"

@@ -64,6 +64,8 @@ class PrefillNode:
         except asyncio.CancelledError:
             hand_over.cancel(Cancelled("the gateway no longer wants it"))
             await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # most likely that nobody listens any more
             raise
         finally:
             del self._running[hand_over.request.request_id]
@@ -93,9 +95,9 @@ class PrefillNode:
         if hand_over := self._running.get(event.request_id):
             hand_over.hear(event)
 
-    def _on_lease_ended(self, lease: int) -> None:
+    def _on_lease_ended(self, pair: Pair, lease: int) -> None:
         for hand_over in self._running.values():
-            if hand_over.lease == lease:
+            if hand_over.pair is pair and hand_over.lease == lease:
                 hand_over.cancel(Cancelled("the decode node took the lease back"))
 
     def _on_lost(self, pair: Pair) -> None:

@@ -40,6 +40,7 @@ log = logging.getLogger("baton")
 
 _TURNS = 7
 _TURN_EVERY_S = 0.01
+_LOST_KEPT = 32
 
 Call = grpc.aio.StreamStreamCall[pb.PairRequest, pb.PairResponse]
 
@@ -49,12 +50,13 @@ class Pair:
 
     Args:
         number: this node's own for the peer: the first of those for the peer's ranks.
-        on_lease_ended: hears of leases that the decode node took back.
+        on_lease_ended: hears of leases that the decode node took back. Other decode nodes count theirs alike.
         on_lost: hears, once, that the pair is gone.
 
     Attributes:
         link: what was measured when the pair was made; None until then.
         turn_s: likewise, from the event loop to the threads that send over the pair's links, and back.
+        max_context_tokens: of the decode node; None until it has introduced itself.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Pair:
         number: int,
         *,
         timeout_s: float,
-        on_lease_ended: Callable[[int], None],
+        on_lease_ended: Callable[["Pair", int], None],
         on_lost: Callable[["Pair"], None],
     ) -> None:
         self.number = number
@@ -72,6 +74,7 @@ class Pair:
         self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
         self.link: LinkSpeed | None = None
         self.turn_s = 0.0
+        self.max_context_tokens: int | None = None
         self._node = node
         self._timeout_s = timeout_s
         self._conversion: KVConversion | None = None
@@ -130,6 +133,7 @@ class Pair:
         response = await _read(call, self.state.address)
         info = response.refused.info if response.WhichOneof("message") == "refused" else response.accepted.info
         self.state.name, self.state.incarnation = info.name, info.incarnation
+        self.max_context_tokens = info.max_context_tokens
         try:
             plan = agree(self._node.description, from_info(info))
         except PlanRefused as refused:
@@ -197,7 +201,7 @@ class Pair:
         # NOTE: not `async for`: a grpc call refuses to mix that with read().
         while isinstance(response := await call.read(), pb.PairResponse):
             if response.WhichOneof("message") == "lease_ended":
-                self._on_lease_ended(response.lease_ended.lease)
+                self._on_lease_ended(self, response.lease_ended.lease)
 
     def _refuse(self, mismatches: list[common_pb2.Mismatch]) -> None:
         self.state.phase = common_pb2.PEER_PHASE_REFUSED
@@ -240,7 +244,7 @@ class Pairs:
         node: Node,
         *,
         timeout_s: float,
-        on_lease_ended: Callable[[int], None],
+        on_lease_ended: Callable[[Pair, int], None],
         on_lost: Callable[[Pair], None],
     ) -> None:
         self._node = node
@@ -296,8 +300,16 @@ class Pairs:
                 on_lease_ended=self._on_lease_ended,
                 on_lost=self._on_lost,
             )
-            self._by_address[address] = pair
+            self._keep(pair)
         return pair
+
+    def _keep(self, pair: Pair) -> None:
+        """In place of the one that was there; of those that are lost only the latest stay, for the status."""
+        self._by_address.pop(pair.state.address, None)
+        self._by_address[pair.state.address] = pair
+        lost = [key for key, old in self._by_address.items() if old.state.phase == common_pb2.PEER_PHASE_LOST]
+        for key in lost[:-_LOST_KEPT]:
+            del self._by_address[key]
 
     async def close(self) -> None:
         for pair in list(self._by_address.values()):

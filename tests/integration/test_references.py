@@ -121,6 +121,21 @@ async def test_a_ticket_for_other_tokens_is_refused(pair: tuple[Process, Process
     await until_status(decode, nothing_held)
 
 
+async def test_a_ticket_for_a_lease_that_no_tag_can_name_is_refused_and_does_no_harm(
+    pair: tuple[Process, Process],
+) -> None:
+    node, decode = pair
+    async with session(decode) as call:
+        ticket = (await reserved(call)).ticket
+        number = ticket.lease.number
+        ticket.lease.number = 1 << 40
+        assert isinstance(await failure_of(node, ticket), InvalidRequest)
+        ticket.lease.number = number
+        await prefill(node, ticket)
+        assert len(await tokens(call)) == GREEDY.max_tokens - 1
+    await until_status(decode, nothing_held)
+
+
 async def test_segments_of_a_lease_that_has_ended_are_scrapped(pair: tuple[Process, Process]) -> None:
     node, decode = pair
     async with session(decode) as call:

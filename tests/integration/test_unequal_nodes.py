@@ -1,0 +1,101 @@
+"""One prefill node serves decode nodes that know nothing of each other, and that hold more or less than it does."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from baton.cli.processes import Process
+from baton.rpc.server import connect
+from baton.types import Path as RequestPath
+from baton.types import SamplingParams
+from protos import prefill_pb2, prefill_pb2_grpc
+from tests.integration.cluster import LLAMA, Machines, machines, nothing_held, status, until_status
+from tests.integration.generation import generate
+from tests.integration.reference import Reference
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+NODE = {"model": LLAMA, "num_blocks": 256, "prefix_cache": False}
+# 16 tokens a step: a prompt of 600 takes 38 steps, time enough to do something to it.
+SLOW = {**NODE, "max_batch_tokens": 16}
+SMALL = {**NODE, "num_blocks": 38}
+SMALL_CONTEXT = 38 * 16
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(LLAMA)
+
+
+@pytest.fixture
+def start() -> Iterator[Machines]:
+    with machines() as each:
+        yield each
+
+
+async def test_a_request_that_ends_at_one_decode_node_leaves_those_at_another_alone(
+    start: Machines, reference: Reference
+) -> None:
+    prefill, first, second = start.nodes(("prefill", SLOW), ("decode", SLOW), ("decode", SLOW))
+    gateways = [start.gateway([prefill], [each], model=LLAMA, local_policy="strict") for each in (first, second)]
+    prompts = reference.prompts([600, 600])
+    # The first lease of each decode node: both have the same number.
+    cancelled, kept = (
+        asyncio.create_task(generate(gateway, prompt, GREEDY))
+        for gateway, prompt in zip(gateways, prompts, strict=True)
+    )
+    for each in (first, second):
+        await until_status(each, lambda last: last.blocks_leased > 0)
+    await until_status(prefill, lambda last: last.requests_running == 2)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    result = await kept
+    assert result.token_ids == reference.greedy(prompts[1], GREEDY.max_tokens).token_ids
+    assert result.proof.attempts == 1
+    for each in (prefill, first, second):
+        await until_status(each, nothing_held)
+
+
+@pytest.mark.parametrize("short_of_it", [1, 2])
+async def test_a_context_that_is_full_on_the_prefill_node_alone_ends_nothing(
+    start: Machines, reference: Reference, short_of_it: int
+) -> None:
+    prefill, decode = start.nodes(("prefill", SMALL), ("decode", NODE))
+    result, expected = await continued(start, prefill, decode, reference, SMALL_CONTEXT - short_of_it)
+    assert result == expected
+
+
+@pytest.mark.parametrize("short_of_it", [1, 2])
+async def test_a_context_that_is_full_on_the_decode_node_alone_ends_the_output(
+    start: Machines, reference: Reference, short_of_it: int
+) -> None:
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", SMALL))
+    result, expected = await continued(start, prefill, decode, reference, SMALL_CONTEXT - short_of_it)
+    assert result == expected[:short_of_it]
+
+
+async def continued(
+    start: Machines, prefill: Process, decode: Process, reference: Reference, prompt_tokens: int
+) -> tuple[list[int], list[int]]:
+    """What comes behind a prompt of that length, which the prefill node computes, and what one process gives."""
+    gateway = start.gateway([prefill], [decode], model=LLAMA)
+    (prompt,) = reference.prompts([prompt_tokens])
+    result = await generate(gateway, prompt, GREEDY, timeout_s=15)
+    assert result.proof.path is RequestPath.REMOTE
+    assert result.finish_reason == "FINISH_REASON_LENGTH"
+    for each in (prefill, decode):
+        await until_status(each, nothing_held)
+    return result.token_ids, reference.greedy(prompt, GREEDY.max_tokens).token_ids
+
+
+async def test_a_prefill_node_forgets_decode_nodes_that_were_lost_long_ago(start: Machines) -> None:
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE))
+    async with connect(prefill.address) as channel:
+        stub = prefill_pb2_grpc.PrefillStub(channel)
+        await stub.Connect(prefill_pb2.ConnectRequest(decode_address=decode.address))
+        for port in range(1, 41):  # nobody listens there
+            await stub.Connect(prefill_pb2.ConnectRequest(decode_address=f"127.0.0.1:{port}"))
+    peers = [peer.address for peer in (await status(prefill)).peers]
+    assert decode.address in peers
+    assert "127.0.0.1:40" in peers
+    assert len(peers) < 40

@@ -34,11 +34,15 @@ Settings = TypeVar("Settings", bound="CommonSettings")
 class CommonSettings(BaseSettings):
     """What all processes share."""
 
-    model_config = SettingsConfigDict(env_prefix="BATON_", frozen=True, extra="forbid", protected_namespaces=())
+    model_config = SettingsConfigDict(
+        env_prefix="BATON_", frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one")
     advertise: str | None = Field(
-        None, description="host:port under which others reach it; default: the one it listens on"
+        None,
+        description="host:port under which others reach it; default: the one it listens on, 127.0.0.1 where that is "
+        "0.0.0.0",
     )
     name: str | None = Field(None, description="name in receipts, logs and status; default: role and address")
     model: Path = Field(DEMO_MODELS / "llama", description="directory with config.json, weights and tokenizer.json")
@@ -115,7 +119,7 @@ class NodeSettings(CommonSettings):
         "is refused; 0: any",
     )
     digests: bool = Field(True, description="check every segment's digest before it is scattered")
-    keepalive_s: float = Field(10.0, gt=0, description="a peer that answers no ping for that long is dead")
+    keepalive_s: float = Field(10.0, gt=0, le=3600, description="a peer that answers no ping for that long is dead")
 
     def segment_bytes(self, *, on_gpu: bool) -> int:
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)

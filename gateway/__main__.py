@@ -5,7 +5,7 @@ import logging
 
 from baton.config import GatewaySettings, fail, read_settings
 from baton.errors import ConfigError
-from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
+from baton.rpc.server import Address, GrpcServer, check_advertised, set_up_logging, stop_on_signals, write_ready_file
 from gateway.cluster import Cluster
 from gateway.model import ServedModel, read_served_model
 from gateway.service import SERVICE_NAME, GenerationService
@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     set_up_logging(settings.log_level, PROGRAM)
     try:
         Address.parse(settings.listen, field="listen")
+        check_advertised(settings.advertise)
         model = read_served_model(settings.model, settings.model_name)
         asyncio.run(_run(settings, model))
     except ConfigError as error:
@@ -42,13 +43,28 @@ async def _run(settings: GatewaySettings, model: ServedModel) -> None:
         await server.start([SERVICE_NAME])
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
         readiness = asyncio.create_task(_tell_readiness(settings, server, cluster), name="readiness")
-        await stop.wait()
+        await _first_of(stop, readiness)
         log.info("draining, for at most %.0f s", settings.drain_grace_s)
         readiness.cancel()
         await asyncio.wait([readiness])
         await server.set_ready(ready=False)
         await serving.drain(settings.drain_grace_s)
     log.info("drained")
+
+
+async def _first_of(stop: asyncio.Event, readiness: "asyncio.Task[None]") -> None:
+    """Waits for the signal to end.
+
+    Raises:
+        ConfigError: readiness cannot be told.
+    """
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait([stopping, readiness], return_when=asyncio.FIRST_COMPLETED)
+        if readiness.done():
+            await readiness
+    finally:
+        stopping.cancel()
 
 
 async def _tell_readiness(settings: GatewaySettings, server: GrpcServer, cluster: Cluster) -> None:

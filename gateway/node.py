@@ -25,6 +25,7 @@ _WATCH_INTERVAL_S = 0.1
 _FIRST_WORD_TIMEOUT_S = 5.0
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
 
+_UNHEARD = "not heard of yet"
 _UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
 
 
@@ -40,7 +41,7 @@ class Node:
     def __init__(self, address: str, model: ServedModel, *, on_change: Callable[[], None]) -> None:
         self.address = address
         self.reachable = False
-        self.detail = "not heard of yet"
+        self.detail = _UNHEARD
         self.status = node_pb2.NodeStatus()
         self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
         self.heard_at = 0.0
@@ -114,7 +115,10 @@ class Node:
                 self._watching.cancel()
             retry_s = _RETRY_S_MIN if self.reachable else min(2 * retry_s, _RETRY_S_MAX)
             if not self._watching.cancelled():  # else `lose` has said why
-                self._gone(self._watching.result())
+                reason = self._watching.result()
+                if self.detail == _UNHEARD:
+                    log.warning("%s is not there, and is tried again and again: %s", self.address, reason)
+                self._gone(reason)
             await asyncio.sleep(retry_s)
 
     async def _watch(self) -> str:
@@ -126,7 +130,7 @@ class Node:
                 self._hear(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error).message.rpartition(": ")[2]  # of a chain of causes the last one
+            return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")  # of a chain of causes the last one
         except TimeoutError:
             return f"connected, and silent for {_FIRST_WORD_TIMEOUT_S:g} s"
         finally:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from baton.errors import BatonError, DataLoss, InternalError, PeerRefused
+from baton.errors import BatonError, ConfigError, DataLoss, InternalError, PeerRefused
 from kvtransfer.transport import Arrival
 
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
@@ -134,7 +134,11 @@ class UcxTransport:
         _silence_unused_variables()
         self._ucx: Any = libucxx
         self._as_array: Any = arr.Array
-        self._context: Any = libucxx.UCXContext(_CONTEXT)
+        try:
+            self._context: Any = libucxx.UCXContext(_CONTEXT)
+        except Exception as error:  # noqa: BLE001  (ucxx makes its exception types at run time)
+            cure = "see what the environment's UCX_* variables leave of transports and devices, UCX_TLS first"
+            raise ConfigError(f"UCX cannot start: {error}", cure=cure) from None
         self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
         self._links: dict[int, _Link] = {}
         # Links that are closed, until their requests are done: their memory may still be written to.

@@ -16,7 +16,15 @@ import grpc
 
 from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
-from baton.rpc.server import Address, GrpcServer, set_up_logging, stop_on_signals, write_ready_file
+from baton.rpc.server import (
+    Address,
+    GrpcServer,
+    check_advertised,
+    listens_everywhere,
+    set_up_logging,
+    stop_on_signals,
+    write_ready_file,
+)
 from engine.build import Built
 from engine.out_of_memory import describe_out_of_memory
 from models.parallel import SINGLE
@@ -70,6 +78,7 @@ def run_node(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         Address.parse(settings.listen, field="listen")
+        check_advertised(settings.advertise)
         with start_ranks(settings, program) as group:
             parallel = (
                 SINGLE if group.size == 1 else join(0, group.size, store=group.meeting_place(), device=settings.device)
@@ -167,6 +176,8 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     await server.set_ready(ready=True)
     write_ready_file(settings.ready_file, address=server.address)
     log.info("ready on %s: %s", server.address, node.summary)
+    if not settings.advertise and listens_everywhere(settings.listen):
+        log.warning("only this machine reaches %s: tell others an address of it with --advertise", server.address)
     watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
     try:
         await stop.wait()

@@ -224,7 +224,8 @@ def demo(
             finished = asyncio.run(stream_to_terminal(cluster.gateway.address, prompt, params))
             _say("receipt:")
             for name, value in asdict(finished.receipt).items():
-                print(f"  {name:<22} {value:.6f}" if isinstance(value, float) else f"  {name:<22} {value}")
+                said = f"{value:.6f}" if isinstance(value, float) else value
+                print(f"  {name:<22} {said}".rstrip())
     except Stopped:
         _say("stopped")
         raise typer.Exit(130) from None

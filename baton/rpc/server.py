@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.errors import ConfigError
 
 MESSAGE_BYTES_MAX = 256 << 20
+_EVERYWHERE = ("0.0.0.0", "[::]")
 
 # gRPC's own limit, from 1000 on, ends calls of a burst at random, as cancelled and unseen by any service. How many may
 # run is for services to say, with an error that tells so.
@@ -77,6 +78,20 @@ class Address:
         return cls(host, int(port))
 
 
+def check_advertised(text: str | None) -> None:
+    """Raises:
+    ConfigError: nobody could reach a process under that address.
+    """
+    if text and Address.parse(text, field="advertise").host in _EVERYWHERE:
+        cure = "give an address under which other machines reach this one"
+        raise ConfigError(f"advertise is {text!r}, which is everywhere", field="advertise", value=text, cure=cure)
+
+
+def listens_everywhere(listen: str) -> bool:
+    """Whether a process listens on all addresses of its machine, none of which is the one to tell others."""
+    return Address.parse(listen, field="listen").host in _EVERYWHERE
+
+
 class GrpcServer:
     """One process's server. `async with` starts nothing: call `start` once the services are added."""
 
@@ -86,14 +101,15 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._service_names: tuple[str, ...] = ()
         where = Address.parse(listen, field="listen")
+        check_advertised(advertise)
         try:
             port = self.grpc.add_insecure_port(listen)
         except RuntimeError:
             port = 0
         if port == 0:
-            cure = "another process may have the port: choose another one, or port 0 for a free one"
+            cure = "another process may have the port, or this machine no such address; port 0 takes a free port"
             raise ConfigError(f"cannot listen on {listen}", field="listen", value=listen, cure=cure)
-        host = "127.0.0.1" if where.host in ("0.0.0.0", "[::]") else where.host
+        host = "127.0.0.1" if where.host in _EVERYWHERE else where.host
         self.address = advertise or f"{host}:{port}"
 
     async def __aenter__(self) -> Self:
@@ -119,12 +135,22 @@ class GrpcServer:
 
 
 def write_ready_file(path: Path | None, *, address: str) -> None:
-    """Tells whoever started this process that it is ready, in one atomic step."""
+    """Tells whoever started this process that it is ready, in one atomic step.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if path is None:
         return
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
-    temporary.replace(path)
+    temporary = path.parent / f"{path.name}.part"
+    try:
+        temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        what = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"
+        raise ConfigError(
+            what, field="ready_file", value=path, cure="name a file in a folder that is writable"
+        ) from None
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -3,11 +3,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import LLAMA
+from tests.integration.cluster import LLAMA, Machines, machines
+
+
+@pytest.fixture
+def start() -> Iterator[Machines]:
+    with machines() as started:
+        yield started
 
 
 def run(program: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -104,3 +111,33 @@ def test_an_address_that_is_none() -> None:
 
 def test_a_gateway_without_decode_nodes() -> None:
     assert "--decode" in complaint(run("gateway"), "gateway")
+
+
+@pytest.mark.parametrize(("value", "said"), [("somewhere", "host:port"), ("0.0.0.0:7002", "reach this one")])
+@pytest.mark.parametrize("program", ["decode_node", "gateway"])
+def test_an_advertised_address_that_nobody_could_reach(program: str, value: str, said: str) -> None:
+    line = complaint(run(program, "--advertise", value, "--model", str(LLAMA)), program)
+    assert f"advertise is '{value}'" in line
+    assert said in line
+
+
+def test_a_node_that_listens_everywhere_says_who_reaches_what_it_tells_others(
+    start: Machines, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start.nodes(("decode", {"listen": "0.0.0.0:0"}))
+    assert "tell others an address of it with --advertise" in capfd.readouterr().err
+
+
+def test_a_ready_file_that_cannot_be_written(start: Machines, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere" / "ready.json"
+    line = complaint(run("decode_node", "--model", str(LLAMA), "--ready-file", str(nowhere)), "decode_node")
+    assert "BATON_READY_FILE (--ready-file)" in line
+    (decode,) = start.nodes(("decode", {}))
+    flags = ("--decode", decode.address, "--model", str(LLAMA), "--ready-file", str(nowhere))
+    assert str(nowhere) in complaint(run("gateway", *flags), "gateway")
+
+
+def test_variables_that_leave_ucx_no_transport() -> None:
+    line = complaint(run("decode_node", "--model", str(LLAMA), UCX_TLS="none_such"), "decode_node")
+    assert "UCX cannot start: No such device" in line
+    assert "UCX_TLS" in line

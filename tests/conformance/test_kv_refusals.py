@@ -242,6 +242,8 @@ async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
     second = replace(forger, peer=PEER + 1)
     await introduce(forger.transport, forger.decode, peer=PEER + 1, number=SENDER + 1)
     await forger.send(*forger.right(0, 0, 3))
+    # Nothing else orders what comes over two links: whose segment is the first to come has the lease.
+    await eventually(lambda: forger.decode.counters().peers[SENDER].segments_total == 1)
     segment, payload = forger.right(1, 3, 6)
     await second.send(segment, payload, Tag(SENDER + 1, LEASE, 1))
     await forger.assert_refused(Refusal.FOREIGN_SENDER)

@@ -22,7 +22,7 @@ from baton.convert import (
 )
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
-from baton.rpc.status import from_rpc_error
+from baton.rpc.status import from_rpc_error, last_cause
 from baton.types import FinishReason, Receipt, SamplingParams, TokenOutput, Usage
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
@@ -175,8 +175,10 @@ async def collect(events: AsyncGenerator[Piece | Finished, None]) -> Completion:
 
 
 def _set_text(message: pb.GenerateRequest | pb.TokenizeRequest, **texts: str) -> None:
-    """Raises:
-    InvalidRequest: one of them is no Unicode text, as a wrongly decoded argument or file.
+    """Fills fields of the message.
+
+    Raises:
+        InvalidRequest: one of them is no Unicode text, as a wrongly decoded argument or file.
     """
     for name, text in texts.items():
         try:
@@ -220,9 +222,10 @@ def _typed_errors(target: str) -> Iterator[None]:
         said = from_rpc_error(error)
         from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
         if error.code() is grpc.StatusCode.UNAVAILABLE and not from_gateway:
-            why = said.message.rpartition(": ")[2].rstrip("]")
             cure = "see that a gateway serves there"
-            raise NoNode(f"cannot reach {target}: {why}", field="target", value=target, cure=cure) from None
+            raise NoNode(
+                f"cannot reach {target}: {last_cause(error)}", field="target", value=target, cure=cure
+            ) from None
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             cure = "give the address of a gateway, not of a node"
             raise NoNode(f"{target} serves, but is no gateway", field="target", value=target, cure=cure) from None

@@ -12,7 +12,7 @@ from dataclasses import replace
 import grpc
 
 from baton.rpc.server import connect
-from baton.rpc.status import from_rpc_error
+from baton.rpc.status import last_cause
 from gateway.model import ServedModel
 from gateway.prefill_call import PrefillCall, PrefillFailed, PrefillSaid
 from gateway.router import NodeView
@@ -130,7 +130,7 @@ class Node:
                 self._hear(status)
                 status = await call.read()
         except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")  # of a chain of causes the last one
+            return last_cause(error)
         except TimeoutError:
             return f"connected, and silent for {_FIRST_WORD_TIMEOUT_S:g} s"
         finally:

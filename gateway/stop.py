@@ -27,8 +27,10 @@ class StopStrings:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def push(self, text: str, *, may_stop: bool = True) -> Passed:
-        """Args:
-        may_stop: whether a stop string that this text completes counts; one that it only begins may count later.
+        """Takes the text of some more tokens.
+
+        Args:
+            may_stop: whether a stop string that this text completes counts; one that it only begins may count later.
         """
         new_from = len(self._held)
         text = self._held + text

@@ -79,8 +79,10 @@ class Address:
 
 
 def check_advertised(text: str | None) -> None:
-    """Raises:
-    ConfigError: nobody could reach a process under that address.
+    """Looks at an address that others are to be told.
+
+    Raises:
+        ConfigError: nobody could reach a process under it.
     """
     if text and Address.parse(text, field="advertise").host in _EVERYWHERE:
         cure = "give an address under which other machines reach this one"

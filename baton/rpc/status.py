@@ -98,6 +98,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
     return _nearest(error)
 
 
+def last_cause(error: grpc.aio.AioRpcError) -> str:
+    """Of the chain of causes that gRPC gives for a connection that cannot be made."""
+    return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")
+
+
 def _from_status(status: status_pb2.Status, error: grpc.aio.AioRpcError) -> errors.BatonError:
     for packed in status.details:
         detail = pb.ErrorDetail()

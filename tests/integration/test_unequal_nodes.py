@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.cli.processes import Process
 from baton.rpc.server import connect
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
@@ -57,35 +56,20 @@ async def test_a_request_that_ends_at_one_decode_node_leaves_those_at_another_al
 
 
 @pytest.mark.parametrize("short_of_it", [1, 2])
-async def test_a_context_that_is_full_on_the_prefill_node_alone_ends_nothing(
-    start: Machines, reference: Reference, short_of_it: int
+@pytest.mark.parametrize("smaller", ["prefill", "decode"])
+async def test_the_output_ends_where_the_decode_nodes_context_is_full(
+    start: Machines, reference: Reference, smaller: str, short_of_it: int
 ) -> None:
-    prefill, decode = start.nodes(("prefill", SMALL), ("decode", NODE))
-    result, expected = await continued(start, prefill, decode, reference, SMALL_CONTEXT - short_of_it)
-    assert result == expected
-
-
-@pytest.mark.parametrize("short_of_it", [1, 2])
-async def test_a_context_that_is_full_on_the_decode_node_alone_ends_the_output(
-    start: Machines, reference: Reference, short_of_it: int
-) -> None:
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", SMALL))
-    result, expected = await continued(start, prefill, decode, reference, SMALL_CONTEXT - short_of_it)
-    assert result == expected[:short_of_it]
-
-
-async def continued(
-    start: Machines, prefill: Process, decode: Process, reference: Reference, prompt_tokens: int
-) -> tuple[list[int], list[int]]:
-    """What comes behind a prompt of that length, which the prefill node computes, and what one process gives."""
+    prefill, decode = start.nodes(*((role, SMALL if role == smaller else NODE) for role in ("prefill", "decode")))
     gateway = start.gateway([prefill], [decode], model=LLAMA)
-    (prompt,) = reference.prompts([prompt_tokens])
+    (prompt,) = reference.prompts([SMALL_CONTEXT - short_of_it])
     result = await generate(gateway, prompt, GREEDY, timeout_s=15)
     assert result.proof.path is RequestPath.REMOTE
     assert result.finish_reason == "FINISH_REASON_LENGTH"
+    expected = reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    assert result.token_ids == (expected if smaller == "prefill" else expected[:short_of_it])
     for each in (prefill, decode):
         await until_status(each, nothing_held)
-    return result.token_ids, reference.greedy(prompt, GREEDY.max_tokens).token_ids
 
 
 async def test_a_prefill_node_forgets_decode_nodes_that_were_lost_long_ago(start: Machines) -> None:

@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PROTOS := $(wildcard protos/*.proto)
-GENERATED := protos/common_pb2.pyi
+PROTOS := $(wildcard protos/baton/v1/*.proto)
+GENERATED := protos/baton/v1/common_pb2.pyi
 # Tests that only compute run two at a time, and so do files of tests that start processes and wait for no deadline; those
 # with deadlines and faults run one after the other.
 COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
@@ -67,4 +67,4 @@ docs: install  ## Write the pages and tables that are made from the code
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
-	rm -f protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py protos/*_pb2_grpc.pyi
+	rm -f protos/baton/v1/*_pb2*.py*

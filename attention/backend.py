@@ -14,12 +14,12 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from attention.cache_ops import TokenRanges
-from attention.layout import KVCacheLayout
 from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
-from attention.spec import KVKind
+from kvcache.cache_ops import TokenRanges
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 
 
 class AttentionFeature(StrEnum):

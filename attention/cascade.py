@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds
-from attention.cache import TORCH_DTYPES
-from attention.kernels.decode import MAX_ROWS, decode_attention
-from attention.kernels.decode_plan import DecodePlan, decode_tiling, new_decode_plan, new_partials
+from attention.kernels.decode.attend import MAX_ROWS, decode_attention
+from attention.kernels.decode.plan import DecodePlan, decode_tiling, new_decode_plan, new_partials
 from attention.kernels.merge import merge_attn_states
-from attention.kernels.unified import unified_attention
+from attention.kernels.paged.unified import unified_attention
 from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
+from kvcache.cache import TORCH_DTYPES
 
 # Query rows that a program of the kernel for prefills takes along the keys, all of them.
 _PREFILL_ROWS = 128

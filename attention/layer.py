@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from attention.backend import AttentionBackend, AttentionFeature
 from attention.blocksparse import BlocksparseParams
-from attention.cache import PagedKVCache
-from attention.cache_ops import store_kv
-from attention.fp8 import quantize
-from attention.kernels.rotary import rotate_qkv
+from attention.kernels.rotary.heads import rotate_qkv
 from attention.layer_checks import check_backend, check_out, check_parameters, refused
 from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.rotation import HeadNorms, Rotation
-from attention.scales import KVScales
 from baton.errors import InternalError
+from kvcache.cache import PagedKVCache
+from kvcache.cache_ops import store_kv
+from kvcache.fp8 import quantize
+from kvcache.scales import KVScales
 
 
 class Attention(nn.Module):

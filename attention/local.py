@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, check_causal
-from attention.staging import to_device
 from baton.errors import ConfigError
 
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.cache_ops import WriteIndex
-from attention.staging import to_device
+from attention.host_to_device import to_device
 from baton.errors import InternalError
+from kvcache.cache_ops import WriteIndex
 
 
 @dataclass(frozen=True)

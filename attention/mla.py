@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attention.backend import AttentionBackend, ContextChunk, MLABackend, MLAMetadata, RaggedLens
-from attention.cache import PagedKVCache
-from attention.cache_ops import gather_tokens, store_latent
-from attention.kernels.rotary_latents import rotate_latents
+from attention.kernels.rotary.latents import rotate_latents
 from attention.lse import merge_attn_states
 from attention.parameters import AttentionParameters
 from attention.rotation import Rotation, RowNorm
-from attention.scales import KVScales
 from baton.errors import ConfigError, InternalError
+from kvcache.cache import PagedKVCache
+from kvcache.cache_ops import gather_tokens, store_latent
+from kvcache.scales import KVScales
 
 # x, weight, out: x [H, T, I] @ weight [H, I, O] into out [H, T, O], each at any strides
 MultiplyHeads: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]

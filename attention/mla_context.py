@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from attention.backend import ContextChunk, RaggedLens
-from attention.cache_ops import TokenRanges
+from attention.host_to_device import to_device
 from attention.metadata import CommonAttentionMetadata, check_causal
-from attention.staging import to_device
+from kvcache.cache_ops import TokenRanges
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from enum import StrEnum
 from torch import Tensor
 
 from attention.blocksparse import BlocksparseParams
-from attention.scales import KVScales
 from baton.errors import ConfigError
+from kvcache.scales import KVScales
 
 
 class AttentionType(StrEnum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from attention.kernels.launch import has_hopper_kernels
+from tritonlib.launch import has_hopper_kernels
 
 # Packages that some backends need, by the name that imports them.
 OPTIONAL_PACKAGES = ("flash_attn", "flashinfer", "xformers")

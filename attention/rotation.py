@@ -1,6 +1,6 @@
 """What is done to queries and keys between their projection and attention: norms per head, and the turn by position.
 
-Values and plain torch, the twins of `attention.kernels.rotary` and `attention.kernels.rotary_latents`; knows no cache.
+Values and plain torch, the twins of `attention.kernels.rotary.heads` and `attention.kernels.rotary.latents`.
 Shapes: T token, H head, D rotary channel, P pair of channels, D = 2 P.
 """
 

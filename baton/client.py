@@ -24,8 +24,8 @@ from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.types import FinishReason, Receipt, SamplingParams, TokenOutput, Usage
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
+from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1 import generation_pb2_grpc
 
 Answer = TypeVar("Answer")
 

@@ -5,7 +5,7 @@ A message that breaks a rule of `baton.types` raises that rule's error: what com
 
 from baton.errors import InvalidRequest
 from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
-from protos import common_pb2 as pb
+from protos.baton.v1 import common_pb2 as pb
 
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}

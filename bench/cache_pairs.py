@@ -16,13 +16,13 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, Link, flows, heads_of
-from kvtransfer.node import KVTransfer, LeaseFilled, LeaseGrant, LinkMeasure, SendJob
+from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer, RankTransfer
 from kvtransfer.segments import TRAILER_BYTES
-from node.ranks.transfer import OnFilled, OnRefused, RankedTransfer, RankTransfer
+from kvtransfer.transfer import KVTransfer, LeaseFilled, LeaseGrant, LinkMeasure, SendJob
 
 _SENDER = _PEER = _INCARNATION = 1
 _TIMEOUT_S = 60.0

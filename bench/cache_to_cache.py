@@ -14,12 +14,12 @@ from statistics import median
 
 import torch
 
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheSpec, KVKind
 from bench import nixl_rival
 from bench.cache_pairs import Case, End, Pair, in_turns, open_pairs
 from bench.table import Row
 from bench.transport import MIB, memcpy_gigabytes_per_s, perftest_gigabytes_per_s
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheSpec, KVKind
 
 NHD, HND, BLHNC = KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.BLHNC
 # The shape of Llama 8B's layers, fewer of them: 64 KiB a token, and 64 KiB a block's keys of one layer.

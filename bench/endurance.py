@@ -24,7 +24,7 @@ from baton.config import DEMO_MODELS
 from baton.rpc.server import connect
 from baton.types import Path, SamplingParams
 from bench.table import Row, print_rows
-from protos import node_pb2, node_pb2_grpc
+from protos.baton.v1 import node_pb2, node_pb2_grpc
 
 MODEL = DEMO_MODELS / "llama"
 REQUESTS = 10_000

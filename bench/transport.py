@@ -15,7 +15,8 @@ import torch
 
 from bench import nixl_rival
 from bench.table import Row
-from kvtransfer.transport import Request, Transport, open_transport
+from kvtransfer.transports.table import open_transport
+from kvtransfer.transports.transport import Request, Transport
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_KIB = (64, 256, 1024, 4096, 16384, 65536)

@@ -9,7 +9,7 @@ def main() -> None:
     from decode_node.node import DecodeNode
     from decode_node.service import DecodeService
     from node.process import run_node
-    from protos import common_pb2
+    from protos.baton.v1 import common_pb2
 
     run_node(
         "decode_node",

@@ -17,9 +17,9 @@ from baton.types import TokenOutput
 from decode_node.session import Session
 from engine.events import TokenSampled
 from engine.request import EngineRequest, Reservation
-from kvtransfer.node import LeaseFilled, LeaseGrant
-from protos import common_pb2
-from protos import decode_pb2 as pb
+from kvtransfer.transfer import LeaseFilled, LeaseGrant
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
 
 if TYPE_CHECKING:
     from decode_node.node import DecodeNode

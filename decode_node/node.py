@@ -12,10 +12,10 @@ from decode_node.pairs import Pairs
 from decode_node.room import Room
 from decode_node.session import Session
 from engine.events import StepEvents
-from kvtransfer.node import LeaseFilled, SegmentRefused
+from kvtransfer.transfer import LeaseFilled, SegmentRefused
 from node.assembly import Listener, Node
-from protos import decode_pb2 as pb
-from protos import node_pb2
+from protos.baton.v1 import decode_pb2 as pb
+from protos.baton.v1 import node_pb2
 
 log = logging.getLogger("baton")
 

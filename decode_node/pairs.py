@@ -13,8 +13,8 @@ from baton.errors import BatonError, PeerRefused
 from baton.rpc.status import from_detail
 from decode_node.sender_numbers import SenderNumbers
 from kvtransfer.flows import Link
-from kvtransfer.node import LinkMeasure
 from kvtransfer.plan import PlanRefused, WirePlan, agree, links_between
+from kvtransfer.transfer import LinkMeasure
 from node.assembly import Node
 from node.describe import (
     describe_conversion,
@@ -28,8 +28,8 @@ from node.describe import (
     to_warm_ups,
 )
 from node.link_floor import below_floor
-from protos import common_pb2
-from protos import decode_pb2 as pb
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
 
 if TYPE_CHECKING:
     from decode_node.node import DecodeNode

@@ -8,8 +8,8 @@ from baton.errors import BatonError
 from baton.rpc.status import abort
 from decode_node.node import DecodeNode
 from decode_node.session import serve_session
-from protos import decode_pb2 as pb
-from protos import decode_pb2_grpc, node_pb2
+from protos.baton.v1 import decode_pb2 as pb
+from protos.baton.v1 import decode_pb2_grpc, node_pb2
 
 SERVICE_NAME = "baton.v1.Decode"
 

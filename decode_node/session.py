@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.convert import finish_reason_to_proto, token_to_proto
 from engine.events import TokenSampled
-from protos import decode_pb2 as pb
+from protos.baton.v1 import decode_pb2 as pb
 
 if TYPE_CHECKING:
     from decode_node.node import DecodeNode

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attention.backend import AttentionFeature, BackendCapabilities
 from attention.selection import BACKENDS
-from attention.spec import FP8_DTYPES
+from kvcache.spec import FP8_DTYPES
 
 # What vLLM calls a thing, where its name is another, and what it is here.
 NAMES = (
@@ -16,10 +16,10 @@ NAMES = (
     ("supports_quant_query_input", "attention.backend.AttentionFeature.QUANTIZED_QUERY"),
     ("per_layer_sliding_window", "attention.parameters.AttentionParameters"),
     ("kv_sharing_target_layer_name", "attention.layer.Attention"),
-    ("get_kv_cache_shape", "attention.cache.PagedKVCache"),
-    ("get_kv_cache_stride_order", "attention.layout.KVCacheLayout.memory_order"),
-    ("LocalStridedBlockSparseAttn", "attention.kernels.blocksparse.blocksparse_prefill"),
-    ("PagedAttention.forward_decode", "attention.kernels.blocksparse_decode.blocksparse_decode"),
+    ("get_kv_cache_shape", "kvcache.cache.PagedKVCache"),
+    ("get_kv_cache_stride_order", "kvcache.layout.KVCacheLayout.memory_order"),
+    ("LocalStridedBlockSparseAttn", "attention.kernels.blocksparse.prefill.blocksparse_prefill"),
+    ("PagedAttention.forward_decode", "attention.kernels.blocksparse.decode.blocksparse_decode"),
     ("MLACommonImpl", "attention.mla.MLAAttention"),
     ("MLACommonMetadata", "attention.backend.MLAMetadata"),
     ("context_chunk_workspace", "attention.backend.MLABackend"),
@@ -38,7 +38,7 @@ reasons; on a Hopper GPU TRITON_MLA goes before FLASHINFER_MLA for at most 32 he
 (`--attention-backend`) forces one; if that one cannot serve, the node says why and does not start. A backend whose
 package is missing is refused with the command that installs it.
 
-What the words mean: `attention/parameters.py` defines each feature, `attention/layout.py` the layouts. One
+What the words mean: `attention/parameters.py` defines each feature, `kvcache/layout.py` the layouts. One
 conformance suite (`tests/conformance/attention`) compares the backends with attention by its definition in float64:
 plain torch and Triton's interpreter on a CPU with `make test`, all of a machine's on a GPU with `make test-gpu`.
 How fast each one is beside its rivals is in [attention.md](../bench/results/attention.md), and what the conformance

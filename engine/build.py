@@ -11,22 +11,22 @@ from typing import NamedTuple
 
 import torch
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout, LayoutChoice
 from attention.selection import select_backend
-from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import ConfigError
-from engine.graphs import GraphSettings
-from engine.out_of_memory import allocating
-from engine.profile import STEP_TOKENS, MemoryPlan, size_on_gpu
+from engine.device.graphs import GraphSettings
+from engine.device.out_of_memory import allocating
+from engine.device.profile import STEP_TOKENS, MemoryPlan, size_on_gpu
+from engine.device.runner import ModelRunner
 from engine.request import ModelFacts
-from engine.runner import ModelRunner
-from models.config import ModelConfig
-from models.config_reader import read_config
-from models.families import attention_needs, kv_cache_spec, resolve_dtype
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout, LayoutChoice
+from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from models.config.model_config import ModelConfig
+from models.config.reader import read_config
+from models.families.table import attention_needs, kv_cache_spec, resolve_dtype
 from models.identity import ModelIdentity, model_identity
-from models.loader import load_model
 from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
+from models.weights.loader import load_model
 
 # What operators call a cache's own dtype.
 KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})

@@ -15,10 +15,10 @@ from types import TracebackType
 
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.types import FinishReason, TokenOutput
-from engine.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
+from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from gateway.cluster import Cluster
 from gateway.model import ServedModel, read_served_model
 from gateway.service import SERVICE_NAME, GenerationService
 from gateway.serving import Serving
-from protos import generation_pb2_grpc
+from protos.baton.v1 import generation_pb2_grpc
 
 PROGRAM = "gateway"
 

@@ -13,7 +13,7 @@ from gateway.model import ServedModel
 from gateway.node import DecodeNode, Node, PrefillNode
 from gateway.pairs import Pairs
 from gateway.router import Wanted, pick_decode, pick_prefill
-from protos import generation_pb2
+from protos.baton.v1 import generation_pb2
 
 _PAIR_CHECK_S = 0.2
 _SETTLE_TIMEOUT_S = 5.0

@@ -25,7 +25,7 @@ from gateway.receipt import ReceiptDraft
 from gateway.reply import Finish, Reply
 from gateway.router import Wanted
 from gateway.tokens import TokenOrder
-from protos import common_pb2, decode_pb2, prefill_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.
 _RECEIPT_WAIT_S = 1.0

@@ -13,7 +13,7 @@ from baton.rpc.status import from_detail
 from gateway.node import DecodeNode, PrefillNode
 from gateway.prefill_call import PrefillCall, PrefillFailed, PrefillSaid
 from gateway.session import Said, SessionLost
-from protos import decode_pb2, prefill_pb2
+from protos.baton.v1 import decode_pb2, prefill_pb2
 
 Message = Said | PrefillSaid | PrefillFailed
 

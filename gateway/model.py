@@ -5,7 +5,7 @@ from pathlib import Path
 
 from baton.errors import InvalidRequest, UnknownModel
 from gateway.text import TextCodec
-from models.config_reader import read_config
+from models.config.reader import read_config
 from models.identity import config_digest
 
 

@@ -17,7 +17,7 @@ from gateway.model import ServedModel
 from gateway.prefill_call import PrefillCall, PrefillFailed, PrefillSaid
 from gateway.router import NodeView
 from gateway.session import Session
-from protos import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 log = logging.getLogger("baton")
 

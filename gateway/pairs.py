@@ -13,7 +13,7 @@ import grpc
 
 from baton.rpc.status import from_rpc_error
 from gateway.node import DecodeNode, PrefillNode
-from protos import common_pb2
+from protos.baton.v1 import common_pb2
 
 log = logging.getLogger("baton")
 

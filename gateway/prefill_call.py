@@ -8,7 +8,7 @@ import grpc
 
 from baton.errors import BatonError, InternalError
 from baton.rpc.status import from_rpc_error
-from protos import prefill_pb2 as pb
+from protos.baton.v1 import prefill_pb2 as pb
 
 Call = grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillEvent]
 

@@ -1,7 +1,7 @@
 """Collects what becomes of one request, and writes its receipt. Pure."""
 
 from baton.types import Path, Receipt
-from protos import common_pb2, decode_pb2, prefill_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
 class ReceiptDraft:

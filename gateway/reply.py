@@ -7,8 +7,8 @@ from baton.convert import receipt_to_proto, usage_to_proto
 from baton.types import Receipt, SamplingParams, Usage
 from gateway.stop import StopStrings
 from gateway.text import Detokenizer
-from protos import common_pb2, decode_pb2
-from protos import generation_pb2 as pb
+from protos.baton.v1 import common_pb2, decode_pb2
+from protos.baton.v1 import generation_pb2 as pb
 
 Write = Callable[[pb.GenerateResponse], Awaitable[object]]
 

@@ -12,8 +12,8 @@ from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.rpc.status import abort
 from gateway.cluster import Cluster
 from gateway.serving import Serving
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
+from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1 import generation_pb2_grpc
 
 log = logging.getLogger("baton")
 

@@ -19,7 +19,7 @@ from gateway.model import ServedModel
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Reply, Write
 from gateway.validate import check_prompt, check_prompt_given, check_sampling
-from protos import generation_pb2 as pb
+from protos.baton.v1 import generation_pb2 as pb
 
 log = logging.getLogger("baton")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.rpc.status import from_rpc_error
-from protos import decode_pb2 as pb
+from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 

@@ -1,7 +1,7 @@
 """Puts the tokens of one request in order, whoever sampled them: none twice, none missing. Pure."""
 
 from baton.errors import InternalError
-from protos import decode_pb2
+from protos.baton.v1 import decode_pb2
 
 
 class TokenOrder:

@@ -7,7 +7,7 @@ from baton.convert import sampling_from_proto
 from baton.errors import InvalidRequest
 from baton.types import SamplingParams
 from gateway.model import ServedModel
-from protos import generation_pb2 as pb
+from protos.baton.v1 import generation_pb2 as pb
 
 _STOP_STRINGS_MAX = 16
 _STOP_STRING_CHARACTERS_MAX = 256

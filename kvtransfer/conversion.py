@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attention.spec import FP8_DTYPES
 from baton.errors import PeerRefused
+from kvcache.spec import FP8_DTYPES
 from kvtransfer.plan import WirePlan
 
 

@@ -10,8 +10,8 @@ known, `finish_scatter` when the bytes are in the blocks. Knows nothing of slots
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from attention.spec import KVCacheSpec
 from baton.errors import InternalError, UnknownLease
+from kvcache.spec import KVCacheSpec
 from kvtransfer.coverage import Coverage
 from kvtransfer.segments import LEASE_BITS, Segment, Tag, payload_bytes
 

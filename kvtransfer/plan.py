@@ -6,8 +6,8 @@ Knows neither how nodes find each other nor what carries the bytes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attention.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
 from baton.errors import ConfigError, PeerRefused
+from kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, Link, flows
 
 # The wire's meaning: order of a payload, trailer, tag, digest. Raise the newest with every change of one of them.

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from attention.cache import PagedKVCache
 from baton.errors import BatonError, DataLoss, UnknownLease
+from kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
-from kvtransfer.movers import Blocks, Mover, Pending, Reading
+from kvtransfer.movers.mover import Blocks, Mover, Pending, Reading
 from kvtransfer.rate_limit import RateLimit
 from kvtransfer.records import Ledger, SegmentRefused
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
 from kvtransfer.staging import Pools, Slot, StagingPool
-from kvtransfer.transport import Arrival, Request, Transport
+from kvtransfer.transports.transport import Arrival, Request, Transport
 from kvtransfer.warm_up import WarmUpReceiver, maps_slot
 
 _WRONG_REFERENCE = frozenset(

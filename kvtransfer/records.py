@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attention.cache_ops import Converter
 from baton.errors import BatonError
+from kvcache.wire.conversion import Converter
 from kvtransfer.leases import Refusal
 from kvtransfer.link import LinkSpeed, choose_payload_bytes
 

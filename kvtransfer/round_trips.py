@@ -12,7 +12,7 @@ import torch
 
 from baton.errors import DataLoss
 from kvtransfer.segments import PING, PONG, Tag
-from kvtransfer.transport import Arrival, Transport
+from kvtransfer.transports.transport import Arrival, Transport
 
 _ROUND_TRIPS = 24
 # Nobody reads it: that it came is the message.

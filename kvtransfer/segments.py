@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from attention.spec import KVCacheSpec
 from baton.errors import ConfigError, InternalError
+from kvcache.spec import KVCacheSpec
 
 SENDER_BITS = 12
 LEASE_BITS = 36

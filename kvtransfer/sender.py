@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
 
-from attention.cache import PagedKVCache
 from baton.errors import BatonError, Cancelled, ConfigError, DataLoss
-from kvtransfer.movers import Mover, Pending
+from kvcache.cache import PagedKVCache
+from kvtransfer.movers.mover import Mover, Pending
 from kvtransfer.records import Ledger, Peer, SendJob, WarmUp
 from kvtransfer.segments import SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
 from kvtransfer.staging import Pools, Slot, StagingPool
-from kvtransfer.transport import Request, Transport
+from kvtransfer.transports.transport import Request, Transport
 from kvtransfer.warm_up import maps_slot, pattern, warm_up_segments
 
 T = TypeVar("T")

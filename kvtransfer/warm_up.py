@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError, DataLoss, PeerRefused
 from kvtransfer.link import LEAST_PAYLOAD_BYTES, message_cost_s
-from kvtransfer.movers import Reading
+from kvtransfer.movers.mover import Reading
 from kvtransfer.records import LinkMeasure
 from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, decode_trailer
 

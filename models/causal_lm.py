@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attention.cache import PagedKVCache
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
-from models.config import ModelConfig
+from kvcache.cache import PagedKVCache
+from models.config.model_config import ModelConfig
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
 from models.parallel import Joint, TensorParallel

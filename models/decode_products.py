@@ -4,7 +4,7 @@ the library's. Knows no family."""
 from torch import nn
 from torch.nn.functional import linear
 
-from attention.kernels.head_products import HeadProducts
+from attention.kernels.mla.head_products import HeadProducts
 from attention.mla import MLAAttention, library_heads_product
 from models.kernels.decode_matmul import DecodeMultiply
 from models.layers import Embedding

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
-from models.checkpoint import StoredTensor, read_checkpoint
-from models.config import ModelConfig
+from models.config.model_config import ModelConfig
+from models.weights.checkpoint import StoredTensor, read_checkpoint
 
 _SAMPLE_BYTES = 1024
 _SAMPLES = 4

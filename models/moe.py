@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from models.config import MoEConfig, Scoring, TopKMethod
-from models.fp8 import dequantize_blocks
+from models.config.model_config import MoEConfig, Scoring, TopKMethod
 from models.kernels.decode_matmul import DecodeMultiply
 from models.kernels.grouped_gemm import ExpertWeights, SharedWeights, run_gated_experts
 from models.kernels.routing import Choice, route
 from models.layers import GatedMLP, silu_and_multiply
 from models.linear import Multiply
+from models.quantization.fp8 import dequantize_blocks
 
 # Up to so many tokens, experts that every token goes through are computed by the routed ones' launches, unless their
 # first product reads more than this: by themselves, such products are as fast. Decode steps of DeepSeek-V2-Lite on an

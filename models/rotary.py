@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attention.rotation import Rotation
+from models.config.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from models.kernels.rotary import angles
-from models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 class Rotary(nn.Module):

@@ -11,20 +11,21 @@ from typing import Self
 
 import torch
 
-from attention.spec import KVCacheShape
 from baton import __version__
 from baton.config import NodeSettings
 from engine.build import Built, build_runner
-from engine.device_thread import StepRunner
+from engine.device.device_thread import StepRunner
 from engine.engine import Engine
 from engine.events import StepEvents
 from engine.request import EngineLimits
-from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused
+from kvcache.spec import KVCacheShape
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
+from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer, RankTransfer
 from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.transfer import KVTransfer, LeaseFilled, SegmentRefused
 from models.identity import ModelIdentity
-from models.kv_scales import kv_scales
 from models.parallel import SINGLE, TensorParallel
+from models.weights.kv_scales import kv_scales
 from node.describe import to_info
 from node.progress import LoadingProgress
 from node.ranks.group import RankGroup, Worker
@@ -32,8 +33,7 @@ from node.ranks.join import rank_device
 from node.ranks.remote import RemoteTransfer
 from node.ranks.runner import RankedRunner
 from node.ranks.steps import StepWriter
-from node.ranks.transfer import OnFilled, OnRefused, RankedTransfer, RankTransfer
-from protos import common_pb2, node_pb2
+from protos.baton.v1 import common_pb2, node_pb2
 
 log = logging.getLogger("baton")
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.flows import Link
 from kvtransfer.plan import Mismatch, NodeDescription
 from kvtransfer.records import LinkMeasure, WarmUp
-from protos import common_pb2 as pb
-from protos import decode_pb2
+from protos.baton.v1 import common_pb2 as pb
+from protos.baton.v1 import decode_pb2
 
 _KINDS = {KVKind.GQA: pb.KV_KIND_GQA, KVKind.MLA: pb.KV_KIND_MLA}
 _KINDS_BACK = {number: kind for kind, number in _KINDS.items()}

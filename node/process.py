@@ -26,14 +26,14 @@ from baton.rpc.server import (
     write_ready_file,
 )
 from engine.build import Built
-from engine.out_of_memory import describe_out_of_memory
+from engine.device.out_of_memory import describe_out_of_memory
 from models.parallel import SINGLE
 from node.assembly import Node, load
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.join import join, leave
 from node.service import SERVICE_NAME, NodeService
 from node.waiting import until
-from protos import common_pb2, node_pb2, node_pb2_grpc
+from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 Settings = TypeVar("Settings", bound=NodeSettings)
 

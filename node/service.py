@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import grpc
 
-from protos import node_pb2 as pb
-from protos import node_pb2_grpc
+from protos.baton.v1 import node_pb2 as pb
+from protos.baton.v1 import node_pb2_grpc
 
 SERVICE_NAME = "baton.v1.Node"
 

@@ -9,7 +9,7 @@ def main() -> None:
     from node.process import run_node
     from prefill_node.node import PrefillNode
     from prefill_node.service import PrefillService
-    from protos import common_pb2
+    from protos.baton.v1 import common_pb2
 
     run_node(
         "prefill_node",

@@ -16,13 +16,13 @@ from baton.rpc.status import to_detail
 from engine.engine import Engine
 from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
-from kvtransfer.node import SendJob, SentSegment
+from kvtransfer.ranked import RankedTransfer
 from kvtransfer.segments import LEASE_BITS
-from node.ranks.transfer import RankedTransfer
+from kvtransfer.transfer import SendJob, SentSegment
 from prefill_node.pairs import Pair
 from prefill_node.unsent import Part, Unsent
-from protos import common_pb2, decode_pb2
-from protos import prefill_pb2 as pb
+from protos.baton.v1 import common_pb2, decode_pb2
+from protos.baton.v1 import prefill_pb2 as pb
 
 Event = RequestStarted | LayersComputed | ChunkComputed | TokenSampled | RequestFailed
 Tell = Callable[[pb.PrefillEvent], Awaitable[None]]

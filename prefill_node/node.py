@@ -8,13 +8,13 @@ from baton.config import PrefillSettings
 from baton.errors import Cancelled, Draining, NoNode
 from engine.events import StepEvents
 from kvtransfer.layer_groups import choose_layers_per_group
-from kvtransfer.node import LeaseFilled, SegmentRefused
+from kvtransfer.transfer import LeaseFilled, SegmentRefused
 from node.assembly import Listener, Node
 from node.waiting import until
 from prefill_node.handover import Event, HandOver
 from prefill_node.pairs import Pair, Pairs
-from protos import common_pb2, node_pb2
-from protos import prefill_pb2 as pb
+from protos.baton.v1 import common_pb2, node_pb2
+from protos.baton.v1 import prefill_pb2 as pb
 
 
 class PrefillNode:

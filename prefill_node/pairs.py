@@ -19,6 +19,7 @@ from baton.rpc.status import from_rpc_error
 from kvtransfer.conversion import KVConversion, conversion_of
 from kvtransfer.link import LinkSpeed
 from kvtransfer.plan import PlanRefused, agree, links_between
+from kvtransfer.ranked import MOST_RANKS, RankedTransfer
 from node.assembly import Node
 from node.describe import (
     describe_conversion,
@@ -32,9 +33,8 @@ from node.describe import (
     to_mismatches,
 )
 from node.link_floor import below_floor
-from node.ranks.transfer import MOST_RANKS, RankedTransfer
-from protos import common_pb2, decode_pb2_grpc
-from protos import decode_pb2 as pb
+from protos.baton.v1 import common_pb2, decode_pb2_grpc
+from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 

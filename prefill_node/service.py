@@ -5,8 +5,8 @@ import grpc
 from baton.errors import BatonError
 from baton.rpc.status import abort
 from prefill_node.node import PrefillNode
-from protos import common_pb2, node_pb2, prefill_pb2_grpc
-from protos import prefill_pb2 as pb
+from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
+from protos.baton.v1 import prefill_pb2 as pb
 
 SERVICE_NAME = "baton.v1.Prefill"
 

@@ -1,5 +1,6 @@
-"""Builds the Python code of the `.proto` files beside this file; `make protos` and the package build call it."""
+"""Builds the Python code of the `.proto` files; `make protos` and the package build call it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def generate(*, with_stubs: bool = True) -> None:
-    """Writes `*_pb2.py` and `*_pb2_grpc.py` (and type stubs) into this folder.
+    """Writes `*_pb2.py` and `*_pb2_grpc.py` (and type stubs) beside the `.proto` files.
 
     Raises:
         RuntimeError: protoc refused a file; its own message is on stderr.
@@ -16,18 +17,29 @@ def generate(*, with_stubs: bool = True) -> None:
 
     from grpc_tools import protoc
 
-    stubs = [f"--mypy_out={HERE.parent}", f"--mypy_grpc_out={HERE.parent}"] if with_stubs else []
+    sources = sorted(HERE.rglob("*.proto"))
+    stubs = [f"--mypy_out={HERE}", f"--mypy_grpc_out={HERE}"] if with_stubs else []
     arguments = [
         "protoc",
-        f"-I{HERE.parent}",
+        f"-I{HERE}",
         f"-I{files('grpc_tools') / '_proto'}",
-        f"--python_out={HERE.parent}",
-        f"--grpc_python_out={HERE.parent}",
+        f"--python_out={HERE}",
+        f"--grpc_python_out={HERE}",
         *stubs,
-        *sorted(str(path) for path in HERE.glob("*.proto")),
+        *map(str, sources),
     ]
     if protoc.main(arguments) != 0:
         raise RuntimeError("protoc failed; see its message above")
+    for source in sources:
+        for path in source.parent.glob(f"{source.stem}_pb2*.py*"):
+            _import_from_protos(path)
+
+
+def _import_from_protos(path: Path) -> None:
+    """Generated imports follow the folders of the `.proto` files, `baton.v1`; that code lies in `protos.baton.v1`."""
+    text = re.sub(r"^from baton\.", "from protos.baton.", path.read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^import baton\.", "import protos.baton.", text, flags=re.MULTILINE)
+    path.write_text(re.sub(r"(?<![\w./'\"])baton\.v1\.(\w+_pb2)", r"protos.baton.v1.\1", text))
 
 
 if __name__ == "__main__":

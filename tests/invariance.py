@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.layout import parse_layout
 from attention.metadata import build_common_metadata
 from attention.selection import select_backend
-from attention.spec import KVCacheShape, KVKind
-from models.config_reader import read_config
-from models.families import attention_needs, kv_cache_spec
-from models.loader import load_model
+from kvcache.cache import PagedKVCache
+from kvcache.layout import parse_layout
+from kvcache.spec import KVCacheShape, KVKind
+from models.config.reader import read_config
+from models.families.table import attention_needs, kv_cache_spec
+from models.weights.loader import load_model
 
 MAX_REQUESTS = 40
 

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.blocksparse import BlocksparseParams
-from attention.cache_ops import WriteIndex
-from attention.kernels.blocksparse import blocksparse_prefill, can_read_directly
-from attention.kernels.blocksparse_decode import DecodePartials, blocksparse_decode, decode_pieces, new_decode_partials
-from attention.kernels.blocksparse_pattern import SPARSE_BLOCK_SIZES
+from attention.kernels.blocksparse.decode import DecodePartials, blocksparse_decode, decode_pieces, new_decode_partials
+from attention.kernels.blocksparse.pattern import SPARSE_BLOCK_SIZES
+from attention.kernels.blocksparse.prefill import blocksparse_prefill, can_read_directly
 from attention.layer_checks import check_heads
-from attention.layout import GQA_LAYOUTS
 from attention.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
@@ -27,8 +25,10 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.errors import ConfigError
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import GQA_LAYOUTS
+from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 
 _MAX_HEAD_SIZE = 256
 _HOPPER = 9  # the first number of its compute capability

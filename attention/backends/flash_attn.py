@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
-from attention.cache_ops import WriteIndex
 from attention.layer_checks import check_planned
-from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from attention.spec import KVKind
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import GQA_LAYOUTS
+from kvcache.spec import KVKind
 
 
 @dataclass(frozen=True)

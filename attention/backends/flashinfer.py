@@ -12,15 +12,15 @@ from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.backends.flashinfer_wrappers import Prefills, Wrappers
-from attention.cache_ops import WriteIndex
 from attention.cascade import worth_sharing
 from attention.layer_checks import check_planned, check_shared
-from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from attention.spec import FP8_DTYPES, KVKind
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import GQA_LAYOUTS
+from kvcache.spec import FP8_DTYPES, KVKind
 
 # Their keys are the call's own, of which no cache has changed the scale.
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

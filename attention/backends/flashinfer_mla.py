@@ -15,15 +15,15 @@ from torch import Tensor
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
 from attention.backends.flashinfer_plan import WORKSPACE_BYTES, Planned
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
-from attention.cache import TORCH_DTYPES
-from attention.cache_ops import WriteIndex
-from attention.layout import MLA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import KVKind
+from kvcache.cache import TORCH_DTYPES
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import MLA_LAYOUTS
+from kvcache.spec import KVKind
 
 LATENT_RANK = 512
 ROTARY_DIM = 64

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from attention.backend import AttentionNeeds
 from attention.backends.flashinfer_plan import WORKSPACE_BYTES, BlockLister, BlockLists, Planned
-from attention.cache import TORCH_DTYPES
 from attention.metadata import CommonAttentionMetadata
 from attention.parameters import get_per_layer_parameters, infer_global_hyperparameters
 from attention.platform import Platform
-from attention.spec import FP8_DTYPES
+from kvcache.cache import TORCH_DTYPES
+from kvcache.spec import FP8_DTYPES
 
 # Rows of queries in one tile of flashinfer's largest kernel, and tiles in flight per multiprocessor.
 _MAX_TILE_ROWS = 128

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, RaggedLens
-from attention.cache import TORCH_DTYPES
-from attention.kernels.ragged import ragged_attention
+from attention.kernels.paged.ragged import ragged_attention
 from baton.errors import ConfigError
+from kvcache.cache import TORCH_DTYPES
 
 
 def new_workspace(needs: AttentionNeeds, context_workspace_tokens: int) -> Tensor:

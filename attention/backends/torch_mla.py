@@ -14,15 +14,15 @@ from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, 
 from attention.backends.invariance import check_decodes_first
 from attention.backends.mla_prefills import new_workspace
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
-from attention.cache import TORCH_DTYPES
-from attention.cache_ops import WriteIndex
-from attention.layout import MLA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.cache import TORCH_DTYPES
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import MLA_LAYOUTS
+from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 
 # Queries whose scores are in memory at once; with the workspace this bounds them whatever prompt and context.
 _PIECE_TOKENS = 256

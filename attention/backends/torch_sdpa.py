@@ -13,15 +13,15 @@ from attention.backends.invariance import check_decodes_first
 from attention.backends.torch_decodes import DecodeGroup, attend_decodes, plan_decodes
 from attention.backends.torch_prefills import Prefills, attend_prefills, plan_prefills
 from attention.backends.torch_sight import Sight
-from attention.cache import TORCH_DTYPES
-from attention.cache_ops import WriteIndex
-from attention.fp8 import dequantize
-from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.cache import TORCH_DTYPES
+from kvcache.cache_ops import WriteIndex
+from kvcache.fp8 import dequantize
+from kvcache.layout import GQA_LAYOUTS
+from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 
 
 @dataclass(frozen=True)

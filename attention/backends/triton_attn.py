@@ -12,18 +12,18 @@ from torch import Tensor
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
 from attention.backends.triton_metadata import TritonAttentionBuilder, TritonAttentionMetadata
 from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
-from attention.fp8 import is_fp8
-from attention.kernels.decode import decode_attention
-from attention.kernels.decode_plan import DecodePlan
-from attention.kernels.ragged import ragged_attention
-from attention.kernels.unified import unified_attention
+from attention.kernels.decode.attend import decode_attention
+from attention.kernels.decode.plan import DecodePlan
+from attention.kernels.paged.ragged import ragged_attention
+from attention.kernels.paged.unified import unified_attention
 from attention.layer_checks import check_heads
-from attention.layout import GQA_LAYOUTS
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from attention.scales import KVScales
-from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.fp8 import is_fp8
+from kvcache.layout import GQA_LAYOUTS
+from kvcache.scales import KVScales
+from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 

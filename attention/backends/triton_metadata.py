@@ -12,10 +12,8 @@ from torch import Tensor
 
 from attention.backend import AttentionNeeds
 from attention.backends.invariance import ANY_QUERY_LEN, MAX_SPLITS, SPLIT_KEYS, check_decodes_first
-from attention.cache import TORCH_DTYPES
-from attention.cache_ops import WriteIndex
 from attention.cascade import SharedPrefix, share_prefix, worth_sharing
-from attention.kernels.decode_plan import (
+from attention.kernels.decode.plan import (
     DecodePlan,
     decode_tiling,
     new_decode_plan,
@@ -26,6 +24,8 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
+from kvcache.cache import TORCH_DTYPES
+from kvcache.cache_ops import WriteIndex
 
 
 class DecodePlans:

@@ -12,16 +12,16 @@ from torch import Tensor
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
 from attention.backends.invariance import ANY_QUERY_LEN, check_decodes_first, split_tokens_of
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
-from attention.cache_ops import WriteIndex
-from attention.kernels.mla_decode import make_mla_decode_plan, mla_decode_attention
-from attention.layout import MLA_LAYOUTS
+from attention.kernels.mla.decode import make_mla_decode_plan, mla_decode_attention
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from baton.errors import InternalError
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import MLA_LAYOUTS
+from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 
 
 @dataclass(frozen=True)

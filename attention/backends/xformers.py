@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities
-from attention.cache_ops import WriteIndex
-from attention.kernels.unified import unified_attention
-from attention.layout import KVCacheLayout
+from attention.kernels.paged.unified import unified_attention
 from attention.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
@@ -24,7 +22,9 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import KVKind
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 
 _SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
 _FLASH_BLOCK_MULTIPLE = 256

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.client import Client
-from protos import common_pb2, generation_pb2
+from protos.baton.v1 import common_pb2, generation_pb2
 
 _WIDTH_IN_FILES = 160
 

@@ -20,7 +20,7 @@ from baton.client import Client
 from baton.config import DEMO_MODELS, is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError
 from baton.types import LocalPolicy, SamplingParams
-from protos import common_pb2
+from protos.baton.v1 import common_pb2
 
 _PAIRED_TIMEOUT_S = 60.0
 # Of a GPU's memory, for all nodes on it together.

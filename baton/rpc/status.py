@@ -8,7 +8,7 @@ from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton import errors
-from protos import common_pb2 as pb
+from protos.baton.v1 import common_pb2 as pb
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

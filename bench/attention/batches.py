@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from attention.spec import KVCacheShape, KVCacheSpec
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec
 
 # Of each of the first requests so many last queries are compared with the reference.
 CHECKED_REQUESTS = 2

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.cache_ops import TokenRanges, WriteIndex, gather_tokens, store_kv
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
-from attention.wire import gather_to_wire, scatter_from_wire
 from bench.attention.figures import Work, moved_row
 from bench.attention.measure import Ceilings, microseconds
 from bench.table import Row
+from kvcache.cache import PagedKVCache
+from kvcache.cache_ops import TokenRanges, WriteIndex, gather_tokens, store_kv
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 TOKENS = 8192

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from attention.spec import KVCacheSpec
 from bench.attention.measure import Ceilings
-from models.config import GQAConfig, MLAConfig, ModelConfig
+from kvcache.spec import KVCacheSpec
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig
 
 _EXPERTS = ".experts."
 _EMBEDDING = "embed_tokens."

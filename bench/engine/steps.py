@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow, SampleRow
 from engine.build import Built
+from engine.device.runner import ModelRunner
 from engine.request import EngineLimits, EngineRequest, IntArray, int_array
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 _WARM_STEPS = 4

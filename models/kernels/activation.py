@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
-from attention.kernels.rounding import round_to
+from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
+from tritonlib.rounding import round_to
 
 # Of gate and of up, that one program reads: twice 16 bytes of bf16 of each per thread.
 _TILE = 2048

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.launch import interpreted, overlap
 from models.kernels.decode_matmul_kernel import multiply_few_rows
+from tritonlib.launch import interpreted, overlap
 
 # More tokens than this are the library's.
 MAX_TOKENS = 64

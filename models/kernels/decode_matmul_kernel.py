@@ -7,8 +7,8 @@ in 8s. A step is one block of a tile's channels. Legend: N rows of the weight, M
 import triton
 import triton.language as tl
 
-from attention.kernels.launch import await_predecessors, bound, start_dependents
-from attention.kernels.rounding import round_to
+from tritonlib.launch import await_predecessors, bound, start_dependents
+from tritonlib.rounding import round_to
 
 # Partial sums that are on their way at once while they are added up.
 _AT_ONCE = tl.constexpr(4)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 # Up to here every program counts all assignments itself, which saves a launch.
 _COUNTED_BY_EACH = 4096

@@ -3,7 +3,7 @@ in float32, for the cores themselves keep too few bits of long sums.
 
 For few tokens the weights are the tall side of each tile and the channels are cut among several programs, of which the
 last to arrive adds up what all found, always in the same order. Programs do not overlap the kernel in front: they
-would wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.fp8.multiply`.
+would wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.quantization.fp8.multiply`.
 
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.fp8 import from_fp8
-from attention.kernels.launch import bound, interpreted
-from models.quantization import FP8_BLOCK
+from models.quantization.scheme import FP8_BLOCK
+from tritonlib.fp8 import from_fp8
+from tritonlib.launch import bound, interpreted
 
 # Of fp8 numbers, a load of 16 bytes.
 ALIGNMENT = 16

@@ -1,5 +1,6 @@
 """Activations in fp8, for products with fp8 weights: one scale per token, one for every 128 of its channels, or one
-that is known. A token's numbers depend on nothing else in the batch. The twin is `models.fp8`, which runs on a CPU.
+that is known. A token's numbers depend on nothing else in the batch. The twin, for a CPU, is
+`models.quantization.fp8`.
 
 Legend: T tokens, P those and padding, K channels, C columns of scales.
 """
@@ -9,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.fp8 import to_fp8
-from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
-from models import fp8
-from models.quantization import FP8_BLOCK
+from models.quantization import fp8
+from models.quantization.scheme import FP8_BLOCK
+from tritonlib.fp8 import to_fp8
+from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 
 # Blocks of 128 channels in one program: 16 bytes of bf16 in each thread of four warps.
 _COLUMNS = 8

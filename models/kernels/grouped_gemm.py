@@ -16,10 +16,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.launch import interpreted, overlap
 from models.kernels.expert_order import ExpertOrder, order_by_expert
 from models.kernels.grouped_gemm_kernel import grouped_down, grouped_gate_up, sum_choices
 from models.kernels.grouped_gemm_tiles import Tiles, tiles_for
+from tritonlib.launch import interpreted, overlap
 
 # From tiles of so many tokens on the copy engine (TMA) reads the rows of the second product, which lie in order.
 _ROWS_BY_MAP = 128

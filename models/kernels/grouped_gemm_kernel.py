@@ -9,7 +9,6 @@ M row of a tile (one assignment each, or a token), N output channel, K input cha
 import triton
 import triton.language as tl
 
-from attention.kernels.launch import await_predecessors, start_dependents
 from models.kernels.grouped_gemm_parts import (
     add_product,
     assignments,
@@ -22,6 +21,7 @@ from models.kernels.grouped_gemm_parts import (
     tile_and_block,
     weight_tile,
 )
+from tritonlib.launch import await_predecessors, start_dependents
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.launch import bound, interpreted
+from tritonlib.launch import bound, interpreted
 
 # Rows that a CPU's library gets at once. One row costs 3 to 5 times as much as alone, 256 rows 2 to 3 times.
 _CPU_ROWS = 16

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
-from attention.kernels.rounding import round_to
 from attention.rotation import RowNorm
+from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
+from tritonlib.rounding import round_to
 
 # Of a row per thread: two loads of 16 bytes of bf16.
 _CHANNELS_PER_THREAD = 16

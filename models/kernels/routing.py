@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import await_predecessors, interpreted, overlap, start_dependents
+from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 
 # Channels of a part: few tokens have too few products to keep the GPU busy otherwise. Many have parts that are worth
 # writing down and adding up again.

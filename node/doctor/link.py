@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from kvtransfer.transport import REACH_GPU_MEMORY, Arrival, Request, Transport, open_transport
+from kvtransfer.transports.table import open_transport
+from kvtransfer.transports.transport import REACH_GPU_MEMORY, Arrival, Request, Transport
 from node.doctor.cures import THROUGH_HOST, cure_for
 from node.doctor.verdict import Verdict, fail, ok
 

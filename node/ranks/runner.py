@@ -9,9 +9,9 @@ from typing import NoReturn
 
 from baton.types import TokenOutput
 from engine.batch import Batch
-from engine.layer_marks import OnMark
+from engine.device.layer_marks import OnMark
+from engine.device.runner import LaunchedStep, ModelRunner
 from engine.request import ModelFacts
-from engine.runner import LaunchedStep, ModelRunner
 from node.ranks.steps import StepWriter
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.errors import BatonError, InternalError
-from kvtransfer.node import KVTransfer
+from kvtransfer.ranked import OnFilled, OnRefused
+from kvtransfer.transfer import KVTransfer
 from node.ranks.channel import AsyncChannel, Channel
 from node.ranks.messages import Answer, Beat, Call, Cancel, Close, Start
-from node.ranks.transfer import OnFilled, OnRefused
 
 log = logging.getLogger("baton")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from engine.batch import Batch
 from engine.batch_stream import BatchReader, BatchWriter
-from engine.in_flight import STEPS_MAX
-from engine.runner import LaunchedStep, ModelRunner
+from engine.device.runner import LaunchedStep, ModelRunner
+from engine.scheduling.in_flight import STEPS_MAX
 from node.ranks.channel import Channel
 
 # In place of a batch: prepare the runner.

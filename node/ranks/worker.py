@@ -18,15 +18,15 @@ from baton.config import NodeSettings
 from baton.errors import ConfigError
 from baton.rpc.server import set_up_logging
 from engine.build import Built
-from engine.out_of_memory import describe_out_of_memory
-from kvtransfer.node import KVTransfer
+from engine.device.out_of_memory import describe_out_of_memory
+from kvtransfer.ranked import OnFilled, OnRefused
+from kvtransfer.transfer import KVTransfer
 from node.assembly import load, open_transfer
 from node.ranks.channel import Channel
 from node.ranks.join import join, leave
 from node.ranks.messages import Setup, Up
 from node.ranks.serving import TransferServer
 from node.ranks.steps import follow
-from node.ranks.transfer import OnFilled, OnRefused
 
 log = logging.getLogger("baton")
 

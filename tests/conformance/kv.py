@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
-from kvtransfer.movers import MakeMover, open_mover
-from kvtransfer.node import KVTransfer, LeaseFilled, SegmentRefused, SendJob
+from kvtransfer.movers.mover import MakeMover
+from kvtransfer.movers.table import open_mover
+from kvtransfer.transfer import KVTransfer, LeaseFilled, SegmentRefused, SendJob
 from tests.conformance.late import Script, late
 
 GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import BatonError
-from kvtransfer.node import KVTransfer
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import DEADLINE_S, Heard
 
 # 1 MiB for 128 tokens of one layer, so that a request takes many messages that do not fit into any queue.

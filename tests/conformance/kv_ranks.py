@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.spec import KVCacheShape, KVCacheSpec
+from kvcache.cache import PagedKVCache
+from kvcache.spec import KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, Link, flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
-from kvtransfer.node import KVTransfer, SegmentRefused, SentSegment
+from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer
 from kvtransfer.segments import TRAILER_BYTES
-from node.ranks.transfer import OnFilled, OnRefused, RankedTransfer
+from kvtransfer.transfer import KVTransfer, SegmentRefused, SentSegment
 from tests.conformance.kv import DEADLINE_S, DECODE_INCARNATION, PREFILL_INCARNATION, eventually, job
 from tests.conformance.kv_matrix import (
     LONGEST,

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attention.spec import KVCacheSpec, KVKind
 from baton.errors import BatonError, DataLoss
+from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseTotals
-from kvtransfer.movers import PlacedBlocks
+from kvtransfer.movers.cpu import PlacedBlocks
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
 from kvtransfer.staging import Slot
-from kvtransfer.transport import Arrival
+from kvtransfer.transports.transport import Arrival
 from tests.conformance.kv_sides import CANCELLED, CANCELLING, READ, READING, RECEIVED, RECEIVING, SCATTERING
 
 SPEC = KVCacheSpec(KVKind.MLA, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")

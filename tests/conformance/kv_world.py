@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape
 from kvtransfer.coverage import Coverage, _Claim
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, _Lease
 from kvtransfer.receiver import Receiver, _Reception

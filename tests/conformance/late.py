@@ -9,9 +9,10 @@ from functools import partial
 
 import torch
 
-from attention.cache import PagedKVCache
-from attention.wire_conversion import Converter
-from kvtransfer.movers import Blocks, CpuMover, Done, DoneReading
+from kvcache.cache import PagedKVCache
+from kvcache.wire.conversion import Converter
+from kvtransfer.movers.cpu import CpuMover
+from kvtransfer.movers.mover import Blocks, Done, DoneReading
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.fp8 import quantize
-from attention.layout import KVCacheLayout
-from attention.spec import FP8_DTYPES, KVCacheSpec, KVKind
 from baton.errors import ConfigError
 from baton.types import SamplingParams, TokenOutput
 from engine.build import Built, build_runner
+from kvcache.cache import PagedKVCache
+from kvcache.fp8 import quantize
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import FP8_DTYPES, KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
-from kvtransfer.node import LeaseGrant
-from models.kv_scales import kv_scales
+from kvtransfer.transfer import LeaseGrant
+from models.weights.kv_scales import kv_scales
 from tests.conformance.kv import (
     GQA,
     LATE,

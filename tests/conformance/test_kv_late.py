@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
 from baton.errors import Cancelled, DataLoss, InternalError
-from kvtransfer.movers import Done
-from kvtransfer.node import KVTransfer, LeaseGrant
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvtransfer.movers.mover import Done
+from kvtransfer.transfer import KVTransfer, LeaseGrant
 from tests.conformance.kv import (
     GQA,
     PEER,

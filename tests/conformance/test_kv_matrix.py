@@ -15,10 +15,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from attention.cache import PagedKVCache
-from attention.cache_ops import digest_on_device, gather_to_wire, scatter_from_wire
-from attention.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from attention.spec import KVCacheSpec
+from kvcache.cache import PagedKVCache
+from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from kvcache.spec import KVCacheSpec
+from kvcache.wire.digest import digest_on_device
+from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvtransfer.segments import Piece, Segment, cut
 from tests.conformance.covering import pairs_of
 from tests.conformance.kv_child import Child, child
@@ -65,7 +66,7 @@ NODES = Nodes(
 REQUEST = Request(Length(3, "P", 3), prefix_p="partial", prefix_d="partial", chunks="several")
 
 # What moves a cache's bytes, where the tests change it.
-GATHER, SCATTER = "kvtransfer.movers.gather_to_wire", "kvtransfer.movers.scatter_from_wire"
+GATHER, SCATTER = "kvtransfer.movers.cpu.gather_to_wire", "kvtransfer.movers.cpu.scatter_from_wire"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheSpec, KVKind
 from baton.errors import DataLoss, Draining, InternalError, PeerRefused, UnknownLease
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.flows import Flow, Link, flows, heads_of
 from kvtransfer.leases import Refusal
-from kvtransfer.node import KVTransfer, LeaseFilled, LeaseGrant
+from kvtransfer.ranked import MakeTransfer, OnFilled, OnRefused, RankedTransfer
 from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.transfer import KVTransfer, LeaseFilled, LeaseGrant
 from node.ranks.channel import Channel
 from node.ranks.remote import RemoteTransfer
 from node.ranks.serving import TransferServer
-from node.ranks.transfer import MakeTransfer, OnFilled, OnRefused, RankedTransfer
 from tests.conformance.kv import (
     DECODE_INCARNATION,
     PREFILL_INCARNATION,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.node import KVTransfer, LeaseGrant
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.transfer import KVTransfer, LeaseGrant
 from tests.conformance.kv import (
     DECODE_INCARNATION,
     PEER,

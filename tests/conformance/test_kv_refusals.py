@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.cache_ops import digest, gather_to_wire
-from attention.layout import KVCacheLayout
-from kvtransfer.node import KVTransfer, LeaseGrant, Refusal
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.wire.digest import digest
+from kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.segments import Segment, Tag
-from kvtransfer.transport import Transport, open_transport
+from kvtransfer.transfer import KVTransfer, LeaseGrant, Refusal
+from kvtransfer.transports.table import open_transport
+from kvtransfer.transports.transport import Transport
 from tests.conformance.kv import (
     DECODE_INCARNATION,
     GQA,

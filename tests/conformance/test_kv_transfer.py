@@ -8,14 +8,15 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from attention.cache import PagedKVCache
-from attention.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
-from attention.spec import KVCacheSpec
 from baton.errors import ConfigError, DataLoss, DeadlineExceeded, InternalError, PeerRefused, UnknownLease
-from kvtransfer.movers import CpuMover, open_mover
-from kvtransfer.node import LeaseGrant
+from kvcache.cache import PagedKVCache
+from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from kvcache.spec import KVCacheSpec
+from kvtransfer.movers.cpu import CpuMover
+from kvtransfer.movers.table import open_mover
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.staging import StagingPool
+from kvtransfer.transfer import LeaseGrant
 from tests.conformance.kv import (
     GQA,
     LATE,

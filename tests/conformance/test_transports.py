@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, DataLoss, PeerRefused
-from kvtransfer.transport import Arrival, Request, Transport, open_transport
+from kvtransfer.transports.table import open_transport
+from kvtransfer.transports.transport import Arrival, Request, Transport
 
 NAMES = ("loopback", "ucx")
 DEADLINE_S = 10.0

@@ -5,11 +5,11 @@ import re
 import kubernetes_validate
 import pytest
 
-from attention.layout import parse_layout
 from baton.config import MIB, CommonSettings, NodeSettings
 from baton.rpc.server import Address
 from engine.build import CPU_CACHE_BYTES
-from protos import decode_pb2, generation_pb2, prefill_pb2
+from kvcache.layout import parse_layout
+from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
 
 # The oldest release with `preStop.sleep` on by default, and the newest one with schemas at hand.

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend
-from attention.cache import PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from attention.selection import BackendClass
-from attention.spec import KVKind
+from kvcache.cache import PagedKVCache
+from kvcache.spec import KVKind
 from tests.conformance.attention.batches import Batch
 from tests.conformance.attention.gqa import Shape, backend_of, gqa_case
 from tests.conformance.attention.mla import DEEPSEEK, MLAShape, mla_backend_of, mla_case

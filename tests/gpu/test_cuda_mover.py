@@ -7,12 +7,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attention.cache import PagedKVCache
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import InternalError
-from kvtransfer.cuda_mover import CudaMover
-from kvtransfer.movers import CpuMover, Pending
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvtransfer.movers.cpu import CpuMover
+from kvtransfer.movers.cuda import CudaMover
+from kvtransfer.movers.mover import Pending
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.staging import Slot
 from tests.conformance.kv import DEADLINE_S

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from models.config import MoEConfig, Scoring, TopKMethod
+from models.config.model_config import MoEConfig, Scoring, TopKMethod
 from models.moe import Experts, MoE, Router
 from tests.conformance.attention.oracle import relative_error
 

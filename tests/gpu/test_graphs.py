@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
 from attention.metadata import build_common_metadata
 from attention.selection import BackendClass
-from attention.spec import KVKind
 from baton.config import DEMO_MODELS
 from engine.batch import Batch, BatchRow
 from engine.build import Built
-from engine.graphs import DecodeGraphs, GraphSettings, capture_sizes
-from engine.runner import LaunchedStep, ModelRunner
+from engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes
+from engine.device.runner import LaunchedStep, ModelRunner
+from kvcache.cache import PagedKVCache
+from kvcache.spec import KVKind
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import backend_name, backends_here
 from tests.conformance.attention.selected import block_sizes_of

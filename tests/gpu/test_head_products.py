@@ -10,17 +10,17 @@ from torch.nn.functional import rms_norm
 
 from attention.backend import AttentionNeeds, MLABackend, MLADims
 from attention.backends.triton_mla import TritonMLA
-from attention.cache import PagedKVCache
-from attention.kernels import launch
-from attention.kernels.head_products import MAX_TOKENS, HeadProducts
-from attention.layout import KVCacheLayout
+from attention.kernels.mla.head_products import MAX_TOKENS, HeadProducts
 from attention.metadata import build_common_metadata
 from attention.mla import MLAAttention, library_heads_product
 from attention.platform import probe_platform
 from attention.rotation import Rotation
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from models.layers import RMSNorm
 from tests.conformance.attention.oracle import relative_error
+from tritonlib import launch
 
 pytestmark = pytest.mark.gpu
 

@@ -7,20 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.cache import PagedKVCache
-from attention.cache_ops import (
-    Converter,
-    WriteIndex,
-    digest,
-    gather_to_wire,
-    open_converter,
-    store_kv,
-    store_latent,
-)
-from attention.layout import KVCacheLayout
-from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.cuda_mover import CudaMover
-from kvtransfer.movers import Pending
+from kvcache.cache import PagedKVCache
+from kvcache.cache_ops import WriteIndex, store_kv, store_latent
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from kvcache.wire.conversion import Converter, open_converter
+from kvcache.wire.digest import digest
+from kvcache.wire.gather_scatter import gather_to_wire
+from kvtransfer.movers.cuda import CudaMover
+from kvtransfer.movers.mover import Pending
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from tests.conformance.kv import DEADLINE_S, scattered_blocks
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
-from attention.cache_ops import digest, gather_to_wire
-from attention.layout import KVCacheLayout
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.node import KVTransfer, LeaseGrant, LinkMeasure, Refusal, WarmUp
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.wire.digest import digest
+from kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
-from kvtransfer.transport import open_transport
+from kvtransfer.transfer import KVTransfer, LeaseGrant, LinkMeasure, Refusal, WarmUp
+from kvtransfer.transports.table import open_transport
 from node.doctor.link import measure
 from tests.conformance.kv import (
     DECODE_INCARNATION,

@@ -7,7 +7,7 @@ import torch
 from baton.config import DEMO_MODELS
 from baton.types import SamplingParams
 from engine.batch import Batch, BatchRow, SampleRow
-from engine.layer_marks import LayerMark
+from engine.device.layer_marks import LayerMark
 from engine.request import int_array
 from tests.gpu.demo import build_demo
 from tests.unit.engine.tiny import prompt_of

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from attention.kernels import launch
 from baton.config import DEMO_MODELS
 from engine.batch import BatchRow
 from engine.build import Built
-from engine.graphs import DecodeGraphs, GraphSettings
+from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.request import int_array
 from tests.gpu.demo import build_demo
+from tritonlib import launch
 
 pytestmark = pytest.mark.gpu
 

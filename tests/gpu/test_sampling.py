@@ -8,9 +8,9 @@ import torch
 
 from baton.types import SamplingParams, TokenOutput
 from engine.batch import SampleRow
-from engine.choice import SamplingArrays, SamplingBuffers, choose_tokens
 from engine.request import int_array
-from engine.sampler import sample
+from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.sampling.sampler import sample
 
 # Without the filter the warning that `set_sync_debug_mode` gives once is an error, and the mode stays on.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]

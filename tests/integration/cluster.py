@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.cli.processes import Process, Processes
 from baton.config import DEMO_MODELS
 from baton.rpc.server import connect
-from protos import node_pb2, node_pb2_grpc
+from protos.baton.v1 import node_pb2, node_pb2_grpc
 
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"

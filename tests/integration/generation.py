@@ -10,9 +10,9 @@ from baton.convert import receipt_from_proto, sampling_to_proto
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.types import Receipt, SamplingParams
-from protos import common_pb2
-from protos import generation_pb2 as pb
-from protos.generation_pb2_grpc import GenerationStub
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1.generation_pb2_grpc import GenerationStub
 
 
 @dataclass

@@ -13,8 +13,8 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, UnknownModel
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from protos import generation_pb2 as pb
-from protos.generation_pb2_grpc import GenerationStub
+from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import LLAMA
 from tests.integration.up import BATON, Up, interrupt, start_up
 

@@ -12,9 +12,9 @@ from baton.errors import Cancelled, DeadlineExceeded, Draining, NoNode, Overload
 from baton.rpc.server import connect
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
-from protos import common_pb2
-from protos import generation_pb2 as pb
-from protos.generation_pb2_grpc import GenerationStub
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference

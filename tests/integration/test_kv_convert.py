@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.types import Path, SamplingParams
-from protos import common_pb2
+from protos.baton.v1 import common_pb2
 from tests.integration.cluster import LLAMA, Flags, Machines, machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.test_links import shown

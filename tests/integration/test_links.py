@@ -16,7 +16,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.rpc.server import connect
 from baton.types import SamplingParams
-from protos import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
+from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.integration.cluster import LLAMA, Flags, Machines, machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 

@@ -8,7 +8,7 @@ import pytest
 from baton.rpc.server import connect
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
-from protos import prefill_pb2, prefill_pb2_grpc
+from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.integration.cluster import LLAMA, Machines, machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference

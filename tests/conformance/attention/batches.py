@@ -9,9 +9,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from attention.cache import PagedKVCache
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from attention.spec import KVCacheShape, KVCacheSpec
+from kvcache.cache import PagedKVCache
+from kvcache.spec import KVCacheShape, KVCacheSpec
 from tests.device import DEVICE
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from attention.backend import AttentionBackend, AttentionFeature, AttentionNeeds
-from attention.cache import TORCH_DTYPES, PagedKVCache
 from attention.layer import Attention
-from attention.layout import KVCacheLayout
 from attention.parameters import AttentionParameters
-from attention.scales import KVScales
 from attention.selection import BackendClass
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.cache import TORCH_DTYPES, PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.scales import KVScales
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.conformance.attention.batches import Batch, make_batch, poisoned_cache
 from tests.conformance.attention.oracle import attend, pattern_by_definition
 from tests.conformance.attention.platform_backends import PLATFORM

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from attention.backend import AttentionBackend, AttentionNeeds, MLADims
-from attention.cache import TORCH_DTYPES, PagedKVCache
-from attention.layout import KVCacheLayout
 from attention.mla import MLAAttention
 from attention.selection import BackendClass
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.cache import TORCH_DTYPES, PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.conformance.attention.batches import Batch, make_batch, poisoned_cache
 from tests.conformance.attention.oracle import attend
 from tests.conformance.attention.platform_backends import PLATFORM

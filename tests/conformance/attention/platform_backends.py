@@ -4,10 +4,10 @@ On a CPU Triton's backends run in the interpreter. A backend whose package is no
 """
 
 from attention.backend import AttentionNeeds, BackendCapabilities
-from attention.layout import KVCacheLayout
 from attention.platform import probe_platform
 from attention.selection import BACKENDS, BackendClass, reasons_against
-from attention.spec import DTYPE_BYTES, KVKind
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import DTYPE_BYTES, KVKind
 from tests.device import DEVICE
 
 PLATFORM = probe_platform(DEVICE)

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from itertools import product
 
-from attention.layout import KVCacheLayout
 from attention.selection import BackendClass
+from kvcache.layout import KVCacheLayout
 from tests.conformance.attention.batches import batches
 from tests.conformance.attention.platform_backends import dtypes_here
 from tests.conformance.attention.settings import SETTINGS, Setting

@@ -10,8 +10,8 @@ from torch import Tensor
 from attention.backend import AttentionBackend
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.selection import BackendClass
-from attention.spec import KVKind
 from baton.errors import InternalError
+from kvcache.spec import KVKind
 from models.kernels.matmul import multiply_heads_invariant, multiply_invariant
 from models.linear import Linear
 from tests.conformance.attention import gqa, mla

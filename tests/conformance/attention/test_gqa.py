@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from attention.backend import AttentionFeature
-from attention.layout import GQA_LAYOUTS, KVCacheLayout
 from attention.parameters import AttentionType
 from attention.selection import BackendClass
-from attention.spec import KVKind
 from baton.errors import InternalError
+from kvcache.layout import GQA_LAYOUTS, KVCacheLayout
+from kvcache.spec import KVKind
 from tests.conformance.attention.batches import LONG, Batch
 from tests.conformance.attention.gqa import LAYER, Shape, backend_of, gqa_case
 from tests.conformance.attention.oracle import relative_error

@@ -7,12 +7,12 @@ from torch import nn
 
 from attention.backend import AttentionNeeds
 from attention.backends.torch_sdpa import TorchSDPA
-from attention.layout import KVCacheLayout
 from attention.mla import MLAAttention
 from attention.platform import Platform
 from attention.selection import BackendClass
-from attention.spec import KVKind
 from baton.errors import ConfigError
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 from tests.conformance.attention.batches import LONG
 from tests.conformance.attention.mla import DEEPSEEK, LAYER, TINY, MLAShape, mla_backend_of, mla_case
 from tests.conformance.attention.oracle import relative_error

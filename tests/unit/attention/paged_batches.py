@@ -9,13 +9,13 @@ from torch import Tensor
 
 from attention.backend import AttentionBackend, AttentionNeeds
 from attention.backends.triton_attn import TritonAttention
-from attention.cache import TORCH_DTYPES
-from attention.layout import KVCacheLayout
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, build_common_metadata
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.scales import KVScales
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.cache import TORCH_DTYPES
+from kvcache.layout import KVCacheLayout
+from kvcache.scales import KVScales
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.conformance.attention.batches import poisoned_cache
 from tests.conformance.attention.oracle import attend
 from tests.conformance.attention.settings import Setting

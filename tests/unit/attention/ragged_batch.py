@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from attention.kernels.unified_call import Features
+from attention.kernels.paged.call import Features
 from tests.device import DEVICE
 
 SCALE = 0.3

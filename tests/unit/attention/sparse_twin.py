@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attention.blocksparse import BlocksparseParams
 from attention.blocksparse_mask import token_mask
-from attention.cache import TORCH_DTYPES, PagedKVCache
-from attention.layout import KVCacheLayout
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
-from attention.spec import KV_DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
+from kvcache.cache import TORCH_DTYPES, PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KV_DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from attention.backend import AttentionFeature, AttentionNeeds
 from attention.backends.blocksparse import BlocksparseFlashAttention
 from attention.blocksparse import BlocksparseParams
-from attention.layout import KVCacheLayout
 from attention.parameters import AttentionParameters
 from attention.platform import probe_platform
-from attention.scales import KVScales
 from attention.selection import reasons_against
-from attention.spec import KVKind
 from baton.errors import ConfigError, InternalError
+from kvcache.layout import KVCacheLayout
+from kvcache.scales import KVScales
+from kvcache.spec import KVKind
 from tests.device import DEVICE
 from tests.unit.attention.sparse_twin import SparseCase, expected, make_case, relative_error
 

@@ -12,7 +12,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from attention.kernels import blocksparse, blocksparse_decode, decode, digest, gather, mla_decode_plain
 from attention.kernels import unified_kernel, wire, wire_conversion
-from attention.kernels.launch import _GLUON_VERSIONS
+from tritonlib.launch import _GLUON_VERSIONS
 import triton
 
 kernels = [unified_kernel.attend_tile, decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]

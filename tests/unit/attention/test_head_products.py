@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.kernels import head_products
-from attention.kernels.head_products import MAX_TOKENS, HeadProducts, Tile, choose, multiply_heads
+from attention.kernels.mla import head_products
+from attention.kernels.mla.head_products import MAX_TOKENS, HeadProducts, Tile, choose, multiply_heads
 from tests.device import DEVICE
 
 HEADS, SMS = 3, 132

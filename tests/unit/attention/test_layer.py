@@ -15,17 +15,17 @@ from attention.backend import AttentionFeature, AttentionNeeds
 from attention.backends.torch_mla import TorchMLA
 from attention.backends.torch_sdpa import TorchSDPA
 from attention.blocksparse import BlocksparseParams
-from attention.cache import TORCH_DTYPES, PagedKVCache
-from attention.cache_ops import WriteIndex
 from attention.layer import Attention
 from attention.layer_checks import check_planned, check_shared
-from attention.layout import KVCacheLayout
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, build_common_metadata
 from attention.parameters import AttentionParameters, AttentionType, per_layer_parameters
 from attention.platform import Platform
-from attention.scales import KVScales
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import ConfigError, InternalError
+from kvcache.cache import TORCH_DTYPES, PagedKVCache
+from kvcache.cache_ops import WriteIndex
+from kvcache.layout import KVCacheLayout
+from kvcache.scales import KVScales
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 8, 4, 0.3
 NEEDS = AttentionNeeds(KVKind.GQA, "cpu", "float32", DIM, BLOCK, KVCacheLayout.NHD)

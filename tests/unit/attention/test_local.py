@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from attention.backend import AttentionNeeds
 from attention.backends.torch_sdpa import TorchSDPA
-from attention.layout import KVCacheLayout
 from attention.local import local_attention_metadata, make_local_attention_virtual_batches
 from attention.metadata import build_common_metadata, split_decodes_and_prefills
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import KVKind
 from baton.errors import ConfigError, InternalError
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 
 # (new tokens, context) of each request; without new tokens it is the padding of a captured batch.
 SIZES = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 30)), min_size=1, max_size=6)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from attention.host_to_device import to_device
 from attention.metadata import (
     build_common_metadata,
     common_prefix_len,
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
 )
-from attention.staging import to_device
 from baton.errors import InternalError
 from tests.device import DEVICE
 

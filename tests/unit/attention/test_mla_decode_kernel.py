@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.fp8 import dequantize, quantize
-from attention.kernels.mla_decode import make_mla_decode_plan, mla_decode_attention
-from attention.kernels.mla_decode_work import MLADecodePlan
+from attention.kernels.mla.decode import make_mla_decode_plan, mla_decode_attention
+from attention.kernels.mla.work import MLADecodePlan
+from kvcache.fp8 import dequantize, quantize
 from tests.device import DEVICE
 
 SCALE = 0.3

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from attention.backend import AttentionNeeds, MLABackend, MLADims, RaggedLens
 from attention.backends.torch_mla import TorchMLA
 from attention.backends.triton_mla import TritonMLA
-from attention.cache import TORCH_DTYPES, PagedKVCache
-from attention.fp8 import dequantize, quantize
-from attention.layout import KVCacheLayout
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.mla import MLAAttention
 from attention.platform import probe_platform
-from attention.scales import KVScales
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import InternalError
+from kvcache.cache import TORCH_DTYPES, PagedKVCache
+from kvcache.fp8 import dequantize, quantize
+from kvcache.layout import KVCacheLayout
+from kvcache.scales import KVScales
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 
 DIMS = MLADims(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, kv_lora_rank=12)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from attention.cache import PagedKVCache
-from attention.cache_ops import WriteIndex, store_kv, store_latent
-from attention.kernels.rotary import rotate_qkv
-from attention.kernels.rotary_latents import rotate_latents
-from attention.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from attention.kernels.rotary.heads import rotate_qkv
+from attention.kernels.rotary.latents import rotate_latents
 from attention.rotation import HeadNorms, Rotation
+from kvcache.cache import PagedKVCache
+from kvcache.cache_ops import WriteIndex, store_kv, store_latent
+from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from tests.device import DEVICE
-from tests.unit.attention.caches import block_sizes, copy_of, new_cache, spec_of
+from tests.unit.kvcache.caches import block_sizes, copy_of, new_cache, spec_of
 
 NUM_BLOCKS, HEADS, KV_HEADS = 7, 5, 3
 LATENT, ROTARY, NOPE = 12, 6, 4

@@ -17,15 +17,15 @@ from attention.backends.torch_mla import TorchMLA
 from attention.backends.torch_sdpa import TorchSDPA
 from attention.backends.triton_attn import TritonAttention
 from attention.backends.triton_mla import TritonMLA
-from attention.cache import PagedKVCache
 from attention.layer import Attention
-from attention.layout import KVCacheLayout
 from attention.metadata import CommonAttentionMetadata, build_common_metadata
 from attention.mla import MLAAttention
 from attention.platform import probe_platform
 from attention.rotation import HeadNorms, Rotation
-from attention.scales import KVScales
-from attention.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.cache import PagedKVCache
+from kvcache.layout import KVCacheLayout
+from kvcache.scales import KVScales
+from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from tests.device import DEVICE
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4

@@ -7,12 +7,12 @@ import pytest
 
 from attention.backend import AttentionFeature, AttentionNeeds
 from attention.backends.triton_attn import TritonAttention
-from attention.layout import KVCacheLayout
 from attention.parameters import AttentionParameters
 from attention.platform import OPTIONAL_PACKAGES, Platform
 from attention.selection import BACKENDS, reasons_against, select_backend, selection_report
-from attention.spec import KVKind
 from baton.errors import ConfigError
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 
 LAYERS = {"layers.0": AttentionParameters(scale=0.1), "layers.1": AttentionParameters(scale=0.1)}
 LLAMA = AttentionNeeds(KVKind.GQA, "cpu", "bfloat16", 128, 16, KVCacheLayout.HND, layers=LAYERS)

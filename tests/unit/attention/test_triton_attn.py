@@ -5,10 +5,10 @@ import torch
 
 from attention.backend import AttentionFeature, AttentionNeeds
 from attention.backends.triton_attn import TritonAttention
-from attention.layout import GQA_LAYOUTS, KVCacheLayout
 from attention.platform import Platform
 from attention.selection import reasons_against
-from attention.spec import KVKind
+from kvcache.layout import GQA_LAYOUTS, KVCacheLayout
+from kvcache.spec import KVKind
 from tests.conformance.attention.settings import SETTINGS, Setting
 from tests.unit.attention.paged_batches import paged_batch, relative_error, triton_backend
 

@@ -5,12 +5,12 @@ import torch
 
 from attention.backend import AttentionNeeds, MLADims, RaggedLens
 from attention.backends.triton_mla import TritonMLA
-from attention.layout import KVCacheLayout
 from attention.metadata import build_common_metadata
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from attention.spec import KVKind
 from baton.errors import ConfigError, InternalError
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 from tests.device import DEVICE
 
 DIMS = MLADims(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, kv_lora_rank=32)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.fp8 import dequantize, quantize
-from attention.kernels.unified import unified_attention
-from attention.kernels.unified_call import Features
+from attention.kernels.paged.call import Features
+from attention.kernels.paged.unified import unified_attention
+from kvcache.fp8 import dequantize, quantize
 from tests.device import DEVICE
 from tests.unit.attention.paged import ORDERS
 from tests.unit.attention.ragged_batch import FEATURES, SCALE, RaggedBatch, ragged_batch

@@ -16,7 +16,7 @@ from baton.client import Completion
 from baton.config import ranks_of_each_node, visible_gpus
 from baton.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.types import Path as Way
-from protos import common_pb2, generation_pb2, node_pb2
+from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 RECEIPT = Receipt(
     path=Way.REMOTE,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton import convert
 from baton.errors import InvalidRequest
 from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
-from protos import common_pb2 as pb
+from protos.baton.v1 import common_pb2 as pb
 
 numbers = st.integers(0, 2**32 - 1)
 seconds = st.floats(0, 1e6)

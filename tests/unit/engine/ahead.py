@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from baton.types import SamplingParams, TokenOutput
 from engine.build import Built
 from engine.request import EngineLimits, EngineRequest
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.tiny import greedy, prompt_of, request
 
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attention.cache import PagedKVCache
 from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow, SampleRow
 from engine.build import Built
-from engine.graphs import GraphSettings
+from engine.device.graphs import GraphSettings
+from engine.device.runner import LaunchedStep, ModelRunner
 from engine.request import IntArray, int_array
-from engine.runner import LaunchedStep, ModelRunner
+from kvcache.cache import PagedKVCache
 
 
 def runner_of(built: Built, *, graphs: GraphSettings | None) -> ModelRunner:

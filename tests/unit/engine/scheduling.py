@@ -6,7 +6,7 @@ from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineRequest, ModelFacts
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 1000

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention.spec import KVCacheSpec
 from baton.types import SamplingParams
 from engine.batch import Batch, BatchRow, SampleRow
 from engine.build import build_runner
 from engine.request import int_array
+from kvcache.spec import KVCacheSpec
 from models.parallel import SINGLE, TensorParallel
 
 _PROMPTS = ((5, 17, 300, 41, 7, 9, 1100, 23, 64, 2), (811, 12, 3000, 4, 4, 90))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.block_manager import BlockManager, KeyChain
 from engine.request import int_array
+from engine.scheduling.block_manager import BlockManager, KeyChain
 
 BLOCK_SIZE = 4
 

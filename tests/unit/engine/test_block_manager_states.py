@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_manager import BlockManager, KeyChain
 from engine.request import IntArray, int_array
+from engine.scheduling.block_manager import BlockManager, KeyChain
 
 NUM_BLOCKS = 7
 BLOCK_SIZE = 2

@@ -9,11 +9,11 @@ import triton.language as tl
 
 from baton.types import SamplingParams
 from engine.batch import SampleRow
-from engine.choice import SamplingArrays, SamplingBuffers, choose_tokens
-from engine.kernels.choose import choose
-from engine.kernels.noise import exponential_of, noise_words
-from engine.random import exponential_noise, random_words
 from engine.request import int_array
+from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.sampling.kernels.choose import choose
+from engine.sampling.kernels.noise import exponential_of, noise_words
+from engine.sampling.random import exponential_noise, random_words
 from tests.device import DEVICE
 
 VOCAB_SIZE = 203

@@ -13,10 +13,10 @@ from baton.errors import InternalError
 from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.batch import Batch
 from engine.build import Built
+from engine.device.layer_marks import OnMark
+from engine.device.runner import LaunchedStep
 from engine.engine import Engine
-from engine.layer_marks import OnMark
 from engine.request import EngineLimits
-from engine.runner import LaunchedStep
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.tiny import BLOCK_SIZE, Listener, build, greedy, prompt_of, request, running, transformers_greedy
 

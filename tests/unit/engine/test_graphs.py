@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend
-from attention.cache import PagedKVCache
 from attention.metadata import build_common_metadata
 from attention.platform import probe_platform
 from attention.selection import BACKENDS
@@ -20,8 +19,8 @@ from baton.errors import InternalError
 from baton.types import SamplingParams
 from engine.batch import BatchRow, SampleRow
 from engine.build import Built
-from engine.decode_buffers import DecodeBuffers, new_decode_buffers
-from engine.graphs import (
+from engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
+from engine.device.graphs import (
     DecodeGraphs,
     FreeMemory,
     GraphSettings,
@@ -31,12 +30,13 @@ from engine.graphs import (
     taken_bytes,
     thin,
 )
-from engine.host_rows import HostRows
+from engine.device.host_rows import HostRows
+from engine.device.step_slot import StepSlot
 from engine.request import int_array
-from engine.step_slot import StepSlot
+from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
-from models.families import attention_needs
-from models.loader import load_model
+from models.families.table import attention_needs
+from models.weights.loader import load_model
 from tests.unit.engine.tiny import BLOCK_SIZE, build
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 

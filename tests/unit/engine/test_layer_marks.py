@@ -11,10 +11,10 @@ import torch
 
 from engine.batch import Batch, BatchRow, SampleRow
 from engine.build import Built
+from engine.device.layer_marks import LayerMark
+from engine.device.runner import ModelRunner
 from engine.events import LayersComputed, StepEvents
-from engine.layer_marks import LayerMark
 from engine.request import int_array
-from engine.runner import ModelRunner
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny

@@ -8,9 +8,9 @@ import torch
 
 from baton.errors import ConfigError
 from engine.batch import Batch
-from engine.layer_marks import OnMark
-from engine.profile import DeviceMemory, MemoryPlan, Profile, choose_step_tokens, plan_memory, profile_runner
-from engine.runner import LaunchedStep, ModelRunner
+from engine.device.layer_marks import OnMark
+from engine.device.profile import DeviceMemory, MemoryPlan, Profile, choose_step_tokens, plan_memory, profile_runner
+from engine.device.runner import LaunchedStep, ModelRunner
 from tests.unit.engine.tiny import build
 
 GIB = 1 << 30

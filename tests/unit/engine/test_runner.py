@@ -11,10 +11,10 @@ import torch
 from baton.errors import InternalError
 from engine.batch import Batch, BatchRow
 from engine.build import Built
-from engine.graphs import GraphSettings
-from engine.inputs import stage_step
+from engine.device.graphs import GraphSettings
+from engine.device.inputs import stage_step
+from engine.device.runner import ModelRunner
 from engine.request import int_array
-from engine.runner import ModelRunner
 from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import build, prompt_of, transformers_greedy
 

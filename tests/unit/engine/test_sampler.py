@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.types import SamplingParams, TokenOutput
 from engine.batch import SampleRow
-from engine.penalties import edits_of
-from engine.random import exponential_noise
 from engine.request import int_array
-from engine.sampler import has_edits, sample, tell
+from engine.sampling.penalties import edits_of
+from engine.sampling.random import exponential_noise
+from engine.sampling.sampler import has_edits, sample, tell
 from tests.device import DEVICE
 
 VOCAB_SIZE = 67

@@ -6,7 +6,7 @@ from baton.errors import Cancelled, InternalError
 from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow
 from engine.events import StepEvents
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import EOS, finish, launch, make, request, step
 
 

@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.errors import InternalError, Overloaded
 from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow
-from engine.block_manager import BlockManager
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineRequest, ModelFacts, Reservation
-from engine.scheduler import Scheduler
-from engine.state import Phase, RequestState
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.state import Phase, RequestState
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 9

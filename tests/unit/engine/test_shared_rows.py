@@ -7,8 +7,8 @@ import pytest
 from baton.errors import InternalError
 from baton.types import SamplingParams
 from engine.batch import Batch
-from engine.host_rows import HostRows
-from engine.scheduler import Scheduler
+from engine.device.host_rows import HostRows
+from engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import BLOCK_SIZE, EOS, finish, launch, make, request
 
 

@@ -2,7 +2,7 @@
 
 from baton.types import Path
 from gateway.receipt import ReceiptDraft
-from protos import common_pb2, decode_pb2, prefill_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
 def reserved() -> decode_pb2.Reserved:

@@ -5,8 +5,8 @@ import pytest
 from baton.types import Path, Receipt, SamplingParams, Usage
 from gateway.reply import Finish, Reply
 from gateway.text import Detokenizer
-from protos import common_pb2, decode_pb2
-from protos import generation_pb2 as pb
+from protos.baton.v1 import common_pb2, decode_pb2
+from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_level
 
 TOKENIZER = byte_level()

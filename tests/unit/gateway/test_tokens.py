@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InternalError
 from gateway.tokens import TokenOrder
-from protos import common_pb2, decode_pb2
+from protos.baton.v1 import common_pb2, decode_pb2
 
 
 def said(index: int) -> decode_pb2.StepToken:

@@ -9,8 +9,8 @@ from baton.errors import InvalidRequest, UnknownModel
 from gateway.model import ServedModel
 from gateway.text import TextCodec
 from gateway.validate import check_prompt, check_prompt_given, check_sampling
-from protos import common_pb2
-from protos import generation_pb2 as pb
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_level
 
 

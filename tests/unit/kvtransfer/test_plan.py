@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from attention.layout import KVCacheLayout
-from attention.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from baton.errors import PeerRefused
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.flows import Link
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
 

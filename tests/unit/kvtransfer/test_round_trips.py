@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baton.errors import DataLoss
-from kvtransfer.loopback import LoopbackTransport
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, Tag
+from kvtransfer.transports.loopback import LoopbackTransport
 
 PEER = 4
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.spec import KVCacheSpec, KVKind
 from baton.errors import ConfigError, InternalError
+from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.segments import (
     DIGEST_BYTES,
     DIGEST_OFFSET,
@@ -20,7 +20,7 @@ from kvtransfer.segments import (
     decode_trailer,
     payload_bytes,
 )
-from protos import common_pb2
+from protos.baton.v1 import common_pb2
 
 SEGMENT = Segment(2**64 - 1, 77, 3, 0, 4, 16, 32, 0, 2, 4096)
 

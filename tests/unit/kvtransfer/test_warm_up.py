@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.errors import DataLoss, PeerRefused
-from kvtransfer.movers import DoneReading
+from kvtransfer.movers.mover import DoneReading
 from kvtransfer.records import LinkMeasure
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.warm_up import WarmUpReceiver, maps_slot, pattern, warm_up_segments

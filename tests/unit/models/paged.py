@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend
-from attention.cache import PagedKVCache
-from attention.layout import parse_layout
 from attention.metadata import build_common_metadata
 from attention.selection import select_backend
-from attention.spec import KVCacheShape, KVKind
+from kvcache.cache import PagedKVCache
+from kvcache.layout import parse_layout
+from kvcache.spec import KVCacheShape, KVKind
 from models.causal_lm import CausalLM
-from models.config import ModelConfig
-from models.families import attention_needs, kv_cache_spec
+from models.config.model_config import ModelConfig
+from models.families.table import attention_needs, kv_cache_spec
 
 BLOCK_SIZE = 4
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from models.config_reader import read_config
-from models.loader import load_model
+from models.config.reader import read_config
 from models.parallel import SINGLE, TensorParallel, local_config
+from models.weights.loader import load_model
 from tests.unit.models.paged import PagedDriver, backend_for
 
 PROMPT_TOKENS, CHUNK, DECODED_TOKENS = 11, 7, 4

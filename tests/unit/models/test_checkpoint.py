@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
-from models.checkpoint import read_checkpoint
+from models.weights.checkpoint import read_checkpoint
 
 INDEX = "model.safetensors.index.json"
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from models.config import GQAConfig, MLAConfig, TopKMethod
-from models.config_reader import read_config
-from models.rope_config import Llama3Scaling, YarnScaling
+from models.config.model_config import GQAConfig, MLAConfig, TopKMethod
+from models.config.reader import read_config
+from models.config.rope import Llama3Scaling, YarnScaling
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,11 +8,11 @@ from torch.nn.functional import linear
 from attention.backend import AttentionNeeds, MLADims
 from attention.backends.torch_mla import TorchMLA
 from attention.backends.triton_mla import TritonMLA
-from attention.kernels.head_products import HeadProducts
-from attention.layout import KVCacheLayout
+from attention.kernels.mla.head_products import HeadProducts
 from attention.mla import MLAAttention, library_heads_product
 from attention.platform import probe_platform
-from attention.spec import KVKind
+from kvcache.layout import KVCacheLayout
+from kvcache.spec import KVKind
 from models.decode_products import use_decode_products, use_library_products
 from models.kernels.decode_matmul import (
     MAX_TOKENS,

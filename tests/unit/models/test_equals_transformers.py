@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.config_reader import read_config
-from models.families import FAMILIES
-from models.loader import load_model
+from models.config.reader import read_config
+from models.families.table import FAMILIES
+from models.weights.loader import load_model
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.tiny import TINY, VOCAB_SIZE, save_tiny
 

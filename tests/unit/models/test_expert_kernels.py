@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.config import GptOssSwitches, MoEConfig, Scoring, TopKMethod
-from models.gpt_oss import GptOssExperts
+from models.config.model_config import GptOssSwitches, MoEConfig, Scoring, TopKMethod
+from models.families.gpt_oss import GptOssExperts
+from models.families.llama4 import Llama4Experts
 from models.kernels.expert_order import num_tiles_max, order_by_expert, sort_assignments
 from models.kernels.grouped_gemm import SharedWeights
 from models.kernels.grouped_gemm_tiles import tiles_for
 from models.kernels.routing import choose_experts, route, router_logits
 from models.layers import GatedMLP
-from models.llama4 import Llama4Experts
 from models.moe import Experts, Router
 from tests.device import DEVICE
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attention.layer import Attention
 from attention.mla import MLAAttention
-from attention.spec import FP8_DTYPES
 from baton.errors import ConfigError
-from models.config_reader import read_config
-from models.loader import load_model
+from kvcache.spec import FP8_DTYPES
+from models.config.reader import read_config
+from models.weights.loader import load_model
 from tests.unit.models.paged import BLOCK_SIZE, PagedDriver, backend_for
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 

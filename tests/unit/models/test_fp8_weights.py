@@ -12,11 +12,11 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
-from models.config_reader import read_config
-from models.fp8_linear import Fp8Linear
+from models.config.reader import read_config
 from models.linear import Linear
-from models.loader import load_model
 from models.moe import Experts
+from models.quantization.fp8_linear import Fp8Linear
+from models.weights.loader import load_model
 from tests.unit.models.fp8_checkpoints import VOCAB_SIZE, Pair, by_block, by_channel, by_tensor, save_fp8
 from tests.unit.models.paged import PagedDriver, backend_for
 from tests.unit.models.test_quantization import AUTO_FP8, COMPRESSED_BLOCKS, COMPRESSED_DYNAMIC, DEEPSEEK

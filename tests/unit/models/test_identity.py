@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.config import GQAConfig
-from models.config_reader import read_config
+from models.config.model_config import GQAConfig
+from models.config.reader import read_config
 from models.identity import config_digest, model_identity
 from tests.unit.models.tiny import save_tiny
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.gemma import GemmaRMSNorm
+from models.config.rope import RopeConfig, YarnScaling
+from models.families.gemma import GemmaRMSNorm
 from models.kernels import activation, norms
 from models.kernels.rotary import angles
 from models.layers import RMSNorm, gelu_tanh_and_multiply, silu_and_multiply
-from models.rope_config import RopeConfig, YarnScaling
 from models.rotary import Rotary
 from tests.device import DEVICE
 

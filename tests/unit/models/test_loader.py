@@ -13,8 +13,8 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from models.causal_lm import CausalLM
-from models.config_reader import read_config
-from models.loader import checkpoint_views, load_model
+from models.config.reader import read_config
+from models.weights.loader import checkpoint_views, load_model
 from tests.unit.models.paged import backend_for
 from tests.unit.models.tiny import save_tiny
 

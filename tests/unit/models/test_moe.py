@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.functional import silu
 
 from models.batch_invariant import make_batch_invariant
-from models.config import MoEConfig, Scoring, TopKMethod
-from models.fp8 import E4M3
+from models.config.model_config import MoEConfig, Scoring, TopKMethod
 from models.kernels.decode_matmul import DecodeMultiply, new_counters
 from models.layers import GatedMLP, gelu_tanh_and_multiply
 from models.moe import Experts, MoE
+from models.quantization.fp8 import E4M3
 
 SIZE = 8
 

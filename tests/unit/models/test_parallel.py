@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from attention.blocksparse_mask import token_mask
 from baton.errors import ConfigError
-from models.config import GQAConfig, ModelConfig
-from models.config_reader import read_config
-from models.fp8_linear import Fp8Linear
-from models.loader import checkpoint_views, load_model
+from models.config.model_config import GQAConfig, ModelConfig
+from models.config.reader import read_config
 from models.parallel import TensorParallel, kv_heads, local_config
-from models.shares import Shares
+from models.quantization.fp8_linear import Fp8Linear
+from models.weights.loader import checkpoint_views, load_model
+from models.weights.shares import Shares
 from tests.ranks import run_ranks
 from tests.unit.models import tiny
 from tests.unit.models.fp8_checkpoints import by_block, by_channel, save_fp8

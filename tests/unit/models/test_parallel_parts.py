@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from models.config import GQAConfig, ModelConfig
-from models.config_reader import read_config
+from models.config.model_config import GQAConfig, ModelConfig
+from models.config.reader import read_config
 from models.parallel import (
     TensorParallel,
     channels,
@@ -20,7 +20,7 @@ from models.parallel import (
     query_heads,
     vocabulary_rows,
 )
-from models.shares import Shares
+from models.weights.shares import Shares
 from tests.unit.models.phi3_small_checkpoint import PUBLISHED as PHI3_SMALL
 from tests.unit.models.phi3_small_checkpoint import write_config
 from tests.unit.models.split import ranks

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
-from models.config import (
+from models.config.model_config import (
     BloomSwitches,
     FalconSwitches,
     GptOssSwitches,
@@ -18,8 +18,8 @@ from models.config import (
     ModelConfig,
     TemperatureTuning,
 )
-from models.config_reader import read_config
-from models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from models.config.reader import read_config
+from models.config.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],

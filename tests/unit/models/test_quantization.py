@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from models.config_reader import read_config
+from models.config.reader import read_config
 from models.identity import config_digest
-from models.quantization import Fp8Config, Granularity
+from models.quantization.scheme import Fp8Config, Granularity
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ConfigError
-from models import reading
-from models.checkpoint import StoredTensor, read_checkpoint
-from models.reading import read_into, read_tensor
+from models.weights import reading
+from models.weights.checkpoint import StoredTensor, read_checkpoint
+from models.weights.reading import read_into, read_tensor
 from tests.device import DEVICE
 
 

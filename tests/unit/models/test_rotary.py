@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models import rotary
-from models.config_file import ConfigFile
-from models.rope_config import RopeConfig, YarnScaling, read_rope
+from models.config.file import ConfigFile
+from models.config.rope import RopeConfig, YarnScaling, read_rope
 from models.rotary import Rotary, inverse_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -1,0 +1,1 @@
+"""Block-sparse attention of prompts and of decodes."""

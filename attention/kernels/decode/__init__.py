@@ -1,0 +1,1 @@
+"""Decodes over the paged cache: keys split among workers, then merged."""

@@ -1,0 +1,228 @@
+"""The plan that `attention.kernels.decode.attend` follows: how programs share the keys of a batch of decodes.
+
+Knows lengths alone, no keys and no queries. The plan lies in tensors on the device and is made there, so that a
+captured CUDA graph follows the lengths of each replay. Legend: R requests, W workers, U units, P partial results.
+
+Each request's keys are cut into units of `unit_keys`, counted from the sequence's start, or into longer ones where the
+plan bounds how many a request has; those that its query cannot see are left out. All units of the batch, request after
+request, are dealt out to the workers in equal runs, so that a worker's share does not depend on how ragged the batch
+is. A request that lies in several runs leaves a partial result in each of them, which are merged afterwards. One worker
+is as many programs as there are kv heads: they read the same blocks at the same time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.errors import InternalError
+
+# Stands for "no limit" in a window or a chunk size: no sequence is longer.
+NO_LIMIT = 2**31 - 1
+# Bytes of a tile of keys. With three stages two such tiles of keys and two of values are on their way to each program.
+_TILE_BYTES = 16384
+
+
+@dataclass(frozen=True)
+class DecodeTiling:
+    """Attributes:
+    tile_keys: keys that one program holds at a time.
+    num_warps, num_stages: of a program.
+    programs_per_sm: how many programs run on a multiprocessor at once.
+    max_registers: of a thread, where the compiler would take so many that fewer programs run.
+    """
+
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    max_registers: int | None = None
+
+
+def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
+    """The tiling that reads fastest; a function of the cache's shape alone, never of a batch.
+
+    On an H200, 64 requests of 4096 tokens, 32/8 heads of 128 in bfloat16: 256 us, 4.2 TB/s; three programs per
+    multiprocessor 262, one 304; tiles of 32 keys 262, of 128 264; two warps 266, eight 304.
+    """
+    channels = max(16, triton.next_power_of_2(head_size))
+    tile_keys = min(128, max(16, _TILE_BYTES // (channels * cache_dtype.itemsize)))
+    # A third program pays where the tiles on their way are smaller and it fits. Channels that are padded load nothing:
+    # 80 of 128, 203 us instead of 224; 192 of 256 leaves no registers. 64 channels of fp8: 104 us instead of 119.
+    if cache_dtype.itemsize == 1:
+        three = channels <= 64
+    else:
+        three = cache_dtype.itemsize == 2 and channels <= 128 and head_size * 8 <= channels * 5
+    return DecodeTiling(tile_keys, num_warps=4, num_stages=3, programs_per_sm=3 if three else 2)
+
+
+@dataclass(frozen=True)
+class DecodePartials:
+    """Memory for partial results, shared by all plans and layers of a backend: of one stream at a time.
+
+    Attributes:
+        out: [P, H, D] float32, normalised.
+        lse2: [P, H] float32, the binary logarithm of the sum of exponentials.
+    """
+
+    out: Tensor
+    lse2: Tensor
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Buffers for batches of up to `max_num_reqs` requests; `fill` makes them the plan of one batch.
+
+    Attributes:
+        unit_keys: a multiple of the tiling's tile_keys.
+        one_unit_each: every unit leaves its own partial result, so that a request's result has the same bits alone and
+            in any batch; otherwise a worker's whole share of a request does.
+        max_units: into how many the keys that a request's query sees are cut at most, and one more where they begin
+            within a unit: those of a longer request are longer, by whole times. 0: any number.
+        sliding_window, attention_chunk_size: as in `attention.parameters`; they decide which keys are seen.
+        unit_starts: [max_num_reqs + 1] int32, where each request's units begin among the batch's.
+        first_requests: [W] int32, the request that each worker begins in.
+    """
+
+    tiling: DecodeTiling
+    unit_keys: int
+    one_unit_each: bool
+    max_units: int
+    sliding_window: int | None
+    attention_chunk_size: int | None
+    unit_starts: Tensor
+    first_requests: Tensor
+    partials: DecodePartials
+
+    @property
+    def num_workers(self) -> int:
+        return self.first_requests.shape[0]
+
+    def fill(self, seq_lens_R: Tensor) -> None:
+        """Plans a batch of these lengths, on the device; 0 is a padded request.
+
+        Raises:
+            InternalError: the plan's buffers are for fewer requests.
+        """
+        num_reqs, max_num_reqs = seq_lens_R.shape[0], self.unit_starts.shape[0] - 1
+        if num_reqs > max_num_reqs:
+            raise InternalError(
+                f"{num_reqs} requests in a plan for {max_num_reqs}",
+                field="max_num_reqs",
+                value=num_reqs,
+                allowed=(f"at most {max_num_reqs}",),
+            )
+        _plan_kernel[(self.num_workers,)](
+            seq_lens_R,
+            self.unit_starts,
+            self.first_requests,
+            num_reqs,
+            self.num_workers,
+            self.sliding_window or NO_LIMIT,
+            self.attention_chunk_size or NO_LIMIT,
+            UNIT_KEYS=self.unit_keys,
+            MAX_UNITS=self.max_units,
+            # The same for most batches, so that few kernels are compiled.
+            BLOCK_R=max(128, triton.next_power_of_2(num_reqs)),
+        )
+
+
+def num_decode_workers(num_kv_heads: int, num_sms: int, tiling: DecodeTiling) -> int:
+    """As many as the GPU runs at once."""
+    return max(1, num_sms * tiling.programs_per_sm // num_kv_heads)
+
+
+def new_partials(
+    *, max_num_reqs: int, num_workers: int, num_heads: int, head_size: int, max_units: int = 0, device: torch.device
+) -> DecodePartials:
+    """Room for any batch. `max_units`: of all requests of a batch together, where every unit has its own result."""
+    # A run of units begins either with a request or with a worker.
+    places = max(max_num_reqs + num_workers, max_units)
+    return DecodePartials(
+        out=torch.empty(places, num_heads, head_size, dtype=torch.float32, device=device),
+        lse2=torch.empty(places, num_heads, dtype=torch.float32, device=device),
+    )
+
+
+def new_decode_plan(
+    *,
+    tiling: DecodeTiling,
+    max_num_reqs: int,
+    num_workers: int,
+    partials: DecodePartials,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    split_keys: int | None = None,
+    max_splits: int = 0,
+) -> DecodePlan:
+    """An empty plan.
+
+    Args:
+        split_keys: every so many keys of a request, counted from its start, make one partial result, whatever else is
+            in the batch; a multiple of the tiling's tile_keys. None: as balances the batch best.
+        max_splits: of a request; splits of longer ones are so much longer. 0: any number.
+    """
+    device = partials.out.device
+    assert split_keys is None or split_keys % tiling.tile_keys == 0
+    return DecodePlan(
+        tiling=tiling,
+        unit_keys=split_keys or tiling.tile_keys,
+        one_unit_each=split_keys is not None,
+        max_units=0 if split_keys is None else max_splits,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        unit_starts=torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device),
+        first_requests=torch.zeros(num_workers, dtype=torch.int32, device=device),
+        partials=partials,
+    )
+
+
+@triton.jit
+def first_visible_key(seq_len, window, chunk):
+    """Of a request's last token."""
+    return tl.maximum(tl.maximum(seq_len - window, (seq_len - 1) // chunk * chunk), 0)
+
+
+@triton.jit
+def unit_keys_of(seq_len, first_key, UNIT_KEYS: tl.constexpr, MAX_UNITS: tl.constexpr):
+    """Keys of a unit of a request whose query sees keys from `first_key` on."""
+    unit_keys = UNIT_KEYS + seq_len * 0
+    if MAX_UNITS:
+        unit_keys *= tl.maximum((seq_len - first_key + UNIT_KEYS * MAX_UNITS - 1) // (UNIT_KEYS * MAX_UNITS), 1)
+    return unit_keys
+
+
+@triton.jit
+def units_per_worker(num_units, num_workers):
+    return tl.maximum((num_units + num_workers - 1) // num_workers, 1)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_workers", "window", "chunk"])
+def _plan_kernel(
+    seq_lens_ptr,
+    unit_starts_ptr,
+    first_requests_ptr,
+    num_reqs,
+    num_workers,
+    window,
+    chunk,
+    UNIT_KEYS: tl.constexpr,
+    MAX_UNITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Every program works out the whole plan and keeps one worker's part of it."""
+    worker = tl.program_id(0)
+    requests = tl.arange(0, BLOCK_R)
+    seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_reqs, other=0)
+    first_keys = first_visible_key(seq_lens, window, chunk)
+    unit_keys = unit_keys_of(seq_lens, first_keys, UNIT_KEYS, MAX_UNITS)
+    units = tl.where(seq_lens > 0, (seq_lens + unit_keys - 1) // unit_keys - first_keys // unit_keys, 0)
+    stops = tl.cumsum(units, 0)
+    start = worker * units_per_worker(tl.sum(units, 0), num_workers)
+    before = (stops <= start) & (requests < num_reqs)
+    tl.store(first_requests_ptr + worker, tl.sum(before.to(tl.int32), 0))
+    if worker == 0:
+        tl.store(unit_starts_ptr, 0)
+        tl.store(unit_starts_ptr + 1 + requests, stops, mask=requests < num_reqs)

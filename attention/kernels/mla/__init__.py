@@ -1,0 +1,1 @@
+"""Decodes over a latent cache."""

@@ -1,0 +1,52 @@
+"""Decode over a latent cache: one query per request whose heads all share each token's latent, split over the keys.
+
+The latent's first channels are the values, so a token is read once, for all heads and for both products. The keys of
+all requests together are dealt out to a fixed number of workers in equal runs; each worker finds its own run from the
+lengths on the device, so that a captured CUDA graph stays balanced for any other lengths. What a worker computed of a
+request that others share goes into a slot of fixed memory, and a second kernel merges the slots.
+
+Legend: R requests, H heads, L latent channels (keys and values), P rotary channels (keys), C = L + P, B blocks,
+N tokens in a block.
+"""
+
+from torch import Tensor
+
+from attention.kernels.mla.merge import merge_splits
+from attention.kernels.mla.portable import launch_plain
+from attention.kernels.mla.work import MLADecodePlan as MLADecodePlan
+from attention.kernels.mla.work import make_mla_decode_plan as make_mla_decode_plan
+from kvcache.fp8 import is_fp8
+
+
+def mla_decode_attention(
+    q_RHC: Tensor,
+    kv_layer: Tensor,
+    *,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    plan: MLADecodePlan,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    out: Tensor,
+    lse_HR: Tensor | None = None,
+) -> None:
+    """Each request's query over its keys; a request of length 0 reads nothing and gets output 0.
+
+    Args:
+        kv_layer: [1, B, N, 1, C] with any strides; of the queries' type, or fp8.
+        seq_lens: [R] int32.
+        block_table: [R, blocks] int32; entries past a request's keys are not read.
+        kv_scale: float32 scalar of an fp8 cache; counts for no other.
+        out: [R, H, L]; L says how many of the channels are values.
+        lse_HR: float32, natural; -inf where there are no keys.
+    """
+    if not len(q_RHC):
+        return
+    if plan.hopper is not None and plan.hopper.serves(q_RHC, kv_layer, out.shape[-1]):
+        plan.hopper.launch(
+            q_RHC, kv_layer, seq_lens=seq_lens, block_table=block_table, plan=plan, scale=scale, out=out, lse_HR=lse_HR
+        )
+    else:
+        kv_scale = kv_scale if is_fp8(kv_layer) else None
+        launch_plain(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR)
+    merge_splits(seq_lens, plan, out, lse_HR)

@@ -1,0 +1,120 @@
+"""Merging what several workers computed of one request.
+
+Legend as in `attention.kernels.mla.decode`; S splits, V channels of a program.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.mla.work import TILE, MLADecodePlan, request_cost, requests_of_a_block
+from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+
+
+def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None) -> None:
+    """Writes the output of each request that several workers share, and 0 for those without keys."""
+    num_reqs, num_heads, latent = out.shape
+    # Few requests are cut into many parts: then many programs share the merging of one. It decides the order of the
+    # sums, so with a fixed split it is the same for any number of requests.
+    few = (plan.split_tiles > 0 or num_reqs * num_heads < 4 * plan.num_workers) and not interpreted()
+    block_v = min(triton.next_power_of_2(latent), 128 if few else 512)
+    block_h = 1 if few else min(triton.next_power_of_2(num_heads), 4)
+    _merge_splits[(num_reqs, triton.cdiv(num_heads, block_h), triton.cdiv(latent, block_v))](
+        plan.partial_output,
+        plan.partial_lse,
+        out,
+        lse_HR,
+        seq_lens,
+        num_reqs,
+        num_heads,
+        plan.num_workers,
+        *out.stride()[:2],
+        *(lse_HR.stride() if lse_HR is not None else (0, 0)),
+        LATENT=latent,
+        SPLIT_TILES=plan.split_tiles,
+        TILE=TILE,
+        BLOCK_R=requests_of_a_block(num_reqs),
+        BLOCK_H=block_h,
+        BLOCK_V=block_v,
+        BLOCK_S=16 if few else 2,
+        INTERPRETED=interpreted(),
+        **overlap(out.device, rows=num_reqs),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _merge_splits(
+    partial_output,
+    partial_lse,
+    out,
+    lse,
+    seq_lens,
+    num_reqs,
+    num_heads,
+    num_workers,
+    out_stride_R,
+    out_stride_H,
+    lse_stride_H,
+    lse_stride_R,
+    LATENT: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One request, BLOCK_H heads, BLOCK_V channels. Nothing to do where one worker had the whole request."""
+    start_dependents(OVERLAP)
+    request = tl.program_id(0)
+    requests_R = tl.arange(0, BLOCK_R)
+    lens_R = tl.load(seq_lens + requests_R, mask=requests_R < num_reqs, other=0)
+    costs_R = request_cost(lens_R, SPLIT_TILES, TILE)
+    start = tl.sum(tl.where(requests_R < request, costs_R, 0))
+    cost = tl.sum(tl.where(requests_R == request, costs_R, 0))
+    if SPLIT_TILES:
+        num_splits = cost // SPLIT_TILES
+        first_slot = start // SPLIT_TILES
+    else:
+        share = tl.maximum(tl.cdiv(tl.sum(costs_R), num_workers), 1)
+        first_worker = start // share
+        num_splits = tl.where(cost > 0, (start + cost - 1) // share - first_worker + 1, 0)
+        first_slot = 2 * first_worker
+    await_predecessors(OVERLAP)
+    if num_splits != 1:
+        heads_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        channels_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+        head_mask = heads_H < num_heads
+        mask = head_mask[:, None] & (channels_V < LATENT)[None, :]
+        highest_H = tl.full([BLOCK_H], -float("inf"), tl.float32)
+        total_H = tl.zeros([BLOCK_H], tl.float32)
+        acc_HV = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+        for begin in range(0, bound(num_splits, INTERPRETED), BLOCK_S):
+            splits_S = begin + tl.arange(0, BLOCK_S)
+            # A request's first part lies in the second slot of its worker, the others in the first of theirs.
+            slots_S = first_slot + (splits_S if SPLIT_TILES else 2 * splits_S + (splits_S == 0).to(tl.int32))
+            rows_SH = slots_S.to(tl.int64)[:, None] * num_heads + heads_H[None, :]
+            mask_SH = (splits_S < num_splits)[:, None] & head_mask[None, :]
+            lse_SH = tl.load(partial_lse + rows_SH, mask=mask_SH, other=-float("inf"))
+            part_SHV = tl.load(
+                partial_output + rows_SH[:, :, None] * LATENT + channels_V[None, None, :],
+                mask=mask_SH[:, :, None] & (channels_V < LATENT)[None, None, :],
+                other=0.0,
+            )
+            # Heads past the last have no numbers at all, and -inf minus -inf is NaN.
+            new_highest_H = tl.where(head_mask, tl.maximum(highest_H, tl.max(lse_SH, 0)), 0.0)
+            weights_SH = tl.exp(lse_SH - new_highest_H[None, :])
+            shrink_H = tl.exp(highest_H - new_highest_H)
+            total_H = total_H * shrink_H + tl.sum(weights_SH, 0)
+            acc_HV = acc_HV * shrink_H[:, None] + tl.sum(part_SHV * weights_SH[:, :, None], 0)
+            highest_H = new_highest_H
+        empty_H = total_H == 0.0
+        total_H = tl.where(empty_H, 1.0, total_H)
+        target = out + request.to(tl.int64) * out_stride_R + heads_H[:, None] * out_stride_H + channels_V[None, :]
+        tl.store(target, (acc_HV / total_H[:, None]).to(out.dtype.element_ty), mask=mask)
+        if lse is not None:
+            lse_H = tl.where(empty_H, -float("inf"), tl.log(total_H) + highest_H)
+            tl.store(lse + heads_H * lse_stride_H + request.to(tl.int64) * lse_stride_R, lse_H, mask=head_mask)

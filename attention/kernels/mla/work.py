@@ -1,0 +1,114 @@
+"""How the keys of a decode step are dealt out to workers: the plan on the host, and each worker's share, which it works
+out itself on the device.
+
+Everything is counted in tiles of keys, all requests' tiles in one row, request after request. Legend: R requests, H
+heads, L latent channels.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritonlib.launch import has_hopper_kernels
+
+TILE = 64
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class MLADecodePlan:
+    """Made once for all steps and layers; holds for any lengths.
+
+    Attributes:
+        num_workers: runs into which a step's keys are cut.
+        split_tiles: cut at these multiples of a request's own keys instead, whatever else is in the batch: a
+            request's result is then the same in any batch; 0: cut the whole step evenly.
+        partial_output: [slots, H, L] float32, shared by all layers: of one stream at a time.
+        partial_lse: [slots, H] float32.
+        hopper: `attention.kernels.mla.hopper` where it can run; None elsewhere.
+    """
+
+    num_workers: int
+    split_tiles: int
+    partial_output: Tensor
+    partial_lse: Tensor
+    hopper: ModuleType | None
+
+
+def make_mla_decode_plan(
+    *,
+    num_heads: int,
+    latent_channels: int,
+    max_num_reqs: int,
+    max_model_len: int,
+    num_sms: int,
+    device: torch.device | str,
+    split_tokens: int | None = None,
+) -> MLADecodePlan:
+    """Allocates the memory for partial results: 34 MB for 132 multiprocessors, 128 heads and 512 channels.
+
+    Args:
+        split_tokens: a fixed split, rounded up to whole tiles of 64 keys; the memory is then for every split of
+            `max_num_reqs` requests of `max_model_len` tokens.
+    """
+    device = torch.device(device)
+    num_workers = max(1, num_sms // triton.cdiv(num_heads, heads_of_a_program(num_heads)))
+    split_tiles = 0 if split_tokens is None else triton.cdiv(split_tokens, TILE)
+    slots = max_num_reqs * triton.cdiv(max_model_len, split_tiles * TILE) if split_tiles else 2 * num_workers
+    return MLADecodePlan(
+        num_workers=num_workers,
+        split_tiles=split_tiles,
+        partial_output=torch.empty(slots, num_heads, latent_channels, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(slots, num_heads, dtype=torch.float32, device=device),
+        hopper=_hopper_kernel(device),
+    )
+
+
+def heads_of_a_program(num_heads: int) -> int:
+    """64 heads keep the tensor cores busy; below that memory is the bound."""
+    return 16 if num_heads <= 16 else 32 if num_heads <= 32 else 64
+
+
+def requests_of_a_block(num_reqs: int) -> int:
+    """A power of two that holds them; the same for most batches, so that few kernels are compiled."""
+    return 128 if num_reqs <= 128 else 1 << (num_reqs - 1).bit_length()
+
+
+def _hopper_kernel(device: torch.device) -> ModuleType | None:
+    return importlib.import_module("attention.kernels.mla.hopper") if has_hopper_kernels(device) else None
+
+
+@triton.jit
+def request_cost(seq_len, SPLIT_TILES: tl.constexpr, TILE: tl.constexpr):
+    """Tiles that requests take in the row; with a fixed split, whole splits."""
+    tiles = (seq_len + TILE - 1) // TILE
+    if SPLIT_TILES:
+        tiles = (tiles + SPLIT_TILES - 1) // SPLIT_TILES * SPLIT_TILES
+    return tiles
+
+
+@triton.jit
+def find_work(
+    seq_lens, num_reqs, worker, num_workers, SPLIT_TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """(first request, where its tiles begin, where this worker's tiles begin and end): equal runs for all workers."""
+    requests_R = tl.arange(0, BLOCK_R)
+    lens_R = tl.load(seq_lens + requests_R, mask=requests_R < num_reqs, other=0)
+    costs_R = request_cost(lens_R, SPLIT_TILES, TILE)
+    stops_R = tl.cumsum(costs_R, 0)
+    total = tl.sum(costs_R, 0)
+    if SPLIT_TILES:
+        share = tl.cdiv(total // SPLIT_TILES, num_workers) * SPLIT_TILES
+    else:
+        share = tl.cdiv(total, num_workers)
+    start = tl.minimum(worker * share, total)
+    stop = tl.minimum(start + share, total)
+    behind_R = stops_R <= start
+    request = tl.sum(behind_R.to(tl.int32), 0)
+    request_start = tl.sum(tl.where(behind_R, costs_R, 0), 0)
+    return request, request_start, start, stop

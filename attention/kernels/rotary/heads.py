@@ -1,0 +1,201 @@
+"""Queries and keys normed, turned and left where they lie, and keys and values written to the cache, in one launch.
+
+The twin is the CPU's half of `Attention.rotate_and_attend`. Legend: T tokens, X the channels of all heads, R rows (a
+head of a token each), P pairs of channels, B N a block and a token in it.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.rotary.parts import (
+    NUM_WARPS,
+    TILE_PAIRS,
+    cache_places,
+    for_cache,
+    load_angles,
+    load_pairs,
+    prefetch_angles,
+    store_pairs,
+    turn,
+)
+from attention.rotation import HeadNorms, Rotation
+from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
+from tritonlib.rounding import round_to
+
+
+def rotate_qkv(
+    qkv_TX: Tensor,
+    rotation: Rotation,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    norms: HeadNorms | None = None,
+    kv_layer: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Norms and turns the queries and keys of each row in place; then writes keys and values to the cache, if given.
+
+    Args:
+        qkv_TX: the heads of queries, keys and values, one after another; rows at any stride.
+        kv_layer: [2, B, N, H, C], of any dtype that caches have.
+        slot_mapping: int64; a negative slot is not written, nor is a token behind the last slot.
+        k_scale, v_scale: float32 scalars, of an fp8 cache: what is stored is the number divided by it. None is 1.
+    """
+    num_tokens, channels = qkv_TX.shape
+    head_dim = channels // (num_heads + 2 * num_kv_heads)
+    pairs = head_dim // 2
+    block_p = triton.next_power_of_2(pairs)
+    rows = max(1, TILE_PAIRS // block_p)
+    sections = (num_heads, num_kv_heads) if kv_layer is None else (num_heads, num_kv_heads, num_kv_heads)
+    if num_tokens == 0:
+        return
+    _rotate_qkv[(sum(triton.cdiv(num_tokens * heads, rows) for heads in sections),)](
+        qkv_TX,
+        rotation.cos_TP,
+        rotation.sin_TP,
+        None if norms is None else norms.q.weight,
+        None if norms is None else norms.k.weight,
+        kv_layer,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        num_tokens,
+        0 if slot_mapping is None else slot_mapping.shape[0],
+        qkv_TX.stride(0),
+        *((0, 0, 0, 0) if kv_layer is None else kv_layer.stride()[:4]),
+        0.0 if norms is None else norms.q.eps,
+        0.0 if norms is None else norms.k.eps,
+        WEIGHT_OFFSET=0 if norms is None else norms.q.weight_offset,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        PAIRS=pairs,
+        INTERLEAVED=rotation.interleaved,
+        BLOCK_SIZE=1 if kv_layer is None else kv_layer.shape[2],
+        ROWS=rows,
+        BLOCK_P=block_p,
+        INTERPRETED=interpreted(),
+        **overlap(qkv_TX.device, rows=num_tokens),
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def _rotate_qkv(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    layer_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    num_tokens,
+    num_slots,
+    qkv_stride_T,
+    stride_K,
+    stride_B,
+    stride_N,
+    stride_H,
+    q_eps,
+    k_eps,
+    WEIGHT_OFFSET: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """ROWS heads of queries, or of keys, or of values; heads are counted through all tokens."""
+    start_dependents(OVERLAP)
+    program = tl.program_id(0)
+    first_of_k = tl.cdiv(num_tokens * NUM_HEADS, ROWS)
+    first_of_v = first_of_k + tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
+    if program < first_of_k:
+        rows_R = program * ROWS + tl.arange(0, ROWS)
+        tokens_R = rows_R // NUM_HEADS
+        mask_R = tokens_R < num_tokens
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (rows_R % NUM_HEADS) * (2 * PAIRS)
+        first_RP, second_RP = _normed_and_turned(
+            ptrs_R, q_weight_ptr, cos_ptr, sin_ptr, tokens_R, mask_R, q_eps,
+            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
+        )  # fmt: skip
+        store_pairs(ptrs_R, first_RP, second_RP, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
+    elif program < first_of_v:
+        rows_R = (program - first_of_k) * ROWS + tl.arange(0, ROWS)
+        tokens_R, heads_R = rows_R // NUM_KV_HEADS, rows_R % NUM_KV_HEADS
+        mask_R = tokens_R < num_tokens
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + heads_R) * (2 * PAIRS)
+        if layer_ptr is not None:
+            into_R, written_R = cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLOCK_SIZE)
+        first_RP, second_RP = _normed_and_turned(
+            ptrs_R, k_weight_ptr, cos_ptr, sin_ptr, tokens_R, mask_R, k_eps,
+            WEIGHT_OFFSET, PAIRS, BLOCK_P, INTERLEAVED, INTERPRETED, OVERLAP,
+        )  # fmt: skip
+        if layer_ptr is not None:
+            dtype: tl.constexpr = layer_ptr.dtype.element_ty
+            store_pairs(
+                layer_ptr + into_R + heads_R * stride_H,
+                for_cache(first_RP, dtype, k_scale_ptr, INTERPRETED),
+                for_cache(second_RP, dtype, k_scale_ptr, INTERPRETED),
+                written_R, PAIRS, BLOCK_P, INTERLEAVED,
+            )  # fmt: skip
+        store_pairs(ptrs_R, first_RP, second_RP, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
+    elif layer_ptr is not None:  # without a cache there are no such programs
+        rows_R = (program - first_of_v) * ROWS + tl.arange(0, ROWS)
+        tokens_R, heads_R = rows_R // NUM_KV_HEADS, rows_R % NUM_KV_HEADS
+        into_R, written_R = cache_places(
+            slots_ptr, tokens_R, tokens_R < num_tokens, num_slots, stride_B, stride_N, BLOCK_SIZE
+        )
+        ptrs_R = qkv_ptr + tokens_R.to(tl.int64) * qkv_stride_T + (NUM_HEADS + NUM_KV_HEADS + heads_R) * (2 * PAIRS)
+        channels_C = tl.arange(0, 2 * BLOCK_P)
+        mask_RC = written_R[:, None] & (channels_C < 2 * PAIRS)[None, :]
+        await_predecessors(OVERLAP)
+        v_RC = tl.load(ptrs_R[:, None] + channels_C[None, :], mask=mask_RC)
+        into_ptrs_R = layer_ptr + stride_K + into_R + heads_R * stride_H
+        stored_RC = for_cache(v_RC, layer_ptr.dtype.element_ty, v_scale_ptr, INTERPRETED)
+        tl.store(into_ptrs_R[:, None] + channels_C[None, :], stored_RC, mask=mask_RC)
+
+
+@triton.jit
+def _normed_and_turned(
+    ptrs_R,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    tokens_R,
+    mask_R,
+    eps,
+    WEIGHT_OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """In the dtype that the rows have; rounded to it behind the norm, too, as between two calls."""
+    dtype: tl.constexpr = ptrs_R.dtype.element_ty
+    if OVERLAP:
+        prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS)
+    if weight_ptr is not None:
+        weight_ptrs_R = weight_ptr + tl.zeros_like(tokens_R)
+        first_w_RP, second_w_RP = load_pairs(weight_ptrs_R, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
+    await_predecessors(OVERLAP)
+    first_RP, second_RP = load_pairs(ptrs_R, mask_R, PAIRS, BLOCK_P, INTERLEAVED)
+    cos_RP, sin_RP = load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS, BLOCK_P)
+    if weight_ptr is not None:
+        if WEIGHT_OFFSET:
+            first_w_RP += WEIGHT_OFFSET
+            second_w_RP += WEIGHT_OFFSET
+        squares_R = tl.sum(first_RP * first_RP + second_RP * second_RP, 1)
+        shrink_R1 = tl.rsqrt(squares_R / (2 * PAIRS) + eps)[:, None]
+        first_RP = round_to(first_RP * shrink_R1 * first_w_RP, dtype, INTERPRETED).to(tl.float32)
+        second_RP = round_to(second_RP * shrink_R1 * second_w_RP, dtype, INTERPRETED).to(tl.float32)
+    return turn(first_RP, second_RP, cos_RP, sin_RP, dtype, INTERPRETED)

@@ -1,0 +1,100 @@
+"""What the kernels that turn queries and keys are made of: pairs of channels, their turn, and where in the cache a
+token goes. Knows no projection and no layout.
+
+Legend: R rows (a head of a token each), P pairs of channels, C channels.
+"""
+
+import triton
+import triton.language as tl
+
+from tritonlib.fp8 import to_fp8
+from tritonlib.launch import prefetch
+from tritonlib.rounding import round_to
+
+# Pairs in a program's tile: with 4 warps 8 per thread, so that each thread moves 16 bytes of bf16 at a time.
+# NOTE: never chosen by the number of tokens: the order in which a head's norm is summed follows from it.
+TILE_PAIRS = 1024
+NUM_WARPS = 4
+
+
+@triton.jit
+def load_pairs(ptrs_R, mask_R, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first and the second channels of the pairs, float32 [R, P] each; 0 where there is nothing."""
+    if INTERLEAVED:
+        channels_C = tl.arange(0, 2 * BLOCK_P)
+        mask_RC = mask_R[:, None] & (channels_C < 2 * PAIRS)[None, :]
+        x_RC = tl.load(ptrs_R[:, None] + channels_C[None, :], mask=mask_RC, other=0.0).to(tl.float32)
+        first_RP, second_RP = tl.split(tl.reshape(x_RC, [x_RC.shape[0], BLOCK_P, 2]))
+    else:
+        pairs_P = tl.arange(0, BLOCK_P)
+        mask_RP = mask_R[:, None] & (pairs_P < PAIRS)[None, :]
+        ptrs_RP = ptrs_R[:, None] + pairs_P[None, :]
+        first_RP = tl.load(ptrs_RP, mask=mask_RP, other=0.0).to(tl.float32)
+        second_RP = tl.load(ptrs_RP + PAIRS, mask=mask_RP, other=0.0).to(tl.float32)
+    return first_RP, second_RP
+
+
+@triton.jit
+def store_pairs(
+    ptrs_R, first_RP, second_RP, mask_R, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The inverse of `load_pairs`, of numbers in the dtype that is stored."""
+    if INTERLEAVED:
+        channels_C = tl.arange(0, 2 * BLOCK_P)
+        mask_RC = mask_R[:, None] & (channels_C < 2 * PAIRS)[None, :]
+        x_RC = tl.reshape(tl.join(first_RP, second_RP), [first_RP.shape[0], 2 * BLOCK_P])
+        tl.store(ptrs_R[:, None] + channels_C[None, :], x_RC, mask=mask_RC)
+    else:
+        pairs_P = tl.arange(0, BLOCK_P)
+        mask_RP = mask_R[:, None] & (pairs_P < PAIRS)[None, :]
+        ptrs_RP = ptrs_R[:, None] + pairs_P[None, :]
+        tl.store(ptrs_RP, first_RP, mask=mask_RP)
+        tl.store(ptrs_RP + PAIRS, second_RP, mask=mask_RP)
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Cosine and sine of each row's token, float32 [R, P] each."""
+    pairs_P = tl.arange(0, BLOCK_P)
+    mask_RP = mask_R[:, None] & (pairs_P < PAIRS)[None, :]
+    at_RP = tokens_R.to(tl.int64)[:, None] * PAIRS + pairs_P[None, :]
+    return tl.load(cos_ptr + at_RP, mask=mask_RP, other=0.0), tl.load(sin_ptr + at_RP, mask=mask_RP, other=0.0)
+
+
+@triton.jit
+def prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr):
+    """Since the layer before, weights and keys have driven them out of L2."""
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(PAIRS, 32))
+    at_RL = tl.where(mask_R, tokens_R, 0).to(tl.int64)[:, None] * PAIRS
+    at_RL += tl.minimum(tl.arange(0, LINES) * 32, PAIRS - 1)[None, :]
+    prefetch(cos_ptr + at_RL)
+    prefetch(sin_ptr + at_RL)
+
+
+@triton.jit
+def turn(first_RP, second_RP, cos_RP, sin_RP, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Both channels of each pair, turned; in `dtype`."""
+    turned_first_RP = first_RP * cos_RP - second_RP * sin_RP
+    turned_second_RP = second_RP * cos_RP + first_RP * sin_RP
+    return round_to(turned_first_RP, dtype, INTERPRETED), round_to(turned_second_RP, dtype, INTERPRETED)
+
+
+@triton.jit
+def cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLOCK_SIZE: tl.constexpr):
+    """Where in the cache each row's token begins (elements, int64), and whether it has a place there at all."""
+    slots_R = tl.load(slots_ptr + tokens_R, mask=mask_R & (tokens_R < num_slots), other=-1)
+    # A division of 32 bits is cheaper, and slots do not reach 2**31.
+    blocks_R = slots_R.to(tl.int32) // BLOCK_SIZE
+    offsets_R = slots_R.to(tl.int32) % BLOCK_SIZE
+    return blocks_R.to(tl.int64) * stride_B + offsets_R.to(tl.int64) * stride_N, slots_R >= 0
+
+
+@triton.jit
+def for_cache(values, dtype: tl.constexpr, scale_ptr, INTERPRETED: tl.constexpr):
+    """Numbers of a model's dtype in the cache's; no pointer is a scale of 1."""
+    values = values.to(tl.float32)
+    if dtype == tl.float8e4nv or dtype == tl.float8e5:
+        if scale_ptr is not None:
+            values *= tl.div_rn(1.0, tl.load(scale_ptr))
+        return to_fp8(values, dtype, INTERPRETED)
+    return round_to(values, dtype, INTERPRETED)

@@ -1,0 +1,160 @@
+"""The two threads between event loop and device: one launches steps, the other waits for their marks and results.
+
+Messages in, messages out, both in the order of the steps; shares no state with the event loop. Knows neither scheduler
+nor requests. An exception of a step comes back as a message, and the threads go on.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import NamedTuple, Protocol
+
+from baton.types import TokenOutput
+from engine.batch import Batch
+from engine.device.layer_marks import LayerMark, OnMark
+from engine.request import ModelFacts
+
+
+class Launched(Protocol):
+    """A step that is under way; `engine.device.runner.LaunchedStep`, or several of them on as many ranks."""
+
+    def wait(self) -> list[TokenOutput | None]: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class StepRunner(Protocol):
+    """What computes steps: an `engine.device.runner.ModelRunner`, or several of them."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def prepare(self) -> None: ...
+
+    def launch(self, batch: Batch, on_mark: OnMark) -> Launched: ...
+
+
+@dataclass(frozen=True)
+class LayersDone:
+    """The oldest step that is not over has computed its layers in front of that one."""
+
+    layer_stop: int
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """`tokens` has one entry per row of the batch, None where nothing was sampled."""
+
+    tokens: list[TokenOutput | None]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepRaised:
+    """`seconds` since it was to be launched."""
+
+    error: Exception
+    seconds: float
+
+
+Outcome = LayersDone | StepDone | StepRaised
+
+
+class _Launched(NamedTuple):
+    """From the launching thread to the waiting one."""
+
+    step: Launched | Exception
+    since_s: float
+
+
+class DeviceThread:
+    """Lives from `start` to `close`.
+
+    Args:
+        on_outcome: called on the event loop, once for each launched batch, in the order of their launch; and before
+            that for its marks.
+    """
+
+    def __init__(
+        self, runner: StepRunner, *, clock: Callable[[], float], on_outcome: Callable[[Outcome], None]
+    ) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._on_outcome = on_outcome
+        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
+        self._launched: SimpleQueue[LayerMark | _Launched | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+
+    async def start(self) -> None:
+        """Returns when the runner is prepared; raises what that raises, and then no thread is left."""
+        loop = asyncio.get_running_loop()
+        prepared: asyncio.Future[None] = loop.create_future()
+        self._threads = [
+            Thread(target=self._launch_steps, args=(loop, prepared), name="device", daemon=True),
+            Thread(target=self._await_steps, args=(loop,), name="device-results", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            await prepared
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Returns when every launched step is over and its outcome told."""
+        self._batches.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def launch(self, batch: Batch) -> None:
+        """Runs the batch behind those that were launched before."""
+        self._batches.put(batch)
+
+    def _launch_steps(self, loop: asyncio.AbstractEventLoop, prepared: "asyncio.Future[None]") -> None:
+        error = _raised(self._runner.prepare)
+        loop.call_soon_threadsafe(_settle, prepared, error)
+        while (batch := self._batches.get()) is not None:
+            since_s = self._clock()
+            try:
+                self._launched.put(_Launched(self._runner.launch(batch, self._launched.put), since_s))
+            except Exception as error:  # noqa: BLE001  the step's requests are told; the thread serves the others
+                self._launched.put(_Launched(error, since_s))
+        self._launched.put(None)
+
+    def _await_steps(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (launched := self._launched.get()) is not None:
+            if isinstance(launched, _Launched):
+                loop.call_soon_threadsafe(self._on_outcome, self._outcome(launched))
+            elif _raised(launched.wait) is None:  # what the device raises, its step will tell
+                loop.call_soon_threadsafe(self._on_outcome, LayersDone(launched.layer_stop))
+
+    def _outcome(self, launched: _Launched) -> Outcome:
+        step, since_s = launched
+        try:
+            if isinstance(step, Exception):
+                raise step
+            tokens = step.wait()
+        except Exception as error:  # noqa: BLE001  as above
+            return StepRaised(error, self._clock() - since_s)
+        return StepDone(tokens, step.seconds)
+
+
+def _raised(call: Callable[[], None]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  whoever waits for it is told
+        return error
+    return None
+
+
+def _settle(waiter: "asyncio.Future[None]", error: Exception | None) -> None:
+    if waiter.done():
+        return
+    if error is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(error)

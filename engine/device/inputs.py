@@ -1,0 +1,88 @@
+"""From the rows of a step that runs outside of a graph to tensors on the device, in one copy.
+
+Knows no model. Suffixes: T token of the step, S row that is sampled, P row whose token the host does not know yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.host_to_device import to_device
+from attention.metadata import CommonAttentionMetadata, plan_batch
+from engine.batch import BatchRow
+from engine.request import int_array
+
+# Triton compiles a kernel anew for a stride of 1 and for one that is no multiple of 16: no step is to wait for that.
+TABLE_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Attributes:
+    token_ids_T, positions_T: int64.
+    sampled: the rows that are sampled, on the host.
+    sampled_S: the same, int64.
+    last_S: int64, the last token of each of them.
+    """
+
+    common: CommonAttentionMetadata
+    token_ids_T: Tensor
+    positions_T: Tensor
+    sampled: list[int]
+    sampled_S: Tensor
+    last_S: Tensor
+
+
+def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int) -> StepInputs:
+    """Queues the copy; the host does not wait.
+
+    Args:
+        last_tokens: int32, the tokens of the step in front, row by row, where `token_source` looks.
+
+    Raises:
+        InternalError: a row without tokens, or with too few blocks.
+    """
+    batch = plan_batch(
+        query_lens=[len(row.token_ids) for row in rows],
+        context_lens=[row.token_start for row in rows],
+        block_tables=[row.block_ids for row in rows],
+        block_size=block_size,
+        width_multiple=TABLE_MULTIPLE,
+    )
+    token_ids = int_array()
+    for row in rows:
+        token_ids.extend(row.token_ids)
+    starts = batch.query_start_loc_R
+    sampled = [index for index, row in enumerate(rows) if row.sample is not None]
+    pending = [index for index, row in enumerate(rows) if row.token_source is not None]
+    *copied, token_ids_T, sampled_S, last_S, places_P, sources_P = to_device(
+        (
+            *batch.to_copy,
+            np.array(token_ids, np.int64),
+            np.array(sampled, np.int64),
+            starts[1:][sampled].astype(np.int64) - 1,
+            starts[pending].astype(np.int64),
+            np.array([rows[index].token_source for index in pending], np.int64),
+        ),
+        last_tokens.device,
+    )
+    if pending:
+        token_ids_T.index_copy_(0, places_P, last_tokens.index_select(0, sources_P).to(torch.int64))
+    common, positions_T = batch.common(copied)
+    return StepInputs(common, token_ids_T, positions_T, sampled, sampled_S, last_S)
+
+
+def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | None:
+    """int32, of rows that are sampled: the token that the host does not know yet, else -1; None where nobody asks.
+
+    Args:
+        token_ids_S: the rows' last tokens, as the device knows them.
+    """
+    if not any(row.token_source is not None and row.sample is not None and row.sample.history for row in rows):
+        return None
+    known = np.array([row.token_source is None for row in rows])
+    (known_S,) = to_device((known,), token_ids_S.device)
+    return token_ids_S.to(torch.int32).masked_fill_(known_S, -1)

@@ -1,0 +1,211 @@
+"""What a GPU has room for and which step size is fast there, found by running the model once before any traffic.
+
+Owns the arithmetic, which is pure, and the few forwards that feed it. Knows neither requests nor scheduling.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from baton.errors import ConfigError
+from baton.types import SamplingParams
+from engine.batch import Batch, BatchRow, SampleRow
+from engine.device.runner import ModelRunner
+from engine.request import IntArray, int_array
+from kvcache.cache import PagedKVCache
+from kvcache.spec import KVCacheShape, KVCacheSpec
+
+_log = logging.getLogger(__name__)
+
+# Step sizes to try, smallest first. A smaller step lets decodes and other prompts through earlier.
+STEP_TOKENS = (1024, 2048, 4096, 8192)
+# Of the best rate among the step sizes: what the chosen one must reach.
+_GOOD_RATE = 0.9
+# For captured graphs beside their activations: the driver keeps some MiB for each.
+_GRAPH_BYTES = 768 << 20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        step_s: seconds of a prefill step by its number of tokens, in prompts as long as the model takes.
+        step_bytes: most memory that the largest step took beside weights and cache.
+        decode_bytes: the same of the largest decode step.
+    """
+
+    step_s: Mapping[int, float]
+    step_bytes: int
+    decode_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """In bytes: `total` of the device, `used` by this process with nothing but its weights, `free` for anybody."""
+
+    total: int
+    used: int
+    free: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What this process's share of a device is for, in bytes."""
+
+    weights: int
+    kv_cache: int
+    steps: int
+    graphs: int
+    reserved: int
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv_cache, "steps": self.steps, "graphs": self.graphs}
+        parts["staging"] = self.reserved
+        return ", ".join(f"{name} {size / (1 << 30):.1f} GiB" for name, size in parts.items())
+
+
+def choose_step_tokens(step_s: Mapping[int, float]) -> int:
+    """The smallest step that is nearly as fast, in tokens per second, as the fastest."""
+    best = max(tokens / seconds for tokens, seconds in step_s.items())
+    return min(tokens for tokens, seconds in step_s.items() if tokens / seconds >= _GOOD_RATE * best)
+
+
+def plan_memory(
+    memory: DeviceMemory, profile: Profile, *, fraction: float, reserved_bytes: int, graphs: bool, least_bytes: int
+) -> MemoryPlan:
+    """What is left for the KV cache.
+
+    Args:
+        fraction: of the device's whole memory, what this process may fill.
+        reserved_bytes: what the process allocates later for other things.
+        least_bytes: a smaller cache is of no use.
+
+    Raises:
+        ConfigError: less than that is left.
+    """
+    graph_bytes = profile.decode_bytes + _GRAPH_BYTES if graphs else 0
+    others = profile.step_bytes + graph_bytes + reserved_bytes
+    left = min(int(memory.total * fraction) - memory.used, memory.free) - others
+    if left < least_bytes:
+        raise ConfigError(
+            f"{left >> 20} MiB are left for the KV cache: of {memory.total >> 20} MiB on the GPU, {memory.free >> 20} "
+            f"are free, the weights take {memory.used >> 20}, steps, graphs and staging {others >> 20}",
+            field="gpu_memory_fraction",
+            value=fraction,
+            allowed=(f"what leaves at least {least_bytes >> 20} MiB",),
+            cure="raise it, lower --max-batch-tokens, take fp8 weights, or end what else runs on this GPU",
+        )
+    return MemoryPlan(memory.used, left, profile.step_bytes, graph_bytes, reserved_bytes)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """`memory` is None where the cache's size was not asked for."""
+
+    step_tokens: int
+    memory: MemoryPlan | None
+
+
+def size_on_gpu(
+    make_runner: Callable[[PagedKVCache], ModelRunner],
+    spec: KVCacheSpec,
+    shape: KVCacheShape,
+    *,
+    device: torch.device,
+    step_tokens: Sequence[int],
+    max_batch_requests: int,
+    fraction: float,
+    reserved_bytes: int,
+    graphs: bool,
+    sizes_cache: bool,
+) -> Sizing:
+    """Profiles over a small cache that is gone afterwards, and logs what was chosen.
+
+    Args:
+        make_runner: of the model, whose weights are loaded.
+        shape: the number of blocks does not count.
+        step_tokens: sizes to choose from.
+        sizes_cache: whether memory is to be shared out too.
+
+    Raises:
+        ConfigError: no useful cache fits.
+    """
+    num_blocks = 2 * -(-max(step_tokens) // shape.block_size) + max_batch_requests
+    runner = make_runner(PagedKVCache(spec, replace(shape, num_blocks=num_blocks), device))
+    profile = profile_runner(runner, step_tokens, max_batch_requests=max_batch_requests, device=device)
+    del runner
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    chosen = choose_step_tokens(profile.step_s)
+    rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in profile.step_s.items())
+    _log.info("%s: prefill steps of up to %d tokens; tokens per second by step size: %s", device, chosen, rates)
+    if not sizes_cache:
+        return Sizing(chosen, None)
+    memory = plan_memory(
+        DeviceMemory(total, torch.cuda.memory_reserved(device), free),
+        profile,
+        fraction=fraction,
+        reserved_bytes=reserved_bytes,
+        graphs=graphs,
+        least_bytes=num_blocks * shape.block_size * spec.bytes_per_token,
+    )
+    _log.info("%s: %s", device, memory)
+    return Sizing(chosen, memory)
+
+
+def profile_runner(
+    runner: ModelRunner, step_tokens: Sequence[int], *, max_batch_requests: int, device: torch.device
+) -> Profile:
+    """Runs prefill steps of these sizes, as far as that many requests fill them, and a decode step of that many.
+
+    Args:
+        runner: its cache holds the largest step, and one block for each request.
+    """
+    facts = runner.facts
+    step_s: dict[int, float] = {}
+    step_bytes = 0
+    most = max_batch_requests * facts.max_context_tokens
+    for tokens in sorted({min(tokens, most) for tokens in step_tokens}):
+        batch = _prompts(tokens, facts.max_context_tokens, facts.block_size)
+        step_bytes = max(step_bytes, _peak_bytes(runner, batch, device))
+        step_s[tokens] = min(_seconds(runner, batch) for _ in range(2))
+    decode_bytes = _peak_bytes(runner, _decodes(max_batch_requests), device)
+    return Profile(step_s, step_bytes, decode_bytes)
+
+
+def _peak_bytes(runner: ModelRunner, batch: Batch, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.run(batch)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _seconds(runner: ModelRunner, batch: Batch) -> float:
+    start_s = time.perf_counter()
+    runner.run(batch)
+    return time.perf_counter() - start_s
+
+
+def _prompts(num_tokens: int, longest: int, block_size: int) -> Batch:
+    rows: list[BatchRow] = []
+    block = 0
+    for start in range(0, num_tokens, longest):
+        length = min(longest, num_tokens - start)
+        num_blocks = -(-length // block_size)
+        rows.append(_row(len(rows), length, int_array(list(range(block, block + num_blocks)))))
+        block += num_blocks
+    return Batch(0, tuple(rows))
+
+
+def _decodes(num_requests: int) -> Batch:
+    return Batch(0, tuple(_row(index, 1, int_array([index])) for index in range(num_requests)))
+
+
+def _row(index: int, length: int, blocks: IntArray) -> BatchRow:
+    sample = SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0)
+    return BatchRow(f"profile-{index}", int_array([0] * length), 0, blocks, sample)

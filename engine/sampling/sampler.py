@@ -1,0 +1,158 @@
+"""Samples one token per row where a CUDA graph cannot: edits as `penalties` says, then the choice as `choice` says, and
+logprobs. Queues its work on the device and waits for none of it.
+
+Logprobs are the log-softmax of the logits as the model gave them, before any edit.
+
+Suffixes: R row, L row that wants logprobs, N alternative, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.host_to_device import to_device
+from baton.types import TokenOutput
+from engine.batch import SampleRow
+from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.sampling.penalties import edits_of
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of the rows that want them, on the device.
+
+    Args:
+        rows: where these rows are in the batch.
+        counts: how many alternatives each wants.
+        chosen_L: float32, of the chosen token.
+        values_LN: float32, of the most probable tokens, best first; as many as the row that wants most of them, and at
+            least one.
+        token_ids_LN: int32.
+    """
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    chosen_L: Tensor
+    values_LN: Tensor
+    token_ids_LN: Tensor
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step has sampled, on the device.
+
+    Args:
+        output_indices: as in `SampleRow`, one per row.
+        chosen_R: int32, contiguous.
+    """
+
+    output_indices: Sequence[int]
+    chosen_R: Tensor
+    logprobs: Logprobs | None = None
+
+    def to_host(self) -> "SampledOnHost":
+        """Queues one copy behind the work of the current stream."""
+        words = self.chosen_R
+        if self.logprobs is not None:
+            told = (self.logprobs.chosen_L, self.logprobs.values_LN, self.logprobs.token_ids_LN)
+            words = torch.cat((words, *(tensor.flatten().view(torch.int32) for tensor in told)))
+        if words.device.type != "cpu":
+            words = torch.empty_like(words, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
+        if self.logprobs is None:
+            return SampledOnHost(self.output_indices, (), (), words)
+        return SampledOnHost(self.output_indices, self.logprobs.rows, self.logprobs.counts, words)
+
+
+@dataclass(frozen=True)
+class SampledOnHost:
+    """What a step has sampled, in memory that a copy is under way to.
+
+    Args:
+        wanted, counts: the rows that want logprobs, and of how many alternatives.
+        words: int32; the fields of `Sampled` and of `Logprobs`, one behind the other.
+    """
+
+    output_indices: Sequence[int]
+    wanted: Sequence[int]
+    counts: Sequence[int]
+    words: Tensor
+
+    def outputs(self) -> list[TokenOutput]:
+        """One per row. Only after the copy is done."""
+        num_rows = len(self.output_indices)
+        outputs = list(map(TokenOutput, self.words[:num_rows].tolist(), self.output_indices))
+        if self.wanted:
+            self._add_logprobs(outputs, self.words[num_rows:].view(-1, len(self.wanted)))
+        return outputs
+
+    def _add_logprobs(self, outputs: list[TokenOutput], words_XL: Tensor) -> None:
+        number = len(self.wanted)
+        alternatives = len(words_XL) // 2
+        values_LN = words_XL[1 : 1 + alternatives].view(torch.float32).reshape(number, alternatives)
+        token_ids_LN = words_XL[1 + alternatives :].reshape(number, alternatives)
+        told = zip(
+            self.wanted,
+            self.counts,
+            words_XL[0].view(torch.float32).tolist(),
+            values_LN.tolist(),
+            token_ids_LN.tolist(),
+            strict=True,
+        )
+        for index, count, logprob, values, token_ids in told:
+            output = outputs[index]
+            output.logprob = logprob
+            output.top_logprobs = tuple(zip(token_ids[:count], values[:count], strict=True))
+
+
+def sample(logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> Sampled:
+    """One token per row. A row that is drawn needs a seed.
+
+    Args:
+        logits_RV: float32; overwritten.
+        pending_R: int32, on the device: each row's newest token where the host does not know it yet, else -1. It counts
+            for penalties.
+    """
+    numbers = SamplingArrays.empty(len(rows))
+    numbers.fill(rows)
+    wanted = tuple(index for index, row in enumerate(rows) if row.params.logprobs is not None)
+    edits = edits_of(rows, pending_R=pending_R)
+    arrays = [*numbers, np.array(wanted, np.int64), *(array for edit in edits for array in edit.arrays)]
+    tensors = iter(to_device(arrays, logits_RV.device))
+    buffers = SamplingBuffers(*islice(tensors, len(numbers)))
+    wanted_L = next(tensors)
+    logprobs_LV = logits_RV[wanted_L].log_softmax(dim=-1) if wanted else None
+    for edit in edits:
+        edit.apply(logits_RV, *islice(tensors, len(edit.arrays)))
+    chosen_R = torch.empty(len(rows), dtype=torch.int32, device=logits_RV.device)
+    choose_tokens(logits_RV, buffers, out_R=chosen_R)
+    output_indices = [row.output_index for row in rows]
+    if logprobs_LV is None:
+        return Sampled(output_indices, chosen_R)
+    counts = [rows[index].params.logprobs or 0 for index in wanted]
+    return Sampled(output_indices, chosen_R, _logprobs(logprobs_LV, chosen_R[wanted_L], rows=wanted, counts=counts))
+
+
+def tell(logits_LV: Tensor, chosen_L: Tensor, *, output_indices: Sequence[int], counts: Sequence[int]) -> Sampled:
+    """Tokens that are chosen already, with their logprobs. Leaves the logits as they are.
+
+    Args:
+        counts: of alternatives, for each row.
+    """
+    told = _logprobs(logits_LV.log_softmax(dim=-1), chosen_L, rows=range(len(counts)), counts=counts)
+    return Sampled(output_indices, chosen_L, told)
+
+
+def _logprobs(logprobs_LV: Tensor, chosen_L: Tensor, *, rows: Sequence[int], counts: Sequence[int]) -> Logprobs:
+    most = max(1, *counts)
+    values_LN, token_ids_LN = logprobs_LV.topk(min(most, logprobs_LV.shape[1]), dim=-1)
+    of_chosen_L = logprobs_LV.gather(1, chosen_L.long().unsqueeze(1)).squeeze(1)
+    return Logprobs(rows, counts, of_chosen_L, values_LN, token_ids_LN.int())
+
+
+def has_edits(row: SampleRow) -> bool:
+    """Whether the row's token is not what `choose_tokens` draws from the model's own logits."""
+    return bool(row.history or row.forbidden or row.params.logit_bias)

@@ -1,0 +1,107 @@
+"""How many blocks a request needs, and how it gets, names and loses them. Pure; decides nothing about order."""
+
+import math
+
+from engine.request import EngineRequest, ModelFacts, Reservation
+from engine.scheduling.block_manager import BlockManager, KeyChain
+from engine.scheduling.state import RequestState
+
+
+class RequestBlocks:
+    """The blocks of all requests of one engine.
+
+    Args:
+        align_tokens: prefixes are reused up to a multiple of it. Above 1, the KV of decoded tokens is not reused: a
+            prompt's tokens would have other last bits.
+    """
+
+    def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
+        self._identity = facts.identity
+        self._block_size = facts.block_size
+        self._prefix_cache = prefix_cache
+        self._aligned = align_tokens > 1
+        self._align_blocks = math.lcm(align_tokens, facts.block_size) // facts.block_size
+        self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
+        self._window_tokens = facts.window_tokens
+        self._blocks = BlockManager(facts.num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._blocks.num_free
+
+    def keys(self, request: EngineRequest) -> KeyChain:
+        return KeyChain(identity=self._identity, cache_salt=request.cache_salt, block_size=self._block_size)
+
+    def needed(self, state: RequestState) -> int:
+        """Blocks that the request must hold before it may run: its known tokens, and the first that it decodes."""
+        return self._blocks_for(state.num_tokens + (0 if state.prefill_only else 1))
+
+    def cached(self, state: RequestState) -> list[int]:
+        """Cached blocks that begin the request; at least one of its tokens stays to be computed."""
+        if not self._prefix_cache:
+            return []
+        return self._blocks.match(
+            state.keys,
+            state.tokens,
+            (state.num_tokens - 1) // self._block_size,
+            window_blocks=self._window_blocks,
+            multiple=self._align_blocks,
+        )
+
+    def reservation(self, state: RequestState) -> Reservation:
+        """What is to come into the request's blocks from elsewhere."""
+        resume_at = state.num_tokens
+        if self._prefix_cache:
+            # Another sequence may share all of this one but what does not fill its last block. What is in front is
+            # found by whole blocks, so that the window before that token is to begin with one.
+            unit = self._align_blocks * self._block_size
+            resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
+        return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at)
+
+    def fill(self, state: RequestState) -> None:
+        """The KV of all the request's tokens has come, as its reservation said."""
+        state.fill()
+        if self._window_tokens:
+            state.windows_from = max(0, self.reservation(state).resume_at - self._window_tokens + 1)
+        self.register(state)
+
+    def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
+        """Whether the request finds its blocks, and `spare` blocks are free afterwards."""
+        return self._blocks.free_beside(cached) >= self.needed(state) - len(cached) + spare
+
+    def take(self, state: RequestState, cached: list[int]) -> None:
+        """Gives the request all blocks that it needs, the cached ones first."""
+        blocks = self._blocks.take(cached, self.needed(state) - len(cached))
+        state.hold(blocks, num_cached_blocks=len(cached), block_size=self._block_size)
+
+    def extend(self, state: RequestState, num_slots: int) -> bool:
+        """Gives the request blocks up to `num_slots` slots; False, and nothing is changed, when there are too few."""
+        missing = self._blocks_for(num_slots) - len(state.blocks)
+        if missing > self._blocks.num_free:
+            return False
+        if missing > 0:
+            state.blocks.extend(self._blocks.take((), missing))
+        return True
+
+    def register(self, state: RequestState) -> None:
+        """Offers the request's full blocks whose KV is computed to later requests."""
+        if not self._prefix_cache:
+            return
+        num_tokens = min(state.num_computed, state.prefill_stop) if self._aligned else state.num_computed
+        for index in range(state.num_registered, num_tokens // self._block_size):
+            self._blocks.register(
+                state.blocks[index],
+                state.keys.key(index, state.tokens),
+                windowless=index * self._block_size < state.windows_from,
+            )
+            state.num_registered = index + 1
+
+    def give_back(self, state: RequestState) -> None:
+        self._blocks.give_back(state.drop_blocks())
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -1,0 +1,71 @@
+"""A node's paged KV cache: one allocation, seen through one strided view whatever the layout.
+
+Knows nothing of requests, of which blocks are free, or of who writes what.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvcache.layout import LOGICAL_AXES
+from kvcache.spec import KVCacheShape, KVCacheSpec
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+
+class PagedKVCache:
+    """The cache of one node, zeroed.
+
+    Args:
+        pinned: in page-locked memory of the CPU, which a GPU copies from and to while the host goes on; needs a GPU.
+
+    Attributes:
+        storage: the allocation, contiguous, its axes in the layout's order.
+        view: the same memory as [L, K, B, N, H, C]; K and H are 1 for MLA.
+    """
+
+    def __init__(
+        self, spec: KVCacheSpec, shape: KVCacheShape, device: torch.device | str = "cpu", *, pinned: bool = False
+    ) -> None:
+        self.spec = spec
+        self.shape = shape
+        sizes = {
+            "L": spec.num_layers,
+            "K": spec.kv_factor,
+            "B": shape.num_blocks,
+            "N": shape.block_size,
+            "H": spec.num_kv_heads,
+            "C": spec.head_dim,
+        }
+        order = shape.layout.axes
+        self.storage: Tensor = torch.zeros(
+            [sizes[axis] for axis in order], dtype=TORCH_DTYPES[spec.dtype], device=device, pin_memory=pinned
+        )
+        self.view: Tensor = self.storage.permute([order.index(axis) for axis in LOGICAL_AXES])
+        self._layers = self.view.unbind(0)
+
+    def layer(self, index: int) -> Tensor:
+        """[K, B, N, H, C] of one layer: a view, so writing to it writes to the cache."""
+        return self._layers[index]
+
+    @property
+    def memory(self) -> Tensor:
+        """The whole allocation as bytes."""
+        return self.storage.view(-1).view(torch.uint8)
+
+    @property
+    def by_block(self) -> Tensor:
+        """The same bytes as [what lies outside of the blocks, block, bytes that lie together in a block]."""
+        outside = math.prod(self.storage.shape[: self.shape.layout.axes.index("B")])
+        return self.memory.view(outside, self.shape.num_blocks, -1)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.storage.numel() * self.storage.element_size()

@@ -1,0 +1,1 @@
+"""Triton kernels that read and write the paged cache. Each has a plain-torch twin."""

@@ -1,0 +1,87 @@
+"""What one token's KV is (`KVCacheSpec`) and how one node keeps it (`KVCacheShape`). Pure values; no torch."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.errors import ConfigError
+from kvcache.layout import KVCacheLayout
+
+# Of activations, and of a cache that keeps KV as it was computed.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of a cache that keeps KV in 8 bits, with one scale per tensor (`kvcache.scales`).
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(FP8_DTYPES, 1)}
+
+
+class KVKind(StrEnum):
+    """GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared by all heads."""
+
+    GQA = "gqa"
+    MLA = "mla"
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """One token's KV, the same on every node that serves the model.
+
+    head_dim is the size of the channel axis C: for MLA the latent plus the rotary dimensions, with num_kv_heads 1.
+
+    Attributes:
+        windows: by layer, how many tokens up to its own a token attends to, 0 for all; empty where no layer has one.
+    """
+
+    kind: KVKind
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int, ...] = ()
+
+    @property
+    def kv_factor(self) -> int:
+        """Size of axis K: 2 where keys and values are apart, 1 for MLA."""
+        return 2 if self.kind is KVKind.GQA else 1
+
+    @property
+    def itemsize(self) -> int:
+        return KV_DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        return self.kv_factor * self.num_kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.bytes_per_token_layer
+
+    def first_read(self, layer: int, token: int) -> int:
+        """The first token whose KV in this layer is read when the KV of token `token` or a later one is computed."""
+        window = self.windows[layer] if self.windows else 0
+        return max(0, token - window + 1) if window else 0
+
+
+@dataclass(frozen=True)
+class KVCacheShape:
+    """How one node keeps its KV: may differ between any two nodes.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    layout: KVCacheLayout
+    block_size: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", field=name, value=value, allowed=("an integer of at least 1",))
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)

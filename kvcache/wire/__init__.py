@@ -1,0 +1,1 @@
+"""Wire order: KV without blocks and layout, as it travels between nodes."""

@@ -1,0 +1,168 @@
+"""A request's tokens from the paged cache to wire order in another dtype: what one node keeps as it was computed, for
+a node that keeps it in 8 bits.
+
+The numbers become bit for bit those that the other cache would hold had they been stored there. Knows nothing of
+requests and transfers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kvcache.cache import TORCH_DTYPES, PagedKVCache
+from kvcache.fp8 import FP8, quantize
+from kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from kvcache.wire.digest import digest_on_device
+from kvcache.wire.gather_scatter import check_places, gather_to_wire
+from kvcache.wire.kernels import conversion as kernels
+
+# What the CPU gathers at a time, to be still in a cache near by when it is converted.
+_TILE_BYTES = 1 << 19
+# Inner cuts fall on multiples of it, as those of segments do: a gather copies runs.
+_ALIGN_TOKENS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Converter:
+    """What a cache's numbers become; from `open_converter`, for one cache.
+
+    Attributes:
+        spec: of what is gathered: the cache's own, in the other dtype.
+        scales_LK: of a payload in 8 bits, float32, on the cache's device; None is 1.
+    """
+
+    spec: KVCacheSpec
+    scales_LK: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.spec.dtype]
+
+
+def open_converter(cache: PagedKVCache, dtype: str, scales: Sequence[float] = ()) -> Converter:
+    """Slow on a GPU, where it compiles the kernel and waits; on a stream of its own, so that any thread may call it
+    while others use the GPU.
+
+    Args:
+        dtype: of any cache.
+        scales: of a dtype of 8 bits, of each layer those of keys and values, or of latents; without them all are 1.
+    """
+    spec = cache.spec
+    assert spec.dtype in DTYPE_BYTES, "a cache in 8 bits is not converted"
+    assert not scales or (TORCH_DTYPES[dtype] in FP8 and len(scales) == spec.num_layers * spec.kv_factor)
+    scales_LK = torch.tensor(scales, dtype=torch.float32).view(spec.num_layers, spec.kv_factor) if scales else None
+    if not cache.storage.is_cuda:
+        return Converter(replace(spec, dtype=dtype), scales_LK)
+    with torch.cuda.device(cache.storage.device), torch.cuda.stream(torch.cuda.Stream()):
+        on_device = None if scales_LK is None else scales_LK.to(cache.storage.device)
+        converter = Converter(replace(spec, dtype=dtype), on_device)
+        _compile(cache, converter)
+        torch.cuda.current_stream().synchronize()
+    return converter
+
+
+def gather_converted(
+    cache: PagedKVCache,
+    converter: Converter,
+    *,
+    block_ids: Tensor,
+    token_start: int,
+    token_stop: int,
+    layers: range,
+    heads: range,
+    out: Tensor,
+    block_ids_cpu: Tensor | None = None,
+    digest_out: Tensor | None = None,
+    between: Callable[[], object] = lambda: None,
+) -> None:
+    """As `gather_to_wire`, in the converter's dtype, for which `out` must be aligned.
+
+    Args:
+        between: on a CPU, called again and again, by callers who have something else to keep going.
+    """
+    places = check_places(
+        cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, out.numel(), spec=converter.spec
+    )
+    if cache.storage.is_cuda:
+        kernels.gather_converted(
+            cache.storage.view(-1),
+            out.view(converter.dtype),
+            block_ids.to(cache.storage.device, non_blocking=True),
+            places,
+            scales_LK=_of_layers(converter, layers),
+        )
+    else:
+        _gather_on_cpu(cache, converter, block_ids, (token_start, token_stop), layers, heads, out, between)
+    if digest_out is not None:
+        digest_on_device(out, out=digest_out)
+
+
+def _gather_on_cpu(
+    cache: PagedKVCache,
+    converter: Converter,
+    block_ids: Tensor,
+    tokens: tuple[int, int],
+    layers: range,
+    heads: range,
+    out: Tensor,
+    between: Callable[[], object],
+) -> None:
+    """Tile by tile of one layer."""
+    spec, (token_start, token_stop) = cache.spec, tokens
+    shape = (len(layers), spec.kv_factor, token_stop - token_start, len(heads), spec.head_dim)
+    out_LKTHC = out.view(converter.dtype).view(shape)
+    for (number, layer), (start, stop) in product(enumerate(layers), _tiles(spec, tokens, num_heads=len(heads))):
+        tile_KTHC = torch.empty((spec.kv_factor, stop - start, *shape[3:]), dtype=cache.storage.dtype)
+        gather_to_wire(
+            cache,
+            block_ids=block_ids,
+            token_start=start,
+            token_stop=stop,
+            layers=range(layer, layer + 1),
+            heads=heads,
+            out=tile_KTHC.view(-1).view(torch.uint8),
+        )
+        for k, values_THC in enumerate(tile_KTHC):
+            scale = None if converter.scales_LK is None else converter.scales_LK[layer, k]
+            converted_THC = quantize(values_THC, scale, converter.dtype)
+            out_LKTHC[number, k, start - token_start : stop - token_start] = converted_THC
+        between()
+
+
+def _tiles(spec: KVCacheSpec, tokens: tuple[int, int], *, num_heads: int) -> Iterator[tuple[int, int]]:
+    """Token ranges, each of one layer."""
+    per_token = spec.bytes_per_token_layer // spec.num_kv_heads * num_heads
+    tokens_each = max(1, _TILE_BYTES // per_token)
+    start, token_stop = tokens
+    while start < token_stop:
+        stop = start + tokens_each
+        aligned = stop // _ALIGN_TOKENS * _ALIGN_TOKENS
+        stop = min(token_stop, aligned if aligned > start else stop)
+        yield start, stop
+        start = stop
+
+
+def _of_layers(converter: Converter, layers: range) -> Tensor | None:
+    scales_LK = converter.scales_LK
+    return None if scales_LK is None else scales_LK[layers.start : layers.stop : layers.step]
+
+
+def _compile(cache: PagedKVCache, converter: Converter) -> None:
+    """Runs the kernel once, for a block that no cache has."""
+    device, spec = cache.storage.device, cache.spec
+    payload = torch.zeros(converter.spec.bytes_per_token_layer, dtype=torch.uint8, device=device)
+    nowhere, nowhere_cpu = torch.full((1,), -1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64)
+    gather_converted(
+        cache,
+        converter,
+        block_ids=nowhere,
+        block_ids_cpu=nowhere_cpu,
+        token_start=0,
+        token_stop=1,
+        layers=range(1),
+        heads=range(spec.num_kv_heads),
+        out=payload,
+    )

@@ -1,0 +1,120 @@
+"""The mover for a cache on the CPU: every operation is done when it returns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvcache.cache import PagedKVCache
+from kvcache.wire.conversion import Converter, gather_converted
+from kvcache.wire.digest import digest
+from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
+from kvtransfer.movers.mover import Blocks, Done, DoneReading, check_blocks
+from kvtransfer.segments import TRAILER_BYTES, Segment
+from kvtransfer.staging import Slot, StagingPool
+
+
+@dataclass(frozen=True)
+class PlacedBlocks:
+    """Blocks of a cache on the CPU: int64, which need no more than to be there."""
+
+    block_ids: Tensor
+
+    def free(self) -> None:
+        pass
+
+
+class CpuMover:
+    """For a cache on the CPU: every operation is done when it returns.
+
+    Args:
+        between: called again and again within long ones, so that messages go on meanwhile.
+    """
+
+    on_gpu = False
+    handling_s = 0.0
+
+    def __init__(self, cache: PagedKVCache, between: Callable[[], object]) -> None:
+        self._cache = cache
+        self._between = between
+        self._gathered = torch.zeros((), dtype=torch.int64)
+
+    def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
+        assert not through_host
+        return StagingPool(slot_bytes=slot_bytes, slots=slots, device=torch.device("cpu"))
+
+    def place(self, block_ids: Sequence[int], *, incoming: bool) -> PlacedBlocks:  # noqa: ARG002
+        check_blocks(block_ids, self._cache.shape.num_blocks)
+        return PlacedBlocks(torch.tensor(block_ids, dtype=torch.int64))
+
+    def gather(
+        self,
+        slot: Slot,
+        blocks: Blocks,
+        segment: Segment,
+        *,
+        heads: range,
+        with_digest: bool,
+        converter: Converter | None = None,
+    ) -> Done:
+        assert isinstance(blocks, PlacedBlocks)
+        payload = slot.message(segment.payload_bytes)
+        if converter is None:
+            gather = partial(gather_to_wire, digest_out=self._gathered if with_digest else None)
+        else:
+            gather = partial(gather_converted, converter=converter)
+        gather(
+            self._cache,
+            block_ids=blocks.block_ids,
+            token_start=segment.token_start,
+            token_stop=segment.token_stop,
+            layers=segment.layers,
+            heads=heads,
+            out=payload,
+            between=self._between,
+        )
+        if not with_digest:
+            return self._seal(slot, segment, 0)
+        # As a tensor has it, its sign is its highest bit.
+        gathered = int(self._gathered) % (1 << 64) if converter is None else self._digest(payload)
+        return self._seal(slot, segment, segment.digest_over(gathered))
+
+    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Done:
+        digest = 0
+        if value is not None:
+            payload = slot.message(segment.payload_bytes).fill_(value)
+            digest = self._digest(payload) if with_digest else 0
+        return self._seal(slot, segment, segment.digest_over(digest) if with_digest else 0)
+
+    def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> DoneReading:
+        payload = slot.message(num_bytes - TRAILER_BYTES)
+        trailer = bytes(slot.bytes[num_bytes - TRAILER_BYTES : num_bytes])
+        lowest, highest = (0, 0)
+        if with_extremes and payload.numel():
+            lowest, highest = (int(extreme) for extreme in torch.aminmax(payload))
+        return DoneReading(trailer, self._digest(payload) if with_digest else 0, (lowest, highest))
+
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Done:
+        assert isinstance(blocks, PlacedBlocks)
+        scatter_from_wire(
+            self._cache,
+            block_ids=blocks.block_ids,
+            token_start=segment.token_start,
+            token_stop=segment.token_stop,
+            layers=segment.layers,
+            heads=segment.heads,
+            payload=slot.message(segment.payload_bytes),
+        )
+        return Done()
+
+    def close(self) -> None:
+        pass
+
+    def _seal(self, slot: Slot, segment: Segment, digest: int) -> Done:
+        slot.bytes[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES] = segment.encode_with(digest)
+        return Done()
+
+    def _digest(self, payload: Tensor) -> int:
+        return digest(payload, between=self._between)

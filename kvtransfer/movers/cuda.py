@@ -1,0 +1,275 @@
+"""The mover for a cache on a GPU: kernels and copies on streams of their own, whose ends are polled with events.
+
+The host waits for nothing here: not for a kernel, not for the eight bytes of a digest, which a sender's kernel writes
+into the trailer and a receiver's into pinned memory. Knows nothing of the engine and of its stream. The order between
+the two is kept by the host: the engine tells of a chunk once its step is over, and of a lease's blocks once nothing of
+its own uses them; it hears of a filled lease once the last scatter is over, and of a sent chunk once UCX has sent it,
+which is after the gather.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.errors import InternalError
+from kvcache.cache import PagedKVCache
+from kvcache.wire.conversion import Converter, gather_converted
+from kvcache.wire.prepared import DeviceWire
+from kvtransfer.movers.cuda_tables import BlockTable, BlockTables, open_copy
+from kvtransfer.movers.mover import Blocks, check_blocks
+from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segment
+from kvtransfer.staging import Slot, StagingPool
+
+_TIMED_SEGMENTS = 8
+# Of how many sizes of messages a slot keeps the place of the digest.
+_SIZES_KEPT = 4
+
+
+class _Desk:
+    """What is needed beside a slot, made once; whoever holds the slot uses it.
+
+    Attributes:
+        work: the message as kernels see it: the slot itself, or device memory of the same size beside a slot in host
+            memory.
+        over: recorded behind the last operation.
+        trailer_cpu, digest_cpu: where a message's are, pinned: before it is sent, and after it was read.
+    """
+
+    def __init__(self, slot: Slot, work: Tensor) -> None:
+        self.work = work
+        self.in_host = work is not slot.memory
+        self.over = torch.cuda.Event()
+        self.digest_cpu = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        self.trailer_cpu = torch.zeros(TRAILER_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.trailer = self.trailer_cpu.numpy().data
+        self.digest = self.digest_cpu.view(1).numpy().view(np.uint64)
+        self.extremes_cpu = torch.zeros(2, dtype=torch.uint8, pin_memory=True)
+        self.work_ptr, self.slot_ptr = work.data_ptr(), slot.memory.data_ptr()
+        self.trailer_ptr = self.trailer_cpu.data_ptr()
+        # Where the digest goes in messages of the sizes that there were.
+        self.digest_places: dict[int, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """An operation that the device was told of; what it left is read from the desk."""
+
+    desk: _Desk
+
+    @property
+    def done(self) -> bool:
+        return bool(self.desk.over.query())
+
+    @property
+    def digest(self) -> int:
+        return int(self.desk.digest[0])
+
+    @property
+    def trailer(self) -> bytes:
+        return bytes(self.desk.trailer)
+
+    @property
+    def extremes(self) -> tuple[int, int]:
+        lowest, highest = self.desk.extremes_cpu.tolist()
+        return lowest, highest
+
+
+class CudaMover:
+    """For a cache in a GPU's memory. Sets the calling thread's device and stream, for as long as the thread lives.
+
+    Of a segment the host does little: a sender copies a trailer behind where the payload will be, launches the gather,
+    which digests into that trailer, and records an event; a receiver the same with the digest, and again with the
+    scatter. Nothing is allocated after a pool has been used once, block ids have room from the start.
+    """
+
+    on_gpu = True
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+        self._device = cache.storage.device
+        self._desks: dict[Slot, _Desk] = {}
+        # UCX opens its CUDA transports in the context that is current when it is made.
+        torch.cuda.set_device(self._device)
+        # A gather is short and a peer waits for it: where it meets a prefill's kernels, its programs are placed first.
+        # A scatter meets decode, and has no such right.
+        self._outgoing = torch.cuda.Stream(self._device, priority=-1)
+        self._incoming = torch.cuda.Stream(self._device)
+        # NOTE: what this thread does elsewhere must not join the default stream, which is the engine's.
+        torch.cuda.set_stream(self._incoming)
+        self._wire = DeviceWire(cache)
+        self._copy = open_copy()
+        self._tables = {
+            incoming: BlockTables(stream, self._copy, max_blocks=cache.shape.num_blocks)
+            for incoming, stream in ((False, self._outgoing), (True, self._incoming))
+        }
+        self.handling_s = self._time_handling()
+        # Waits, but before any peer is there: what filled the cache with zeros is over then, and no kernel of ours uses
+        # memory that torch's allocator may hand out again.
+        torch.cuda.synchronize()
+
+    def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
+        device = torch.device("cpu") if through_host else self._device
+        pool = StagingPool(slot_bytes=slot_bytes, slots=slots, device=device, pinned=through_host)
+        for slot in pool.members:
+            beside = torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) if through_host else slot.memory
+            self._desks[slot] = _Desk(slot, beside)
+        # The memory may have served this stream before; from now on others use it too. Allocating waits anyway.
+        self._incoming.synchronize()
+        return pool
+
+    def place(self, block_ids: Sequence[int], *, incoming: bool) -> BlockTable:
+        check_blocks(block_ids, self._cache.shape.num_blocks)
+        return self._tables[incoming].place(block_ids)
+
+    def gather(
+        self,
+        slot: Slot,
+        blocks: Blocks,
+        segment: Segment,
+        *,
+        heads: range,
+        with_digest: bool,
+        converter: Converter | None = None,
+    ) -> _Queued:
+        assert isinstance(blocks, BlockTable)
+        self._check_tokens(blocks, segment)
+        desk = self._desks[slot]
+        digest_place = self._put_trailer(slot, desk, segment)
+        digest_out = digest_place if with_digest else None
+        if converter is None:
+            self._wire.gather(
+                block_ids=blocks.block_ids,
+                token_start=segment.token_start,
+                token_stop=segment.token_stop,
+                layers=segment.layers,
+                heads=heads,
+                out=desk.work,
+                digest_out=digest_out,
+                digest_add=segment.seal if with_digest else 0,
+                stream=self._outgoing,
+            )
+        else:
+            with torch.cuda.stream(self._outgoing):
+                gather_converted(
+                    self._cache,
+                    converter,
+                    block_ids=blocks.block_ids[: blocks.count],
+                    token_start=segment.token_start,
+                    token_stop=segment.token_stop,
+                    layers=segment.layers,
+                    heads=heads,
+                    out=desk.work[: segment.payload_bytes],
+                )
+            self._digest(desk, segment, digest_out)
+        return self._put(desk, segment)
+
+    def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> _Queued:
+        desk = self._desks[slot]
+        if value is None:
+            sealed = segment.digest_over(0) if with_digest else 0
+            self._put_trailer(slot, desk, segment, digest=sealed)
+            return self._put(desk, segment)
+        digest_place = self._put_trailer(slot, desk, segment)
+        with torch.cuda.stream(self._outgoing):
+            desk.work[: segment.payload_bytes].fill_(value)
+        self._digest(desk, segment, digest_place if with_digest else None)
+        return self._put(desk, segment)
+
+    def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> _Queued:
+        desk, stream = self._desks[slot], self._incoming
+        payload_bytes = num_bytes - TRAILER_BYTES
+        if desk.in_host:
+            desk.trailer[:] = slot.bytes[payload_bytes:num_bytes]
+            self._copy(desk.work_ptr, desk.slot_ptr, payload_bytes, stream.cuda_stream)
+        else:
+            self._copy(desk.trailer_ptr, desk.work_ptr + payload_bytes, TRAILER_BYTES, stream.cuda_stream)
+        if with_digest:
+            self._wire.digest(desk.work, payload_bytes, out=desk.digest_cpu, stream=stream)
+        if with_extremes and payload_bytes:
+            payload = desk.work[:payload_bytes]
+            with torch.cuda.stream(stream):
+                desk.extremes_cpu.copy_(torch.stack((payload.amin(), payload.amax())), non_blocking=True)
+        return self._end(desk, stream)
+
+    def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> _Queued:
+        assert isinstance(blocks, BlockTable)
+        self._check_tokens(blocks, segment)
+        desk = self._desks[slot]
+        self._wire.scatter(
+            block_ids=blocks.block_ids,
+            token_start=segment.token_start,
+            token_stop=segment.token_stop,
+            layers=segment.layers,
+            heads=segment.heads,
+            payload=desk.work,
+            stream=self._incoming,
+        )
+        return self._end(desk, self._incoming)
+
+    def close(self) -> None:
+        for stream in (self._outgoing, self._incoming):
+            stream.synchronize()
+
+    def _check_tokens(self, blocks: BlockTable, segment: Segment) -> None:
+        held = blocks.count * self._cache.shape.block_size
+        if segment.token_stop > held:
+            raise InternalError(
+                f"tokens [{segment.token_start}, {segment.token_stop}) of a request whose blocks hold {held}",
+                field="token_stop",
+            )
+
+    def _put_trailer(self, slot: Slot, desk: _Desk, segment: Segment, *, digest: int = 0) -> Tensor:
+        """Puts the trailer behind where the payload will be; the digest's place in it, which may be at any byte."""
+        start = segment.payload_bytes
+        if desk.in_host:
+            slot.bytes[start : start + TRAILER_BYTES] = segment.encode_with(digest)
+        else:
+            desk.trailer[:] = segment.encode_with(digest)
+            self._copy(desk.work_ptr + start, desk.trailer_ptr, TRAILER_BYTES, self._outgoing.cuda_stream)
+        place = desk.digest_places.get(start)
+        if place is None:
+            place = slot.memory[start + DIGEST_OFFSET :][:DIGEST_BYTES]
+            if len(desk.digest_places) == _SIZES_KEPT:
+                desk.digest_places.clear()
+            desk.digest_places[start] = place
+        return place
+
+    def _digest(self, desk: _Desk, segment: Segment, out: Tensor | None) -> None:
+        if out is not None:
+            self._wire.digest(desk.work, segment.payload_bytes, out=out, digest_add=segment.seal, stream=self._outgoing)
+
+    def _put(self, desk: _Desk, segment: Segment) -> _Queued:
+        """The payload to where it is sent from."""
+        if desk.in_host:
+            self._copy(desk.slot_ptr, desk.work_ptr, segment.payload_bytes, self._outgoing.cuda_stream)
+        return self._end(desk, self._outgoing)
+
+    def _end(self, desk: _Desk, stream: torch.cuda.Stream) -> _Queued:
+        desk.over.record(stream)
+        return _Queued(desk)
+
+    def _time_handling(self) -> float:
+        """What a segment takes of either side, of the two the longer; runs every kernel."""
+        spec = self._cache.spec
+        size = spec.bytes_per_token_layer
+        (slot,) = self.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).members
+        segment = Segment(0, 0, 0, 0, 1, 0, 1, 0, spec.num_kv_heads, size)
+        # A block that no cache has: nothing of it is read or written.
+        nowhere = {incoming: self._tables[incoming].place((-1,)) for incoming in (False, True)}
+        took_s = []
+        for with_digest in (False, *[True] * _TIMED_SEGMENTS):
+            torch.cuda.synchronize()
+            started_s = time.perf_counter()
+            self.gather(slot, nowhere[False], segment, heads=segment.heads, with_digest=with_digest)
+            gathered_s = time.perf_counter()
+            self.read(slot, size + TRAILER_BYTES, with_digest=True, with_extremes=False)
+            self.scatter(slot, nowhere[True], segment)
+            took_s.append(max(gathered_s - started_s, time.perf_counter() - gathered_s))
+        for table in nowhere.values():
+            table.free()
+        del self._desks[slot]
+        return min(took_s)

@@ -1,0 +1,340 @@
+"""The one thread that owns a node's transport, staging and mover, so gather, digest and scatter.
+
+Others talk to it by posted calls, which it runs in order; it talks back through futures and callbacks. Knows nothing
+of asyncio.
+"""
+
+import logging
+import math
+import os
+import queue
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from baton.errors import BatonError, DataLoss, InternalError
+from kvcache.cache import PagedKVCache
+from kvtransfer.leases import LeaseTotals
+from kvtransfer.link import LinkSpeed
+from kvtransfer.movers.mover import MakeMover, Mover
+from kvtransfer.rate_limit import RateLimit
+from kvtransfer.receiver import Receiver
+from kvtransfer.records import Ledger, LinkMeasure, Peer, PeerTraffic, SegmentRefused
+from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.sender import Sender
+from kvtransfer.staging import Pools, StagingPool
+from kvtransfer.timer_slack import wake_punctually
+from kvtransfer.transports.table import open_transport
+from kvtransfer.transports.transport import REACH_GPU_MEMORY, Transport
+
+T = TypeVar("T")
+
+log = logging.getLogger("baton")
+
+# While messages are in flight the thread sleeps between looks, a fraction of the time since something last happened.
+# On two busy cores naps of 20 us moved 0.8-2.4 GB/s through shared memory, waiting for UCX's event 0.2, and looking
+# without a pause 0.1-0.2: each message needs both ends to run in turn. Naps also leave the GIL to the other threads.
+_NAP_SHORTEST_S = 20e-6
+# Beside a GPU a message takes 50-200 us and passes six such waits: shorter ones, from which the thread wakes in time.
+_NAP_SHORTEST_GPU_S = 5e-6
+_NAP_LONGEST_S = 1e-3
+_NAP_FRACTION = 1 / 8
+# With nothing in flight it goes on looking for that long, because segments come in rows; then it waits for an event.
+_HOT_S = 2e-3
+# The longest wait, should an event get lost: with open leases, and without.
+_WAIT_LEASED_MS = 20
+_WAIT_IDLE_MS = 200
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class TransferThread:
+    """Runs from `start` to `stop`. `sender`, `receiver` and the methods marked "on the thread" are for posted calls."""
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        *,
+        heads: range,
+        transport: str,
+        incarnation: int,
+        segment_bytes: int,
+        staging_slots: int,
+        digests: bool,
+        receive_bytes_per_s: float | None,
+        make_mover: MakeMover,
+        on_filled: Callable[[LeaseTotals], None],
+        on_refused: Callable[[SegmentRefused], None],
+    ) -> None:
+        self.ledger = Ledger()
+        self._cache = cache
+        self._heads = heads
+        self._make_mover = make_mover
+        self._transport_name = transport
+        self._incarnation = incarnation
+        self._segment_bytes = segment_bytes
+        self._staging_slots = staging_slots
+        self._digests = digests
+        self._receive_bytes_per_s = receive_bytes_per_s
+        self._on_filled = on_filled
+        self._on_refused = on_refused
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
+        self._lock = threading.Lock()  # guards `_ended` against a post that comes while the thread ends
+        self._ended: Exception | None = None
+        self._failed = False
+        self._stopping = False
+        self._turned_s = time.monotonic()
+        self._wake_fd = -1
+        self._thread = threading.Thread(target=self._run, name="kvtransfer", daemon=True)
+        self._started: Future[None] = Future()
+        self._listening: set[int] = set()
+        self._disconnecting: list[tuple[int, tuple[int, ...], Future[tuple[int, ...]]]] = []
+        self.mover: Mover
+        self.transport: Transport
+        self.sender: Sender
+        self.receiver: Receiver
+
+    # ---- from other threads
+
+    def start(self) -> "Future[None]":
+        """Starts the thread; the future is done when the transport is open."""
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread.start()
+        return self._started
+
+    def call(self, function: Callable[["Future[T]"], None]) -> "Future[T]":
+        """Runs a function on the thread; it, or what it begins, completes the future that it gets."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                function(future)
+            except BatonError as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._ended is not None:
+                future.set_exception(self._ended)
+                return future
+            self._pending.add(future)
+            self._calls.put(run)
+            os.eventfd_write(self._wake_fd, 1)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def stop(self) -> None:
+        """Cancels what is in flight, closes the transport and waits for the thread's end."""
+        if self._wake_fd < 0:
+            return
+
+        def end(future: "Future[None]") -> None:
+            self._stopping = True
+            future.set_result(None)
+
+        self.call(end)
+        self._thread.join()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+
+    @property
+    def stalled_s(self) -> float:
+        """How long ago the thread began its present turn; far under a second while all is well, and without end once it
+        has failed."""
+        if self._failed:
+            return math.inf
+        return time.monotonic() - self._turned_s if self._thread.is_alive() else 0.0
+
+    def where(self) -> str:
+        """The thread's Python stack, for a log line about a thread that is stuck; or that it has failed."""
+        if self._failed:
+            return "the thread has failed; its error is above"
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
+
+    # ---- on the thread
+
+    def listen(self, peer: int, future: "Future[bytes]") -> None:
+        if peer in self._listening:
+            raise InternalError(f"peer {peer} is listened to already", field="peer", value=peer)
+        self._listening.add(peer)
+        future.set_result(self.transport.listen(peer))
+
+    def connect(self, peer: Peer, address: bytes, future: "Future[None]") -> None:
+        number = peer.number
+        if number in self.ledger.peers or number not in self._listening:
+            state = "connected already" if number in self.ledger.peers else "not listened to"
+            raise InternalError(f"peer {number} is {state}", field="peer", value=number)
+        self.transport.connect(number, address)
+        carrier = self.transport.carrier(number)
+        through_host = self.mover.on_gpu and carrier not in REACH_GPU_MEMORY
+        self.ledger.peers[number] = replace(peer, carrier=carrier, through_host=through_host)
+        self.ledger.traffic[number] = PeerTraffic()
+        future.set_result(None)
+
+    def disconnect(self, peer: int, future: "Future[tuple[int, ...]]") -> None:
+        """Closes the link; the future gets the peer's open leases when nothing of it is in flight."""
+        if peer not in self._listening:
+            future.set_result(())
+            return
+        self._listening.remove(peer)
+        known = self.ledger.peers.pop(peer, None)
+        self.ledger.traffic.pop(peer, None)
+        self.sender.lost(peer)
+        leases = self.receiver.lost(peer, group=None if known is None else known.group)
+        self.transport.disconnect(peer)
+        self._disconnecting.append((peer, leases, future))
+
+    def expect_warm_up(self, peer: int, messages: int, num_bytes: int, future: "Future[LinkMeasure]") -> None:
+        if peer not in self.ledger.peers:
+            raise InternalError(f"peer {peer} is not connected", field="peer", value=peer)
+        self.receiver.warm_ups.expect(peer, messages, num_bytes, self.ledger.peers[peer].transport, future)
+
+    def measure_latency(self, peer: int, future: "Future[float]") -> None:
+        if peer not in self.ledger.peers:
+            raise DataLoss("the peer is not connected", field="peer", value=peer)
+        self.receiver.round_trips.measure(peer, time.monotonic(), future)
+
+    def use_link(self, peer: int, link: LinkSpeed, future: "Future[None]") -> None:
+        if peer not in self.ledger.peers:
+            raise DataLoss("the peer is not connected", field="peer", value=peer)
+        self.ledger.peers[peer] = replace(self.ledger.peers[peer], link=link)
+        future.set_result(None)
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except Exception as error:  # noqa: BLE001  (whoever called `start` gets it)
+            self._end(error)
+            return
+        ended: BatonError = InternalError("the transfer is closed")
+        try:
+            self._loop()
+            self._drain()
+        except Exception as error:
+            self._failed = True
+            log.exception("the transfer thread failed")
+            ended = InternalError(f"the transfer thread failed: {error}", cure="restart the node; its log says why")
+        try:
+            self._close()
+        except Exception:  # a GPU that has failed fails every call that follows
+            log.exception("the transfer thread could not close")
+        finally:
+            self._end(ended)
+
+    def _end(self, error: Exception) -> None:
+        """From here on every call, old or new, gets this error."""
+        with self._lock:
+            self._ended = error
+        if not self._started.done():
+            self._started.set_exception(error)
+        for future in list(self._pending):
+            if not future.done() and not future.cancel():
+                future.set_exception(error)
+
+    def _open(self) -> None:
+        # The mover first: it makes the cache's GPU the thread's own, where the transport then opens.
+        self.mover = self._make_mover(self._cache, lambda: self.transport.progress())
+        self.transport = open_transport(self._transport_name, on_gpu=self.mover.on_gpu)
+        if self.mover.on_gpu:
+            wake_punctually()
+        parts = self._cache, self.mover, self.transport, self.ledger
+        self.sender = Sender(*parts, self._pools(), heads=self._heads, digests=self._digests)
+        self.receiver = Receiver(
+            *parts,
+            self._pools(),
+            heads=self._heads,
+            slot_bytes=self._segment_bytes + TRAILER_BYTES,
+            incarnation=self._incarnation,
+            digests=self._digests,
+            on_filled=self._on_filled,
+            on_refused=self._on_refused,
+            catch_up=self._run_calls,
+            limit=RateLimit(self._receive_bytes_per_s) if self._receive_bytes_per_s else None,
+        )
+        self._started.set_result(None)
+
+    def _pools(self) -> Pools:
+        def opened(*, through_host: bool) -> StagingPool:
+            slot_bytes = self._segment_bytes + TRAILER_BYTES
+            return self.mover.open_pool(slot_bytes=slot_bytes, slots=self._staging_slots, through_host=through_host)
+
+        return Pools(direct=partial(opened, through_host=False), in_host=partial(opened, through_host=True))
+
+    def _loop(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self.transport.fileno(), select.POLLIN)
+        shortest_s = _NAP_SHORTEST_GPU_S if self.mover.on_gpu else _NAP_SHORTEST_S
+        happened_s = time.monotonic()
+        while not self._stopping:
+            self._turned_s = time.monotonic()
+            if self._advance():
+                happened_s = time.monotonic()
+                continue
+            quiet_s = time.monotonic() - happened_s
+            if self._in_flight or quiet_s < _HOT_S:
+                time.sleep(min(max(quiet_s * _NAP_FRACTION, shortest_s), _NAP_LONGEST_S))
+            elif self.transport.arm():
+                poll.poll(self._longest_wait_ms())
+                # Here and not with the calls: a call may have been run before its wake came.
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+
+    def _longest_wait_ms(self) -> int:
+        limited_s = self.receiver.limited_s
+        if limited_s is not None:
+            return min(math.ceil(limited_s * 1e3), _WAIT_LEASED_MS)
+        return _WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS
+
+    def _advance(self) -> bool:
+        """One look at everything; whether anything happened. Every part is looked at, whatever the others had."""
+        results = (self._run_calls(), self.transport.progress(), self.receiver.step(), self.sender.step())
+        if self._disconnecting:
+            self._finish_disconnects()
+        return any(results)
+
+    def _run_calls(self) -> bool:
+        if self._calls.empty():
+            return False
+        while not self._calls.empty():
+            self._calls.get_nowait()()
+        return True
+
+    @property
+    def _in_flight(self) -> int:
+        return self.sender.in_flight + self.receiver.in_flight
+
+    def _finish_disconnects(self) -> None:
+        waiting = []
+        for peer, leases, future in self._disconnecting:
+            if self.sender.holds(peer) or self.receiver.holds(peer):
+                waiting.append((peer, leases, future))
+            else:
+                future.set_result(leases)
+        self._disconnecting = waiting
+
+    def _drain(self) -> None:
+        """Cancels what is in flight, and waits until nothing is."""
+        for peer in list(self._listening):
+            self.disconnect(peer, Future())
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._in_flight and time.monotonic() < deadline_s:
+            self._advance()
+
+    def _close(self) -> None:
+        try:
+            self.transport.close()
+            self.mover.close()
+        finally:
+            # ucxx's objects must end in the thread that made them.
+            del self.sender, self.receiver, self.transport, self.mover

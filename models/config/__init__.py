@@ -1,0 +1,1 @@
+"""A checkpoint's config.json as plain values. Needs no torch."""

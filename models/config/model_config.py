@@ -1,0 +1,189 @@
+"""What a model is, in one spelling for all families: values only, so that model code sees no file and no default.
+
+`models.config.reader` makes them from a checkpoint's config.json. No torch.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from attention.blocksparse import BlocksparseParams
+from models.config.rope import RopeConfig, YarnScaling
+from models.quantization.scheme import Fp8Config
+
+
+@dataclass(frozen=True)
+class GQAConfig:
+    """Grouped-query attention; tuples have one entry per layer.
+
+    Attributes:
+        sliding_windows: how many tokens each layer sees; None for all.
+        scale: what scores are multiplied by.
+        attention_chunk_sizes: of layers that see only their own chunk; () when no layer does.
+        logits_soft_cap: scores become cap * tanh(score / cap).
+        sinks: every head has one more logit in its softmax.
+        alibi_slopes: of each head, where distances are in the scores; () where they are not.
+        blocksparse: the pattern of layers that do not see all blocks; () when all layers do.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+    scale: float
+    attention_chunk_sizes: tuple[int | None, ...] = ()
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    alibi_slopes: tuple[float, ...] = ()
+    blocksparse: tuple[BlocksparseParams | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Latent attention; without `q_lora_rank` queries come from one full projection."""
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class TopKMethod(StrEnum):
+    """How the experts of a token are chosen.
+
+    GREEDY: the best of all. GROUP_LIMITED_GREEDY: the best within the groups with the best single experts. NOAUX_TC:
+    like it, by scores plus a learnt correction, and a group counts by its two best experts.
+    """
+
+    GREEDY = "greedy"
+    GROUP_LIMITED_GREEDY = "group_limited_greedy"
+    NOAUX_TC = "noaux_tc"
+
+
+class Scoring(StrEnum):
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts; `layers` says for each layer whether its MLP is one. Sizes of 0 mean that there is none."""
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    scoring: Scoring
+    method: TopKMethod
+    num_groups: int
+    groups_per_token: int
+    normalize_weights: bool
+    weight_scale: float
+    router_bias: bool = False
+
+
+@dataclass(frozen=True)
+class TemperatureTuning:
+    """A query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor_tokens))."""
+
+    floor_tokens: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Llama4Switches:
+    """`temperature` is of the layers without rotary embedding, `qk_norm` of those with."""
+
+    rope_layers: tuple[bool, ...]
+    qk_norm: bool
+    temperature: TemperatureTuning | None
+
+
+@dataclass(frozen=True)
+class GptOssSwitches:
+    """The experts' activation: gate and up are clamped to `swiglu_limit`; sigmoid(`swiglu_alpha` * gate) gates."""
+
+    swiglu_limit: float
+    swiglu_alpha: float
+
+
+@dataclass(frozen=True)
+class FalconSwitches:
+    """`parallel`: attention and MLP read the same input. `num_norms`: of that input; 2 means one for each of them."""
+
+    parallel: bool
+    num_norms: int
+
+
+@dataclass(frozen=True)
+class BloomSwitches:
+    """`residual_after_norm`: what the norms give is added to, not what they read."""
+
+    residual_after_norm: bool
+
+
+@dataclass(frozen=True)
+class Phi3SmallSwitches:
+    """muP's multipliers, with `gegelu_limit` the clamp of the MLP's gate and up; None for no clamp.
+
+    Attributes:
+        unused_tokens: ids that are in the vocabulary and that no text becomes: they are never sampled.
+    """
+
+    embedding_multiplier: float
+    logits_divisor: float
+    gegelu_limit: float | None
+    unused_tokens: tuple[int, ...]
+
+
+Switches: TypeAlias = Llama4Switches | GptOssSwitches | FalconSwitches | BloomSwitches | Phi3SmallSwitches
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One checkpoint's architecture.
+
+    Attributes:
+        norm_eps: of RMS norms, and of layer norms in the families that have those.
+        dtype: what it was saved as.
+        rope: None where positions come in otherwise.
+        local_rope: of the layers with a sliding window, where they have their own.
+        final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
+        mtp_layers: how many layers are stored behind the last.
+        quantization: which weights are fp8; None where none are.
+        switches: what only one family has.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    mlp_bias: bool
+    norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    attention: GQAConfig | MLAConfig
+    rope: RopeConfig | None
+    local_rope: RopeConfig | None = None
+    final_logits_soft_cap: float | None = None
+    moe: MoEConfig | None = None
+    mtp_layers: int = 0
+    quantization: Fp8Config | None = None
+    switches: Switches | None = None
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt plus output: with YaRN its stretched context, which not every file repeats as the maximum."""
+        scaling = None if self.rope is None else self.rope.scaling
+        if isinstance(scaling, YarnScaling):
+            return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
+        return self.max_position_embeddings

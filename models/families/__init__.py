@@ -1,0 +1,1 @@
+"""One file per family, read from embedding to logits; `table` lists them."""

@@ -1,0 +1,1 @@
+"""Quantized weights: which ones a checkpoint has, and the layers that compute with them."""

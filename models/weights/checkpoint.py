@@ -1,0 +1,173 @@
+"""Where a checkpoint's tensors lie: its files and their safetensors headers. Reads no weights, needs no torch."""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from baton.errors import ConfigError
+from models.config.file import ConfigFile
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG_DTYPES = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+_DTYPE_BYTES = MappingProxyType(
+    {
+        "F64": 8,
+        "F32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "I64": 8,
+        "I32": 4,
+        "I16": 2,
+        "I8": 1,
+        "U8": 1,
+    }
+)
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """`name` is as in `file`; `start` and `stop` are byte offsets there; `dtype` is in the format's spelling, such as
+    "BF16".
+
+    Attributes:
+        run_bytes, gap_bytes: of a part of a tensor: behind as many bytes of it come as many that are not. 0: it lies in
+            one piece.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    run_bytes: int = 0
+    gap_bytes: int = 0
+
+    def part(self, dim: int, part: range) -> "StoredTensor":
+        """The entries of that range along axis `dim`, of a tensor that lies in one piece."""
+        assert not self.gap_bytes, "a part of a part"
+        shape = (*self.shape[:dim], len(part), *self.shape[dim + 1 :])
+        entry_bytes = math.prod(self.shape[dim + 1 :]) * _DTYPE_BYTES[self.dtype]
+        run_bytes, row_bytes = len(part) * entry_bytes, self.shape[dim] * entry_bytes
+        start = self.start + part.start * entry_bytes
+        runs = math.prod(self.shape[:dim])
+        if not run_bytes or runs == 1 or run_bytes == row_bytes:
+            return replace(self, shape=shape, start=start, stop=start + runs * run_bytes)
+        stop = start + (runs - 1) * row_bytes + run_bytes
+        gap_bytes = row_bytes - run_bytes
+        return replace(self, shape=shape, start=start, stop=stop, run_bytes=run_bytes, gap_bytes=gap_bytes)
+
+
+def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
+    """Every tensor of the checkpoint in `directory`, by name, in the order of names.
+
+    Raises:
+        ConfigError: no weights, a file is missing or damaged, or the index contradicts the files.
+    """
+    single, index = directory / _SINGLE, directory / _INDEX
+    if single.exists():
+        return dict(sorted(_read_header(single).items()))
+    if not index.exists():
+        raise ConfigError(
+            f"{directory} has no weights",
+            field="model",
+            value=str(directory),
+            allowed=(single.name, index.name),
+            cure="convert other formats with save_pretrained(..., safe_serialization=True)",
+        )
+    file_of = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(file_of.values())):
+        tensors.update(_read_header(directory / file))
+    for name, file in file_of.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise _damaged(index, f"says that {name} is in {file}, which does not have it")
+    return dict(sorted(tensors.items()))
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """What the largest tensor that is not quantized is stored as, in config.json's spelling; None where there is none.
+
+    Raises:
+        ConfigError: as `read_checkpoint`.
+    """
+    if not any((directory / name).exists() for name in (_SINGLE, _INDEX)):
+        return None
+    plain = (tensor for tensor in read_checkpoint(directory).values() if tensor.dtype in _CONFIG_DTYPES)
+    largest = max(plain, key=lambda tensor: tensor.stop - tensor.start, default=None)
+    return None if largest is None else _CONFIG_DTYPES[largest.dtype]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = ConfigFile.read(path).raw("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _damaged(path, "has no weight_map")
+    for name, file in weight_map.items():
+        # NOTE: a name with a separator would read files outside of the checkpoint.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise _damaged(path, f"maps {name} to {file!r}, which is no file name")
+    return weight_map
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """A safetensors file begins with the header's length, 8 bytes little endian, and the header, a JSON object."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = path.stat().st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _damaged(path, "is cut off within its first 8 bytes")
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
+                raise _damaged(path, f"is no safetensors file, or cut off: its header would have {header_bytes} bytes")
+            header = json.loads(file.read(header_bytes))
+    except OSError as error:
+        raise _damaged(path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise _damaged(path, f"has a header that is not JSON: {error}") from error
+    tensors = _parse_header(path, header, data_start=8 + header_bytes)
+    _check_places(path, tensors, data_start=8 + header_bytes, size_bytes=size_bytes)
+    return tensors
+
+
+def _check_places(path: Path, tensors: Mapping[str, StoredTensor], *, data_start: int, size_bytes: int) -> None:
+    """Tensors lie side by side, each as large as its shape says, from the header to the end of the file."""
+    stop = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+        tensor_bytes = math.prod(tensor.shape) * _DTYPE_BYTES.get(tensor.dtype, 0)
+        if tensor.start != stop or (tensor_bytes and tensor.stop - tensor.start != tensor_bytes):
+            raise _damaged(
+                path, f"says that {tensor.name}, {tensor.dtype} {list(tensor.shape)}, is {tensor.start}..{tensor.stop}"
+            )
+        stop = tensor.stop
+    if stop != size_bytes:
+        raise _damaged(path, f"has {size_bytes} bytes where its header says {stop}")
+
+
+def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, StoredTensor]:
+    try:
+        return {
+            name: StoredTensor(
+                name,
+                path,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                data_start + entry["data_offsets"][0],
+                data_start + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()  # type: ignore[attr-defined]
+            if name != "__metadata__"
+        }
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise _damaged(path, "has a header that does not follow the safetensors format") from error
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path} {what}", field="model", value=str(path), cure="download the checkpoint again")

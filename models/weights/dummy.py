@@ -1,0 +1,75 @@
+"""Weights drawn at random, for benchmarks and tests: the same in every process on the same kind of device.
+
+Norms are 1, all else is normal with the spread that models of these families are initialized with. Knows no file.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from models.quantization.fp8 import E4M3, E4M3_MAX
+
+_SEED = 0
+_STD = 0.02
+_NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+_STORED_STD = 64.0  # of fp8 numbers: seven deviations fit below 448
+_INPUT_SCALE = 1 / 16  # inputs up to 28 fit, which is many times what follows a norm
+_FP8_NUMBERS_AT_ONCE = 1 << 26
+
+
+def fill_at_random(model: nn.Module) -> None:
+    """Fills all parameters, whole ones at once: one call for each expert would take seconds."""
+    generator: torch.Generator | None = None
+    for module_path, module in model.named_modules():
+        generator = _fill(module_path, module, generator)
+
+
+def fill_part_at_random(whole: nn.Module, take: Callable[[str, nn.Module], None], device: torch.device | str) -> None:
+    """Draws what `fill_at_random` fills the whole model with, module by module: there need not be memory for more.
+
+    Args:
+        whole: on the meta device, and so in the end.
+        take: called with the path of each module and the module, whose own parameters are filled for that long.
+    """
+    generator: torch.Generator | None = None
+    for path, module in whole.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+        generator = _fill(path, module, generator)
+        take(path, module)
+        for name, parameter in own.items():
+            setattr(module, name, parameter)
+
+
+def fill_scales(weight_scales: Mapping[str, Tensor]) -> None:
+    """Fills the scales of fp8 weights and of their inputs, by their names in checkpoints."""
+    for name, scale in weight_scales.items():
+        is_of_weight = name.rpartition(".")[2].startswith("weight")
+        scale.fill_(_STD / _STORED_STD if is_of_weight else _INPUT_SCALE)
+
+
+def _fill(path: str, module: nn.Module, generator: torch.Generator | None) -> torch.Generator | None:
+    """The module's own parameters; returns the generator, which the first of all makes."""
+    for name, parameter in module.named_parameters(recurse=False):
+        numbers = parameter.data
+        if generator is None:
+            generator = torch.Generator(numbers.device).manual_seed(_SEED)
+        if name.endswith("_scale_inv"):
+            continue
+        if f"{path}.{name}".endswith(_NORMS):
+            numbers.fill_(1.0)
+        elif numbers.dtype == E4M3:
+            _fill_fp8(numbers, generator)
+        else:
+            numbers.normal_(std=_STD, generator=generator)
+    return generator
+
+
+def _fill_fp8(numbers: Tensor, generator: torch.Generator) -> None:
+    """In pieces, since no more memory than that is free for the numbers before they are rounded."""
+    for part in numbers.view(-1).split(_FP8_NUMBERS_AT_ONCE):
+        drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
+        drawn.normal_(std=_STORED_STD, generator=generator).clamp_(-E4M3_MAX, E4M3_MAX)
+        part.copy_(drawn)

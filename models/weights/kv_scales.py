@@ -1,0 +1,99 @@
+"""The scales of an fp8 cache: which layers have them, and what published checkpoints call them.
+
+Knows no files. Scales that are calculated from a batch are not for served models: two nodes would disagree.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from attention.layer import Attention
+from attention.mla import MLAAttention
+from baton.errors import ConfigError
+from kvcache.scales import KVScales
+from models.weights.checkpoint import StoredTensor
+
+# Of layer `self_attn` and kind k: as llm-compressor, as vLLM's own module names, and as ModelOpt.
+_SPELLINGS = ("{layer}.{kind}_scale", "{layer}.attn.{kind}_scale", "{layer}.{kind}_proj.{kind}_scale")
+_KINDS = ("q", "k", "v")
+_SCALE = re.compile(r"\.[qkv]_scale$")
+
+
+def add_scales(model: nn.Module) -> None:
+    """Gives every attention layer scales of its own, 1 until they are filled."""
+    for _, layer in _attention_layers(model):
+        layer.use_scales(KVScales())
+
+
+def scale_views(
+    model: nn.Module, stored: Mapping[str, StoredTensor], checkpoint_name: Callable[[str], str]
+) -> dict[str, Tensor]:
+    """For each scale's name in a checkpoint, the memory that it fills; nothing for layers that have none there.
+
+    A layer whose keys have a scale also needs that of its values, so both are named; latents have that of keys alone.
+
+    Args:
+        checkpoint_name: what a module's path begins with there.
+    """
+    views = {}
+    for path, layer in _attention_layers(model):
+        if layer.scales is None:
+            continue
+        where = checkpoint_name(path.rpartition(".")[0])
+        needed = ("k",) if isinstance(layer, MLAAttention) else ("k", "v")
+        for spelling in _SPELLINGS:
+            names = {kind: spelling.format(layer=where, kind=kind) for kind in _KINDS}
+            if not any(name in stored for name in names.values()):
+                continue
+            for scale, (kind, name) in zip(layer.scales.tensors, names.items(), strict=True):
+                if name in stored or kind in needed:
+                    views[name] = _shaped_as(stored.get(name), scale)
+            break
+    return views
+
+
+def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """A checkpoint for a cache that keeps KV as it was computed."""
+    return {name: tensor for name, tensor in stored.items() if not _SCALE.search(name)}
+
+
+def kv_scales(model: nn.Module) -> tuple[float, ...]:
+    """Of a model over an fp8 cache, by layer of the cache, the scales of keys and values, or of latents; nothing of
+    another one. Waits for the device."""
+    by_layer: dict[int, tuple[float, ...]] = {}
+    for _, layer in _attention_layers(model):
+        if layer.scales is None:
+            continue
+        _, k_scale, v_scale = layer.scales.tensors
+        if isinstance(layer, MLAAttention):
+            by_layer[layer.layer_index] = (k_scale.item(),)
+        elif not layer.shares_kv:
+            by_layer[layer.kv_layer_index] = (k_scale.item(), v_scale.item())
+    return tuple(scale for index in sorted(by_layer) for scale in by_layer[index])
+
+
+def check_scales(views: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError for a scale that no cache can be read with."""
+    for name, view in views.items():
+        value = view.item()
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(
+                f"{name} is {value}",
+                field="kv_cache_dtype",
+                value=value,
+                allowed=("a finite number above 0",),
+                cure="take --kv-cache-dtype auto, or a checkpoint whose scales are right",
+            )
+
+
+def _attention_layers(model: nn.Module) -> Iterator[tuple[str, Attention | MLAAttention]]:
+    for path, module in model.named_modules():
+        if isinstance(module, (Attention, MLAAttention)):
+            yield path, module
+
+
+def _shaped_as(tensor: StoredTensor | None, scale: Tensor) -> Tensor:
+    """Checkpoints keep one number as [] or as [1]."""
+    return scale.view(1) if tensor is not None and tensor.shape == (1,) else scale

@@ -1,0 +1,286 @@
+"""Makes a model and fills its parameters: from safetensors files, or at random for benchmarks and tests.
+
+Owns the way from a checkpoint's tensor names to parameters. Nothing is read before all names, shapes and dtypes are
+known to fit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from attention.backend import AttentionBackend
+from attention.mla import MLAAttention
+from baton.errors import ConfigError
+from kvcache.cache import TORCH_DTYPES
+from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
+from models.batch_invariant import make_batch_invariant
+from models.causal_lm import CausalLM
+from models.config.model_config import ModelConfig
+from models.decode_products import use_decode_products
+from models.families.table import FAMILIES
+from models.linear import FusedLinear
+from models.moe import Experts
+from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
+from models.quantization.apply import finish_quantized, quantize, weight_scale_views, weights_unallocated
+from models.quantization.fp8 import E4M3
+from models.weights.checkpoint import StoredTensor, read_checkpoint
+from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
+from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
+from models.weights.reading import read_into, read_tensor
+from models.weights.shares import Share, Shares
+
+LOAD_FORMATS = ("safetensors", "dummy")
+_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+_STORED_FP8 = ("F8_E4M3",)
+_MAX_PROBLEMS = 8  # of each kind in one error
+_HEAD = "lm_head.weight"
+_TRANSFORMER = "transformer."
+_LANGUAGE_MODEL = MappingProxyType({"language_model.": "", "model.language_model.": "model."})
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+
+
+def load_model(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    backend: AttentionBackend,
+    dtype: str,
+    device: torch.device | str,
+    kv_dtype: str = "",
+    load_format: str = "safetensors",
+    batch_invariant: bool = False,
+    parallel: TensorParallel = SINGLE,
+    progress: Callable[[int, int], None] | None = None,
+) -> CausalLM:
+    """The model of `config` on `device`, ready for inference; weights are in `dtype`, or in fp8 as `config` says.
+
+    Of several ranks: one rank's part of it, of whose tensors nothing else is read.
+
+    Args:
+        config: the whole model's.
+        kv_dtype: of the cache; "" means `dtype`. One of fp8 has the checkpoint's scales, or 1 where there are none.
+        load_format: "safetensors" reads `directory`; "dummy" draws the same weights in every process on the same
+            kind of device, and for a rank its part of them.
+        batch_invariant: a token's results have the same bits whatever else is in its batch.
+        progress: called time and again with the bytes read so far and the bytes in all.
+
+    Raises:
+        ConfigError: a value is unknown, the model cannot be split so, or the checkpoint is damaged or does not fit
+            `config`; names every tensor that is missing, unexpected or misshapen, up to a handful.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {load_format!r}", field="load_format", value=load_format, allowed=LOAD_FORMATS
+        )
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=tuple(DTYPE_BYTES))
+    if batch_invariant:
+        refuse_batch_invariance(parallel)
+    stored = _language_model(read_checkpoint(directory)) if load_format == "safetensors" else {}
+    model = _build(local_config(config, parallel), backend=backend, dtype=TORCH_DTYPES[dtype], device=device)
+    model.join(parallel, vocab_size=config.vocab_size)
+    shares = Shares(config, parallel)
+    if kv_dtype in FP8_DTYPES:
+        with torch.device(device):
+            add_scales(model)
+    model.requires_grad_(requires_grad=False).eval()
+
+    def checkpoint_name(path: str) -> str:
+        return _checkpoint_name(path, model.checkpoint_prefixes)
+
+    if load_format == "dummy":
+        weight_scales = weight_scale_views(model, {}, checkpoint_name)
+        if parallel.size == 1:
+            fill_at_random(model)
+        else:
+            whole = _build(config, backend=backend, dtype=TORCH_DTYPES[dtype], device="meta")
+            fill_part_at_random(whole, partial(_take_shares, model, shares), device)
+        fill_scales(weight_scales)
+    else:
+        views = checkpoint_views(model)
+        stored = _with_prefixes_of(views, stored if kv_dtype in FP8_DTYPES else without_scales(stored))
+        kv_scales = scale_views(model, stored, checkpoint_name)
+        weight_scales = weight_scale_views(model, stored, checkpoint_name)
+        views |= kv_scales | weight_scales
+        _check(stored, views, shares, config, directory)
+        parts = [part for name, view in views.items() for part in _cut(stored[name], view, shares.of(name))]
+        read_into(parts, progress)
+        check_scales(kv_scales)
+        if _HEAD in stored and _HEAD not in views:
+            _check_tied_head(stored[_HEAD], model.model.embed_tokens.weight, shares.of(_HEAD))
+    finish_quantized(model, weight_scales)
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading()
+    if batch_invariant:
+        make_batch_invariant(model)
+    elif parallel.size == 1:  # ranks' narrower weights were not measured
+        use_decode_products(model)
+    return model
+
+
+def _build(
+    config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str
+) -> CausalLM:
+    """The model with its parameters allocated, and none of them twice, in two dtypes."""
+    quantized = config.quantization is not None
+    with torch.device(device), weights_unallocated() if quantized else nullcontext():
+        model = FAMILIES[config.architecture](config, backend=backend, dtype=dtype)
+    if quantized:
+        quantize(model, config, lambda path: _checkpoint_name(path, model.checkpoint_prefixes), device)
+    return model
+
+
+def checkpoint_views(model: CausalLM) -> dict[str, Tensor]:
+    """For each tensor name in a checkpoint of `model`, the memory that it fills: a parameter or a part of one."""
+    return {_checkpoint_name(path, model.checkpoint_prefixes): view for path, view in _checkpoint_views(model)}
+
+
+def _checkpoint_name(path: str, prefixes: Mapping[str, str]) -> str:
+    for ours, theirs in prefixes.items():
+        if path.startswith(ours):
+            return theirs + path.removeprefix(ours)
+    return path
+
+
+def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        yield from _module_views(path, module)
+
+
+def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of the module's own parameters."""
+    match module:
+        case FusedLinear():
+            parent = path.rpartition(".")[0]
+            yield from ((f"{parent}.{name}", view) for name, view in module.checkpoint_views())
+        case Experts():
+            yield from ((f"{path}.{name}", view) for name, view in module.checkpoint_views())
+        case _:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter.data
+
+
+def _cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """What is to be read to where."""
+    if share is None:
+        yield stored, view
+        return
+    for part, held in _held(view, share):
+        yield stored.part(share.dim, part), held
+
+
+def _held(view: Tensor, share: Share) -> Iterator[tuple[range, Tensor]]:
+    """Each range of the share, and the memory for it; fills the rest of the view with zeros."""
+    filled = 0
+    for part in share.ranges:
+        yield part, view.narrow(share.dim, filled, len(part))
+        filled += len(part)
+    view.narrow(share.dim, filled, view.shape[share.dim] - filled).zero_()
+
+
+def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -> None:
+    """Copies a rank's part of the parameters that the whole model's module at `path` has to `model`'s."""
+    views = dict(_module_views(path, model.get_submodule(path)))
+    for name, tensor in _module_views(path, whole):
+        share = shares.of(name)
+        if share is None:
+            views[name].copy_(tensor)
+            continue
+        for part, held in _held(views[name], share):
+            held.copy_(tensor.narrow(share.dim, part.start, len(part)))
+
+
+def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """The language model's part of a model that also sees, by the names that it has when it is alone.
+
+    Publishers put `language_model.` in front of those; since transformers 4.52 some files have it behind `model.`.
+    """
+    if not any(name.startswith(tuple(_LANGUAGE_MODEL)) for name in stored):
+        return stored
+    return {
+        _checkpoint_name(name, _LANGUAGE_MODEL): tensor
+        for name, tensor in stored.items()
+        if not name.removeprefix("model.").startswith(_OTHER_PARTS)
+    }
+
+
+def _with_prefixes_of(views: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """BLOOM was published without the `transformer.` that its names begin with when saved today."""
+    prefixed = any(name.startswith(_TRANSFORMER) for name in views)
+    if not prefixed or any(name.startswith(_TRANSFORMER) for name in stored):
+        return stored
+    return {name if name == _HEAD else _TRANSFORMER + name: tensor for name, tensor in stored.items()}
+
+
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """Tensors that published checkpoints hold and that this model does not need."""
+    if name.endswith("rotary_emb.inv_freq"):  # saved by transformers before 4.32; computed here
+        return True
+    if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one
+        return config.tie_word_embeddings
+    return any(  # multi-token prediction, for speculative decoding
+        name.startswith(f"model.layers.{config.num_layers + index}.") for index in range(config.mtp_layers)
+    )
+
+
+def _check(
+    stored: Mapping[str, StoredTensor],
+    views: Mapping[str, Tensor],
+    shares: Shares,
+    config: ModelConfig,
+    directory: Path,
+) -> None:
+    missing = [name for name in views if name not in stored]
+    extra = [
+        f"{tensor.name} in {tensor.file.name}"
+        for name, tensor in stored.items()
+        if name not in views and not _ignorable(name, config)
+    ]
+    misfits = []
+    for name, view in views.items():
+        tensor, share = stored.get(name), shares.of(name)
+        expected = tuple(view.shape) if share is None else share.whole_shape(view.shape)
+        if tensor is not None and tensor.shape != expected:
+            misfits.append(f"{name} in {tensor.file.name} is {list(tensor.shape)}, the config needs {list(expected)}")
+        elif tensor is not None and tensor.dtype not in (allowed := _stored_dtypes(view)):
+            misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, {_known_are(allowed)}")
+    problems = [
+        f"{len(found)} {kind}: {'; '.join(found[:_MAX_PROBLEMS])}{'; ...' if len(found) > _MAX_PROBLEMS else ''}"
+        for kind, found in (("missing", missing), ("unexpected", extra), ("unfit", misfits))
+        if found
+    ]
+    if problems:
+        raise ConfigError(
+            f"the tensors in {directory} are not those of its config.json: {' | '.join(problems)}",
+            field="model",
+            value=str(directory),
+            cure="check that config.json and weights are of one revision",
+        )
+
+
+def _stored_dtypes(view: Tensor) -> tuple[str, ...]:
+    return _STORED_FP8 if view.dtype == E4M3 else _STORED_DTYPES
+
+
+def _known_are(allowed: tuple[str, ...]) -> str:
+    if allowed == _STORED_FP8:
+        return f"the quantization_config needs {allowed[0]}"
+    return f"known are {', '.join(allowed)}"
+
+
+def _check_tied_head(head: StoredTensor, embedding: Tensor, share: Share | None) -> None:
+    part = head if share is None else head.part(share.dim, *share.ranges)
+    if torch.equal(read_tensor(part).to(embedding), embedding[: part.shape[0]]):
+        return
+    raise ConfigError(
+        f"{_HEAD} in {head.file.name} differs from the embedding that config.json ties it to",
+        field="tie_word_embeddings",
+        value=True,
+        allowed=("false",),
+    )

@@ -1,0 +1,179 @@
+"""Which part of each of a checkpoint's tensors one rank holds: one table for all families.
+
+Names are as in checkpoints; of families that have another prefix there, paths of our modules are known too. A tensor
+that is not in the table is whole on every rank. What ranks hold adds up: the bias of a product whose results are summed
+over ranks is held by the first one, and is zero elsewhere. No torch.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Phi3SmallSwitches
+from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
+from models.quantization.scheme import FP8_BLOCK, Granularity
+
+_LAYER = re.compile(r"^(model\.layers|transformer\.h)\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_SCALE = re.compile(r"\.weight_scale(_inv)?$")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of a tensor that has `size` entries along axis `dim`: those in `ranges`, one range behind the other. The memory
+    for them may be longer than they are: zeros follow."""
+
+    dim: int
+    size: int
+    ranges: tuple[range, ...]
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tensor, where that of the memory for this share is `shape`."""
+        return *shape[: self.dim], self.size, *shape[self.dim + 1 :]
+
+
+class Shares:
+    """What one rank holds of the checkpoint of a model.
+
+    Args:
+        config: the whole model's, which `local_config` could split.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        self._granularity = None if config.quantization is None else config.quantization.weights
+        self._table: Mapping[str, Share] = dict(_table(config, parallel)) if parallel.size > 1 else {}
+
+    def of(self, name: str) -> Share | None:
+        """None: the tensor is whole."""
+        weight = _SCALE.sub(".weight", name)
+        share = self._table.get(_EXPERT.sub(".experts.*.", _LAYER.sub("", weight)))
+        return share if share is None or weight == name else self._of_scale(share, name)
+
+    def _of_scale(self, share: Share, name: str) -> Share | None:
+        """Of the scales of a weight of which the rank has that share."""
+        if self._granularity is Granularity.CHANNEL:
+            return share if share.dim == 0 else None
+        if self._granularity is Granularity.TENSOR:
+            return None
+        ranges = []
+        for part in share.ranges:
+            assert part.start % FP8_BLOCK == 0, f"{name} is cut within a block, which local_config refuses"
+            ranges.append(range(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)))
+        return Share(share.dim, -(-share.size // FP8_BLOCK), tuple(ranges))
+
+
+def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
+    """Names without the layer and its number, and with a `*` for an expert's number; of two shares of one name the
+    last counts."""
+    rows = Share(0, config.vocab_size, (vocabulary_rows(config.vocab_size, parallel),))
+    for vocabulary in ("model.embed_tokens", "transformer.word_embeddings", "lm_head"):
+        yield f"{vocabulary}.weight", rows
+    of_first = Share(0, config.hidden_size, (range(config.hidden_size),) if parallel.rank == 0 else ())
+    attention, block = config.attention, channel_block(config)
+    if isinstance(attention, GQAConfig):
+        yield from _grouped_attention(attention, of_first, parallel)
+    else:
+        yield from _latent_attention(attention, parallel)
+
+    def part_of(size: int) -> Share:
+        return Share(0, size, (channels(size, parallel, block=block),))
+
+    yield from _plain_mlp(part_of(config.intermediate_size), of_first)
+    for mlp in ("mlp", "feed_forward"):
+        yield from _mlp(mlp, part_of(config.intermediate_size), of_first)
+        if config.moe is not None:
+            yield from _mlp(f"{mlp}.experts.*", part_of(config.moe.intermediate_size), of_first)
+            for shared in ("shared_experts", "shared_expert"):
+                yield from _mlp(f"{mlp}.{shared}", part_of(config.moe.shared_intermediate_size), of_first)
+    if config.moe is not None:
+        part = channels(config.moe.intermediate_size, parallel, block=block)
+        yield from _experts_in_one(config.moe, part, of_first)
+    if isinstance(config.switches, Phi3SmallSwitches):
+        for what in ("weight", "bias"):
+            yield f"mlp.up_proj.{what}", _by_turns(part_of(config.intermediate_size))
+
+
+def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
+    heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
+    queries = Share(0, gqa.num_heads * gqa.head_dim, (_times(heads, gqa.head_dim),))
+    keys = Share(0, gqa.num_kv_heads * gqa.head_dim, (_times(sharing, gqa.head_dim),))
+    for what in ("weight", "bias"):
+        yield f"self_attn.q_proj.{what}", queries
+        yield f"self_attn.k_proj.{what}", keys
+        yield f"self_attn.v_proj.{what}", keys
+    yield "self_attn.o_proj.weight", _as_inputs(queries)
+    yield "self_attn.o_proj.bias", of_first
+    yield "self_attn.sinks", Share(0, gqa.num_heads, (heads,))
+    in_one = _queries_keys_values(gqa, parallel)
+    for attention in ("self_attn", "self_attention"):
+        yield f"{attention}.query_key_value.weight", in_one
+        yield f"{attention}.query_key_value.bias", in_one
+        yield f"{attention}.dense.weight", _as_inputs(queries)
+        yield f"{attention}.dense.bias", of_first
+
+
+def _queries_keys_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
+    """Of a tensor that has all three, kv head by kv head: its queries, its keys, its values."""
+    heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
+    group = gqa.num_heads // gqa.num_kv_heads + 2
+    if len(heads) == len(sharing) * (group - 2):
+        parts = [_times(sharing, group)]
+    else:  # ranks share a kv head: each has some of its queries, and all of its keys and values
+        before, behind = 2 * sharing.start, sharing.stop * group
+        parts = [range(heads.start + before, heads.stop + before), range(behind - 2, behind)]
+    return Share(0, gqa.num_kv_heads * group * gqa.head_dim, tuple(_times(part, gqa.head_dim) for part in parts))
+
+
+def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
+    heads = query_heads(mla.num_heads, parallel)
+
+    def of_heads(channels_per_head: int) -> Share:
+        return Share(0, mla.num_heads * channels_per_head, (_times(heads, channels_per_head),))
+
+    queries = of_heads(mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    yield "self_attn.q_proj.weight", queries
+    yield "self_attn.q_b_proj.weight", queries
+    yield "self_attn.kv_b_proj.weight", of_heads(mla.qk_nope_head_dim + mla.v_head_dim)
+    yield "self_attn.o_proj.weight", _as_inputs(of_heads(mla.v_head_dim))
+
+
+def _mlp(where: str, part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
+    for what in ("weight", "bias"):
+        yield f"{where}.gate_proj.{what}", part
+        yield f"{where}.up_proj.{what}", part
+    yield f"{where}.down_proj.weight", _as_inputs(part)
+    yield f"{where}.down_proj.bias", of_first
+
+
+def _plain_mlp(part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
+    """Of two layers."""
+    for what in ("weight", "bias"):
+        yield f"mlp.dense_h_to_4h.{what}", part
+    yield "mlp.dense_4h_to_h.weight", _as_inputs(part)
+    yield "mlp.dense_4h_to_h.bias", of_first
+
+
+def _experts_in_one(moe: MoEConfig, part: range, of_first: Share) -> Iterator[tuple[str, Share]]:
+    """Of checkpoints that keep all of a layer's experts in one tensor, inputs first: gpt-oss has gates and ups by
+    turns, Llama-4 side by side."""
+    size = moe.intermediate_size
+    side_by_side = (part, range(size + part.start, size + part.stop))
+    yield "mlp.experts.gate_up_proj", _by_turns(Share(2, size, (part,)))
+    yield "mlp.experts.gate_up_proj_bias", _by_turns(Share(1, size, (part,)))
+    yield "mlp.experts.down_proj_bias", Share(1, of_first.size, of_first.ranges)
+    yield "feed_forward.experts.gate_up_proj", Share(2, 2 * size, side_by_side)
+    for mlp in ("mlp", "feed_forward"):
+        yield f"{mlp}.experts.down_proj", Share(1, size, (part,))
+
+
+def _as_inputs(outputs: Share) -> Share:
+    return Share(1, outputs.size, outputs.ranges)
+
+
+def _by_turns(part: Share) -> Share:
+    """Of gates and ups, of which it is that part, in one tensor by turns."""
+    return Share(part.dim, 2 * part.size, tuple(_times(each, 2) for each in part.ranges))
+
+
+def _times(part: range, factor: int) -> range:
+    return range(part.start * factor, part.stop * factor)

@@ -1,0 +1,1 @@
+"""Package `baton` of the wire."""

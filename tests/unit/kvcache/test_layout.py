@@ -1,0 +1,66 @@
+"""How a node comes to its layout, and what a layout's name means."""
+
+import pytest
+
+from baton.errors import ConfigError
+from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout, LayoutChoice, parse_layout
+
+
+def test_without_any_wish_the_layout_is_nhd() -> None:
+    choice = LayoutChoice(mla=False)
+    assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.NHD, "default")
+
+
+def test_what_transport_or_backend_prefers_beats_the_default() -> None:
+    choice = LayoutChoice(mla=False, preferred=KVCacheLayout.HND)
+    assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.HND, "preferred")
+
+
+def test_the_environment_beats_what_is_preferred() -> None:
+    choice = LayoutChoice(mla=False, environment="BLNHC", preferred=KVCacheLayout.HND)
+    assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.BLNHC, "environment")
+
+
+def test_an_empty_environment_variable_is_no_wish() -> None:
+    choice = LayoutChoice(mla=False, environment="", preferred=KVCacheLayout.HND)
+    assert choice.source == "preferred"
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", KVCacheLayout.BLHNC])
+def test_the_programs_override_beats_all_and_can_be_taken_back(layout: str | KVCacheLayout) -> None:
+    choice = LayoutChoice(mla=False, environment="BLNHC", preferred=KVCacheLayout.HND)
+    choice.set_kv_cache_layout(layout)
+    assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.BLHNC, "override")
+    choice.set_kv_cache_layout(None)
+    assert choice.source == "environment"
+
+
+@pytest.mark.parametrize("name", ["NHDX", "", "L K B N H C"])
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_layout(name, mla=False)
+    assert error.value.field == "kv_cache_layout"
+    assert set(error.value.allowed) == {"NHD", "HND", "BLNHC", "BLHNC", "LBNC", "BLNC"}
+
+
+@pytest.mark.parametrize(
+    ("name", "gqa", "mla"),
+    [
+        ("nhd", "NHD", "LBNC"),
+        (" HND ", "HND", "LBNC"),
+        ("BLNHC", "BLNHC", "BLNC"),
+        ("BLHNC", "BLHNC", "BLNC"),
+        ("LBNC", "NHD", "LBNC"),
+        ("BLNC", "BLNHC", "BLNC"),
+    ],
+)
+def test_every_name_means_a_layout_for_both_kinds_of_cache(name: str, gqa: str, mla: str) -> None:
+    assert parse_layout(name, mla=False).name == gqa
+    assert parse_layout(name, mla=True).name == mla
+
+
+def test_layouts_are_distinct_permutations_and_each_kind_has_its_own() -> None:
+    for layout in KVCacheLayout:
+        assert sorted(layout.memory_order) == list(range(6))
+    assert len(set(KVCacheLayout)) == 6
+    assert set(GQA_LAYOUTS) | set(MLA_LAYOUTS) == set(KVCacheLayout)

@@ -1,0 +1,1 @@
+"""What all Triton code shares: launching, numbers in 8 bits, rounding."""

@@ -19,7 +19,7 @@ import torch
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec
-from kvtransfer.flows import Flow, Link, flows, heads_of
+from kvtransfer.flows import Flow, RankPair, flows, heads_of
 from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer, RankTransfer
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.transfer import KVTransfer, LeaseFilled, LeaseGrant, LinkMeasure, SendJob
@@ -63,7 +63,7 @@ class Case:
     receive_bytes_per_s: float | None = None
 
     @property
-    def flows(self) -> Mapping[Link, Flow]:
+    def flows(self) -> Mapping[RankPair, Flow]:
         return flows(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError, PeerRefused
 from baton.rpc.status import from_detail
 from decode_node.sender_numbers import SenderNumbers
-from kvtransfer.flows import Link
+from kvtransfer.flows import RankPair
 from kvtransfer.plan import PlanRefused, WirePlan, agree, links_between
 from kvtransfer.transfer import LinkMeasure
 from node.assembly import Node
@@ -98,7 +98,7 @@ class Pairs:
             await self._drop(number, state)
             self._sender_numbers.give_back(number)
 
-    def _accepted(self, number: int, addresses: Mapping[Link, bytes], plan: WirePlan) -> pb.PairAccepted:
+    def _accepted(self, number: int, addresses: Mapping[RankPair, bytes], plan: WirePlan) -> pb.PairAccepted:
         return pb.PairAccepted(
             info=self._node.info,
             worker_addresses=from_addresses(addresses),

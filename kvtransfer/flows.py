@@ -12,7 +12,7 @@ from baton.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Link:
+class RankPair:
     """One rank of the sender and one of the receiver."""
 
     sender_rank: int
@@ -45,13 +45,13 @@ def heads_of(rank: int, *, ranks: int, num_kv_heads: int) -> range:
     return range(first, first + each)
 
 
-def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -> Mapping[Link, Flow]:
+def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -> Mapping[RankPair, Flow]:
     """All links that carry anything between nodes of so many ranks.
 
     Raises:
         ConfigError: as `heads_of`.
     """
-    found: dict[Link, Flow] = {}
+    found: dict[RankPair, Flow] = {}
     for receiver in range(receivers):
         wanted = heads_of(receiver, ranks=receivers, num_kv_heads=num_kv_heads)
         holders: dict[range, list[int]] = {}
@@ -65,7 +65,7 @@ def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -
                 sender = ranks[(part + receiver) % len(ranks)]
                 layers = range(part * num_layers // len(ranks), (part + 1) * num_layers // len(ranks))
                 if layers:
-                    found[Link(sender, receiver)] = Flow(layers, heads)
+                    found[RankPair(sender, receiver)] = Flow(layers, heads)
     return found
 
 

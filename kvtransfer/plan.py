@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError, PeerRefused
 from kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
-from kvtransfer.flows import Flow, Link, flows
+from kvtransfer.flows import Flow, RankPair, flows
 
 # The wire's meaning: order of a payload, trailer, tag, digest. Raise the newest with every change of one of them.
 WIRE_OLDEST = 3
@@ -145,7 +145,7 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
     return WirePlan(wire_version, receiver.spec, sender.spec.dtype if converts else None)
 
 
-def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[Link, Flow]:
+def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[RankPair, Flow]:
     """What goes from which rank to which, for two nodes that agreed."""
     return flows(
         num_layers=sender.spec.num_layers,

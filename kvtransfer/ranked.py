@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 from baton.errors import DataLoss, PeerRefused, UnknownLease
 from kvtransfer.conversion import KVConversion
-from kvtransfer.flows import Flow, Link
+from kvtransfer.flows import Flow, RankPair
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
 from kvtransfer.link import LinkSpeed
 from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
@@ -76,7 +76,7 @@ MakeTransfer = Callable[[OnFilled, OnRefused], RankTransfer]
 class _End:
     """This node's end of one link of a pair."""
 
-    link: Link
+    link: RankPair
     flow: Flow
     rank: RankTransfer
     number: int
@@ -136,7 +136,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     # ---- pairs
 
-    async def listen(self, pair: int, flows: Mapping[Link, Flow], *, sends: bool) -> dict[Link, bytes]:
+    async def listen(self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool) -> dict[RankPair, bytes]:
         """Opens this node's ends of a pair's links; returns each one's address, for the other node's `connect`.
 
         Args:
@@ -151,7 +151,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     async def connect(
         self,
         pair: int,
-        addresses: Mapping[Link, bytes],
+        addresses: Mapping[RankPair, bytes],
         *,
         message_bytes: int | None = None,
         conversion: KVConversion | None = None,
@@ -179,9 +179,9 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self._pairs.pop(pair, None)
         return tuple(sorted({lease for each in leases for lease in each}))
 
-    async def warm_up(self, pair: int, sender_number: int) -> dict[Link, WarmUp]:
+    async def warm_up(self, pair: int, sender_number: int) -> dict[RankPair, WarmUp]:
         """Warms every link up; those that share a rank one after the other, so that each is measured undisturbed."""
-        sent: dict[Link, WarmUp] = {}
+        sent: dict[RankPair, WarmUp] = {}
         for ends in _rounds(self._pairs[pair]):
             warm = await asyncio.gather(
                 *(end.rank.warm_up(end.number, sender_number + end.link.sender_rank) for end in ends)
@@ -189,7 +189,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             sent.update(zip((end.link for end in ends), warm, strict=True))
         return sent
 
-    async def warmed_up(self, pair: int, sent: Mapping[Link, WarmUp], *, timeout_s: float) -> LinkMeasure:
+    async def warmed_up(self, pair: int, sent: Mapping[RankPair, WarmUp], *, timeout_s: float) -> LinkMeasure:
         """Waits until all of a peer's warm-up messages have come, and says what the pair can do.
 
         GB/s are those of the slowest link, as many times as there are links that share no rank; transport and times
@@ -297,7 +297,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Where a rank's transfer thread is stuck; empty while all is well."""
         return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")
 
-    def _ends(self, pair: int, flows: Mapping[Link, Flow], *, sends: bool) -> Iterator[_End]:
+    def _ends(self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool) -> Iterator[_End]:
         for link, flow in flows.items():
             ours, theirs = link.sender_rank, link.receiver_rank
             if not sends:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.flows import Link
+from kvtransfer.flows import RankPair
 from kvtransfer.plan import Mismatch, NodeDescription
 from kvtransfer.records import LinkMeasure, WarmUp
 from protos.baton.v1 import common_pb2 as pb
@@ -85,18 +85,18 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
     )
 
 
-def from_addresses(addresses: Mapping[Link, bytes]) -> list[decode_pb2.WorkerAddress]:
+def from_addresses(addresses: Mapping[RankPair, bytes]) -> list[decode_pb2.WorkerAddress]:
     return [
         decode_pb2.WorkerAddress(sender_rank=link.sender_rank, receiver_rank=link.receiver_rank, address=address)
         for link, address in addresses.items()
     ]
 
 
-def to_addresses(addresses: Iterable[decode_pb2.WorkerAddress]) -> dict[Link, bytes]:
-    return {Link(item.sender_rank, item.receiver_rank): item.address for item in addresses}
+def to_addresses(addresses: Iterable[decode_pb2.WorkerAddress]) -> dict[RankPair, bytes]:
+    return {RankPair(item.sender_rank, item.receiver_rank): item.address for item in addresses}
 
 
-def from_warm_ups(sent: Mapping[Link, WarmUp]) -> decode_pb2.WarmedUp:
+def from_warm_ups(sent: Mapping[RankPair, WarmUp]) -> decode_pb2.WarmedUp:
     return decode_pb2.WarmedUp(
         links=[
             decode_pb2.LinkWarmUp(
@@ -110,8 +110,10 @@ def from_warm_ups(sent: Mapping[Link, WarmUp]) -> decode_pb2.WarmedUp:
     )
 
 
-def to_warm_ups(warmed_up: decode_pb2.WarmedUp) -> dict[Link, WarmUp]:
-    return {Link(item.sender_rank, item.receiver_rank): WarmUp(item.messages, item.bytes) for item in warmed_up.links}
+def to_warm_ups(warmed_up: decode_pb2.WarmedUp) -> dict[RankPair, WarmUp]:
+    return {
+        RankPair(item.sender_rank, item.receiver_rank): WarmUp(item.messages, item.bytes) for item in warmed_up.links
+    }
 
 
 def from_measure(measure: LinkMeasure) -> decode_pb2.PairReady:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcache.cache import PagedKVCache
 from kvcache.spec import KVCacheShape, KVCacheSpec
-from kvtransfer.flows import Flow, Link, flows
+from kvtransfer.flows import Flow, RankPair, flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer
 from kvtransfer.segments import TRAILER_BYTES
@@ -137,7 +137,7 @@ class Node:
             assert not any(left.values()), f"rank {number}: {left}"
 
 
-def links_of(nodes: Nodes) -> Mapping[Link, Flow]:
+def links_of(nodes: Nodes) -> Mapping[RankPair, Flow]:
     spec = nodes.spec
     return flows(
         num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, senders=nodes.ranks_p, receivers=nodes.ranks_d
@@ -190,14 +190,14 @@ class Prefill:
         assert self._opened is not None
         return self._opened
 
-    async def open(self, nodes: Nodes) -> dict[Link, bytes]:
+    async def open(self, nodes: Nodes) -> dict[RankPair, bytes]:
         """Makes a node, in place of the one before; returns where it listens."""
         await self._stack.aclose()
         self._opened = node = Node(nodes, nodes.prefill, PREFILL_INCARNATION)
         await self._stack.enter_async_context(node.transfer)
         return await node.transfer.listen(PEER, links_of(nodes), sends=True)
 
-    async def connect(self, addresses: Mapping[Link, bytes], message_bytes: int) -> None:
+    async def connect(self, addresses: Mapping[RankPair, bytes], message_bytes: int) -> None:
         await self._node.transfer.connect(PEER, addresses, message_bytes=message_bytes)
 
     async def send(self, request: Request, lease: int) -> int:

@@ -19,7 +19,7 @@ from baton.errors import DataLoss, Draining, InternalError, PeerRefused, Unknown
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheSpec, KVKind
-from kvtransfer.flows import Flow, Link, flows, heads_of
+from kvtransfer.flows import Flow, RankPair, flows, heads_of
 from kvtransfer.leases import Refusal
 from kvtransfer.ranked import MakeTransfer, OnFilled, OnRefused, RankedTransfer
 from kvtransfer.segments import TRAILER_BYTES
@@ -114,7 +114,7 @@ def _remote(rank: int, line: Channel, incarnation: int, on_filled: OnFilled, on_
 class Nodes:
     prefill: RankedNode
     decode: RankedNode
-    links: dict[Link, Flow]
+    links: dict[RankPair, Flow]
 
 
 @asynccontextmanager
@@ -307,7 +307,7 @@ async def test_an_opening_that_nobody_waits_for_is_closed_like_any_other() -> No
 async def test_a_peer_with_other_links_is_refused() -> None:
     async with linked(MLA, 2, 2, transport="loopback") as nodes:
         with pytest.raises(PeerRefused):
-            await nodes.decode.transfer.connect(SENDER, {Link(0, 0): b""})
+            await nodes.decode.transfer.connect(SENDER, {RankPair(0, 0): b""})
 
 
 async def test_a_send_to_several_ranks_can_be_taken_back() -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from baton.errors import ConfigError
-from kvtransfer.flows import Flow, Link, flows, heads_of
+from kvtransfer.flows import Flow, RankPair, flows, heads_of
 
 LAYERS = 8
 
@@ -41,10 +41,10 @@ def test_all_heads_are_held_and_as_often_each() -> None:
 def test_latents_on_two_ranks_come_half_from_each_of_two_senders() -> None:
     first, second = Flow(range(4), range(1)), Flow(range(4, 8), range(1))
     assert flows(num_layers=LAYERS, num_kv_heads=1, senders=2, receivers=2) == {
-        Link(0, 0): first,
-        Link(1, 0): second,
-        Link(1, 1): first,
-        Link(0, 1): second,
+        RankPair(0, 0): first,
+        RankPair(1, 0): second,
+        RankPair(1, 1): first,
+        RankPair(0, 1): second,
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import PeerRefused
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.flows import Link
+from kvtransfer.flows import RankPair
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -185,7 +185,7 @@ def test_numbers_of_ranks_may_differ_and_say_which_links_there_are() -> None:
     prefill, decode = replace(NODE, tensor_parallel_size=1), replace(NODE, tensor_parallel_size=2)
     assert agree(prefill, decode) == agree(NODE, NODE)
     links = links_between(prefill, decode)
-    assert set(links) == {Link(0, 0), Link(0, 1)}
+    assert set(links) == {RankPair(0, 0), RankPair(0, 1)}
     assert [flow.heads for flow in links.values()] == [range(1), range(1, 2)]
 
 

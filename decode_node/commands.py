@@ -1,0 +1,90 @@
+"""What a decode node's machine wants done. Plain values; the shell executes them in order.
+
+Engine commands but `Abort` are answered at once, before any other event; `Abort` and lease commands when they are done.
+"""
+
+from dataclasses import dataclass
+
+from baton.types import TokenOutput
+from engine.request import EngineRequest
+from kvtransfer.leases import LeaseGrant
+from protos.baton.v1 import decode_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message to a gateway; messages of one session arrive in order."""
+
+    session: int
+    message: pb.SessionResponse
+
+
+@dataclass(frozen=True)
+class EndSession:
+    """End the stream once everything queued has been written."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Hold all blocks of a request. Answered by `Reserved` or `EngineRefused`."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
+class ExtendReserved:
+    """The reserved request was given more tokens elsewhere. Answered by `Reserved` or `EngineRefused`."""
+
+    engine_id: str
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefillHere:
+    """Compute the rest of the reserved request here. Answered by `EngineRefused`, or by nothing but its tokens."""
+
+    engine_id: str
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Admit:
+    """All KV before `first` is in the reserved blocks: decode. Answered by `Admitted` or `EngineRefused`."""
+
+    engine_id: str
+    first: TokenOutput
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End the request in the engine, whatever its state; unknown ids too. Answered by `Aborted`."""
+
+    engine_id: str
+
+
+@dataclass(frozen=True)
+class OpenLease:
+    """Let one prefill node fill these blocks. Answered by `LeaseOpened` or `LeaseFailed`."""
+
+    grant: LeaseGrant
+
+
+@dataclass(frozen=True)
+class CloseLease:
+    """End a lease. Answered by `LeaseClosed` or `LeaseFailed`; only then may its blocks be used otherwise."""
+
+    lease: int
+
+
+@dataclass(frozen=True)
+class SendLeaseEnded:
+    """Prefill nodes may stop computing and sending for this lease."""
+
+    lease: int
+
+
+Command = (
+    Send | EndSession | Reserve | ExtendReserved | PrefillHere | Admit | Abort | OpenLease | CloseLease | SendLeaseEnded
+)

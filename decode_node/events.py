@@ -1,0 +1,172 @@
+"""What a decode node's machine reacts to. Plain values.
+
+`session` is this node's number for one gateway's Session stream, `peer` the sender number of one prefill node's Pair
+stream, `engine_id` the name of one request in this node's engine.
+"""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.types import FinishReason
+from engine.events import StepEvents
+from engine.request import Reservation
+from kvtransfer.leases import LeaseTotals
+from protos.baton.v1 import decode_pb2 as pb
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    session: int
+
+
+@dataclass(frozen=True)
+class SessionMessage:
+    """A gateway's message."""
+
+    session: int
+    message: pb.SessionRequest
+
+
+@dataclass(frozen=True)
+class SessionClosed:
+    """The gateway is gone, or the stream broke: everything held for it ends."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class HandOverReceived:
+    """A prefill node has sent all KV of a lease."""
+
+    peer: int
+    message: pb.HandOver
+
+
+@dataclass(frozen=True)
+class QuietReceived:
+    """A prefill node sends nothing more for a lease."""
+
+    peer: int
+    message: pb.Quiet
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """A prefill node's Pair stream ended and its endpoints are closed; `leases` are those it had begun to fill."""
+
+    peer: int
+    name: str
+    leases: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Answers `Reserve` and `ExtendReserved`: the engine holds these blocks."""
+
+    engine_id: str
+    reservation: Reservation
+
+
+@dataclass(frozen=True)
+class EngineRefused:
+    """Answers `Reserve`, `ExtendReserved`, `Admit` or `PrefillHere`: the engine raised this error."""
+
+    engine_id: str
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Answers `Admit`; `finish_reason` is set when the first token was also the last one."""
+
+    engine_id: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """Answers `Abort`: the engine holds nothing for the request any more."""
+
+    engine_id: str
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One engine step's tokens and failures."""
+
+    events: StepEvents
+
+
+@dataclass(frozen=True)
+class LeaseOpened:
+    """Answers `OpenLease`: every rank accepts KV for it."""
+
+    lease: int
+
+
+@dataclass(frozen=True)
+class LeaseFilled:
+    """Every byte of the lease lies in its blocks."""
+
+    totals: LeaseTotals
+
+
+@dataclass(frozen=True)
+class LeaseClosed:
+    """Answers `CloseLease`: nothing is written to its blocks any more."""
+
+    totals: LeaseTotals
+
+
+@dataclass(frozen=True)
+class LeaseFailed:
+    """Answers `OpenLease` or `CloseLease` when the transfer raised."""
+
+    lease: int
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class SegmentRefused:
+    """A segment of the lease was not scattered, so the lease can no longer become complete."""
+
+    lease: int
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """The machine's `deadline_s` has come."""
+
+
+@dataclass(frozen=True)
+class Draining:
+    """Refuse new requests; those that run go on."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The process ends: fail what still runs, so that gateways continue it elsewhere."""
+
+
+Event = (
+    SessionOpened
+    | SessionMessage
+    | SessionClosed
+    | HandOverReceived
+    | QuietReceived
+    | PeerLost
+    | Reserved
+    | EngineRefused
+    | Admitted
+    | Aborted
+    | StepDone
+    | LeaseOpened
+    | LeaseFilled
+    | LeaseClosed
+    | LeaseFailed
+    | SegmentRefused
+    | TimePassed
+    | Draining
+    | Closing
+)

@@ -1,0 +1,73 @@
+"""What the machine of one request wants done. Plain values; the shell executes them in order."""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
+
+
+@dataclass(frozen=True)
+class SubmitToDecode:
+    """Submit the request on the session with a decode node; the shell fills in the key."""
+
+    attempt: int
+    address: str
+    request: decode_pb2.SubmitRequest
+
+
+@dataclass(frozen=True)
+class AskDecode:
+    """Another message about this request on the same session; the shell fills in the key."""
+
+    attempt: int
+    message: decode_pb2.RenewTicket | decode_pb2.PrefillHere
+
+
+@dataclass(frozen=True)
+class LeaveDecode:
+    """The attempt is over. `cancel` unless the decode node has ended the request itself."""
+
+    attempt: int
+    cancel: bool
+
+
+@dataclass(frozen=True)
+class CallPrefill:
+    """Call a prefill node with the request's ticket."""
+
+    call: int
+    address: str
+    request: prefill_pb2.PrefillRequest
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class CancelPrefill:
+    """End a Prefill call. Nothing more is wanted of it."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class LoseNode:
+    """The node owes an answer and has given no sign of life for too long: treat it as unreachable."""
+
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Respond:
+    """A message to the client, in order."""
+
+    message: generation_pb2.GenerateResponse
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The request is over; `error` None: it was served to its end. The last command."""
+
+    error: BatonError | None
+
+
+Command = SubmitToDecode | AskDecode | LeaveDecode | CallPrefill | CancelPrefill | LoseNode | Respond | Finish

@@ -1,0 +1,68 @@
+"""What a prefill node's machine wants done. Plain values; the shell executes them in order."""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from engine.request import EngineRequest
+from kvtransfer.records import SendJob
+from protos.baton.v1 import decode_pb2
+from protos.baton.v1 import prefill_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Compute this prompt. Answered by `EngineRefused`, or by nothing but its steps."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End the request in the engine and free its blocks. Answered by `Aborted`."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class SendKV:
+    """Send one job; the machine has at most one per call under way. Answered by `Sent` or `SendFailed`."""
+
+    call: int
+    job: SendJob
+
+
+@dataclass(frozen=True)
+class StopSending:
+    """End whatever is queued or in flight for a lease. Answered by `BecameQuiet`, after a `SendFailed` for a job under
+    way."""
+
+    call: int
+    peer: int
+    lease: int
+
+
+@dataclass(frozen=True)
+class SendToPeer:
+    """A message on the Pair stream; dropped when the pair is gone."""
+
+    peer: int
+    message: decode_pb2.PairRequest
+
+
+@dataclass(frozen=True)
+class Respond:
+    """An event on the call's stream to the gateway."""
+
+    call: int
+    event: pb.PrefillEvent
+
+
+@dataclass(frozen=True)
+class EndCall:
+    """End the call's stream, after all responses; `error` None: everything has been sent."""
+
+    call: int
+    error: BatonError | None
+
+
+Command = Submit | Abort | SendKV | StopSending | SendToPeer | Respond | EndCall

@@ -1,0 +1,138 @@
+"""What a prefill node's machine reacts to. Plain values.
+
+`call` is this node's number for one Prefill call, and names its request in the engine as `str(call)`; `peer` is this
+node's number for one decode node.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from engine.events import StepEvents
+from kvtransfer.segments import Segment
+from protos.baton.v1 import prefill_pb2 as pb
+
+
+@dataclass(frozen=True)
+class PeerFacts:
+    """The decode node that a ticket names, as the pair with it was made.
+
+    Attributes:
+        number: this node's own for the peer.
+        sender_number: the peer's for this node.
+        max_context_tokens: of the decode node; None: unknown.
+    """
+
+    number: int
+    sender_number: int
+    transport: str
+    kv_converted: str
+    max_context_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Called:
+    """A gateway wants a prompt prefilled for a ticket; the pair with the decode node is ready.
+
+    Attributes:
+        layers_per_group: KV of so many layers is sent together while a chunk computes; all: chunks are sent whole.
+    """
+
+    call: int
+    request: pb.PrefillRequest
+    peer: PeerFacts
+    layers_per_group: int
+
+
+@dataclass(frozen=True)
+class CallCancelled:
+    """The gateway cancelled the call, or is gone."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class EngineRefused:
+    """Answers `Submit`: the engine raised this error."""
+
+    call: int
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One engine step's results, or those of its first layers."""
+
+    events: StepEvents
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Answers `SendKV`: all segments of the job are complete at the transport."""
+
+    call: int
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class SendFailed:
+    """Answers `SendKV`: the job failed, or `StopSending` ended it."""
+
+    call: int
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class BecameQuiet:
+    """Answers `StopSending`: nothing of the lease is in flight and nothing reads its blocks."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """Answers `Abort`: the engine holds nothing for the request any more."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class LeaseEnded:
+    """The decode node took the lease back."""
+
+    peer: int
+    lease: int
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """The pair with a decode node is gone."""
+
+    peer: int
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class Draining:
+    """Refuse new calls; those that run go on."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The process ends: fail what still runs, so that gateways redo it elsewhere."""
+
+
+Event = (
+    Called
+    | CallCancelled
+    | EngineRefused
+    | StepDone
+    | Sent
+    | SendFailed
+    | BecameQuiet
+    | Aborted
+    | LeaseEnded
+    | PeerLost
+    | Draining
+    | Closing
+)

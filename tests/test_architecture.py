@@ -80,7 +80,7 @@ class Module:
         assert node.level == 0, f"{self.name} has a relative import"
         source = node.module or ""
         for alias in node.names:
-            # `from attention import layout` names a module, `from kvcache.layout import parse_layout` does not.
+            # `from kvcache import layout` names a module, `from kvcache.layout import parse_layout` does not.
             is_module = (ROOT / source.replace(".", "/") / f"{alias.name}.py").is_file()
             is_package = (ROOT / source.replace(".", "/") / alias.name / "__init__.py").is_file()
             yield f"{source}.{alias.name}" if is_module or is_package or _is_generated(alias.name) else source

@@ -10,15 +10,21 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from attention.kernels import blocksparse, blocksparse_decode, decode, digest, gather, mla_decode_plain
-from attention.kernels import unified_kernel, wire, wire_conversion
+from attention.kernels.blocksparse import decode as blocksparse_decode, prefill as blocksparse
+from attention.kernels.decode import attend as decode
+from attention.kernels.mla import portable as mla_decode_plain
+from attention.kernels.paged import kernel as unified_kernel
+from kvcache.kernels import gather
+from kvcache.wire.kernels import conversion as wire_conversion, digest, gather_scatter as wire
 from tritonlib.launch import _GLUON_VERSIONS
 import triton
 
 kernels = [unified_kernel.attend_tile, decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
 if triton.__version__.startswith(_GLUON_VERSIONS):
-    from attention.kernels import blocksparse_hopper, mla_decode_hopper, unified_hopper_kernel
+    from attention.kernels.blocksparse import hopper as blocksparse_hopper
+    from attention.kernels.mla import hopper as mla_decode_hopper
+    from attention.kernels.paged import hopper_kernel as unified_hopper_kernel
     kernels += [unified_hopper_kernel.attend_tile, mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
 memory = torch.zeros(64, dtype=torch.int32)

@@ -60,7 +60,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
     is_silent: bool = False
     received: list[pb.PairRequest] = field(default_factory=list)
     filled: list[LeaseTotals] = field(default_factory=list)
-    _outbox: asyncio.Queue[pb.PairResponse | None] = field(default_factory=asyncio.Queue)
+    _outbox: asyncio.Queue[pb.PairResponse | grpc.StatusCode | None] = field(default_factory=asyncio.Queue)
     _streams: int = 0
 
     async def Pair(  # type: ignore[override]  # noqa: N802  the stubs know generators only
@@ -84,9 +84,11 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
             await self._shake_hands(number, links_between(peer, self.node.description), requests, context)
             async with asyncio.TaskGroup() as tasks:
                 reading = tasks.create_task(self._read(requests))
-                while (response := await self._outbox.get()) is not None:
+                while isinstance(response := await self._outbox.get(), pb.PairResponse):
                     await context.write(response)
                 reading.cancel()
+            if response is not None:
+                await context.abort(response, "as the test wants it")
         finally:
             await self.node.transfer.disconnect(number)
 
@@ -139,8 +141,9 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
     def end_lease(self, lease: int) -> None:
         self._outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
 
-    def hang_up(self) -> None:
-        self._outbox.put_nowait(None)
+    def hang_up(self, failure: grpc.StatusCode | None = None) -> None:
+        """Ends the stream: with that status, or without an error."""
+        self._outbox.put_nowait(failure)
 
     async def message(self, kind: str) -> pb.PairRequest:
         """The first message of that kind, once it has come."""

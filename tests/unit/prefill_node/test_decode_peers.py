@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from baton.errors import NoNode, PeerRefused, UnknownLease
@@ -134,6 +135,16 @@ async def test_a_lost_peer_is_reported_once_and_connecting_again_makes_another()
         after = await known.for_ticket(ticket)
         assert after.number != before.number
         assert [state.phase for state in known.states()] == [common_pb2.PEER_PHASE_READY]
+
+
+async def test_a_stream_that_breaks_is_reported_with_its_cause() -> None:
+    async with decode_node() as decode, peers() as (known, events):
+        await known.connect(decode.address)
+        decode.hang_up(grpc.StatusCode.UNAVAILABLE)
+        assert await until(lambda: bool(events), timeout_s=30.0)
+        (lost,) = events
+        assert isinstance(lost, PeerLost)
+        assert "as the test wants it" in str(lost.error)
 
 
 async def test_messages_arrive_in_order_and_those_for_a_lost_peer_are_dropped() -> None:

@@ -12,7 +12,7 @@ from baton.errors import Cancelled, DataLoss, Draining, NoNode, Overloaded
 from baton.rpc.status import from_detail
 from node.assembly import Node
 from node.waiting import until
-from prefill_node.call_driver import CallDriver
+from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing
 from prefill_node.events import Draining as DrainingBegins
 from protos.baton.v1 import common_pb2
@@ -39,10 +39,10 @@ class Written:
 
 
 @asynccontextmanager
-async def calls(**settings: object) -> AsyncIterator[tuple[Node, CallDriver]]:
+async def calls(**settings: object) -> AsyncIterator[tuple[Node, PrefillDriver]]:
     values = prefill_settings(**settings)
     node = prefill_node(values)
-    driver = CallDriver(node, values)
+    driver = PrefillDriver(node, values)
     async with node:
         try:
             yield node, driver

@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 GENERATED := protos/baton/v1/common_pb2.pyi
+# Messages, numbers and names that no change may break: the descriptors that `make wire` wrote last.
+WIRE := protos/wire.binpb
 # Tests that only compute run two at a time, and so do files of tests that start processes and wait for no deadline; those
 # with deadlines and faults run one after the other.
 COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
@@ -17,7 +19,7 @@ KERNELS := tests/unit/attention tests/unit/engine/test_choose_kernel.py tests/un
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos run test test-gpu check format bench docs clean
+.PHONY: help install protos wire run test test-gpu check format bench docs clean
 
 help:  ## Show these verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -49,10 +51,18 @@ test: install  ## Run every test but the GPU's
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(UNHURRIED)
 	@$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(COMPUTING) $(UNHURRIED))
 
-check: install  ## Lint, format check, types
+check: install  ## Check lint, format, types and the wire
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/buf lint protos
+	@$(BIN)/buf breaking protos --against $(WIRE)
+	@$(BIN)/buf build protos --exclude-source-info --output - | cmp --silent - $(WIRE) \
+		|| { echo "$(WIRE) differs from the .proto files: run \`make wire\`"; exit 1; }
+
+wire: install  ## Record the .proto files in protos/wire.binpb, unless they break what it has
+	@$(BIN)/buf breaking protos --against $(WIRE)
+	@$(BIN)/buf build protos --exclude-source-info --output $(WIRE)
 
 format: install  ## Format and fix what can be fixed
 	@$(BIN)/ruff format .

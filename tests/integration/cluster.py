@@ -65,7 +65,7 @@ class Machines:
 
 @contextmanager
 def machines() -> Iterator[Machines]:
-    with Processes(say=lambda line: None) as processes:
+    with Processes(report=lambda line: None) as processes:
         yield Machines(processes)
 
 

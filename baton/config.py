@@ -26,7 +26,11 @@ _ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
 DEMO_MODELS = _ROOT / "models" / "demo"
 MIB = 1 << 20
 GIGA = 1e9
+# Defaults that depend on the device, or that code without settings needs too.
 KEEPALIVE_S = 10.0
+CPU_CACHE_MIB = 128
+CPU_BATCH_TOKENS = 256
+CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 
@@ -75,8 +79,8 @@ class NodeSettings(CommonSettings):
     kv_cache_mib: int | None = Field(
         None,
         ge=1,
-        description="memory for the cache when num_blocks is not given; default: 128 on a CPU; on a GPU, what is left "
-        "of gpu_memory_fraction",
+        description=f"memory for the cache when num_blocks is not given; default: {CPU_CACHE_MIB} on a CPU; on a "
+        "GPU, what is left of gpu_memory_fraction",
     )
     gpu_memory_fraction: float = Field(
         0.9,
@@ -107,11 +111,14 @@ class NodeSettings(CommonSettings):
     max_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens in one engine step; longer prompts are cut into chunks; default: 256 on a CPU; on a "
-        "GPU, the smallest size that a profile at start finds fast",
+        description="most tokens in one engine step; longer prompts are cut into chunks; default: "
+        f"{CPU_BATCH_TOKENS} on a CPU; on a GPU, the smallest size that a profile at start finds fast",
     )
     max_batch_requests: int | None = Field(
-        None, ge=1, description="most requests in one engine step; default: 64 on a CPU, 256 on a GPU"
+        None,
+        ge=1,
+        description=f"most requests in one engine step; default: {CPU_BATCH_REQUESTS} on a CPU, "
+        f"{GPU_BATCH_REQUESTS} on a GPU",
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal whatever else is in the batch; slower")
@@ -128,7 +135,7 @@ class NodeSettings(CommonSettings):
         gt=0,
         le=1024,
         description="largest KV message; each transfer chooses its size up to that from the link's measured speed; "
-        "default: 4 on a CPU, 256 on a GPU",
+        f"default: {_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
     )
     staging_slots: int = Field(4, ge=2, description="staging buffers of segment_mib each, per direction")
     link_floor_gb_per_s: float = Field(

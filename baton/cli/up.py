@@ -173,10 +173,12 @@ async def _until_paired(gateway: str, prefill: list[Process], decode: list[Proce
 
 
 def up(
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = ClusterOptions.prefill,
+    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = ClusterOptions.decode,
     model: Annotated[Path | None, typer.Option(help="Model directory; default: the Llama demo model.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free port.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free port.")
+    ] = ClusterOptions.port,
     prefill_kv_cache_layout: Annotated[
         str | None, typer.Option(help="KV layout of prefill nodes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")
     ] = None,

@@ -5,9 +5,8 @@ import re
 import kubernetes_validate
 import pytest
 
-from baton.config import MIB, CommonSettings, NodeSettings
+from baton.config import CPU_CACHE_MIB, MIB, CommonSettings, NodeSettings
 from baton.rpc.server import Address
-from engine.build import CPU_CACHE_BYTES
 from kvcache.layout import parse_layout
 from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
@@ -184,7 +183,7 @@ def test_a_cache_in_main_memory_leaves_room_for_the_rest(rendered: Rendered, rol
     assert isinstance(settings, NodeSettings)
     resources = rendered.container(role)["resources"]
     on_gpu = given.get("device") == "cuda"
-    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_BYTES
+    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_MIB * MIB
     staging_bytes = 2 * settings.segment_bytes(on_gpu=on_gpu) * settings.staging_slots
     assert cache_bytes + staging_bytes < 0.5 * MIB * mebibytes(resources["limits"]["memory"])
     assert resources["requests"]["memory"] == resources["limits"]["memory"]

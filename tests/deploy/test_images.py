@@ -155,7 +155,7 @@ def test_the_gateway_runs_without_what_its_image_leaves_out(dockerfile: Path) ->
 def test_every_package_reaches_the_build(dockerfile: Path) -> None:
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    packages = {pattern.removesuffix("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     files = {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
     assert let_in == packages | files
     on_disk = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "bench"}

@@ -29,7 +29,7 @@ from protos.baton.v1 import generation_pb2_grpc
 
 Answer = TypeVar("Answer")
 
-DEFAULT_TARGET = "127.0.0.1:7000"  # where a gateway listens unless told otherwise
+DEFAULT_TARGET = "127.0.0.1:7000"  # for the command line; 7000 is also the gateway's port in the images
 _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 
 

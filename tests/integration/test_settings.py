@@ -113,12 +113,12 @@ def test_a_gateway_without_decode_nodes() -> None:
     assert "--decode" in complaint(run("gateway"), "gateway")
 
 
-@pytest.mark.parametrize(("value", "said"), [("somewhere", "host:port"), ("0.0.0.0:7002", "reach this one")])
+@pytest.mark.parametrize(("value", "cure"), [("somewhere", "host:port"), ("0.0.0.0:7002", "reach this one")])
 @pytest.mark.parametrize("program", ["decode_node", "gateway"])
-def test_an_advertised_address_that_nobody_could_reach(program: str, value: str, said: str) -> None:
+def test_an_advertised_address_that_nobody_could_reach(program: str, value: str, cure: str) -> None:
     line = complaint(run(program, "--advertise", value, "--model", str(LLAMA)), program)
     assert f"advertise is '{value}'" in line
-    assert said in line
+    assert cure in line
 
 
 def test_a_node_that_listens_everywhere_warns_about_the_address_that_it_advertises(

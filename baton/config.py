@@ -287,7 +287,7 @@ def child_environment(**more: str) -> dict[str, str]:
     """
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if (_ROOT / "pyproject.toml").is_file():
-        path.append(str(_ROOT))  # a source tree that nobody installed was found in the working directory
+        path.append(str(_ROOT))  # a source tree is found in the working directory unless it is installed
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path), **more}
 
 

@@ -203,26 +203,8 @@ def load(settings: NodeSettings, parallel: TensorParallel = SINGLE) -> Built:
     torch.set_num_threads(settings.threads)
     # Of the ranks, which have equally much to read, one shows how far it is.
     with LoadingProgress() if parallel.rank == 0 else nullcontext() as progress:
-        return build_runner(
-            directory=settings.model,
-            dtype=settings.dtype,
-            device=settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank),
-            parallel=parallel,
-            kv_cache_layout=settings.kv_cache_layout,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            block_size=settings.block_size,
-            num_blocks=settings.num_blocks,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            gpu_memory_fraction=settings.gpu_memory_fraction,
-            reserved_bytes=2 * settings.staging_slots * settings.segment_bytes(on_gpu=True),
-            attention_backend=settings.attention_backend,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_batch_requests=settings.max_batch_requests,
-            cuda_graphs=settings.cuda_graphs,
-            batch_invariant=settings.batch_invariant,
-            load_format=settings.load_format,
-            progress=progress,
-        )
+        device = settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank)
+        return build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
 
 
 def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from baton.config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine import rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
@@ -137,7 +138,7 @@ def _variant(
 def _build(model: Model, **options: Any) -> Built:
     settings = {"block_size": model.block_size, **options}
     return build_runner(
-        directory=CONFIGS / model.name, device="cuda", load_format="dummy", max_batch_requests=256, **settings
+        NodeSettings(model=CONFIGS / model.name, device="cuda", load_format="dummy", max_batch_requests=256, **settings)
     )
 
 

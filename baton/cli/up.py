@@ -238,7 +238,7 @@ def _wait_until_one_ends(processes: Processes) -> None:
     pause = threading.Event()
     while (ended := processes.first_ended()) is None:
         pause.wait(0.2)
-    code = ended.popen.returncode
+    code = ended.popen.poll()
     # A node that dies is the others' business: they go on without it. A gateway is the door.
     if ended.program == "gateway":
         raise ConfigError(f"{ended.program} (pid {ended.pid}) ended with exit code {code}")

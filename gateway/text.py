@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from baton.config import tokenizer_file
 from baton.errors import ConfigError
 
 _REPLACEMENT = "\ufffd"
@@ -89,7 +90,7 @@ class TextCodec:
     """
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "tokenizer.json"
+        path = tokenizer_file(directory)
         if not path.is_file():
             cure = "give the directory of a checkpoint with its tokenizer.json"
             raise ConfigError(f"{path} does not exist", field="model", value=directory, cure=cure)

@@ -1,4 +1,4 @@
-"""Starts the processes of a local cluster, waits until they serve, and ends them. Knows them as programs only."""
+"""Starts the processes of a local cluster, waits until they serve, and ends them."""
 
 import json
 import signal
@@ -49,7 +49,7 @@ def launch(program: str, arguments: Sequence[str]) -> Running:
 
 @dataclass(eq=False)
 class Process:
-    """One process of ours and the address at which it serves."""
+    """A child process and the address at which it serves."""
 
     program: str
     popen: Running
@@ -63,13 +63,13 @@ class Process:
 
 @dataclass
 class Processes:
-    """A group of processes that end together, in the reverse order of their start.
+    """Child processes that end together, in reverse order of their start.
 
     Attributes:
         launch: starts one program; tests give one that forks a warm process.
     """
 
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     launch: Callable[[str, Sequence[str]], Running] = launch
     running: list[Process] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] = field(
@@ -93,10 +93,10 @@ class Processes:
         return process
 
     def wait_ready(self, processes: Sequence[Process]) -> None:
-        """Waits until all of them serve.
+        """Waits until every process serves.
 
         Raises:
-            ConfigError: one of them ended, or took too long; its own message is on stderr.
+            ConfigError: a process ended or took too long; its own message is on stderr.
         """
         deadline = time.monotonic() + _READY_TIMEOUT_S
         for process in processes:
@@ -108,14 +108,14 @@ class Processes:
                     raise ConfigError(f"{process.program} is not ready after {_READY_TIMEOUT_S:.0f} s")
                 time.sleep(0.02)
             process.address = json.loads(process.ready_file.read_text())["address"]
-            self.say(f"{process.program} serves on {process.address}")
+            self.report(f"{process.program} serves on {process.address}")
 
     def first_ended(self) -> Process | None:
-        """A process that has ended by itself, if any."""
+        """A process that ended on its own, if any."""
         return next((process for process in self.running if process.popen.poll() is not None), None)
 
     def stop(self) -> None:
-        """Drains and ends all of them, the last started first; kills what does not end in time."""
+        """Drains and ends all processes, the last started first. Kills those that do not end in time."""
         while self.running:
             program = self.running[-1].program
             group = [process for process in self.running if process.program == program]
@@ -132,6 +132,6 @@ class Processes:
             try:
                 process.popen.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self.say(f"{process.program} (pid {process.pid}) did not end: killed")
+                self.report(f"{process.program} (pid {process.pid}) did not end: killed")
                 process.popen.kill()
                 process.popen.wait()

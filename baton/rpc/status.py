@@ -1,4 +1,4 @@
-"""Turns Baton's errors into gRPC statuses with details, and back. Knows no service."""
+"""Converts Baton's errors to gRPC statuses with details, and back."""
 
 from typing import NoReturn, TypeVar
 
@@ -53,7 +53,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 
 
 def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
-    """The error as a message, for streams that outlive one request's failure."""
+    """The error as a message, for streams that continue after one request fails."""
     detail = pb.ErrorDetail(
         reason=pb.ErrorReason.Value(f"ERROR_REASON_{error.reason}"),
         message=error.message,
@@ -68,7 +68,7 @@ def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
 
 
 def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
-    """The error that `to_detail` was given."""
+    """Inverse of `to_detail`."""
     reason = pb.ErrorReason.Name(detail.reason).removeprefix("ERROR_REASON_")
     return _ERRORS.get(reason, errors.InternalError)(
         detail.message,
@@ -81,7 +81,7 @@ def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
 
 
 async def abort(context: grpc.aio.ServicerContext[Request, Response], error: errors.BatonError) -> NoReturn:
-    """Ends the call with the error's status and its detail; never returns."""
+    """Ends the call with the error's status and detail."""
     packed = any_pb2.Any()
     packed.Pack(to_detail(error))
     status = status_pb2.Status(code=_CODES[error.reason], message=str(error), details=[packed])
@@ -91,7 +91,7 @@ async def abort(context: grpc.aio.ServicerContext[Request, Response], error: err
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
-    """The Baton error behind a failed call; a status without our detail becomes the nearest error."""
+    """The Baton error of a failed call. A status without our detail becomes the nearest error."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
             return _from_status(status_pb2.Status.FromString(value), error)
@@ -99,7 +99,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
 
 
 def last_cause(error: grpc.aio.AioRpcError) -> str:
-    """Of the chain of causes that gRPC gives for a connection that cannot be made."""
+    """Last link of the chain of causes that gRPC reports for a failed connection."""
     return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")
 
 

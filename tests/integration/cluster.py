@@ -66,7 +66,7 @@ class Machines:
 
 @contextmanager
 def machines() -> Iterator[Machines]:
-    with Processes(say=lambda line: None, launch=launch_warm) as processes:
+    with Processes(report=lambda line: None, launch=launch_warm) as processes:
         yield Machines(processes)
 
 

@@ -111,9 +111,9 @@ class LeaseTable:
         heads: of the model's kv heads, those in the cache; all if not given.
     """
 
-    def __init__(self, spec: KVCacheSpec, *, incarnation: int, heads: range | None = None) -> None:
+    def __init__(self, spec: KVCacheSpec, *, incarnation: int, heads: range) -> None:
         self._spec = spec
-        self._heads = range(spec.num_kv_heads) if heads is None else heads
+        self._heads = heads
         self._incarnation = incarnation
         self._leases: dict[int, _Lease] = {}
         self._highest = -1

@@ -17,8 +17,8 @@ from engine.engine import Engine
 from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.ranked import RankedTransfer
-from kvtransfer.segments import LEASE_BITS
-from kvtransfer.transfer import SendJob, SentSegment
+from kvtransfer.records import SendJob
+from kvtransfer.segments import LEASE_BITS, Segment
 from prefill_node.pairs import Pair
 from prefill_node.unsent import Part, Unsent
 from protos.baton.v1 import common_pb2, decode_pb2
@@ -32,7 +32,7 @@ Tell = Callable[[pb.PrefillEvent], Awaitable[None]]
 class Sent:
     """What has left this node for one lease."""
 
-    segments: tuple[SentSegment, ...]
+    segments: tuple[Segment, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -176,7 +176,7 @@ class HandOver:
 
     async def _send_computed(self) -> Sent:
         """Sends what the decode node lacks, as it is computed; what was computed while a send ran goes in one."""
-        segments: list[SentSegment] = []
+        segments: list[Segment] = []
         last = False
         while not last:
             await self._to_send.wait()

@@ -8,7 +8,8 @@ from baton.config import PrefillSettings
 from baton.errors import Cancelled, Draining, NoNode
 from engine.events import StepEvents
 from kvtransfer.layer_groups import choose_layers_per_group
-from kvtransfer.transfer import LeaseFilled, SegmentRefused
+from kvtransfer.leases import LeaseTotals
+from kvtransfer.records import SegmentRefused
 from node.assembly import Listener, Node
 from node.waiting import until
 from prefill_node.handover import Event, HandOver
@@ -123,5 +124,5 @@ class PrefillNode:
         status.peers.extend(self._pairs.states())
 
 
-def _no_lease_here(event: LeaseFilled | SegmentRefused) -> None:
+def _no_lease_here(event: LeaseTotals | SegmentRefused) -> None:
     raise AssertionError(f"a prefill node gives no leases: {event}")

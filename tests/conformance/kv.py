@@ -13,9 +13,12 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
+from kvtransfer.leases import LeaseTotals
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
-from kvtransfer.transfer import KVTransfer, LeaseFilled, SegmentRefused, SendJob
+from kvtransfer.records import SegmentRefused, SendJob
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
 from tests.conformance.late import Script, late
 
 GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
@@ -65,7 +68,7 @@ def as_bytes(values: Tensor) -> Tensor:
 class Heard:
     """What a node's callbacks were told."""
 
-    filled: list[LeaseFilled] = field(default_factory=list)
+    filled: list[LeaseTotals] = field(default_factory=list)
     refused: list[SegmentRefused] = field(default_factory=list)
 
 
@@ -88,20 +91,25 @@ def make_transfer(
     digests: bool = True,
     receive_bytes_per_s: float | None = None,
     make_mover: MakeMover = open_mover,
+    clock: Callable[[], float] = time.monotonic,
 ) -> KVTransfer:
     if transport.endswith(LATE):
         make_mover = late(Script(seed=incarnation))
-    return KVTransfer(
-        cache,
+    settings = TransferSettings(
         incarnation=incarnation,
         transport=transport.removesuffix(LATE),
         segment_bytes=segment_bytes,
         staging_slots=staging_slots,
         digests=digests,
         receive_bytes_per_s=receive_bytes_per_s,
+    )
+    return KVTransfer(
+        cache,
+        settings,
         make_mover=make_mover,
         on_filled=heard.filled.append,
         on_refused=heard.refused.append,
+        clock=clock,
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from baton.errors import DataLoss
-from kvtransfer.transfer import LeaseGrant, SendJob
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.records import SendJob
 from tests.conformance.kv import DECODE_INCARNATION, Heard, connect, eventually
 from tests.conformance.kv_child import ALL_BLOCKS, BIG, SHAPE, child, make_big
 

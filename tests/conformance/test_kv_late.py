@@ -14,8 +14,9 @@ import torch
 from baton.errors import Cancelled, DataLoss, InternalError
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
+from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.mover import Done
-from kvtransfer.transfer import KVTransfer, LeaseGrant
+from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import (
     GQA,
     PEER,

@@ -9,7 +9,8 @@ import pytest
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvtransfer.transfer import KVTransfer, LeaseGrant
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import (
     DECODE_INCARNATION,
     PEER,

@@ -12,11 +12,11 @@ from baton.errors import ConfigError, DataLoss, DeadlineExceeded, InternalError,
 from kvcache.cache import PagedKVCache
 from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from kvcache.spec import KVCacheSpec
+from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.staging import StagingPool
-from kvtransfer.transfer import LeaseGrant
 from tests.conformance.kv import (
     GQA,
     LATE,

@@ -55,9 +55,9 @@ class Wanted:
     """What the node to be started will need.
 
     Attributes:
-        pairs: how many peers it will have.
-        cache_bytes: of a cache in main memory; 0 for one on a GPU.
-        staging_bytes: both directions together.
+        pairs: number of peers.
+        cache_bytes: of a cache in main memory; 0 for a cache on a GPU.
+        staging_bytes: of both directions together.
     """
 
     pairs: int = 8

@@ -29,8 +29,9 @@ DECODE_INCARNATION = 0x2222
 # On D the peer is the sender number that it drew for P; on P it is P's own number for D.
 SENDER = 7
 PEER = 3
-DEADLINE_S = 10.0
-# Behind the name of a transport: every operation on cache and staging happens some looks later, as on a GPU.
+# Only what hangs takes that long, however busy the machine is.
+DEADLINE_S = 60.0
+# Suffix of a transport's name: every operation on cache and staging happens some polls later, as on a GPU.
 LATE = "-late"
 
 
@@ -66,14 +67,14 @@ def as_bytes(values: Tensor) -> Tensor:
 
 @dataclass
 class Heard:
-    """What a node's callbacks were told."""
+    """What a node's callbacks received."""
 
     filled: list[LeaseTotals] = field(default_factory=list)
     refused: list[SegmentRefused] = field(default_factory=list)
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    """Polls, because what it waits for may happen in another thread or process."""
+    """Polls until something holds that another thread or process brings about."""
     end_s = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < end_s

@@ -17,7 +17,7 @@ from baton.types import TokenOutput
 from decode_node.session import Session
 from engine.events import TokenSampled
 from engine.request import EngineRequest, Reservation
-from kvtransfer.transfer import LeaseFilled, LeaseGrant
+from kvtransfer.leases import LeaseGrant, LeaseTotals
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
 
@@ -66,7 +66,7 @@ class Filled:
     """Every byte of this lease lies in its blocks."""
 
     lease: int
-    totals: LeaseFilled
+    totals: LeaseTotals
 
 
 Message = HandedOver | Lost | Renew | PrefillHere | Filled
@@ -87,7 +87,7 @@ class HandOver:
         self.engine_id = f"{session.number}.{submit.key}"
         self.inbox: asyncio.Queue[Message] = asyncio.Queue()
         self.lease: int | None = None
-        self._closing: asyncio.Future[LeaseFilled] | None = None
+        self._closing: asyncio.Future[LeaseTotals] | None = None
         self.decoded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submitted_at = time.monotonic()
         self.prefilling_since: float | None = None
@@ -237,7 +237,7 @@ class HandOver:
         await opening
         return number
 
-    async def _close_lease(self) -> LeaseFilled:
+    async def _close_lease(self) -> LeaseTotals:
         """Ends the open lease; afterwards nothing is ever scattered into its blocks.
 
         May be cancelled, and is then to be called again: the lease is closed once.

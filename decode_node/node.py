@@ -12,7 +12,8 @@ from decode_node.pairs import Pairs
 from decode_node.room import Room
 from decode_node.session import Session
 from engine.events import StepEvents
-from kvtransfer.transfer import LeaseFilled, SegmentRefused
+from kvtransfer.leases import LeaseTotals
+from kvtransfer.records import SegmentRefused
 from node.assembly import Listener, Node
 from protos.baton.v1 import decode_pb2 as pb
 from protos.baton.v1 import node_pb2
@@ -103,7 +104,7 @@ class DecodeNode:
         for session in self._sessions.values():
             session.flush_step()
 
-    def on_filled(self, filled: LeaseFilled) -> None:
+    def on_filled(self, filled: LeaseTotals) -> None:
         if request := self._by_lease.get(filled.number):
             request.inbox.put_nowait(Filled(filled.number, filled))
 

@@ -14,7 +14,7 @@ from baton.rpc.status import from_detail
 from decode_node.sender_numbers import SenderNumbers
 from kvtransfer.flows import RankPair
 from kvtransfer.plan import PlanRefused, WirePlan, agree, links_between
-from kvtransfer.transfer import LinkMeasure
+from kvtransfer.records import LinkMeasure
 from node.assembly import Node
 from node.describe import (
     describe_conversion,

@@ -19,7 +19,7 @@ from kvcache.fp8 import quantize
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import FP8_DTYPES, KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
-from kvtransfer.transfer import LeaseGrant
+from kvtransfer.leases import LeaseGrant
 from models.weights.kv_scales import kv_scales
 from tests.conformance.kv import (
     GQA,

@@ -8,7 +8,7 @@ import torch
 from baton.config import DEMO_MODELS, NodeSettings
 from baton.types import SamplingParams, TokenOutput
 from engine.build import Built, build_runner
-from kvtransfer.transfer import LeaseGrant
+from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import as_bytes, eventually, job, linked, tokens_of
 from tests.unit.engine.tiny import request, running
 

@@ -13,7 +13,7 @@ from baton.config import NodeSettings
 from baton.types import SamplingParams
 from engine.build import Built, build_runner
 from engine.engine import Engine
-from kvtransfer.transfer import LeaseGrant
+from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import Pair, eventually, job, linked
 from tests.unit.engine.tiny import Listener, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny

@@ -5,7 +5,7 @@ from models.config.alibi import alibi_slopes
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Switches
 from models.config.rope import RopeConfig, read_rope
-from models.quantization.scheme import read_quantization
+from models.quantization.config import read_quantization
 
 
 def read_model(

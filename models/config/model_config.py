@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from attention.blocksparse import BlocksparseParams
 from models.config.rope import RopeConfig, YarnScaling
-from models.quantization.scheme import Fp8Config
+from models.quantization.config import Fp8Config
 
 
 @dataclass(frozen=True)
@@ -187,3 +187,13 @@ class ModelConfig:
         if isinstance(scaling, YarnScaling):
             return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
         return self.max_position_embeddings
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by; larger for latent attention whose context YaRN stretches."""
+        attention = self.attention
+        if isinstance(attention, GQAConfig):
+            return attention.scale
+        scale: float = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5
+        scaling = None if self.rope is None else self.rope.scaling
+        return scale * scaling.softmax_scale if isinstance(scaling, YarnScaling) else scale

@@ -1,107 +1,118 @@
-"""config.json of Gemma-2 and of Gemma-3's text model. No torch."""
+"""config.json of Gemma-2 and of Gemma-3's text model."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar, Literal
 
-from models.config.fields import read_gqa, read_model, read_model_rope, read_windows_by_type
+from models.config.decoder import RotaryFields
+from models.config.fields import Count, Positive, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig
-from models.config.rope import RopeConfig, read_rope_table, refuse_both_spellings
+from models.config.rope import RopeConfig, read_rope
 
-_DEFAULTS: Mapping[str, object] = MappingProxyType(
-    {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    }
-)
-_GEMMA2_DEFAULTS = {
-    "vocab_size": 256_000,
-    "max_position_embeddings": 8192,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
+_UNMENTIONED = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
 }
 _GEMMA3_ROPES = frozenset({"full_attention", "sliding_attention"})
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-}
 
 
-def read_gemma2(file: ConfigFile, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    file = file.with_defaults({**_DEFAULTS, **_GEMMA2_DEFAULTS})
-    attention = _attention(file, every=2, qk_norm=False)
-    return read_model(
-        file,
-        architecture,
-        eos,
+class _GemmaFields(RotaryFields):
+    intermediate_size: Count
+    quantization_config: Table | None = None
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    use_bidirectional_attention: Literal[False] = False
+    attention_bias: bool = False
+    query_pre_attn_scalar: Positive
+    sliding_window: Count | None
+    final_logit_softcapping: Positive | None = None
+
+    def attention(self, *, every: int, qk_norm: bool, soft_cap: float | None) -> GQAConfig:
+        return self.gqa(
+            windows=self.windows_by_type(self.sliding_window, every=every),
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
+            qk_norm=qk_norm,
+            scale=self.query_pre_attn_scalar**-0.5,
+            logits_soft_cap=soft_cap,
+        )
+
+
+class _Gemma2Fields(_GemmaFields):
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
+        {
+            **_UNMENTIONED,
+            "vocab_size": 256_000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        }
+    )
+    attn_logit_softcapping: Positive | None = None
+
+
+def read_gemma2(file: ConfigFile) -> ModelConfig:
+    fields = _Gemma2Fields.read(file)
+    attention = fields.attention(every=2, qk_norm=False, soft_cap=fields.attn_logit_softcapping)
+    return fields.model(
         attention=attention,
-        rope=read_model_rope(file, dim=attention.head_dim),
-        final_logits_soft_cap=_cap(file, "final_logit_softcapping"),
+        rope=fields.rope(dim=attention.head_dim),
+        intermediate_size=fields.intermediate_size,
+        final_logits_soft_cap=fields.final_logit_softcapping,
     )
 
 
-def read_gemma3(file: ConfigFile, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    file = file.with_defaults({**_DEFAULTS, **_GEMMA3_DEFAULTS})
+class _Gemma3Fields(_GemmaFields):
+    unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType(
+        {
+            **_UNMENTIONED,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        }
+    )
     # NOTE: the reference ignores this field in the attention of this family, so no right answer exists.
-    if "attn_logit_softcapping" in file:
-        raise file.refuse("attn_logit_softcapping", "null")
-    attention = _attention(file, every=file.integer("sliding_window_pattern", 6), qk_norm=True)
-    rope, local_rope = _gemma3_ropes(file, dim=attention.head_dim)
-    return read_model(
-        file,
-        architecture,
-        eos,
+    attn_logit_softcapping: None = None
+    sliding_window_pattern: Count = 6
+    rope_theta: Positive
+    rope_local_base_freq: Positive
+
+    def ropes(self, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
+        """Of the layers that see everything, and of those with a window: newer files have a table for each; in older
+        ones `rope_scaling` is of the former only."""
+        table = self.rope_table()
+        local = ConfigFile(table.where, {})
+        if self.rope_parameters is not None:
+            given = [name for name, value in table.values.items() if value is not None]
+            if unknown := sorted(set(given) - _GEMMA3_ROPES):
+                cure = f"this family has tables: {', '.join(sorted(_GEMMA3_ROPES))}"
+                raise table.refuse(unknown[0], "null", cure=cure)
+            table, local = table.table("full_attention"), table.table("sliding_attention")
+
+        def rope(table: ConfigFile, theta: float) -> RopeConfig:
+            context = self.max_position_embeddings
+            return read_rope(table, dim=dim, theta=theta, interleaved=False, max_position_embeddings=context)
+
+        return rope(table, self.rope_theta), rope(local, self.rope_local_base_freq)
+
+
+def read_gemma3(file: ConfigFile) -> ModelConfig:
+    fields = _Gemma3Fields.read(file)
+    attention = fields.attention(every=fields.sliding_window_pattern, qk_norm=True, soft_cap=None)
+    rope, local_rope = fields.ropes(dim=attention.head_dim)
+    return fields.model(
         attention=attention,
         rope=rope,
         local_rope=local_rope,
-        final_logits_soft_cap=_cap(file, "final_logit_softcapping"),
+        intermediate_size=fields.intermediate_size,
+        final_logits_soft_cap=fields.final_logit_softcapping,
     )
-
-
-def _attention(file: ConfigFile, *, every: int, qk_norm: bool) -> GQAConfig:
-    for name in ("hidden_act", "hidden_activation"):
-        file.choice(name, {"gelu_pytorch_tanh": None}, "gelu_pytorch_tanh")
-    if file.flag("use_bidirectional_attention"):
-        raise file.refuse("use_bidirectional_attention", "false")
-    bias = file.flag("attention_bias")
-    return read_gqa(
-        file,
-        windows=read_windows_by_type(file, every=every),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=qk_norm,
-        scale=file.positive("query_pre_attn_scalar") ** -0.5,
-        logits_soft_cap=_cap(file, "attn_logit_softcapping"),
-    )
-
-
-def _cap(file: ConfigFile, name: str) -> float | None:
-    return file.positive(name) if name in file else None
-
-
-def _gemma3_ropes(file: ConfigFile, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of the layers that see everything, and of those with a window: newer files have a table for each; in older ones
-    `rope_scaling` is of the former only."""
-    refuse_both_spellings(file)
-    tables = file.table("rope_parameters")
-    if unknown := sorted(tables.names() - _GEMMA3_ROPES):
-        raise tables.refuse(unknown[0], "null", cure=f"this family has tables: {', '.join(sorted(_GEMMA3_ROPES))}")
-    full = tables.table("full_attention") if "rope_parameters" in file else file.table("rope_scaling")
-    local = tables.table("sliding_attention")
-    max_positions = file.integer("max_position_embeddings")
-
-    def rope(table: ConfigFile, theta: str) -> RopeConfig:
-        return read_rope_table(
-            table, dim=dim, theta=file.positive(theta), interleaved=False, max_position_embeddings=max_positions
-        )
-
-    return rope(full, "rope_theta"), rope(local, "rope_local_base_freq")

@@ -27,17 +27,11 @@ class Family:
         overflows_float16: published weights bring the residual stream beyond float16's 65504, so outputs would be NaN.
     """
 
-    read: Callable[[ConfigFile, str, tuple[int, ...]], ModelConfig]
+    read: Callable[[ConfigFile], ModelConfig]
     model: str
-    computes: frozenset[str] = frozenset()
     text_config: bool = False
     overflows_float16: bool = False
 
-
-_QUANTIZED = frozenset({"quantization_config"})
-_GEMMA3_FIELDS = _QUANTIZED | {"hidden_act", "final_logit_softcapping"}
-_GEMMA2_FIELDS = _GEMMA3_FIELDS | {"attn_logit_softcapping"}
-_LLAMA4_FIELDS = frozenset({"attention_chunk_size", "no_rope_layers"})
 
 _LLAMA = "models.families.llama:LlamaForCausalLM"
 _DEEPSEEK = "models.families.deepseek:DeepseekForCausalLM"
@@ -46,24 +40,20 @@ _LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family(read_llama, _LLAMA, _QUANTIZED),
-        "MistralForCausalLM": Family(read_mistral, _LLAMA, _QUANTIZED),
-        "Qwen2ForCausalLM": Family(read_qwen2, _LLAMA, _QUANTIZED),
-        "Qwen3ForCausalLM": Family(read_qwen3, _LLAMA, _QUANTIZED),
-        "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK, _QUANTIZED),
-        "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK, _QUANTIZED),
-        "Gemma2ForCausalLM": Family(read_gemma2, _GEMMA, _GEMMA2_FIELDS, overflows_float16=True),
-        "Gemma3ForCausalLM": Family(read_gemma3, _GEMMA, _GEMMA3_FIELDS, overflows_float16=True),
-        "Gemma3ForConditionalGeneration": Family(
-            read_gemma3, _GEMMA, _GEMMA3_FIELDS, text_config=True, overflows_float16=True
-        ),
-        "Llama4ForCausalLM": Family(read_llama4, _LLAMA4, _LLAMA4_FIELDS),
-        "Llama4ForConditionalGeneration": Family(read_llama4, _LLAMA4, _LLAMA4_FIELDS, text_config=True),
-        "GptOssForCausalLM": Family(read_gpt_oss, "models.families.gpt_oss:GptOssForCausalLM", _QUANTIZED),
-        "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM", frozenset({"alibi"})),
+        "LlamaForCausalLM": Family(read_llama, _LLAMA),
+        "MistralForCausalLM": Family(read_mistral, _LLAMA),
+        "Qwen2ForCausalLM": Family(read_qwen2, _LLAMA),
+        "Qwen3ForCausalLM": Family(read_qwen3, _LLAMA),
+        "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
+        "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
+        "Gemma2ForCausalLM": Family(read_gemma2, _GEMMA, overflows_float16=True),
+        "Gemma3ForCausalLM": Family(read_gemma3, _GEMMA, overflows_float16=True),
+        "Gemma3ForConditionalGeneration": Family(read_gemma3, _GEMMA, text_config=True, overflows_float16=True),
+        "Llama4ForCausalLM": Family(read_llama4, _LLAMA4),
+        "Llama4ForConditionalGeneration": Family(read_llama4, _LLAMA4, text_config=True),
+        "GptOssForCausalLM": Family(read_gpt_oss, "models.families.gpt_oss:GptOssForCausalLM"),
+        "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
         "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
-        "Phi3SmallForCausalLM": Family(
-            read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM", frozenset({"hidden_act"})
-        ),
+        "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
     }
 )

@@ -1,13 +1,19 @@
 """Which of a checkpoint's weights are fp8 and what their scales stand for, read from config.json.
 
 Three publishers' spellings become one value: DeepSeek's and AutoFP8's `quant_method` "fp8", and compressed-tensors.
-What is not understood to the last field is refused: a scale that is misread is a wrong model, not a slow one. No torch.
+A field that is not understood is refused: a scale that is misread is a wrong model, not a slow one.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
+from typing import ClassVar, Literal, Self
 
+from pydantic import ConfigDict
+
+from models.config.fields import Fields, Table, Texts
 from models.config.file import ConfigFile
 
 FP8_BLOCK = 128  # rows and columns of a weight that share a scale, and channels of a token that do
@@ -15,9 +21,6 @@ FP8_BLOCK = 128  # rows and columns of a weight that share a scale, and channels
 _FIELD = "quantization_config"
 _CURE = "this quantization is not supported; choose the checkpoint in bfloat16, or one in fp8 (e4m3)"
 _REGEX = "re:"
-# What says how a file was made, and nothing about what it holds.
-_SILENT = frozenset({"quant_method", "global_compression_ratio", "version", "dequantize", "run_compressed"})
-_SILENT_OF_NUMBERS = frozenset({"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"})
 
 
 class Granularity(StrEnum):
@@ -63,108 +66,149 @@ def read_quantization(file: ConfigFile) -> Fp8Config | None:
     Raises:
         ConfigError: it is, in another way than those understood.
     """
-    if _FIELD not in file:
+    if file.raw(_FIELD) is None:
         return None
     table = file.table(_FIELD)
     method = table.raw("quant_method")
     if method == "fp8":
-        return _read_fp8(table)
+        return _Fp8Fields.read(table).config()
     if method == "compressed-tensors":
-        return _read_compressed_tensors(table)
+        return _CompressedTensorsFields.read(table).config()
     raise file.refuse(_FIELD, "quant_method fp8", "quant_method compressed-tensors", cure=_CURE)
 
 
-def _read_fp8(table: ConfigFile) -> Fp8Config:
-    lists = ("modules_to_not_convert", "ignored_layers")
-    known = {"activation_scheme", "fmt", "weight_block_size", "kv_cache_scheme", "scale_fmt", "expert_dtype", *lists}
-    _refuse_others(table, known | _SILENT)
-    _only(table, "fmt", "e4m3", "float8_e4m3fn")
-    _only(table, "expert_dtype", "fp8")
-    _only(table, "kv_cache_scheme", "static")
-    power_of_two = table.choice("scale_fmt", {"float": False, "ue8m0": True}, "float")
-    static = table.choice("activation_scheme", {"dynamic": False, "static": True}, "dynamic")
-    weights = Granularity.BLOCK if "weight_block_size" in table else Granularity.TENSOR
-    if weights is Granularity.BLOCK and table.integers("weight_block_size") != (FP8_BLOCK, FP8_BLOCK):
-        raise table.refuse("weight_block_size", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=_CURE)
-    if weights is Granularity.BLOCK and static:
-        raise table.refuse("activation_scheme", "dynamic", cure="weights in blocks have no scales of inputs")
-    return Fp8Config(weights, static, power_of_two, _names(table, *lists))
+class _QuantizationFields(Fields):
+    """Unknown fields may change what the numbers mean, so they are refused unless they are empty.
+
+    Attributes:
+        silent: fields that say how a file was made, and nothing about what it holds.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    cure: ClassVar[str] = _CURE
+    silent: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def read(cls, file: ConfigFile) -> Self:
+        known = {
+            name: value
+            for name, value in file.values.items()
+            if name in cls.model_fields or (value and name not in cls.silent)
+        }
+        return super().read(ConfigFile(file.where, known))
+
+    def names(self, field: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Names of modules, sorted, so that two spellings of one list are one model."""
+        for name in names:
+            if name.startswith(_REGEX):
+                try:
+                    re.compile(name.removeprefix(_REGEX))
+                except re.error:
+                    raise self.refuse(field, "names of modules", "re: and a regular expression") from None
+        return tuple(sorted(set(names)))
 
 
-def _read_compressed_tensors(table: ConfigFile) -> Fp8Config:
-    known = {"config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status", "sparsity_config"}
-    _refuse_others(table, known | _SILENT)
-    _only(table.table("sparsity_config"), "format", "dense")
-    _only(table, "format", "float-quantized")
-    _only(table, "quantization_status", "compressed", "frozen")
-    if "kv_cache_scheme" in table and _numbers(table.table("kv_cache_scheme")) != ("tensor", False):
-        raise table.refuse("kv_cache_scheme", "null", "static 8-bit floats with one scale per tensor", cure=_CURE)
-    groups = table.table("config_groups")
-    if len(groups.names()) != 1:
-        raise table.refuse("config_groups", "one group", cure=_CURE)
-    (name,) = groups.names()
-    group = groups.table(name)
-    _refuse_others(group, {"weights", "input_activations", "output_activations", "targets", "format"})
-    _only(group, "format", "float-quantized")
-    if group.texts("targets") != ("Linear",):
-        raise group.refuse("targets", "['Linear']", cure=_CURE)
-    understood = {
+_SILENT = frozenset({"quant_method", "global_compression_ratio", "version", "dequantize", "run_compressed"})
+
+
+class _Fp8Fields(_QuantizationFields):
+    silent: ClassVar[frozenset[str]] = _SILENT
+
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    expert_dtype: Literal["fp8"] = "fp8"
+    fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
+    ignored_layers: Texts = ()
+    kv_cache_scheme: Literal["static"] | None = None
+    modules_to_not_convert: Texts = ()
+    scale_fmt: Literal["float", "ue8m0"] = "float"
+    weight_block_size: list[int] | None = None
+
+    def config(self) -> Fp8Config:
+        static = self.activation_scheme == "static"
+        weights = Granularity.TENSOR if self.weight_block_size is None else Granularity.BLOCK
+        if weights is Granularity.BLOCK and self.weight_block_size != [FP8_BLOCK, FP8_BLOCK]:
+            raise self.refuse("weight_block_size", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=_CURE)
+        if weights is Granularity.BLOCK and static:
+            raise self.refuse("activation_scheme", "dynamic", cure="weights in blocks have no scales of inputs")
+        names = self.names("modules_to_not_convert", self.modules_to_not_convert + self.ignored_layers)
+        return Fp8Config(weights, static, self.scale_fmt == "ue8m0", names)
+
+
+class _NumbersFields(_QuantizationFields):
+    """Symmetric 8-bit floats: weights, or inputs of layers."""
+
+    silent: ClassVar[frozenset[str]] = _SILENT | {"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"}
+
+    num_bits: Literal[8]
+    type: Literal["float"]
+    symmetric: Literal[True] = True
+    strategy: Literal["tensor", "channel", "token", "block", "group"]
+    dynamic: bool = False
+    group_size: object = None
+    block_structure: object = None
+
+    def sharing(self) -> tuple[str, bool]:
+        """(what shares a scale, whether scales are computed while serving)."""
+        if self.strategy == "block" and self.block_structure != [FP8_BLOCK, FP8_BLOCK]:
+            raise self.refuse("block_structure", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=_CURE)
+        if self.strategy == "group" and self.group_size != FP8_BLOCK:
+            raise self.refuse("group_size", str(FP8_BLOCK), cure=_CURE)
+        return self.strategy, self.dynamic
+
+
+class _GroupFields(_QuantizationFields):
+    weights: Table | None = None
+    input_activations: Table | None = None
+    output_activations: object = None
+    targets: Texts = ()
+    format: Literal["float-quantized"] = "float-quantized"
+
+
+class _SparsityFields(Fields):
+    format: Literal["dense"] = "dense"
+
+
+# By what shares a scale and whether it is dynamic, of weights and of inputs: the weights' granularity, and whether
+# inputs have static scales.
+_UNDERSTOOD: Mapping[tuple[tuple[str, bool], tuple[str, bool]], tuple[Granularity, bool]] = MappingProxyType(
+    {
         (("tensor", False), ("tensor", False)): (Granularity.TENSOR, True),
         (("tensor", False), ("token", True)): (Granularity.TENSOR, False),
         (("channel", False), ("tensor", False)): (Granularity.CHANNEL, True),
         (("channel", False), ("token", True)): (Granularity.CHANNEL, False),
         (("block", False), ("group", True)): (Granularity.BLOCK, False),
     }
-    kinds = _numbers(group.table("weights")), _numbers(group.table("input_activations"))
-    if kinds not in understood:
-        said = [f"weights per {weights} with inputs per {inputs}" for (weights, _), (inputs, _) in understood]
-        raise group.refuse("weights", *dict.fromkeys(said), cure=_CURE)
-    weights, static = understood[kinds]
-    return Fp8Config(weights, static, unquantized=_names(table, "ignore"))
+)
 
 
-def _numbers(table: ConfigFile) -> tuple[str, bool]:
-    """(what shares a scale, whether scales are computed while serving) of symmetric 8-bit floats; others are refused.
+class _CompressedTensorsFields(_QuantizationFields):
+    silent: ClassVar[frozenset[str]] = _SILENT
 
-    An absent table is refused too, by its `num_bits`.
-    """
-    known = {"num_bits", "type", "symmetric", "strategy", "dynamic", "group_size", "block_structure"}
-    _refuse_others(table, known | _SILENT_OF_NUMBERS)
-    if table.raw("num_bits") != 8:
-        raise table.refuse("num_bits", "8", cure=_CURE)
-    if table.raw("type") != "float":
-        raise table.refuse("type", "float", cure=_CURE)
-    if not table.flag("symmetric", default=True):
-        raise table.refuse("symmetric", "true", cure=_CURE)
-    strategies = {name: name for name in ("tensor", "channel", "token", "block", "group")}
-    strategy = table.choice("strategy", strategies, "missing")
-    if strategy == "block" and table.integers("block_structure") != (FP8_BLOCK, FP8_BLOCK):
-        raise table.refuse("block_structure", f"[{FP8_BLOCK}, {FP8_BLOCK}]", cure=_CURE)
-    if strategy == "group" and table.integer("group_size") != FP8_BLOCK:
-        raise table.refuse("group_size", str(FP8_BLOCK), cure=_CURE)
-    return strategy, table.flag("dynamic")
+    config_groups: Table | None = None
+    format: Literal["float-quantized"] = "float-quantized"
+    ignore: Texts = ()
+    kv_cache_scheme: Table | None = None
+    quantization_status: Literal["compressed", "frozen"] = "frozen"
+    sparsity_config: Table | None = None
 
+    def config(self) -> Fp8Config:
+        _SparsityFields.read(self.table("sparsity_config"))
+        if self.kv_cache_scheme is not None and self._sharing(self.table("kv_cache_scheme")) != ("tensor", False):
+            raise self.refuse("kv_cache_scheme", "null", "static 8-bit floats with one scale per tensor", cure=_CURE)
+        groups = self.table("config_groups")
+        if len(groups.values) != 1:
+            raise self.refuse("config_groups", "one group", cure=_CURE)
+        (name,) = groups.values
+        group = _GroupFields.read(groups.table(name))
+        if group.targets != ("Linear",):
+            raise group.refuse("targets", "['Linear']", cure=_CURE)
+        kinds = self._sharing(group.table("weights")), self._sharing(group.table("input_activations"))
+        if kinds not in _UNDERSTOOD:
+            pairs = [f"weights per {weights} with inputs per {inputs}" for (weights, _), (inputs, _) in _UNDERSTOOD]
+            raise group.refuse("weights", *dict.fromkeys(pairs), cure=_CURE)
+        weights, static = _UNDERSTOOD[kinds]
+        return Fp8Config(weights, static, unquantized=self.names("ignore", self.ignore))
 
-def _names(table: ConfigFile, *fields: str) -> tuple[str, ...]:
-    """Sorted, so that two spellings of one list are one model."""
-    names = {name for field in fields for name in table.texts(field)}
-    for name in names:
-        if name.startswith(_REGEX):
-            try:
-                re.compile(name.removeprefix(_REGEX))
-            except re.error:
-                raise table.refuse(fields[0], "names of modules", "re: and a regular expression") from None
-    return tuple(sorted(names))
-
-
-def _only(table: ConfigFile, name: str, *allowed: str) -> None:
-    """Refuses a field that is there and is none of `allowed`."""
-    if name in table and table.raw(name) not in allowed:
-        raise table.refuse(name, *allowed, cure=_CURE)
-
-
-def _refuse_others(table: ConfigFile, known: frozenset[str] | set[str]) -> None:
-    """Refuses fields that may change what the numbers mean; empty ones do not."""
-    for name in sorted(table.names() - known):
-        if table.raw(name):
-            raise table.refuse(name, "null", cure=_CURE)
+    @staticmethod
+    def _sharing(table: ConfigFile) -> tuple[str, bool]:
+        return _NumbersFields.read(table).sharing()

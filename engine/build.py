@@ -20,8 +20,8 @@ from kvcache.layout import LayoutChoice
 from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from models.config.model_config import ModelConfig
 from models.config.reader import read_config
-from models.families.table import attention_needs, kv_cache_spec, resolve_dtype
 from models.identity import ModelIdentity, model_identity
+from models.needs import attention_needs, kv_cache_spec, resolve_dtype
 from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
 from models.weights.loader import load_model
 

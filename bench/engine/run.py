@@ -15,7 +15,7 @@ from bench.engine.roofline import Weights, count_weights, decode_work, prefill_f
 from bench.engine.steps import HOST_STEPS, decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
 from engine.build import Built, build_runner
-from models.decode_products import use_library_products
+from models.products import use_library_products
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 BATCHES = (1, 8, 32, 128, 256)

@@ -18,8 +18,8 @@ from models.config.model_config import ModelConfig
 from models.linear import FusedLinear, Linear
 from models.moe import Experts
 from models.quantization import fp8
+from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from models.quantization.fp8_linear import Fp8Linear
-from models.quantization.scheme import FP8_BLOCK, Fp8Config, Granularity
 from models.weights.checkpoint import StoredTensor
 
 # As DeepSeek and transformers, and as AutoFP8 and compressed-tensors.

@@ -27,7 +27,7 @@ def status(role: common_pb2.Role.ValueType, incarnation: int, *peers: common_pb2
 
 
 class SmallFleet(Fleet):
-    """Prefill nodes p1, p2, ... with incarnations 11, 12, ..., decode nodes d1, d2, ... with 21, 22, ...; all paired."""
+    """Prefill nodes p1, p2, ... of incarnations 11, 12, ..., decode nodes d1, d2, ... of 21, 22, ...; all paired."""
 
     def __init__(self, prefills: int, decodes: int, policy: LocalPolicy = LocalPolicy.PREFER) -> None:
         super().__init__(MODEL, 1000, policy)

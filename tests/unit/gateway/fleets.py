@@ -1,6 +1,5 @@
 """A fleet of nodes that exist only as statuses, and requests to it."""
 
-from baton.config import GatewaySettings
 from baton.types import LocalPolicy, SamplingParams
 from gateway.fleet import Fleet, FleetCommand
 from gateway.request_machine import Request, Rules
@@ -52,8 +51,7 @@ class SmallFleet(Fleet):
 
 
 def rules(policy: LocalPolicy = LocalPolicy.PREFER) -> Rules:
-    settings = GatewaySettings(decode="d:1")
-    return Rules(policy, settings.max_attempts, settings.queue_s, settings.prefill_stall_s, settings.decode_stall_s)
+    return Rules(policy, max_attempts=3, queue_s=10.0, prefill_stall_s=10.0, decode_stall_s=30.0)
 
 
 def request(*, timeout_s: float = 100.0, max_tokens: int = 4) -> Request:

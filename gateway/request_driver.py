@@ -34,7 +34,8 @@ from gateway.events import (
     TimePassed,
 )
 from gateway.node_clients import PrefillStream
-from gateway.request_machine import Request, RequestMachine, deadline_exceeded
+from gateway.request import Request, deadline_exceeded
+from gateway.request_machine import RequestMachine
 from protos.baton.v1 import generation_pb2, prefill_pb2
 
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]

@@ -15,8 +15,9 @@ from baton.errors import BatonError, Draining, Overloaded
 from baton.types import Path
 from gateway.connections import Connections
 from gateway.model import ServedModel
+from gateway.request import Request, Rules, deadline_exceeded
 from gateway.request_driver import RequestDriver, Write
-from gateway.request_machine import Request, RequestMachine, Rules, deadline_exceeded
+from gateway.request_machine import RequestMachine
 from gateway.validate import check_prompt, check_prompt_given, check_sampling
 from protos.baton.v1 import generation_pb2 as pb
 

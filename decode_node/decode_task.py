@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.convert import token_from_proto
+from baton.error_detail import to_detail
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.rpc.status import to_detail
 from baton.types import FinishReason, TokenOutput
 from decode_node.admission import no_room
 from decode_node.commands import (

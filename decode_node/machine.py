@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import assert_never
 
 from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.error_detail import from_detail, to_detail
 from baton.errors import BatonError, InvalidRequest
 from baton.errors import Draining as DrainingError
-from baton.rpc.status import from_detail, to_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Command, EndSession, OpenLease, Send
 from decode_node.deadlines import Deadlines

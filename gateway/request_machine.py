@@ -10,6 +10,7 @@ Prefill and decode node answer on different connections, so nothing is assumed a
 
 from collections.abc import Sequence
 
+from baton.error_detail import from_detail
 from baton.errors import (
     BatonError,
     DataLoss,
@@ -22,7 +23,6 @@ from baton.errors import (
     PeerRefused,
     UnknownLease,
 )
-from baton.rpc.status import from_detail
 from baton.types import LocalPolicy, Path, Usage
 from gateway.attempt import Attempt, PrefillCall
 from gateway.commands import (

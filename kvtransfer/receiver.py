@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DataLoss, UnknownLease
 from kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.ledger import Ledger
 from kvtransfer.movers.mover import Blocks, Mover, Pending, Reading
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.rate_limit import RateLimit
-from kvtransfer.records import Ledger, SegmentRefused
+from kvtransfer.records import SegmentRefused
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
 from kvtransfer.settings import TransferSettings

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 from baton.errors import BatonError, Cancelled, ConfigError, DataLoss
 from kvcache.cache import PagedKVCache
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Mover, Pending
-from kvtransfer.records import Ledger, Peer, SendJob, WarmUp
+from kvtransfer.records import SendJob, WarmUp
 from kvtransfer.segments import SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool

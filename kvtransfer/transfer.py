@@ -16,11 +16,12 @@ from kvcache.cache import PagedKVCache
 from kvcache.wire.conversion import Converter, open_converter
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.ledger import Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.rank_transfer import OnFilled, OnRefused, RankTransfer
-from kvtransfer.records import LinkMeasure, Peer, SendJob, TransferCounters, WarmUp
+from kvtransfer.records import LinkMeasure, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.settings import TransferSettings
 from kvtransfer.worker import TransferThread

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 from baton.errors import BatonError, DataLoss, InternalError
 from kvcache.cache import PagedKVCache
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import Ledger, LinkMeasure, Peer, PeerTraffic
+from kvtransfer.records import LinkMeasure, PeerTraffic
 from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, StagingPool

@@ -15,8 +15,9 @@ from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape
 from kvtransfer.coverage import Coverage, _Claim
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, _Lease
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.receiver import Receiver, _Reception
-from kvtransfer.records import Ledger, Peer, SegmentRefused
+from kvtransfer.records import SegmentRefused
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool

@@ -2,8 +2,8 @@
 
 import pytest
 
+from baton.error_detail import from_detail
 from baton.errors import InvalidRequest, Overloaded
-from baton.rpc.status import from_detail
 from decode_node.admission import BlockQueue
 from decode_node.commands import Abort, Command, Reserve
 from decode_node.events import EngineRefused, SessionClosed, SessionOpened

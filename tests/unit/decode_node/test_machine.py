@@ -2,8 +2,8 @@
 
 import pytest
 
+from baton.error_detail import from_detail, to_detail
 from baton.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
-from baton.rpc.status import from_detail, to_detail
 from baton.types import FinishReason, TokenOutput
 from decode_node.commands import (
     Abort,

@@ -2,8 +2,8 @@
 
 from typing import TypeVar
 
+from baton.error_detail import to_detail
 from baton.errors import BatonError
-from baton.rpc.status import to_detail
 from baton.types import LocalPolicy
 from gateway.commands import Command, Finish, LoseNode, Respond
 from gateway.events import DecodeReplied, DecodeReply, Event, PrefillEnded, PrefillReplied, SessionLost, Started

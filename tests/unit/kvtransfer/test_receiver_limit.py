@@ -10,9 +10,10 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import Ledger, Peer, PeerTraffic, SegmentRefused, SendJob
+from kvtransfer.records import PeerTraffic, SegmentRefused, SendJob
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings

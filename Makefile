@@ -14,7 +14,7 @@ COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $
 UNHURRIED := tests/deploy $(addprefix tests/integration/test_, \
 	cli.py kv_convert.py layer_groups.py out_of_memory.py settings.py tokens.py transfer_benchmarks.py)
 # Tests of kernels. On a GPU they run compiled.
-KERNELS := tests/unit/attention tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
+KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
 	$(addprefix tests/unit/models/test_, \
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 

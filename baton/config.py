@@ -153,6 +153,10 @@ class NodeSettings(CommonSettings):
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)
         return int(mib * MIB)
 
+    def staging_bytes(self, *, on_gpu: bool) -> int:
+        """Of both directions together."""
+        return 2 * self.staging_slots * self.segment_bytes(on_gpu=on_gpu)
+
     @property
     def receive_bytes_per_s(self) -> float | None:
         """Limit of received KV; None: no limit."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE_LINES_MAX = 600
+FILE_LINES_MAX = 700
 
 # What each package may import besides itself.
 MODEL_SIDE = {"models", "attention", "kvcache", "tritonlib", "baton", "protos"}
@@ -67,9 +67,9 @@ IMPURE = {
 }  # fmt: skip
 
 # What breaks a rule today. Each entry goes with the code that it is for.
-CIRCLES_TODAY = {"decode_node.handover", "decode_node.node", "decode_node.pairs", "decode_node.session"}
-IMPURE_TODAY = {"prefill_node.commands", "prefill_node.machine"}  # kvcache.wire.conversion imports torch
-RE_EXPORTS_TODAY = {"attention.kernels.mla.decode", "kvtransfer.transfer"}
+CIRCLES_TODAY: set[str] = set()
+IMPURE_TODAY: set[str] = set()
+RE_EXPORTS_TODAY: set[str] = set()
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 READS_ENVIRONMENT = "baton.config"

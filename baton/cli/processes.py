@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from baton.config import child_environment
 from baton.errors import ConfigError
@@ -20,12 +20,39 @@ _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 40.0
 
 
+class Running(Protocol):
+    """The part of `subprocess.Popen` that is used here."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def launch(program: str, arguments: Sequence[str]) -> Running:
+    """Starts `python -m program` in a session of its own: Ctrl-C reaches this process alone, which drains the others in
+    order."""
+    return subprocess.Popen(
+        [sys.executable, "-m", program, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        env=child_environment(OMP_NUM_THREADS="1"),  # several processes share few cores
+        start_new_session=True,
+    )
+
+
 @dataclass(eq=False)
 class Process:
     """A child process and the address at which it serves."""
 
     program: str
-    popen: subprocess.Popen[bytes]
+    popen: Running
     ready_file: Path
     address: str = ""
 
@@ -36,9 +63,14 @@ class Process:
 
 @dataclass
 class Processes:
-    """Child processes that end together, in reverse order of their start."""
+    """Child processes that end together, in reverse order of their start.
+
+    Attributes:
+        launch: starts one program; tests give one that forks a warm process.
+    """
 
     report: Callable[[str], None]
+    launch: Callable[[str, Sequence[str]], Running] = launch
     running: list[Process] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="baton-")
@@ -53,15 +85,9 @@ class Processes:
         self.stop()
 
     def start(self, program: str, arguments: Sequence[str]) -> Process:
-        """Starts `python -m program` in its own process group."""
+        """Starts a program. `wait_ready` knows when it serves."""
         ready_file = Path(self._folder.name) / f"{program}-{len(self.running)}.json"
-        popen = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments, "--ready-file", str(ready_file)],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            env=child_environment(OMP_NUM_THREADS="1"),  # several processes share few cores
-            start_new_session=True,  # Ctrl-C reaches only this process, which drains the others in order
-        )
+        popen = self.launch(program, [*arguments, "--ready-file", str(ready_file)])
         process = Process(program, popen, ready_file)
         self.running.append(process)
         return process

@@ -248,7 +248,7 @@ def _wait_until_the_gateway_ends(processes: Processes) -> None:
         if ended is None:
             time.sleep(0.2)
             continue
-        line = f"{ended.program} at {ended.address} (pid {ended.pid}) ended with exit code {ended.popen.returncode}"
+        line = f"{ended.program} at {ended.address} (pid {ended.pid}) ended with exit code {ended.popen.poll()}"
         if ended.program == "gateway":
             raise ConfigError(line)
         _report(line)

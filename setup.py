@@ -1,5 +1,9 @@
-"""Builds the protobuf code before packaging; everything else is in pyproject.toml."""
+"""What packaging needs besides pyproject.toml: the generated protobuf code, and the project's address.
 
+`BATON_REPOSITORY_URL` is where the repository is published. A wheel built without it names no repository.
+"""
+
+import os
 import runpy
 
 from setuptools import setup
@@ -12,4 +16,12 @@ class BuildWithProtos(build_py):
         super().run()
 
 
-setup(cmdclass={"build_py": BuildWithProtos})
+def project_urls(repository: str) -> dict[str, str]:
+    urls = {"License": "https://www.apache.org/licenses/LICENSE-2.0"}
+    return {"Repository": repository, **urls} if repository else urls
+
+
+setup(
+    cmdclass={"build_py": BuildWithProtos},
+    project_urls=project_urls(os.environ.get("BATON_REPOSITORY_URL", "")),
+)

@@ -14,7 +14,7 @@ from attention.backend import AttentionNeeds
 from attention.kernels.decode.attend import MAX_ROWS, decode_attention
 from attention.kernels.decode.plan import DecodePlan, decode_tiling, new_decode_plan, new_partials
 from attention.kernels.merge import merge_attn_states
-from attention.kernels.paged.unified import unified_attention
+from attention.kernels.paged.attend import unified_attention
 from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from kvcache.cache import TORCH_DTYPES

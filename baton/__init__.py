@@ -1,3 +1,3 @@
-"""Errors, configuration, plain types, the client and the command line: what every other package may use. No torch."""
+"""What every other package may use: errors, configuration, plain types, the client and the command line."""
 
 __version__ = "0.1.0"

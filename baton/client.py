@@ -1,4 +1,4 @@
-"""The client: one gateway's requests as typed events, its errors as `baton.errors`. Knows no node.
+"""The client of a gateway: outputs as typed events, errors as `baton.errors`.
 
 async with Client("127.0.0.1:7000") as client:
     async for event in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
@@ -29,12 +29,13 @@ from protos.baton.v1 import generation_pb2_grpc
 
 Answer = TypeVar("Answer")
 
-_TIMEOUT_S_MAX = 1e9  # what gRPC cannot count to is over at once
+DEFAULT_TARGET = "127.0.0.1:7000"  # for the command line; 7000 is also the gateway's port in the images
+_TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that have come, and what they add to the text; `text` may be empty while a character is unfinished."""
+    """New tokens and the text that they add. `text` may be empty while a character is incomplete."""
 
     text: str
     tokens: tuple[TokenOutput, ...]
@@ -42,11 +43,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event: the rest of the text, how it ended, what it took."""
+    """The last event: the rest of the text, why the output ended, usage and receipt."""
 
     text: str
     finish_reason: FinishReason
-    stop_reason: str  # the stop string or stop token id, if one ended it
+    stop_reason: str  # the stop string or stop token id that ended the output, if any
     usage: Usage
     receipt: Receipt
     tokens: tuple[TokenOutput, ...] = ()
@@ -65,7 +66,7 @@ class Completion:
 
 
 class Client:
-    """A connection to one gateway; any number of requests may run on it at once."""
+    """A connection to one gateway. It carries any number of requests at once."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -90,10 +91,10 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Piece | Finished, None]:
-        """The output as it comes; the last event is `Finished`. Close the generator, or cancel, to end the request.
+        """The output as it arrives; the last event is `Finished`. Closing the generator or cancelling ends the request.
 
         Raises:
-            BatonError: the request failed, or `timeout_s` is over.
+            BatonError: the request failed, or took longer than `timeout_s`.
         """
         request = pb.GenerateRequest(sampling=sampling_to_proto(sampling or SamplingParams()))
         _set_text(request, model=model, request_id=request_id, cache_salt=cache_salt)
@@ -122,7 +123,7 @@ class Client:
         """The whole output at once.
 
         Raises:
-            BatonError: as `generate`.
+            BatonError: as in `generate`.
         """
         events = self.generate(
             prompt, sampling, model=model, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s
@@ -153,7 +154,7 @@ class Client:
 
 
 async def collect(events: AsyncGenerator[Piece | Finished, None]) -> Completion:
-    """All events of one `generate` in one value."""
+    """Joins all events of one `generate`."""
     texts: list[str] = []
     tokens: list[TokenOutput] = []
     finished: Finished | None = None
@@ -178,7 +179,7 @@ def _set_text(message: pb.GenerateRequest | pb.TokenizeRequest, **texts: str) ->
     """Fills fields of the message.
 
     Raises:
-        InvalidRequest: one of them is no Unicode text, as a wrongly decoded argument or file.
+        InvalidRequest: a text is not valid Unicode, such as a wrongly decoded argument or file.
     """
     for name, text in texts.items():
         try:
@@ -214,21 +215,21 @@ def _event(response: pb.GenerateResponse) -> Piece | Finished:
 @contextmanager
 def _typed_errors(target: str) -> Iterator[None]:
     """Raises:
-    BatonError: in place of a status.
+    BatonError: instead of a gRPC status.
     """
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        said = from_rpc_error(error)
+        typed = from_rpc_error(error)
         from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
         if error.code() is grpc.StatusCode.UNAVAILABLE and not from_gateway:
-            cure = "see that a gateway serves there"
+            cure = "start a gateway there, or give the address of one that runs"
             raise NoNode(
                 f"cannot reach {target}: {last_cause(error)}", field="target", value=target, cure=cure
             ) from None
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             cure = "give the address of a gateway, not of a node"
-            raise NoNode(f"{target} serves, but is no gateway", field="target", value=target, cure=cure) from None
+            raise NoNode(f"{target} is not a gateway", field="target", value=target, cure=cure) from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not from_gateway:
-            raise DeadlineExceeded("the request was not finished in time", cure="allow it more time") from None
-        raise said from None
+            raise DeadlineExceeded("the request did not finish in time", cure="allow more time") from None
+        raise typed from None

@@ -1,6 +1,6 @@
-"""Plain types to protobuf messages and back, for everything that travels in both worlds. Pure; no grpc.
+"""Converts between plain types and protobuf messages.
 
-A message that breaks a rule of `baton.types` raises that rule's error: what comes in is checked by being converted.
+Converting a message also checks it: a value that breaks a rule of `baton.types` raises that rule's error.
 """
 
 from baton.errors import InvalidRequest
@@ -41,12 +41,12 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """What the message asks for; absent fields take the defaults.
+    """Absent fields take the defaults.
 
     Raises:
-        InvalidRequest: a value is not a number or outside of its range; names it.
+        InvalidRequest: a value is not a number or is out of range; names it.
     """
-    # NOTE: the fields of SamplingParams have the same names in both worlds; ListFields yields those that are set.
+    # NOTE: message and dataclass use the same field names; ListFields yields the fields that are set.
     given = {field.name: value for field, value in message.ListFields()}
     given["logit_bias"] = dict(message.logit_bias)
     given["stop_token_ids"] = tuple(message.stop_token_ids)
@@ -73,7 +73,7 @@ def token_from_proto(message: pb.Token) -> TokenOutput:
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
-    """None, not finished yet, is FINISH_REASON_UNSPECIFIED."""
+    """None means not finished yet: FINISH_REASON_UNSPECIFIED."""
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
 
 

@@ -1,32 +1,32 @@
-"""Every error that Baton raises on purpose. Knows nothing of grpc, torch or the environment.
+"""Every error that Baton raises on purpose.
 
 BatonError
-├── ConfigError          an operator's value is wrong; the process ends with exit code 2
-├── InvalidRequest       a client's value is wrong
-├── UnknownModel         nobody serves that model
-├── Overloaded           no room now; says when to try again
+├── ConfigError          a setting is wrong; the process ends with exit code 2
+├── InvalidRequest       a value of a request is wrong
+├── UnknownModel         no gateway or node serves the model
+├── Overloaded           there is no room now; has the time after which to try again
 ├── NoNode               no node can take the request
 ├── Draining             the node takes no new work
-├── DeadlineExceeded     the request's time is up
-├── Cancelled            whoever asked for it no longer wants it
+├── DeadlineExceeded     the request's deadline has passed
+├── Cancelled            the caller cancelled the request
 ├── PeerRefused          two nodes cannot work together; lists every reason
-├── UnknownLease         a reference to KV that this node did not give, or took back
-├── DataLoss             KV arrived damaged, or is gone
-└── InternalError        our mistake
+├── UnknownLease         a lease that this node did not give, or has ended
+├── DataLoss             KV arrived damaged or was lost
+└── InternalError        a bug in Baton
 """
 
 from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Names the offending value, what is allowed, and the cure.
+    """Base of all errors. Names the wrong value, the allowed ones and the cure.
 
     Args:
-        message: one sentence, without a full stop at its end.
-        field, value: what was wrong, by the name that the user knows.
-        allowed: the values that would have been right.
+        message: one sentence without a full stop.
+        field, value: name of the wrong setting or request field, as the user knows it, and its value.
+        allowed: the allowed values.
         cure: what to do next.
-        retry_after_s: for errors that time heals.
+        retry_after_s: when to try again, if waiting helps.
     """
 
     reason: ClassVar[str] = "INTERNAL"

@@ -1,4 +1,4 @@
-"""The nouns that client, gateway, engine and command line share. Plain values; knows neither torch nor grpc."""
+"""Plain values that client, gateway, engine and command line share."""
 
 import math
 from collections.abc import Mapping
@@ -35,10 +35,10 @@ def _empty_bias() -> Mapping[int, float]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. `seed` None means that the gateway draws one, so that a request can be continued anywhere.
+    """How to choose tokens. With `seed` None the gateway draws one, so that any node can continue the request.
 
     Raises:
-        InvalidRequest: a value is not a number or outside of its range; names it.
+        InvalidRequest: a value is not a number or is out of range; names it.
     """
 
     max_tokens: int = 16
@@ -85,12 +85,12 @@ class SamplingParams:
 
 
 def _require(name: str, value: object, ok: bool, allowed: str) -> None:
-    # NOTE: every comparison with NaN is false, so NaN fails here whatever the range.
+    # NOTE: every comparison with NaN is false, so NaN fails for every range.
     if not ok:
         raise InvalidRequest(f"{name} is {value}", field=name, value=value, allowed=(allowed,))
 
 
-# Not frozen, which takes three times as long to make, and a decode step makes hundreds; nobody changes one.
+# Not frozen: a frozen one takes three times as long to make, and a decode step makes hundreds. Nothing changes one.
 @dataclass(slots=True)
 class TokenOutput:
     """One sampled token of a request; `index` is its position in the output, from 0."""
@@ -110,7 +110,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a finished request reports: who did what, over which path, how much, how long."""
+    """Report of a finished request. The fields are those of `Receipt` on the wire."""
 
     path: Path
     why: str

@@ -22,13 +22,14 @@ BENCHMARKS = (
     ("exposed", "Exposed transfer time of a prompt", "bench.exposed"),
     ("receiving", "Decoding beside receiving", "bench.receiving"),
     ("hand_over", "Handed over against one process", "bench.hand_over"),
+    ("latency", "Latency at the client with default settings", "bench.latency"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
 )
 # A machine with a GPU measures them there, and has pages of its own for them.
-EITHER = frozenset({"exposed", "receiving", "loading"})
+EITHER = frozenset({"exposed", "receiving", "loading", "latency"})
 PLOTS = (
     ("transport", "bench.transfer_plot"),
     ("cache_to_cache", "bench.transfer_plot"),

@@ -20,9 +20,13 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, RankPair, flows, heads_of
-from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer, RankTransfer
+from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.ranked import RankedTransfer
+from kvtransfer.records import LinkMeasure, SendJob
 from kvtransfer.segments import TRAILER_BYTES
-from kvtransfer.transfer import KVTransfer, LeaseFilled, LeaseGrant, LinkMeasure, SendJob
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
 
 _SENDER = _PEER = _INCARNATION = 1
 _TIMEOUT_S = 60.0
@@ -153,7 +157,7 @@ class Pair:
     def bytes_received(self) -> int:
         return sum(traffic.bytes_total for traffic in self.transfer.counters().peers.values())
 
-    def _on_filled(self, filled: LeaseFilled) -> None:
+    def _on_filled(self, filled: LeaseTotals) -> None:
         # Both processes read the same clock.
         self._filled.pop(filled.number).set_result(time.monotonic())
 
@@ -227,22 +231,23 @@ def _new_place(case: Case, end: End, *, seed: int) -> Place:
 
 
 def _transfer(case: Case, end: End, caches: Sequence[PagedKVCache], on_filled: OnFilled) -> RankedTransfer:
-    def made(rank: int, on_filled: OnFilled, on_refused: OnRefused) -> RankTransfer:
-        return KVTransfer(
-            caches[rank],
-            heads=heads_of(rank, ranks=end.ranks, num_kv_heads=case.spec.num_kv_heads),
+    def made(rank: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
+        settings = TransferSettings(
             incarnation=_INCARNATION,
+            transport="ucx",
             segment_bytes=case.segment_bytes,
             staging_slots=case.staging_slots,
             digests=case.digests,
             receive_bytes_per_s=case.receive_bytes_per_s,
-            on_filled=on_filled,
-            on_refused=on_refused,
+            heads=heads_of(rank, ranks=end.ranks, num_kv_heads=case.spec.num_kv_heads),
         )
+        return KVTransfer(caches[rank], settings, on_filled=on_filled, on_refused=on_refused)
 
     makers = [partial(made, rank) for rank in range(end.ranks)]
     message_bytes = case.segment_bytes + TRAILER_BYTES
-    return RankedTransfer(makers, message_bytes=message_bytes, on_filled=on_filled, on_refused=_fail)
+    transfer = RankedTransfer(makers, message_bytes=message_bytes)
+    transfer.deliver_to(on_filled, _fail)
+    return transfer
 
 
 def _fail(refused: object) -> None:

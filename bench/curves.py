@@ -1,4 +1,4 @@
-"""Panels of curves over a size, as SVG: both axes logarithmic. Knows nothing of what the curves are."""
+"""Panels of curves over a size, as SVG: both axes logarithmic, the legend below each panel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter
 
 _INCHES = 4.2
 _MOST_ABREAST = 3
@@ -20,8 +20,8 @@ class Panel:
     """Curves by their names, each a figure by size.
 
     Attributes:
-        ours: the name of the one in our color.
-        limits: what bounds them, drawn dashed.
+        ours: name of the curve in our color.
+        limits: bounds of the curves, drawn dashed.
     """
 
     title: str
@@ -36,7 +36,7 @@ def draw_panels(panels: Sequence[Panel], path: Path, *, x_label: str, y_label: s
         return
     width = min(_MOST_ABREAST, len(panels))
     height = -(-len(panels) // width)
-    figure = Figure(figsize=(_INCHES * width, 0.8 * _INCHES * height), layout="constrained")
+    figure = Figure(figsize=(_INCHES * width, 0.95 * _INCHES * height), layout="constrained")
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(height, width, index + 1)
         colors, dashes = cycle(_OTHERS), cycle(("--", ":", "-."))
@@ -47,15 +47,27 @@ def draw_panels(panels: Sequence[Panel], path: Path, *, x_label: str, y_label: s
             axes.plot(*_sorted(points), linestyle=next(dashes), color="black", label=name, lw=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")  # numbers as people write them, not powers
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _short(size)))
+        axes.yaxis.set_major_formatter("{x:g}")  # numbers as people write them, not powers
+        axes.yaxis.set_minor_formatter(_PlainLogFormatter(minor_thresholds=(1, 0.4)))
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, frameon=False)
     with rc_context({"svg.fonttype": "none"}):  # text as text: a tenth of the size
         figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+class _PlainLogFormatter(LogFormatter):
+    """Labels minor ticks where the axis is short, as 0.6 and not as 6e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def _short(size: float) -> str:
+    """Multiples of 1024 from 4096 on as 8k: longer labels would touch."""
+    return f"{size / 1024:g}k" if size >= 4096 and size % 1024 == 0 else f"{size:g}"
 
 
 def _sorted(points: Mapping[float, float]) -> tuple[list[float], list[float]]:

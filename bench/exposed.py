@@ -103,7 +103,7 @@ def run(progress: Callable[[str], None], setup: Setup | None = None) -> list[Row
     """About a minute on a CPU."""
     setup = setup or (on_gpus() if torch.cuda.is_available() else on_cpu())
     with tempfile.TemporaryDirectory(prefix="baton-") as folder, Processes(progress) as processes:
-        model = _write_model(Path(folder), setup)
+        model = write_model(Path(folder), setup)
         common = ["--model", str(model), "--load-format", "dummy", "--prefix-cache", "false", *setup.node_flags]
         prefills = [processes.start("prefill_node", [*common, *setup.prefill_flags, *way.flags]) for way in setup.ways]
         decode = processes.start("decode_node", [*common, *setup.decode_flags])
@@ -172,7 +172,7 @@ def _prompt(seed: int, tokens: int) -> list[int]:
     return [int(token) for token in torch.randint(10, 2000, (tokens,), generator=generator)]
 
 
-def _write_model(folder: Path, setup: Setup) -> Path:
+def write_model(folder: Path, setup: Setup) -> Path:
     """A model's directory without weights, with the demo's tokenizer."""
     config = {**json.loads(setup.config.read_text()), "max_position_embeddings": setup.positions}
     (folder / "config.json").write_text(json.dumps(config))

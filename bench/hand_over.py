@@ -17,7 +17,7 @@ import torch
 
 from baton.cli.processes import Process, Processes
 from baton.client import Client, Finished
-from baton.config import DEMO_MODELS
+from baton.config import DEMO_MODELS, NodeSettings
 from baton.types import SamplingParams
 from bench.table import Row
 from engine.build import build_runner
@@ -159,8 +159,8 @@ class _OwnEngine:
     """An engine in this process."""
 
     def __init__(self) -> None:
-        built = build_runner(directory=MODEL, kv_cache_bytes=128 << 20)
-        limits = EngineLimits(max_batch_tokens=BATCH_TOKENS, prefix_cache=False)
+        built = build_runner(NodeSettings(model=MODEL, kv_cache_mib=128, device="cpu"))
+        limits = EngineLimits(max_batch_tokens=BATCH_TOKENS, max_batch_requests=64, max_waiting=64, prefix_cache=False)
         self.engine = Engine(built.runner, limits, on_step=self._on_step)
         self._stamps: list[float] = []
         self._over = asyncio.Event()

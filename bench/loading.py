@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from baton.config import NodeSettings
 from bench.llama_checkpoint import Written, llama_of, write_llama
 from bench.plain_reads import Plain, drop
 from bench.table import Row, print_rows
@@ -116,13 +117,15 @@ class _Bench:
         gc.collect()
         since = time.perf_counter()
         built = build_runner(
-            directory=self.directory,
-            dtype=dtype,
-            device="auto",
-            num_blocks=64,
-            max_batch_tokens=16,
-            max_batch_requests=1,
-            cuda_graphs=False,
+            NodeSettings(
+                model=self.directory,
+                dtype=dtype,
+                device="auto",
+                num_blocks=64,
+                max_batch_tokens=16,
+                max_batch_requests=1,
+                cuda_graphs=False,
+            )
         )
         if built.cache.view.is_cuda:
             torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from baton.config import DEMO_MODELS
+from baton.config import DEMO_MODELS, NodeSettings
 from baton.types import SamplingParams, TokenOutput
 from bench.attention.measure import ceilings
 from bench.cache_pairs import Case, End, Pair, Place, open_pairs
@@ -211,6 +211,7 @@ class _Decoding:
         limits = EngineLimits(
             max_batch_tokens=built.limits.max_batch_tokens,
             max_batch_requests=built.limits.max_batch_requests,
+            max_waiting=setup.requests,
             prefix_cache=False,
         )
         self._engine = Engine(built.runner, limits, on_step=self._on_step)
@@ -270,11 +271,13 @@ def _build(setup: Setup) -> Built:
     block_size = 16
     tokens = setup.requests * setup.room + PARTS * setup.tokens
     return build_runner(
-        directory=setup.directory,
-        device=setup.device,
-        load_format=setup.load_format,
-        block_size=block_size,
-        num_blocks=2 * (setup.requests + _SEATS_ASIDE) + tokens // block_size,
-        max_batch_tokens=2048 if setup.device != "cpu" else None,
-        max_batch_requests=setup.requests + _SEATS_ASIDE,
+        NodeSettings(
+            model=setup.directory,
+            device=setup.device,
+            load_format=setup.load_format,
+            block_size=block_size,
+            num_blocks=2 * (setup.requests + _SEATS_ASIDE) + tokens // block_size,
+            max_batch_tokens=2048 if setup.device != "cpu" else None,
+            max_batch_requests=setup.requests + _SEATS_ASIDE,
+        )
     )

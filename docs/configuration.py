@@ -1,56 +1,50 @@
-"""Writes docs/configuration.md and the README's tables from the settings classes; `make docs` calls it."""
+"""Writes docs/configuration.md from the settings classes; `make docs` calls it."""
 
 from pathlib import Path
 
 from baton.config import CommonSettings, DecodeSettings, GatewaySettings, NodeSettings, PrefillSettings, settings_table
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
-README = PAGE.parent.parent / "README.md"
-BEGIN, END = "<!-- settings, made by `make docs` -->\n", "<!-- end of settings -->\n"
 
 _INTRODUCTION = """# Configuration
 
-Every setting is a flag and a variable of the same name; the flag wins. `--help` of each process prints its own.
-A wrong value is one line on stderr that names the setting, the value and what is allowed, and exit code 2.
+Each setting is a flag and a variable of the same name; the flag wins. `--help` of each process prints its settings.
+A wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values.
 
-The KV layout is found in this order: `--kv-cache-layout`, then `BATON_KV_CACHE_LAYOUT`, then what the transport or the
-attention backend prefers, then `NHD`. MLA caches have no head axis: for them `NHD` and `HND` mean `LBNC`.
+Each process is a Python module. `-P` keeps Python from importing modules of the working directory, where a `models.py`
+or a folder `gateway` would hide Baton's own. The images set `PYTHONSAFEPATH=1` instead, as do `baton up`, `baton demo`
+and `baton doctor` for the processes that they start.
 
-This page is made from the settings classes by `make docs`.
+The KV layout comes from the first of these that is set: `--kv-cache-layout`, `BATON_KV_CACHE_LAYOUT`, the preference of
+the transport or the attention backend, `NHD`. MLA caches have no head axis: for them `NHD` and `HND` mean `LBNC`.
+
+`make docs` writes this page from the settings classes.
 """
 
 _SECTIONS: tuple[tuple[str, type[CommonSettings], type[CommonSettings] | None], ...] = (
     ("Every process", CommonSettings, None),
-    ("Prefill and decode nodes (`python -m prefill_node`, `python -m decode_node`)", NodeSettings, CommonSettings),
+    (
+        "Prefill and decode nodes (`python -P -m prefill_node`, `python -P -m decode_node`)",
+        NodeSettings,
+        CommonSettings,
+    ),
     ("Prefill nodes only", PrefillSettings, NodeSettings),
     ("Decode nodes only", DecodeSettings, NodeSettings),
-    ("Gateway (`python -m gateway`)", GatewaySettings, CommonSettings),
+    ("Gateway (`python -P -m gateway`)", GatewaySettings, CommonSettings),
 )
 
 
 def page() -> str:
     """The page's text."""
-    return "\n".join([_INTRODUCTION, *_tables("##")])
+    return "\n".join([_INTRODUCTION, *(_section(*section) for section in _SECTIONS)])
 
 
-def readme() -> str:
-    """The README with its tables as they should be."""
-    before, _, rest = README.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + "\n".join(_tables("###")) + "\n" + END + after
-
-
-def _tables(heading: str) -> list[str]:
-    tables = []
-    for title, cls, inherited in _SECTIONS:
-        known = set(inherited.model_fields) if inherited else set()
-        rows = [row for name, row in zip(cls.model_fields, settings_table(cls), strict=True) if name not in known]
-        lines = [f"| `{flag}` | `{variable}` | {default} | {meaning} |" for flag, variable, default, meaning in rows]
-        head = ["| flag | variable | default | meaning |", "|---|---|---|---|"]
-        tables.append("\n".join([f"{heading} {title}", "", *head, *lines, ""]))
-    return tables
+def _section(title: str, cls: type[CommonSettings], inherited: type[CommonSettings] | None) -> str:
+    known = set(inherited.model_fields) if inherited else set()
+    rows = [row for name, row in zip(cls.model_fields, settings_table(cls), strict=True) if name not in known]
+    lines = [f"| `{flag}` | `{variable}` | {default} | {meaning} |" for flag, variable, default, meaning in rows]
+    return "\n".join([f"## {title}", "", "| flag | variable | default | meaning |", "|---|---|---|---|", *lines, ""])
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    README.write_text(readme())

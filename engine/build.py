@@ -1,17 +1,14 @@
-"""From a node's settings to a runner: config, layout, backend, model, cache, in this order.
-
-The one place that knows all of them. Takes plain values: the environment was read before.
-"""
+"""From a node's settings to a runner: config, layout, backend, model, cache, in this order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from attention.selection import select_backend
+from baton.config import NodeSettings
 from baton.errors import ConfigError
 from engine.device.graphs import GraphSettings
 from engine.device.out_of_memory import allocating
@@ -19,12 +16,12 @@ from engine.device.profile import STEP_TOKENS, MemoryPlan, size_on_gpu
 from engine.device.runner import ModelRunner
 from engine.request import ModelFacts
 from kvcache.cache import PagedKVCache
-from kvcache.layout import KVCacheLayout, LayoutChoice
+from kvcache.layout import LayoutChoice
 from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
 from models.config.model_config import ModelConfig
 from models.config.reader import read_config
-from models.families.table import attention_needs, kv_cache_spec, resolve_dtype
 from models.identity import ModelIdentity, model_identity
+from models.needs import attention_needs, kv_cache_spec, resolve_dtype
 from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
 from models.weights.loader import load_model
 
@@ -70,63 +67,39 @@ class Built(NamedTuple):
 
 
 def build_runner(
+    settings: NodeSettings,
     *,
-    directory: Path,
-    dtype: str = "auto",
-    device: str = "cpu",
-    kv_cache_layout: str | None = None,
-    kv_cache_dtype: str = "auto",
-    preferred_layout: KVCacheLayout | None = None,
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    kv_cache_bytes: int | None = None,
-    gpu_memory_fraction: float = 0.9,
-    reserved_bytes: int = 0,
-    attention_backend: str | None = None,
-    max_batch_tokens: int | None = None,
-    max_batch_requests: int | None = None,
-    cuda_graphs: bool = True,
-    batch_invariant: bool = False,
-    load_format: str = "safetensors",
     parallel: TensorParallel = SINGLE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Built:
-    """Loads the model in `directory`, or one rank's part of it, and allocates its cache.
+    """Loads a model, or one rank's part of it, and allocates its cache.
 
     Args:
-        dtype: "auto" means float32 on a CPU, else the checkpoint's.
-        device: "auto" means a GPU where there is one.
-        kv_cache_layout: what the operator asks for; None leaves it to `preferred_layout`, then to the default.
-        kv_cache_dtype: "auto" means as `dtype`; "fp8_e4m3", "fp8_e5m2".
-        num_blocks: size of the cache; None means as many blocks as `kv_cache_bytes` hold, and without that 128 MiB on
-            a CPU, on a GPU what `gpu_memory_fraction` of it leaves.
-        reserved_bytes: of the GPU, for what the process allocates later.
-        max_batch_tokens: of an engine step; None means 256 on a CPU, on a GPU what is fast there.
-        max_batch_requests: likewise; None means 64, and 256 on a GPU. Some backends allocate for as many.
-        cuda_graphs: whether a GPU's decode steps are captured.
-        batch_invariant: whether logits are to be bit-equal whatever else is in the batch.
-        parallel: the rank that this process is. All ranks call this with the same values otherwise, at the same time:
-            their caches get the same number of blocks, which the one with the least memory sets.
-        progress: called while weights are read with the bytes read so far and the bytes in all.
+        settings: what a setting of None means is in its description.
+        parallel: the rank that this process is. All ranks call this at the same time with settings that differ at most
+            in the device; their caches get the same number of blocks, which the rank with the least memory sets.
+        progress: called while weights are read, with the bytes read so far and the bytes in all.
 
     Raises:
         ConfigError: a value is wrong, or model, backend and cache do not go together.
     """
-    place = _resolve_device(device)
+    place = _resolve_device(settings.device)
     on_gpu = place.type == "cuda"
     if on_gpu:
         # NOTE: Triton launches on the thread's current GPU, wherever the tensors are, and loading runs kernels.
         torch.cuda.set_device(place)
-    config = read_config(directory)
-    dtype = resolve_dtype(config, dtype, device_type=place.type)
-    kv_dtype = _resolve_kv_cache_dtype(kv_cache_dtype)
+    config = read_config(settings.model)
+    dtype = resolve_dtype(config, settings.dtype, device_type=place.type)
+    kv_dtype = KV_CACHE_DTYPES[settings.kv_cache_dtype]
     model_spec = kv_cache_spec(config, dtype, kv_dtype)
     rank_config = local_config(config, parallel)
-    if batch_invariant:
+    if settings.batch_invariant:
         refuse_batch_invariance(parallel)
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
-    layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=kv_cache_layout, preferred=preferred_layout)
-    max_batch_requests = max_batch_requests or (_GPU_REQUESTS if on_gpu else _CPU_REQUESTS)
+    layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
+    block_size, num_blocks = settings.block_size, settings.num_blocks
+    max_batch_tokens, kv_cache_bytes = settings.max_batch_tokens, settings.kv_cache_bytes
+    max_batch_requests = settings.max_batch_requests or (_GPU_REQUESTS if on_gpu else _CPU_REQUESTS)
     if not on_gpu:
         max_batch_tokens = max_batch_tokens or _CPU_TOKENS
         kv_cache_bytes = kv_cache_bytes or CPU_CACHE_BYTES
@@ -144,21 +117,21 @@ def build_runner(
             shape=shape,
             kv_dtype=kv_dtype,
             max_num_reqs=max_batch_requests,
-            batch_invariant=batch_invariant,
+            batch_invariant=settings.batch_invariant,
         ),
-        forced=attention_backend,
+        forced=settings.attention_backend,
     )
-    identity = model_identity(directory, config, load_format=load_format)
+    identity = model_identity(settings.model, config, load_format=settings.load_format)
     with allocating("the weights"):
         model = load_model(
-            directory,
+            settings.model,
             config,
             backend=backend,
             dtype=dtype,
             device=place,
             kv_dtype=kv_dtype,
-            load_format=load_format,
-            batch_invariant=batch_invariant,
+            load_format=settings.load_format,
+            batch_invariant=settings.batch_invariant,
             parallel=parallel,
             progress=progress,
         )
@@ -173,9 +146,9 @@ def build_runner(
                 device=place,
                 step_tokens=STEP_TOKENS if max_batch_tokens is None else (max_batch_tokens,),
                 max_batch_requests=max_batch_requests,
-                fraction=gpu_memory_fraction,
-                reserved_bytes=reserved_bytes,
-                graphs=cuda_graphs,
+                fraction=settings.gpu_memory_fraction,
+                reserved_bytes=settings.staging_bytes(on_gpu=True),
+                graphs=settings.cuda_graphs,
                 sizes_cache=num_blocks is None,
             )
         max_batch_tokens, memory = max_batch_tokens or sizing.step_tokens, sizing.memory
@@ -188,7 +161,7 @@ def build_runner(
     with allocating(f"the KV cache, {num_blocks} blocks of {block_size} tokens"):
         cache = PagedKVCache(spec, replace(shape, num_blocks=num_blocks), place)
     graphs: GraphSettings | None = None
-    if on_gpu and cuda_graphs:
+    if on_gpu and settings.cuda_graphs:
         graphs = GraphSettings(
             max_requests=max_batch_requests,
             max_context_tokens=min(config.max_context_tokens, cache.shape.num_slots),
@@ -236,17 +209,6 @@ def _resolve_device(device: str) -> torch.device:
         )
     # With its index, so that it is the same in every thread.
     return torch.device("cuda", index)
-
-
-def _resolve_kv_cache_dtype(kv_cache_dtype: str) -> str:
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ConfigError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}",
-            field="kv_cache_dtype",
-            value=kv_cache_dtype,
-            allowed=tuple(KV_CACHE_DTYPES),
-        )
-    return KV_CACHE_DTYPES[kv_cache_dtype]
 
 
 def _num_blocks(spec: KVCacheSpec, *, block_size: int, kv_cache_bytes: int) -> int:

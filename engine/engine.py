@@ -72,7 +72,7 @@ class Engine:
     def submit(self, request: EngineRequest) -> None:
         """Takes a request that is computed here; its tokens come with the steps.
 
-        A `prefill_only` request ends with its first token, and its blocks stay held until `release`.
+        A `prefill_only` request ends with its first token, and its blocks stay held until `abort`.
 
         Raises:
             InvalidRequest: it could never run.
@@ -81,10 +81,6 @@ class Engine:
         self._check_alive()
         self._scheduler.submit(_with_seed(request), self._clock())
         self._wake.set()
-
-    def can_reserve(self, request: EngineRequest) -> bool:
-        """Whether `reserve` would find room. Raises InvalidRequest as it does."""
-        return self._scheduler.can_reserve(request)
 
     def reserve(self, request: EngineRequest) -> Reservation:
         """Holds all blocks of a request whose KV comes from elsewhere, until `admit`, `prefill_here` or `abort`.
@@ -133,11 +129,6 @@ class Engine:
         """Ends the request in whatever state; returns when its blocks are free. Nothing more is told of it."""
         while self._scheduler.abort(request_id):
             await self._step_over.wait()
-        self._wake.set()
-
-    def release(self, request_id: str) -> None:
-        """Gives back a prefilled request's blocks; they stay in the prefix cache. Unknown ids are ignored."""
-        self._scheduler.release(request_id)
         self._wake.set()
 
     def load(self) -> EngineLoad:

@@ -24,7 +24,7 @@ class EngineRequest:
         output: tokens already given to the client. They are prefilled behind the prompt, and the next token's index
             is `len(output)`.
         cache_salt: only requests of equal salt share cached blocks.
-        prefill_only: ends with its first sampled token; its blocks stay held until they are released.
+        prefill_only: ends with its first sampled token; its blocks stay held until it is aborted.
         layers_per_group: a chunk of the prompt is told of after about so many layers each, while the step computes the
             next ones, and not only when all are done; 0: only then. May come finer, where others want that.
         decode_context_tokens: longest prompt plus output where it is decoded; None: that is here.
@@ -77,11 +77,11 @@ class EngineLimits:
         ConfigError: a limit is too small.
     """
 
-    max_batch_tokens: int = 256
-    max_batch_requests: int = 64
-    max_waiting: int = 256
+    max_batch_tokens: int
+    max_batch_requests: int
+    max_waiting: int
+    prefix_cache: bool
     max_context_tokens: int | None = None
-    prefix_cache: bool = True
     chunk_align_tokens: int | None = None
     retry_after_s: float = 1.0
 

@@ -1,6 +1,6 @@
-"""KV that becomes of another dtype on its way: from what, to what, with which scales. Pure values; no torch.
+"""Conversion of KV to the receiver's dtype: from which dtype, to which, with which scales. Pure values; no torch.
 
-The sender converts, so that fewer bytes travel and a receiver gets what its own cache would hold. Knows no cache.
+The sender converts, so that fewer bytes travel and the receiver gets what its own cache would hold.
 """
 
 import math
@@ -15,7 +15,7 @@ from kvtransfer.plan import WirePlan
 @dataclass(frozen=True)
 class KVConversion:
     """Attributes:
-    scales: of a receiver's cache in 8 bits, of each layer those of keys and values, or of latents; a number is divided
+    scales: of a receiver's 8-bit cache: for each layer those of keys and values, or of latents. A number is divided
         by its scale. Empty for other dtypes.
     """
 
@@ -25,13 +25,13 @@ class KVConversion:
 
 
 def conversion_of(plan: WirePlan, scales: Sequence[float]) -> KVConversion | None:
-    """How a sender converts under a plan; None where it need not.
+    """How a sender converts under a plan; None where it sends its own dtype.
 
     Args:
-        scales: what the receiver told of its cache.
+        scales: of the receiver's cache, as it sent them.
 
     Raises:
-        PeerRefused: no such cache can have them.
+        PeerRefused: no cache can have these scales.
     """
     if plan.converted_from is None:
         return None
@@ -42,7 +42,7 @@ def conversion_of(plan: WirePlan, scales: Sequence[float]) -> KVConversion | Non
     wrong = [scale for scale in scales if not (math.isfinite(scale) and scale > 0)]
     if wrong or len(scales) != wanted:
         raise PeerRefused(
-            f"the peer told {len(scales)} scales of its cache, {len(wrong)} of them no finite numbers above 0",
+            f"the peer sent {len(scales)} scales of its cache, {len(wrong)} of them not finite and above 0",
             field="kv_scales",
             allowed=(f"{wanted} finite numbers above 0",),
             cure="use the same version on both nodes",

@@ -1,7 +1,4 @@
-"""Which (layer, token, head) cells of a lease have been claimed, so that none is claimed twice. Pure.
-
-Knows nothing of segments' digests, of leases' states or of memory.
-"""
+"""Which (layer, token, head) cells of a lease have been claimed, so that none is claimed twice. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -21,13 +18,13 @@ class _Claim:
 
 
 class Coverage:
-    """Claims of one lease. Claims of the same heads that touch are kept as one, so in-order arrival stays cheap."""
+    """Claims of one lease. Adjacent claims of the same heads are merged, so that in-order arrival stays cheap."""
 
     def __init__(self, num_layers: int) -> None:
         self._claims: list[list[_Claim]] = [[] for _ in range(num_layers)]
 
     def claim(self, layers: range, token_start: int, token_stop: int, heads: range) -> bool:
-        """Claims all cells of the box; False, and nothing is claimed, when one of them has been claimed before."""
+        """Claims all cells of a box, or none and returns False if one of them has been claimed before."""
         claim = _Claim(token_start, token_stop, heads.start, heads.stop)
         if any(claim.overlaps(other) for layer in layers for other in self._claims[layer]):
             return False

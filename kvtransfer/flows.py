@@ -1,8 +1,7 @@
-"""Which rank of a sender sends what to which rank of a receiver, so that every rank gets its share of the KV once.
+"""Which rank of a sender sends what to which rank of a receiver, so that every rank gets its share once. Pure.
 
-Pure. A node of several ranks splits the kv heads over them in order; where there are fewer heads than ranks, as with
-MLA's one latent, neighbouring ranks hold the same. What several ranks of the sender hold is split among them by layers.
-Knows nothing of blocks, links and bytes.
+Ranks split the kv heads in order; where there are fewer heads than ranks, as with MLA's one latent, neighbouring ranks
+hold the same heads. KV that several ranks of the sender hold is split among them by layers.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ class RankPair:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one link carries of every token: layers, and heads by the model's numbers."""
+    """The part of every token's KV that one link carries: layers, and heads by the model's numbers."""
 
     layers: range
     heads: range
@@ -46,7 +45,7 @@ def heads_of(rank: int, *, ranks: int, num_kv_heads: int) -> range:
 
 
 def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -> Mapping[RankPair, Flow]:
-    """All links that carry anything between nodes of so many ranks.
+    """All links that carry KV between nodes of these numbers of ranks.
 
     Raises:
         ConfigError: as `heads_of`.
@@ -61,7 +60,7 @@ def flows(*, num_layers: int, num_kv_heads: int, senders: int, receivers: int) -
                 holders.setdefault(common, []).append(sender)
         for heads, ranks in holders.items():
             for part in range(len(ranks)):
-                # Turned by the receiver's rank: what is left over by an uneven division is not always the same one's.
+                # Rotated by the receiver's rank, so that the remainder of an uneven division falls on different ranks.
                 sender = ranks[(part + receiver) % len(ranks)]
                 layers = range(part * num_layers // len(ranks), (part + 1) * num_layers // len(ranks))
                 if layers:

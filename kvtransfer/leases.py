@@ -3,8 +3,8 @@
     open ──► OPEN ──close, nothing is being scattered──────────────────────► closed
               └────close──► CLOSING ──the last running scatter is done──────► closed
 
-The table decides, its caller moves the bytes: `arrival` when a message shows up, `start_scatter` when its trailer is
-known, `finish_scatter` when the bytes are in the blocks. Knows nothing of slots, digests and transports.
+The table decides and its caller moves the bytes: `arrival` when a message arrives, `start_scatter` when its trailer has
+been read, `finish_scatter` when the bytes are in the blocks.
 """
 
 from dataclasses import dataclass, field
@@ -20,33 +20,33 @@ class Refusal(StrEnum):
     """Why a message was not scattered."""
 
     LATE = "its lease has ended"
-    UNKNOWN_SENDER = "it names another sender than the peer that it came from"
+    UNKNOWN_SENDER = "its sender number is not that of the peer that sent it"
     UNKNOWN_LEASE = "that lease was never given"
     FOREIGN_SENDER = "another sender fills that lease"
-    DUPLICATE = "that segment has come before"
+    DUPLICATE = "that segment has arrived before"
     TOO_LARGE = "it is larger than a staging slot"
     MALFORMED = "it has no readable trailer"
-    WRONG_SIZE = "its payload has another size than its ranges say"
+    WRONG_SIZE = "its payload's size does not match its ranges"
     DIGEST = "its digest does not match"
     MISLABELLED = "tag and trailer name different segments"
     STALE_INCARNATION = "its lease is of another incarnation of this node"
-    OUT_OF_RANGE = "it holds more than the lease was given for"
-    OVERLAP = "some of its tokens have come before"
+    OUT_OF_RANGE = "it holds more than the lease covers"
+    OVERLAP = "some of its tokens have arrived before"
     BROKEN = "the transport failed before it was complete"
 
 
 @dataclass(frozen=True)
 class LeaseGrant:
-    """Leave to write tokens [token_start, token_stop) of one request into its blocks.
+    """Permission to write tokens [token_start, token_stop) of one request into its blocks.
 
     Attributes:
         number: greater than that of every lease granted before in this incarnation.
-        block_ids: of the whole request: token i lies in block_ids[i // block_size].
-        resume_at: the earliest token that may be computed on top; what neither it nor a later one reads is not wanted.
-            `token_stop` if not given.
+        block_ids: of the whole request: token i is in block_ids[i // block_size].
+        resume_at: first position that may still be computed. KV older than the sliding window is not sent. None:
+            `token_stop`.
 
     Raises:
-        InternalError: a value cannot be.
+        InternalError: the number or the range is impossible.
     """
 
     number: int
@@ -57,7 +57,7 @@ class LeaseGrant:
 
     @property
     def reader(self) -> int:
-        """The earliest token that reads what comes."""
+        """The first token that reads the KV."""
         return self.token_stop if self.resume_at is None else self.resume_at
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class LeaseGrant:
 
 @dataclass(frozen=True)
 class LeaseTotals:
-    """What has been scattered under a lease; `seconds` from its first segment's arrival to its last scatter."""
+    """What was scattered under a lease. `seconds`: from its first segment's arrival to the end of its last scatter."""
 
     number: int
     bytes: int
@@ -79,7 +79,7 @@ class LeaseTotals:
 
 @dataclass(frozen=True)
 class ScatterDone:
-    """What a finished scatter brought about: the lease is complete now, or could be closed now."""
+    """What a finished scatter completed: the lease's last token, or the closing of the lease."""
 
     filled: LeaseTotals | None = None
     closed: LeaseTotals | None = None
@@ -108,18 +108,18 @@ class LeaseTable:
 
     Args:
         spec: of the cache.
-        heads: of the model's kv heads, those in the cache; all if not given.
+        heads: the model's kv heads that the cache holds.
     """
 
-    def __init__(self, spec: KVCacheSpec, *, incarnation: int, heads: range | None = None) -> None:
+    def __init__(self, spec: KVCacheSpec, *, incarnation: int, heads: range) -> None:
         self._spec = spec
-        self._heads = range(spec.num_kv_heads) if heads is None else heads
+        self._heads = heads
         self._incarnation = incarnation
         self._leases: dict[int, _Lease] = {}
         self._highest = -1
 
     def open(self, grant: LeaseGrant) -> LeaseTotals | None:
-        """Opens a lease; its totals when there is nothing to wait for, because it covers no token.
+        """Opens a lease. Returns its totals if it covers no token and is filled already.
 
         Raises:
             InternalError: the number is not above all earlier ones, so it might have been used before.
@@ -140,11 +140,11 @@ class LeaseTable:
         return lease.totals() if cells == 0 else None
 
     def arrival(self, tag: Tag, now_s: float, *, group: int | None = None) -> Refusal | None:
-        """Whether a message with that tag may have memory. The first one binds the lease to its sender's group.
+        """None if a message with that tag may get memory. The first one binds the lease to its sender's group.
 
         Args:
-            group: which the ranks of one node have in common, and number their segments each on its own; the sender
-                alone if not given.
+            group: common to the ranks of one node, each of which numbers its segments by itself; None: the sender
+                is alone.
         """
         group = tag.sender if group is None else group
         if self.has_ended(tag.lease):
@@ -163,8 +163,8 @@ class LeaseTable:
         return None
 
     def start_scatter(self, tag: Tag, segment: Segment) -> Refusal | None:
-        """Whether a received segment may be scattered now. None claims its cells: the caller scatters it and then
-        calls `finish_scatter`, whatever happens in between."""
+        """None if a received segment may be scattered. Its cells are claimed then: the caller scatters it and calls
+        `finish_scatter`, whatever happens in between."""
         lease = self._leases.get(tag.lease)
         if lease is None or lease.closing:
             return Refusal.LATE
@@ -182,7 +182,7 @@ class LeaseTable:
         return None
 
     def finish_scatter(self, segment: Segment, now_s: float) -> ScatterDone:
-        """The segment's bytes are in the blocks."""
+        """Counts a segment whose bytes are in the blocks."""
         lease = self._leases[segment.lease]
         lease.scattering -= 1
         lease.cells_missing -= segment.cells
@@ -194,7 +194,7 @@ class LeaseTable:
         return ScatterDone(closed=None if lease.scattering else self._forget(lease))
 
     def close(self, number: int) -> LeaseTotals | None:
-        """Ends a lease. Its totals when its blocks may be freed now; None when `finish_scatter` will say so.
+        """Ends a lease. Returns its totals if its blocks may be freed now; otherwise `finish_scatter` will.
 
         Raises:
             UnknownLease: it is not open.
@@ -206,12 +206,12 @@ class LeaseTable:
         return None if lease.scattering else self._forget(lease)
 
     def has_ended(self, number: int) -> bool:
-        """Whether a lease of that number was there, and is over or about to be."""
+        """Whether a lease of that number was open once and is closed or closing."""
         lease = self._leases.get(number)
         return number <= self._highest if lease is None else lease.closing
 
     def bound_to(self, group: int) -> tuple[int, ...]:
-        """The open leases that this group's senders began to fill."""
+        """The open leases that this group's senders have begun to fill."""
         return tuple(number for number, lease in self._leases.items() if lease.group == group and not lease.closing)
 
     @property

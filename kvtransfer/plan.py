@@ -1,7 +1,4 @@
-"""Whether two nodes can exchange KV, and in which shape it then travels. Pure values; no torch.
-
-Knows neither how nodes find each other nor what carries the bytes.
-"""
+"""Whether two nodes can exchange KV, and in which shape it then travels. Pure values; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,23 +7,23 @@ from baton.errors import ConfigError, PeerRefused
 from kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, RankPair, flows
 
-# The wire's meaning: order of a payload, trailer, tag, digest. Raise the newest with every change of one of them.
+# Versions of the wire: payload order, trailer, tag, digest. Every change to one of them raises the newest.
 WIRE_OLDEST = 3
 WIRE_NEWEST = 3
 
 
 @dataclass(frozen=True)
 class NodeDescription:
-    """What a node tells its peers of itself.
+    """A node as its peers see it.
 
-    Model identity, `spec`, `batch_invariant` and an overlapping wire range must be equal on both ends; `shape`,
-    `package_version` and `tensor_parallel_size` may differ, and so may the dtype of `spec` where the receiver says so
-    and the two are not batch-invariant.
+    Model identity, `spec` and `batch_invariant` must be equal on both ends, and wire ranges must overlap. `shape`,
+    `package_version` and `tensor_parallel_size` may differ. The dtype of `spec` may differ where the receiver accepts
+    conversion and neither node is batch-invariant.
 
     Attributes:
-        spec: of the whole model, whatever a rank has of it.
+        spec: of the whole model, not of a rank's part.
         shape: of each rank's cache.
-        converted_kv_dtypes: of senders' caches, that this node takes in its own dtype.
+        converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
     """
 
     architecture: str
@@ -74,7 +71,7 @@ class WirePlan:
 
     Attributes:
         spec: of what travels, which is what the receiver keeps.
-        converted_from: dtype of the sender's cache, where that is another one.
+        converted_from: dtype of the sender's cache, if it differs.
     """
 
     wire_version: int
@@ -83,7 +80,7 @@ class WirePlan:
 
     @property
     def conversion(self) -> str:
-        """In words for operators; empty where KV travels as it is."""
+        """For operators; empty where KV keeps its dtype."""
         return f"{self.converted_from} to {self.spec.dtype}" if self.converted_from else ""
 
     @property
@@ -146,7 +143,7 @@ def agree(ours: NodeDescription, theirs: NodeDescription) -> WirePlan:
 
 
 def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping[RankPair, Flow]:
-    """What goes from which rank to which, for two nodes that agreed."""
+    """The links between two nodes that agreed, and what each carries."""
     return flows(
         num_layers=sender.spec.num_layers,
         num_kv_heads=sender.spec.num_kv_heads,
@@ -156,11 +153,11 @@ def links_between(sender: NodeDescription, receiver: NodeDescription) -> Mapping
 
 
 def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription | None:
-    """The one that takes the other's KV in its own dtype, or either where they have the same; None: neither does."""
+    """The node that receives the other's KV in its own dtype; either one if the dtypes are equal; None: neither can."""
     if ours.spec.dtype == theirs.spec.dtype:
         return ours
     for sender, receiver in ((ours, theirs), (theirs, ours)):
-        # What was rounded to 8 bits once is not converted, whatever a peer says.
+        # KV that was rounded to 8 bits is never converted, whatever a peer asks for.
         if sender.spec.dtype in receiver.converted_kv_dtypes and sender.spec.dtype in DTYPE_BYTES:
             return receiver
     return None
@@ -170,8 +167,8 @@ def _dtype_mismatch(ours: NodeDescription, theirs: NodeDescription, *, converts:
     dtypes = ours.spec.dtype, theirs.spec.dtype
     cure = _SAME_DTYPE
     if converts:
-        # One process attends to a prompt's KV as its cache holds it, a prefill node to what is converted later: their
-        # bits differ, and the mode promises that they do not.
+        # A single process attends to KV in its cache's dtype, a prefill node to KV before its conversion. Their bits
+        # differ, and batch-invariant mode promises that they do not.
         cure = f"{_SAME_DTYPE}, {_NOT_INVARIANT}"
     elif not (ours.batch_invariant or theirs.batch_invariant) and any(dtype in DTYPE_BYTES for dtype in dtypes):
         cure = f"{_SAME_DTYPE}, {_CONVERT}"
@@ -188,12 +185,12 @@ def _ranks_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch 
 
 
 def _batch_invariant_mismatch(ours: NodeDescription, theirs: NodeDescription) -> Mismatch:
-    """A prompt's KV would be rounded in one way and its continuation in another: not what one process gives."""
-    said = {True: "on", False: "off"}
+    """The prompt and its continuation would be rounded differently, unlike in one process."""
+    words = {True: "on", False: "off"}
     return Mismatch(
         "batch_invariant",
-        said[ours.batch_invariant],
-        said[theirs.batch_invariant],
+        words[ours.batch_invariant],
+        words[theirs.batch_invariant],
         "set BATON_BATCH_INVARIANT (--batch-invariant) alike on both nodes",
     )
 

@@ -1,7 +1,7 @@
-"""A node's KV transfer over all its ranks: what a role asks of the node is asked of each rank, for each of its links.
+"""A node's KV transfer over all its ranks: every call goes to each rank, for each of the rank's links.
 
-A pair of nodes has as many links as `kvtransfer.flows` says. Both nodes number a pair's links alike: the pair's own
-number plus the other node's rank. Knows neither processes nor grpc; a node of one rank is the plain case of it.
+`kvtransfer.flows` says which links a pair of nodes has. Both nodes number them alike: the pair's own number plus the
+other node's rank. A node of one rank is the simplest case.
 """
 
 import asyncio
@@ -10,65 +10,24 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from baton.errors import DataLoss, PeerRefused, UnknownLease
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
 from kvtransfer.link import LinkSpeed
+from kvtransfer.rank_transfer import OnFilled, OnRefused, RankTransfer
 from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
 T = TypeVar("T")
 
-# Pairs' own numbers are at least that far apart where nothing else limits them.
+# Distance between the numbers that a sender gives to its pairs: room for the ranks of each peer.
 MOST_RANKS = 64
 
 
-class RankTransfer(Protocol):
-    """One rank's transfer: a `KVTransfer`, or what stands for one in another process."""
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def listen(self, peer: int) -> bytes: ...
-
-    async def connect(
-        self,
-        peer: int,
-        address: bytes,
-        *,
-        message_bytes: int | None = None,
-        group: int,
-        conversion: KVConversion | None = None,
-    ) -> None: ...
-
-    async def disconnect(self, peer: int) -> tuple[int, ...]: ...
-
-    async def warm_up(self, peer: int, sender_number: int) -> WarmUp: ...
-
-    async def warmed_up(self, peer: int, messages: int, bytes: int, *, timeout_s: float) -> LinkMeasure: ...
-
-    async def use_link(self, peer: int, link: LinkSpeed) -> None: ...
-
-    async def send(self, job: SendJob) -> tuple[Segment, ...]: ...
-
-    async def quiet(self, peer: int, lease: int) -> None: ...
-
-    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]": ...
-
-    async def close_lease(self, number: int) -> LeaseTotals: ...
-
-    def counters(self) -> TransferCounters: ...
-
-    def stuck(self, *, after_s: float) -> str: ...
-
-
-OnFilled = Callable[[LeaseTotals], None]
-OnRefused = Callable[[SegmentRefused], None]
-# Makes one rank's transfer, which then tells of leases by these two.
+# Makes one rank's transfer, which reports leases to these two callbacks.
 MakeTransfer = Callable[[OnFilled, OnRefused], RankTransfer]
 
 
@@ -84,38 +43,37 @@ class _End:
 
 @dataclass
 class _Lease:
-    """What the ranks have told of a lease so far."""
+    """What the ranks have reported of a lease so far."""
 
     opening: "asyncio.Future[list[None]]"
     filled: list[LeaseTotals] = field(default_factory=list)
 
 
 class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
-    """For the event loop on which `start` ran.
+    """The verbs of `RankTransfer` for pairs of nodes; docs here say only what differs. Used on the event loop of
+    `start`.
 
     Args:
         makers: of the ranks' transfers, rank 0's first.
         message_bytes: the largest message that each of them takes.
-        on_filled: every rank has all of a lease's tokens; the totals are those of all ranks together.
-        on_refused: as for `KVTransfer`, from any rank.
     """
 
-    def __init__(
-        self,
-        makers: Sequence[MakeTransfer],
-        *,
-        message_bytes: int,
-        on_filled: OnFilled,
-        on_refused: OnRefused,
-    ) -> None:
+    def __init__(self, makers: Sequence[MakeTransfer], *, message_bytes: int) -> None:
         self.message_bytes = message_bytes
-        self._on_filled = on_filled
-        self._ranks = [make(self._filled, on_refused) for make in makers]
+        self._on_filled: OnFilled | None = None
+        self._on_refused: OnRefused | None = None
+        self._ranks = [make(self._filled, self._refused) for make in makers]
         self._pairs: dict[int, tuple[_End, ...]] = {}
         self._leases: dict[int, _Lease] = {}
 
+    def deliver_to(self, on_filled: OnFilled, on_refused: OnRefused) -> None:
+        """Sets who receives lease events; before `start`. A lease is filled once every rank has its tokens, and the
+        totals are those of all ranks together."""
+        self._on_filled, self._on_refused = on_filled, on_refused
+
     async def start(self) -> None:
-        """Raises what a rank raises; no transfer is left then."""
+        """Raises what a rank raises; every transfer is closed then."""
+        assert self._on_filled is not None, "deliver_to comes first"
         try:
             await asyncio.gather(*(rank.start() for rank in self._ranks))
         except BaseException:
@@ -137,11 +95,11 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- pairs
 
     async def listen(self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool) -> dict[RankPair, bytes]:
-        """Opens this node's ends of a pair's links; returns each one's address, for the other node's `connect`.
+        """Opens this node's ends of a pair's links; returns the address of each.
 
         Args:
             pair: at the receiver, the first of the sender numbers that it drew for the peer's ranks; at the sender, a
-                number of its own, with room for the peer's ranks behind it.
+                number of its own, followed by unused numbers for the peer's ranks.
             sends: whether this node is the sender.
         """
         self._pairs[pair] = ends = tuple(self._ends(pair, flows, sends=sends))
@@ -156,11 +114,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         message_bytes: int | None = None,
         conversion: KVConversion | None = None,
     ) -> None:
-        """Makes the endpoints to a peer that is listened to. Arguments and errors as for `KVTransfer`.
-
-        Raises:
-            PeerRefused: the peer listens on other links.
-        """
+        """Raises PeerRefused: the peer listens on other links."""
         ends = self._pairs[pair]
         if addresses.keys() != {end.link for end in ends}:
             raise PeerRefused(
@@ -172,15 +126,14 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         await asyncio.gather(*(call(message_bytes=message_bytes, group=pair, conversion=conversion) for call in calls))
 
     async def disconnect(self, pair: int) -> tuple[int, ...]:
-        """Closes a pair's links; returns, when nothing of the peer is in flight, the open leases that it had begun to
-        fill."""
+        """Closes a pair's links; no-op for pairs that never listened."""
         ends = self._pairs.get(pair, ())
         leases = await asyncio.gather(*(end.rank.disconnect(end.number) for end in ends))
         self._pairs.pop(pair, None)
         return tuple(sorted({lease for each in leases for lease in each}))
 
     async def warm_up(self, pair: int, sender_number: int) -> dict[RankPair, WarmUp]:
-        """Warms every link up; those that share a rank one after the other, so that each is measured undisturbed."""
+        """Warms every link up. Links that share a rank take turns, so that each is measured undisturbed."""
         sent: dict[RankPair, WarmUp] = {}
         for ends in _rounds(self._pairs[pair]):
             warm = await asyncio.gather(
@@ -190,13 +143,11 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         return sent
 
     async def warmed_up(self, pair: int, sent: Mapping[RankPair, WarmUp], *, timeout_s: float) -> LinkMeasure:
-        """Waits until all of a peer's warm-up messages have come, and says what the pair can do.
-
-        GB/s are those of the slowest link, as many times as there are links that share no rank; transport and times
-        too are the slowest's.
+        """Measures the pair: its GB/s are those of the slowest link, times the number of links that share no rank;
+        transport and times are the slowest's as well.
 
         Raises:
-            PeerRefused: it has warmed up other links; or as `KVTransfer` says.
+            PeerRefused: the peer has warmed up other links.
         """
         ends = self._pairs[pair]
         if sent.keys() != {end.link for end in ends}:
@@ -218,7 +169,9 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         )
 
     async def use_link(self, pair: int, speed: LinkSpeed) -> None:
-        """What `warmed_up` has measured, of the pair."""
+        """Args:
+        speed: of the pair, as `warmed_up` measured it.
+        """
         ends = self._pairs[pair]
         each = replace(speed, bytes_per_s=speed.bytes_per_s / _lanes(ends))
         await asyncio.gather(*(end.rank.use_link(end.number, each) for end in ends))
@@ -226,8 +179,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- sending
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
-        """Sends a job, over each link of its pair what that one carries; segments of all links count from the job's
-        first one. Returns and raises as `KVTransfer.send`, once nothing of it is in flight on any link."""
+        """Sends over each link of the pair the part that this link carries. Every link numbers its segments from the
+        job's first number. Returns or raises once nothing of the job is in flight on any link."""
         ends = self._pairs.get(job.peer)
         if not ends:
             raise DataLoss("the peer is not connected", field="peer", value=job.peer)
@@ -238,29 +191,19 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         return tuple(segment for segments in sent for segment in segments)
 
     async def quiet(self, pair: int, lease: int) -> None:
-        """Ends what is queued for a lease; returns when nothing of it is in flight and nothing reads its blocks."""
+        """No-op for pairs that never listened."""
         await asyncio.gather(*(end.rank.quiet(end.number, lease) for end in self._pairs.get(pair, ())))
 
     # ---- leases
 
     def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[list[None]]":
-        """Lets one peer fill these tokens. The future is done when every rank takes its share of them: only then may
-        the peer be told. Cancelling it changes nothing.
-
-        Raises:
-            InternalError: as `KVTransfer.open_lease`; the lease is open nowhere.
-        """
-        # This process's rank comes first: what is wrong with a lease it finds before any other one hears of that.
+        """The future is done when the lease is open on every rank. Only then may the ticket be given out."""
+        # This process's rank comes first: it refuses a wrong lease before any other rank opens it.
         opening = asyncio.gather(*(rank.open_lease(lease) for rank in self._ranks))
         self._leases[lease.number] = _Lease(opening)
         return asyncio.shield(opening)
 
     async def close_lease(self, number: int) -> LeaseTotals:
-        """Ends a lease on every rank; when this returns, nothing is being written to its blocks or ever will be.
-
-        Raises:
-            UnknownLease: it is not open.
-        """
         lease = self._leases.pop(number, None)
         if lease is None:
             raise UnknownLease(f"lease {number} is not open", field="number", value=number)
@@ -273,12 +216,17 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
             return  # closed since
         lease.filled.append(totals)
         if len(lease.filled) == len(self._ranks):
+            assert self._on_filled is not None
             self._on_filled(_together(lease.filled))
 
-    # ---- how things stand
+    def _refused(self, refused: SegmentRefused) -> None:
+        assert self._on_refused is not None
+        self._on_refused(refused)
+
+    # ---- status
 
     def counters(self) -> TransferCounters:
-        """Of all ranks together; peers by their pairs' numbers. Those of other processes are up to a second old."""
+        """Sums over all ranks, peers by their pairs' numbers. Figures of other processes are up to a second old."""
         counters = [rank.counters() for rank in self._ranks]
         refusals = {
             refusal: count for refusal in Refusal if (count := sum(each.refusals.get(refusal, 0) for each in counters))
@@ -294,7 +242,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         return TransferCounters(refusals, peers, sum(each.converted for each in counters))
 
     def stuck(self, *, after_s: float) -> str:
-        """Where a rank's transfer thread is stuck; empty while all is well."""
+        """Where the first stuck rank is stuck; empty if none is."""
         return next((where for rank in self._ranks if (where := rank.stuck(after_s=after_s))), "")
 
     def _ends(self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool) -> Iterator[_End]:
@@ -306,7 +254,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
 
 def _part_of(job: SendJob, end: _End) -> SendJob | None:
-    """What of a job goes over one link; None where that carries nothing of it."""
+    """The part of a job that one link carries; None if there is none."""
     layers = end.flow.layers
     if job.layers is not None:
         layers = range(max(layers.start, job.layers.start), min(layers.stop, job.layers.stop))
@@ -317,7 +265,7 @@ def _part_of(job: SendJob, end: _End) -> SendJob | None:
 
 
 async def _all(calls: Iterator[Awaitable[T]]) -> list[T]:
-    """All results, once every call has ended, however; raises the first error then."""
+    """All results once every call has ended; raises the first error then."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     done: list[T] = []
     for result in results:
@@ -337,7 +285,7 @@ def _together(totals: Sequence[LeaseTotals]) -> LeaseTotals:
 
 
 def _rounds(ends: Sequence[_End]) -> list[list[_End]]:
-    """The links in as few groups as can be, in each of which none shares a rank with another."""
+    """The links in as few groups as possible; within a group no two links share a rank."""
     turns = 1 + max(max(end.link.sender_rank, end.link.receiver_rank) for end in ends)
     groups: dict[int, list[_End]] = {}
     for end in ends:
@@ -346,5 +294,5 @@ def _rounds(ends: Sequence[_End]) -> list[list[_End]]:
 
 
 def _lanes(ends: Sequence[_End]) -> int:
-    """How many links can be in use that share no rank."""
+    """How many links can be in use at once without sharing a rank."""
     return min(len({end.link.sender_rank for end in ends}), len({end.link.receiver_rank for end in ends}))

@@ -1,19 +1,21 @@
-"""A budget of bytes over time: how much of what has arrived may be taken now. Pure; its caller has the clock."""
+"""A budget of bytes over time: whether more messages may be received now. Pure; the caller passes the time."""
 
-# What was not used is kept for that long, so that a caller who looks late loses nothing of the rate.
+# Unused budget is kept this long, so that a caller that is a little late loses nothing of the rate.
 _KEPT_S = 0.02
 
 
 class RateLimit:
-    """Whoever finds the budget not overdrawn may take any number of bytes, and the next one waits until they are paid
-    back: the rate holds on average, for messages of any size, and none is too large to be taken at all."""
+    """While the budget is not overdrawn, a message of any size may be taken; the next one waits until it is paid back.
+
+    So the rate holds on average for messages of any size, and no message is too large to be taken.
+    """
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._even_at_s = float("-inf")
 
     def wait_s(self, now_s: float) -> float:
-        """Until something may be taken; 0 when it may be now."""
+        """Time until a message may be taken; 0: now."""
         return max(0.0, self._even_at_s - now_s)
 
     def take(self, num_bytes: int, now_s: float) -> None:

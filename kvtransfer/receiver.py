@@ -1,10 +1,9 @@
-"""The receiving half of the transfer thread: probe, ask the lease table, receive, read, check, scatter, count.
+"""The receiving half of the transfer thread: probe, look up the lease, receive, read, check, scatter, count.
 
-Memory is offered to a message only after its tag has been looked up, and its bytes reach the cache only after its
-trailer and digest have been checked. Knows nothing of threads: `step` is called again and again.
+A message gets memory only after its tag has been looked up, and its bytes reach the cache only after its trailer and
+digest have been checked. The thread calls `step` repeatedly.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,11 +12,14 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DataLoss, UnknownLease
 from kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
+from kvtransfer.ledger import Ledger
 from kvtransfer.movers.mover import Blocks, Mover, Pending, Reading
+from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.rate_limit import RateLimit
-from kvtransfer.records import Ledger, SegmentRefused
+from kvtransfer.records import SegmentRefused
 from kvtransfer.round_trips import RoundTrips
 from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
+from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transports.transport import Arrival, Request, Transport
 from kvtransfer.warm_up import WarmUpReceiver, maps_slot
@@ -36,10 +38,10 @@ _WRONG_REFERENCE = frozenset(
 
 @dataclass(eq=False)
 class _Reception:
-    """One message, from its slot's taking to the slot's going back:
+    """One message, while it holds a slot:
 
-    request ──► reading ──► scatter ──► over           each begun when the one before is done; what is refused, and
-       └───────────┴──────────────────► over           what warms a link up, is not scattered
+    request ──► reading ──► scatter ──► over           each begins when the one before is done; refused messages and
+       └───────────┴──────────────────► over           warm-up messages are not scattered
     """
 
     tag: Tag
@@ -53,16 +55,14 @@ class _Reception:
 
 
 class Receiver:
-    """Fills leases with what arrives.
+    """Fills leases with the segments that arrive.
+
+    Messages that measure links are exempt from `settings.receive_bytes_per_s`.
 
     Args:
-        heads: of the model's kv heads, those in the cache; all if not given.
-        pools: what messages are received into.
-        slot_bytes: size of their slots.
         on_filled, on_refused: called on the transfer thread.
-        catch_up: runs the calls posted so far. A lease may have been granted, and its first segment have come, since
-            that was last done.
-        limit: how much may be taken of segments. The others wait at their senders; what measures links does not.
+        catch_up: runs the calls posted so far. Since the thread last ran them, a lease may have been granted and its
+            first segment may have arrived.
     """
 
     def __init__(
@@ -72,35 +72,33 @@ class Receiver:
         transport: Transport,
         ledger: Ledger,
         pools: Pools,
+        settings: TransferSettings,
         *,
-        heads: range | None = None,
-        slot_bytes: int,
-        incarnation: int,
-        digests: bool,
-        on_filled: Callable[[LeaseTotals], None],
-        on_refused: Callable[[SegmentRefused], None],
+        on_filled: OnFilled,
+        on_refused: OnRefused,
         catch_up: Callable[[], object],
-        limit: RateLimit | None = None,
+        clock: Callable[[], float],
     ) -> None:
         self._mover = mover
-        self._heads = range(cache.spec.num_kv_heads) if heads is None else heads
+        self._heads = settings.held_heads(cache.spec)
         self._transport = transport
         self._ledger = ledger
         self._pools = pools
-        self._slot_bytes = slot_bytes
-        self._digests = digests
+        self._slot_bytes = settings.message_bytes
+        self._digests = settings.digests
         self._on_filled = on_filled
         self._on_refused = on_refused
         self._catch_up = catch_up
-        self._leases = LeaseTable(cache.spec, incarnation=incarnation, heads=self._heads)
+        self._clock = clock
+        self._leases = LeaseTable(cache.spec, incarnation=settings.incarnation, heads=self._heads)
         self._blocks: dict[int, Blocks] = {}
         self._closing: dict[int, Future[LeaseTotals]] = {}
         self._receptions: list[_Reception] = []
         self._held: Counter[int] = Counter()
-        # Arrivals of peers that hold their share of the slots already, and those over the limit; in their order.
+        # In order of arrival: messages of peers that already hold their share of the slots, and those over the limit.
         self._parked: deque[tuple[Tag, Arrival]] = deque()
-        self._limit = limit
-        self.warm_ups = WarmUpReceiver(digests=digests)
+        self._limit = RateLimit(settings.receive_bytes_per_s) if settings.receive_bytes_per_s else None
+        self.warm_ups = WarmUpReceiver(digests=settings.digests)
         self.round_trips = RoundTrips(transport)
 
     @property
@@ -109,10 +107,10 @@ class Receiver:
 
     @property
     def limited_s(self) -> float | None:
-        """How long the limit keeps what has arrived waiting; None while it does not."""
+        """How long the limit still delays messages that have arrived; None while it delays none."""
         if self._limit is None or not self._parked:
             return None
-        return self._limit.wait_s(time.monotonic()) or None
+        return self._limit.wait_s(self._clock()) or None
 
     @property
     def open_leases(self) -> int:
@@ -125,7 +123,7 @@ class Receiver:
             self._on_filled(filled)
 
     def close(self, number: int, future: "Future[LeaseTotals]") -> None:
-        """Ends a lease; the future gets its totals when none of its scatters runs or will ever run."""
+        """Ends a lease. The future gets its totals once none of its scatters runs or ever will."""
         try:
             totals = self._leases.close(number)
         except UnknownLease as error:
@@ -136,8 +134,11 @@ class Receiver:
             self._closed(totals)
 
     def lost(self, peer: int, *, group: int | None = None) -> tuple[int, ...]:
-        """Forgets a peer; the transport is to cancel what is in flight. Its or its group's open leases, which nobody
-        can fill any more."""
+        """Forgets a peer. The caller then has the transport cancel what is in flight.
+
+        Returns:
+            The open leases of the peer or its group, which nobody can fill any more.
+        """
         self.warm_ups.lost(peer)
         self.round_trips.lost(peer)
         for tag, arrival in self._parked:
@@ -147,11 +148,11 @@ class Receiver:
         return self._leases.bound_to(peer if group is None else group)
 
     def holds(self, peer: int) -> bool:
-        """Whether anything of that peer is in flight."""
+        """Whether anything from that peer is in flight."""
         return self._held[peer] > 0
 
     def step(self) -> bool:
-        """Takes what has arrived and moves on what was taken; whether there was anything to do."""
+        """Takes what has arrived and advances what was taken; whether anything happened."""
         moved = self._accept_all()
         for item in tuple(self._receptions):
             moved = self._advance(item) or moved
@@ -161,7 +162,7 @@ class Receiver:
 
     def _accept_all(self) -> bool:
         accepted = self._unpark()
-        # A message that has been probed needs an answer, so none is probed while no slot could be offered.
+        # A probed message must be received or discarded, so none is probed while no slot may be free.
         while self._pools.may_have_room:
             arrival = self._transport.probe()
             if arrival is None:
@@ -169,7 +170,7 @@ class Receiver:
             accepted = True
             tag = Tag.unpack(arrival.tag)
             if tag.number in (PING, PONG) and arrival.peer in self._ledger.peers:
-                self.round_trips.arrived(tag, arrival, time.monotonic())
+                self.round_trips.arrived(tag, arrival, self._clock())
                 continue
             refusal = self._look_up(tag, arrival)
             if refusal in (Refusal.UNKNOWN_LEASE, Refusal.UNKNOWN_SENDER):
@@ -191,12 +192,12 @@ class Receiver:
             return Refusal.MALFORMED
         if tag.number == WARM_UP:
             return None
-        return self._leases.arrival(tag, time.monotonic(), group=self._ledger.peers[arrival.peer].group)
+        return self._leases.arrival(tag, self._clock(), group=self._ledger.peers[arrival.peer].group)
 
     def _offer(self, tag: Tag, arrival: Arrival) -> bool:
-        """Begins to receive, unless no slot is free, the peer holds its share, or the limit is reached."""
+        """Begins to receive unless no slot is free, the peer holds its share, or the limit is reached."""
         limit = None if tag.number == WARM_UP else self._limit
-        now_s = time.monotonic()
+        now_s = self._clock()
         if limit is not None and limit.wait_s(now_s) > 0:
             return False
         pool = self._pools.of(through_host=self._ledger.peers[tag.sender].through_host)
@@ -221,12 +222,12 @@ class Receiver:
     # ---- from received to over
 
     def _advance(self, item: _Reception) -> bool:
-        """Moves one message on as far as it gets without waiting; whether it got anywhere."""
+        """Advances one message as far as possible without waiting; whether it advanced."""
         moved = False
         if item.reading is None:
             if not item.request.done:
                 return False
-            if not self._has_come(item):
+            if not self._was_received(item):
                 return self._end(item)
             item.reading = self._read(item)
             moved = True
@@ -246,26 +247,26 @@ class Receiver:
         return self._end(item)
 
     def _read(self, item: _Reception) -> Reading:
-        """What of a message that has come is to be looked at: that measures its link, only the trailer."""
+        """Reads a received message: the trailer, and unless the message only measures its link, what checks need."""
         maps = item.tag.number == WARM_UP and maps_slot(item.tag.lease)
         measures = item.tag.number == WARM_UP and not maps
         with_digest = self._digests and not measures
         return self._mover.read(item.slot, item.num_bytes, with_digest=with_digest, with_extremes=maps)
 
-    def _has_come(self, item: _Reception) -> bool:
+    def _was_received(self, item: _Reception) -> bool:
         if item.request.failure() is None:
             return True
-        # Of a peer that is gone, `lost` has told all there is to tell.
+        # For a peer that is gone, `lost` has reported everything.
         if item.tag.sender in self._ledger.peers:
             self._refuse(item.tag, Refusal.BROKEN)
         return False
 
     def _to_scatter(self, item: _Reception, reading: Reading) -> Segment | None:
-        """The segment, if it is one that may be written to its lease's blocks; those are claimed then."""
+        """The segment, if it may be written to its lease's blocks: its cells are claimed then. None otherwise."""
         tag = item.tag
         if tag.number == WARM_UP:
             if tag.sender in self._ledger.peers:
-                self.warm_ups.received(tag.sender, tag.lease, item.num_bytes, reading, time.monotonic())
+                self.warm_ups.received(tag.sender, tag.lease, item.num_bytes, reading, self._clock())
             return None
         segment = decode_trailer(reading.trailer)
         if segment is None:
@@ -285,16 +286,16 @@ class Receiver:
         return None
 
     def _scattered(self, sender: int, segment: Segment) -> None:
-        """The segment's bytes are in the blocks, whatever memory these are."""
+        """Counts a segment whose bytes are in its blocks."""
         self._ledger.moved(sender, segment.payload_bytes)
-        outcome = self._leases.finish_scatter(segment, time.monotonic())
+        outcome = self._leases.finish_scatter(segment, self._clock())
         if outcome.filled is not None:
             self._on_filled(outcome.filled)
         if outcome.closed is not None:
             self._closed(outcome.closed)
 
     def _end(self, item: _Reception) -> bool:
-        """Nothing of the message is under way any more."""
+        """The message is over: its slot is free."""
         self._receptions.remove(item)
         self._held[item.tag.sender] -= 1
         item.pool.give_back(item.slot)

@@ -1,8 +1,7 @@
-"""Round trips over a link: a message of one byte there, another one back, as often as it takes to see the shortest.
+"""Latency of a link: messages of one byte go there and back until the shortest round trip is known.
 
-Both ends take part as they do in a transfer, their threads' looks and wake-ups included; the payload's own path beside
-the line for small messages, such as a GPU's, has none. Needs no staging. Knows nothing of leases and of what links
-carry else. Used by the transfer thread alone.
+The time includes both threads' polling and wake-ups, as in a transfer. It does not include a separate path of large
+payloads, such as a GPU's. Used by the transfer thread only.
 """
 
 from concurrent.futures import Future
@@ -15,13 +14,13 @@ from kvtransfer.segments import PING, PONG, Tag
 from kvtransfer.transports.transport import Arrival, Transport
 
 _ROUND_TRIPS = 24
-# Nobody reads it: that it came is the message.
+# Nobody reads it: its arrival is the message.
 _MESSAGE_BYTES = 1
 
 
 @dataclass(eq=False)
-class _Asked:
-    """Round trips with one peer, one after the other."""
+class _Measurement:
+    """Round trips with one peer, one after another."""
 
     future: "Future[float]"
     number: int = 0
@@ -30,21 +29,21 @@ class _Asked:
 
 
 class RoundTrips:
-    """Answers every peer's pings, and asks those that it is told to."""
+    """Answers the pings of every peer, and measures the peers that it is asked to."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._byte = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-        self._asked: dict[int, _Asked] = {}
+        self._measuring: dict[int, _Measurement] = {}
 
     @property
     def in_flight(self) -> int:
-        return len(self._asked)
+        return len(self._measuring)
 
     def measure(self, peer: int, now_s: float, future: "Future[float]") -> None:
-        """The future gets the seconds of one way: half of the shortest round trip."""
-        self._asked[peer] = _Asked(future)
-        self._ask(peer, self._asked[peer], now_s)
+        """The future gets the seconds of one direction: half of the shortest round trip."""
+        self._measuring[peer] = _Measurement(future)
+        self._ping(peer, self._measuring[peer], now_s)
 
     def arrived(self, tag: Tag, arrival: Arrival, now_s: float) -> None:
         """Takes a ping or pong of a connected peer."""
@@ -52,23 +51,23 @@ class RoundTrips:
         if tag.number == PING:
             self._transport.send(arrival.peer, Tag(0, tag.lease, PONG).pack(), self._byte)
             return
-        asked = self._asked.get(arrival.peer)
-        if asked is None or tag.lease != asked.number:
-            return  # nobody waits for it any more
-        asked.shortest_s = min(asked.shortest_s, now_s - asked.sent_s)
-        if asked.number < _ROUND_TRIPS:
-            self._ask(arrival.peer, asked, now_s)
+        measurement = self._measuring.get(arrival.peer)
+        if measurement is None or tag.lease != measurement.number:
+            return  # an answer to an older ping, or to none
+        measurement.shortest_s = min(measurement.shortest_s, now_s - measurement.sent_s)
+        if measurement.number < _ROUND_TRIPS:
+            self._ping(arrival.peer, measurement, now_s)
         else:
-            del self._asked[arrival.peer]
-            asked.future.set_result(asked.shortest_s / 2)
+            del self._measuring[arrival.peer]
+            measurement.future.set_result(measurement.shortest_s / 2)
 
     def lost(self, peer: int) -> None:
-        asked = self._asked.pop(peer, None)
-        if asked is not None:
-            asked.future.set_exception(DataLoss("the peer was lost during its warm-up"))
+        measurement = self._measuring.pop(peer, None)
+        if measurement is not None:
+            measurement.future.set_exception(DataLoss("the peer was lost during its warm-up"))
 
-    def _ask(self, peer: int, asked: _Asked, now_s: float) -> None:
-        asked.number += 1
-        asked.sent_s = now_s
-        # The transport keeps what is under way; that it fails shows in that no answer comes.
-        self._transport.send(peer, Tag(0, asked.number, PING).pack(), self._byte)
+    def _ping(self, peer: int, measurement: _Measurement, now_s: float) -> None:
+        measurement.number += 1
+        measurement.sent_s = now_s
+        # The transport keeps the request. A failed one shows as a missing answer.
+        self._transport.send(peer, Tag(0, measurement.number, PING).pack(), self._byte)

@@ -1,8 +1,7 @@
-"""What one message is: its tag, its trailer, and how a token range is cut into messages. Pure; no torch.
+"""One message: its tag, its trailer, and how a token range is cut into messages. Pure; no torch.
 
-A message is a payload in wire order with a trailer behind it, the serialized `baton.v1.Segment`. Its digest is the sum
-of the payload's and of a hash of all its other fields, so that whatever adds up a payload's, a GPU too, need only begin
-with that hash. Knows nothing of blocks, leases' states or transports.
+A message is a payload in wire order, followed by a trailer, the serialized `baton.v1.Segment`. Its digest is the
+payload's digest plus a hash of all other fields: whoever sums up the payload, such as a GPU, starts from that hash.
 
 Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits.
 """
@@ -20,19 +19,19 @@ from kvcache.spec import KVCacheSpec
 SENDER_BITS = 12
 LEASE_BITS = 36
 NUMBER_BITS = 16
-# This number marks warm-up messages; their lease field counts messages and means no lease.
+# This number marks warm-up messages; their lease field counts messages.
 WARM_UP = (1 << NUMBER_BITS) - 1
-# These mark the two ways of a round trip, whose sender field means nothing. Segments have lower numbers.
+# These mark the two directions of a round trip; their sender field is unused. Segments have lower numbers.
 PING, PONG = WARM_UP - 1, WARM_UP - 2
 SEGMENTS_MAX = PONG
 
-# Inner cuts fall on multiples of it, so that they hit no block of a usual size in its middle: a gather copies runs.
+# Inner cuts fall on multiples of it, so that they do not split blocks of usual sizes: a gather copies whole runs.
 _ALIGN_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Tag:
-    """Whose message of which lease this is: all that a receiver knows before it offers memory to it.
+    """A message's sender, lease and number: all that a receiver knows before it offers memory.
 
     Raises:
         InternalError: a part does not fit into its bits.
@@ -55,7 +54,7 @@ class Tag:
 
     @classmethod
     def unpack(cls, value: int) -> Self:
-        """The tag out of 64 bits; any such number is some tag."""
+        """The tag in 64 bits; every 64-bit number is a tag."""
         lease_and_number = value & ((1 << (LEASE_BITS + NUMBER_BITS)) - 1)
         return cls(
             value >> (LEASE_BITS + NUMBER_BITS),
@@ -102,19 +101,19 @@ class Segment:
         return len(self.layers) * (self.token_stop - self.token_start) * len(self.heads)
 
     def within(self, held: range) -> "Segment":
-        """The same segment for a cache with these of the model's heads: counted from its own first one."""
+        """The same segment for a cache that holds these heads, numbered from the cache's first one."""
         if held.start == 0:
             return self
         return replace(self, head_start=self.head_start - held.start, head_stop=self.head_stop - held.start)
 
     @property
     def seal(self) -> int:
-        """What its digest has beside the payload's: a hash of every other field, 64 bits."""
+        """The digest's other summand: a hash of all other fields, 64 bits."""
         hashed = hashlib.blake2b(self.encode_with(0), digest_size=DIGEST_BYTES).digest()
         return int.from_bytes(hashed, "little")
 
     def digest_over(self, payload_digest: int) -> int:
-        """Its digest: over the payload's own digest and every other field."""
+        """The digest over a payload of that digest and all other fields."""
         return (payload_digest + self.seal) % (1 << 64)
 
     def sealed(self, payload_digest: int) -> "Segment":
@@ -122,7 +121,7 @@ class Segment:
         return replace(self, digest=self.digest_over(payload_digest))
 
     def encode(self) -> bytes:
-        """The trailer: TRAILER_BYTES bytes, whatever the values, because every field is fixed-size and present."""
+        """The trailer: always TRAILER_BYTES bytes, because every field is present and has a fixed size."""
         return self.encode_with(self.digest)
 
     def encode_with(self, digest: int) -> bytes:
@@ -145,12 +144,12 @@ class Segment:
         # fmt: on
 
 
-# The serialized `baton.v1.Segment`: its fields in order, each a byte that names it and a fixed-size number. Written
-# out, because protobuf takes two to four times as long, warm and cold alike, and every segment needs it several times.
+# The serialized `baton.v1.Segment`: its fields in order, each a tag byte and a fixed-size number. Packed by hand,
+# because protobuf takes two to four times as long, warm and cold alike, and every segment needs it several times.
 _TRAILER = struct.Struct("<BQBQBIBIBIBIBIBIBIBQBQBI")
 _TAGS = (0x09, 0x11, 0x1D, 0x25, 0x2D, 0x35, 0x3D, 0x45, 0x4D, 0x51, 0x59, 0x65)
 TRAILER_BYTES = _TRAILER.size
-# Where in a trailer the digest is.
+# Offset of the digest in a trailer.
 DIGEST_OFFSET = struct.calcsize("<BQBQBIBIBIBIBIBIBIBQB")
 DIGEST_BYTES = 8
 
@@ -160,7 +159,7 @@ def decode_trailer(trailer: bytes) -> Segment | None:
     if len(trailer) != TRAILER_BYTES:
         return None
     numbers = _TRAILER.unpack(trailer)
-    # Only one sequence of bytes is the trailer of a segment; this also finds absent fields.
+    # A segment has exactly one trailer; this check also finds absent fields.
     return Segment(*numbers[1::2]) if numbers[::2] == _TAGS else None
 
 
@@ -169,7 +168,7 @@ def payload_bytes(spec: KVCacheSpec, *, layers: int, tokens: int, heads: int) ->
 
 
 class Piece(NamedTuple):
-    """Some tokens in some layers, before anybody knows of heads."""
+    """Some tokens in some layers, for all heads."""
 
     layers: range
     token_start: int
@@ -193,8 +192,7 @@ def cut(
 
     Args:
         layers, heads: those that one sender sends to one receiver; of heads it is their number.
-        resume_at: the earliest token that the receiver may compute on this KV. A layer with a window reads only so far
-            before it.
+        resume_at: first position that may still be computed. KV older than the sliding window is not sent.
 
     Raises:
         ConfigError: not even one token of one layer fits.
@@ -208,9 +206,9 @@ def cut(
 def read_boxes(
     spec: KVCacheSpec, *, layers: range, token_start: int, token_stop: int, resume_at: int
 ) -> Iterator[Piece]:
-    """What of a token range is read by token `resume_at` and later ones: as few boxes as there are runs of tokens that
-    the same layers read, where layers follow each other at one distance."""
-    if not spec.windows:  # at once, because a link waits for the first piece
+    """The part of a token range that token `resume_at` and later ones read: one box for each run of tokens that the
+    same evenly spaced layers read."""
+    if not spec.windows:  # the short path, because a link waits for the first piece
         if layers and token_start < token_stop:
             yield Piece(layers, token_start, token_stop)
         return
@@ -222,7 +220,7 @@ def read_boxes(
 
 
 def _even_runs(layers: list[int]) -> Iterator[range]:
-    """The layers as ranges: one where they have one distance, else those that follow each other."""
+    """The layers as ranges: one if they are evenly spaced, else one for each run of adjacent layers."""
     steps = {second - first for first, second in pairwise(layers)}
     if len(steps) <= 1:
         step = steps.pop() if steps else 1

@@ -1,7 +1,6 @@
-"""The sending half of the transfer thread: cut, gather, send, several slots at a time.
+"""The sending half of the transfer thread: cut, gather, send, several staging slots at a time.
 
-Each slot goes back by its own segment's end. Knows nothing of leases' states, and nothing of threads: `step` is called
-again and again.
+A slot is given back when its own segment has ended. The thread calls `step` repeatedly.
 """
 
 import time
@@ -14,9 +13,11 @@ from typing import TypeVar
 
 from baton.errors import BatonError, Cancelled, ConfigError, DataLoss
 from kvcache.cache import PagedKVCache
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Mover, Pending
-from kvtransfer.records import Ledger, Peer, SendJob, WarmUp
+from kvtransfer.records import SendJob, WarmUp
 from kvtransfer.segments import SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
+from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transports.transport import Request, Transport
 from kvtransfer.warm_up import maps_slot, pattern, warm_up_segments
@@ -26,8 +27,13 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Job:
-    """Segments for one peer, sent in order. `lease` is None for a warm-up. `done` is told when none is in flight and
-    none will follow."""
+    """Segments for one peer, sent in order.
+
+    Attributes:
+        lease: None for a warm-up.
+        fill: puts a segment's message into a slot.
+        done: called when no segment is in flight and none will follow.
+    """
 
     peer: int
     sender_number: int
@@ -48,9 +54,9 @@ class _Job:
 
 @dataclass(eq=False)
 class _InFlight:
-    """One segment, from its slot's taking to the slot's going back:
+    """One segment, while it holds a slot:
 
-    message ──► request ──► over           the request is begun when the message is in the slot; when the job has been
+    message ──► request ──► over           the request begins when the message is in the slot; if the job has been
        └───────────────────► over          stopped by then, the segment is not sent
     """
 
@@ -62,12 +68,7 @@ class _InFlight:
 
 
 class Sender:
-    """Sends jobs, first come first served for each peer.
-
-    Args:
-        heads: of the model's kv heads, those in the cache.
-        pools: where segments wait until they are sent.
-    """
+    """Sends the jobs of each peer in the order in which they came."""
 
     def __init__(
         self,
@@ -76,17 +77,15 @@ class Sender:
         transport: Transport,
         ledger: Ledger,
         pools: Pools,
-        *,
-        heads: range,
-        digests: bool,
+        settings: TransferSettings,
     ) -> None:
         self._spec = cache.spec
-        self._heads = heads
+        self._heads = settings.held_heads(cache.spec)
         self._mover = mover
         self._transport = transport
         self._ledger = ledger
         self._pools = pools
-        self._digests = digests
+        self._digests = settings.digests
         self._jobs: list[_Job] = []
         self._in_flight: list[_InFlight] = []
         self._held: Counter[int] = Counter()
@@ -97,8 +96,8 @@ class Sender:
         return len(self._in_flight)
 
     def send(self, job: SendJob, future: "Future[tuple[Segment, ...]]") -> None:
-        """Queues a job; the future gets its segments when all are complete, or the error when none is in flight: in
-        both cases no gather reads its blocks any more."""
+        """Queues a job. The future gets its segments once all are complete, or the error once none is in flight; either
+        way no gather reads the job's blocks any more."""
         peer = self._ledger.peers.get(job.peer)
         if peer is None:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=job.peer))
@@ -117,14 +116,14 @@ class Sender:
 
         def done(finished: _Job) -> None:
             blocks.free()
-            # A message may be ready before that of a segment begun earlier.
-            _tell(future, tuple(sorted(finished.sent, key=attrgetter("number"))), finished.error)
+            # Messages can become ready in another order than they were begun in.
+            _complete(future, tuple(sorted(finished.sent, key=attrgetter("number"))), finished.error)
 
         pool, segments = self._pools.of(through_host=peer.through_host), self._cut(job, peer)
         self._jobs.append(_Job(job.peer, job.sender_number, job.lease, pool, segments, fill, done))
 
     def warm_up(self, peer_number: int, sender_number: int, future: "Future[WarmUp]") -> None:
-        """Queues messages through every slot; the future gets their number and payload bytes."""
+        """Queues messages through every slot. The future gets their number and payload bytes."""
         peer = self._ledger.peers.get(peer_number)
         if peer is None:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=peer_number))
@@ -136,14 +135,14 @@ class Sender:
 
         def done(finished: _Job) -> None:
             sent = WarmUp(len(finished.sent), sum(segment.payload_bytes for segment in finished.sent))
-            _tell(future, sent, finished.error)
+            _complete(future, sent, finished.error)
 
         pool = self._pools.of(through_host=peer.through_host)
         segments = warm_up_segments(pool.slots, peer.payload_limit, time.monotonic)
         self._jobs.append(_Job(peer_number, sender_number, None, pool, segments, fill, done))
 
     def quiet(self, peer: int, lease: int, future: "Future[None]") -> None:
-        """Ends the lease's jobs; the future is done when nothing of it is in flight."""
+        """Ends the lease's jobs. The future is done when nothing of the lease is in flight."""
         for job in self._jobs:
             if (job.peer, job.lease) == (peer, lease):
                 job.stop(Cancelled(f"lease {lease} was ended"))
@@ -151,18 +150,18 @@ class Sender:
         self._finish_jobs()
 
     def lost(self, peer: int) -> None:
-        """Ends all jobs of a peer; the transport is to cancel what is in flight."""
+        """Ends all jobs of a peer. The caller then has the transport cancel what is in flight."""
         for job in self._jobs:
             if job.peer == peer:
                 job.stop(DataLoss("the link to the peer was closed"))
         self._finish_jobs()
 
     def holds(self, peer: int) -> bool:
-        """Whether anything of that peer is in flight."""
+        """Whether anything for that peer is in flight."""
         return self._held[peer] > 0
 
     def step(self) -> bool:
-        """Moves on what is in flight and begins at most one segment; whether there was anything to do."""
+        """Advances what is in flight and begins at most one segment; whether anything happened."""
         if not self._jobs and not self._in_flight:
             return False
         moved = False
@@ -200,7 +199,7 @@ class Sender:
         self._advance(item)
 
     def _advance(self, item: _InFlight) -> bool:
-        """Moves one segment on as far as it gets without waiting; whether it got anywhere."""
+        """Advances one segment as far as possible without waiting; whether it advanced."""
         moved = False
         if item.request is None:
             if not item.message.done:
@@ -225,7 +224,7 @@ class Sender:
         return self._transport.send(job.peer, tag, item.slot.message(segment.payload_bytes + TRAILER_BYTES))
 
     def _end(self, item: _InFlight) -> bool:
-        """Nothing of the segment is under way any more."""
+        """The segment is over: its slot is free."""
         self._in_flight.remove(item)
         item.job.in_flight -= 1
         self._held[item.job.peer] -= 1
@@ -287,7 +286,7 @@ class Sender:
             )
 
 
-def _tell(future: "Future[T]", result: T, error: BatonError | None) -> None:
+def _complete(future: "Future[T]", result: T, error: BatonError | None) -> None:
     if error is not None:
         future.set_exception(error)
     else:

@@ -1,7 +1,4 @@
-"""Staging memory: equal slots in one allocation, each offered to one message at a time.
-
-Knows nothing of what a message holds. Used by the transfer thread alone.
-"""
+"""Staging memory: equal slots in one allocation, each for one message at a time. Used by the transfer thread only."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,9 +8,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-# Slots start on page borders: a transport maps whole pages.
+# Slots start at page boundaries: transports map whole pages.
 _SLOT_ALIGN_BYTES = 4096
-# Of how many messages' sizes a slot keeps the tensors.
+# Number of message sizes for which a slot keeps the tensor.
 _SIZES_KEPT = 4
 
 
@@ -26,25 +23,25 @@ class Slot:
 
     @cached_property
     def bytes(self) -> memoryview:
-        """The same memory, of the CPU, for what is too short to be worth a tensor operation."""
+        """The slot's memory, on the CPU, for accesses too short to be worth a tensor operation."""
         return self.memory.numpy().data
 
     @cached_property
     def message(self) -> Callable[[int], Tensor]:
-        """The first so many bytes, as one tensor each time they are asked for: a request's segments have few sizes, and
-        what a transport knows of a tensor it need not find out again."""
+        """The first bytes, always as the same tensor for the same size: a request's segments have few sizes, and
+        transports cache what they know of a tensor."""
         memory = self.memory
         return lru_cache(_SIZES_KEPT)(lambda num_bytes: memory[:num_bytes])
 
 
 class StagingPool:
-    """Slots handed out in turn, so that a pair's warm-up passes through every one of them.
+    """Slots given out in turn, so that a pair's warm-up passes through all of them.
 
-    A slot goes back when the transport's request that used it and every operation begun on it are done, and for no
-    other reason: until then it may still be written to or read from.
+    A slot is given back only when the transport's request and every operation on it are done: until then it may still
+    be read or written.
 
     Args:
-        pinned: in page-locked memory of the CPU; needs a GPU.
+        pinned: in page-locked host memory; needs a GPU.
     """
 
     def __init__(self, *, slot_bytes: int, slots: int, device: torch.device, pinned: bool = False) -> None:
@@ -53,14 +50,14 @@ class StagingPool:
         stride = -(-slot_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
         memory = torch.empty(slots * stride + _SLOT_ALIGN_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
         if memory.device.type == "cpu":
-            memory.zero_()  # now, and not under the first messages, the pages become real
+            memory.zero_()  # allocates the pages now, not during the first messages
         first = -memory.data_ptr() % _SLOT_ALIGN_BYTES
         self.members = tuple(Slot(index, memory[first + index * stride :][:slot_bytes]) for index in range(slots))
         self._free = deque(self.members)
         self._taken: set[int] = set()
 
     def take(self) -> Slot | None:
-        """A free slot, the one that has been free longest; None when every slot is in use."""
+        """The slot that has been free longest; None if none is free."""
         if not self._free:
             return None
         slot = self._free.popleft()
@@ -78,11 +75,12 @@ class StagingPool:
 
 
 class Pools:
-    """The pools of one direction: for peers that reach the cache's memory directly, and for those that need the
-    host's. Each is made when it is first needed: a node that only sends has none to receive into.
+    """The pools of one direction: one for peers that reach the cache's memory, one for those that need host memory.
+
+    Each is made when it is first needed, so a node that only sends never allocates slots to receive into.
 
     Args:
-        direct, in_host: make them.
+        direct, in_host: make a pool.
     """
 
     def __init__(self, *, direct: Callable[[], StagingPool], in_host: Callable[[], StagingPool]) -> None:
@@ -96,5 +94,5 @@ class Pools:
 
     @property
     def may_have_room(self) -> bool:
-        """Whether a slot is free, or a pool could still be made."""
+        """Whether a slot is free or a pool can still be made."""
         return not self._made or any(pool.available for pool in self._made.values())

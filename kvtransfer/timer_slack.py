@@ -7,5 +7,5 @@ _SLACK_NS = 1000
 
 
 def wake_punctually() -> None:
-    """Lets the calling thread sleep for microseconds; by default it is woken up to 50 us late."""
+    """Lets the calling thread sleep for microseconds; by default Linux wakes it up to 50 us late."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)

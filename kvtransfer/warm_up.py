@@ -1,8 +1,7 @@
-"""Warming a pair up: messages through every staging slot before traffic, checked, and then timed at the receiver.
+"""Warming up a link: messages through every staging slot before traffic, checked and timed at the receiver.
 
-The first message through a buffer maps it, which costs 10-30 times a transfer. Bursts of the smallest messages that a
-segment is cut to and of the largest ones follow; of each the quickest burst counts, so that a busy machine does not
-spoil it. Knows nothing of leases and caches.
+The first message through a buffer maps it, which takes 10-30 times as long as a transfer. Then bursts of small and of
+full messages follow; the quickest burst of each size counts, so that a busy machine does not distort the measure.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,20 +14,20 @@ from kvtransfer.movers.mover import Reading
 from kvtransfer.records import LinkMeasure
 from kvtransfer.segments import TRAILER_BYTES, WARM_UP, Segment, decode_trailer
 
-# Of a burst the second half is timed, from message to message: those that are under way together end together. Windows
-# of four messages between GPUs showed up to 458 GB/s where a plain copy does 396: a burst is long where there is time.
+# The second half of a burst is timed, because messages that are in flight together end together. Windows of four
+# messages between GPUs showed up to 458 GB/s where a plain copy reaches 396, so bursts are as long as time permits.
 _LEAST_PER_SLOT = 2
 _MOST_PER_SLOT = 8
 _SIZES = 2
 _BURSTS = 5
-# After that long bursts are short and no further pair of them is begun. Over the slowest links there is one.
+# After this time bursts are short and no further pair of bursts begins. The slowest links get one pair.
 _BUDGET_S = 0.2
-# A warm-up message's lease field: the burst, 0 for the messages that map the slots, and its number within it.
+# A warm-up message's lease field: its burst (0: messages that map the slots) and its number within the burst.
 _NUMBER_BITS = 16
 
 
 def warm_up_segments(slots: int, payload_bytes: int, clock: Callable[[], float]) -> Iterator[Segment]:
-    """The messages that warm a link up: one through each slot, then bursts, of small and of full ones in turn."""
+    """The messages of a warm-up: one through each slot, then bursts of small and of full messages in turn."""
     for index in range(slots):
         yield _message(0, index, payload_bytes)
     until_s = clock() + _BUDGET_S
@@ -43,14 +42,13 @@ def warm_up_segments(slots: int, payload_bytes: int, clock: Callable[[], float])
 
 
 def maps_slot(lease: int) -> bool:
-    """Whether a warm-up message of that lease field is one whose payload is a pattern, and checked. Those that are
-    timed carry what the slot holds."""
+    """Whether a warm-up message with that lease field maps a slot: its payload is a pattern, which is checked. Timed
+    messages carry whatever the slot holds."""
     return lease >> _NUMBER_BITS == 0
 
 
 def pattern(index: int) -> int:
-    """Every byte of one message's payload: never zero, different for each of 255 indices, and quick to make and to
-    check."""
+    """The value of every byte of a message's payload: never zero, distinct for 255 indices, quick to fill and check."""
     return index % 255 + 1
 
 
@@ -73,33 +71,36 @@ class _Progress:
 
 
 class WarmUpReceiver:
-    """The warm-up messages of all peers that have not been asked for yet."""
+    """Collects the warm-up messages of all peers until they are asked for."""
 
     def __init__(self, *, digests: bool) -> None:
         self._digests = digests
         self._peers: dict[int, _Progress] = {}
 
     def received(self, peer: int, lease: int, num_bytes: int, reading: Reading, now_s: float) -> None:
-        """One message of that size and with that lease field in its tag is in and was read; one that maps a slot with
-        the digest that this node wants, and with extremes."""
+        """Counts and checks one message that was received and read.
+
+        Args:
+            lease: the lease field of its tag.
+            reading: with extremes and, if this node wants digests, with a digest for messages that map a slot.
+        """
         progress = self._peers.setdefault(peer, _Progress())
         payload_bytes = num_bytes - TRAILER_BYTES
         progress.error = progress.error or self._check(lease, payload_bytes, reading)
         progress.arrived.append(_Arrived(now_s, lease >> _NUMBER_BITS, payload_bytes))
-        self._tell(peer)
+        self._finish(peer)
 
     def expect(self, peer: int, messages: int, num_bytes: int, carrier: str, future: "Future[LinkMeasure]") -> None:
-        """Completes the future once that many messages have come: with what was measured, apart from the latency,
-        or with what was wrong."""
+        """Completes the future once that many messages have arrived: with the measure, without latency, or an error."""
         self._peers.setdefault(peer, _Progress()).waiting = (messages, num_bytes, carrier, future)
-        self._tell(peer)
+        self._finish(peer)
 
     def lost(self, peer: int) -> None:
         progress = self._peers.pop(peer, None)
         if progress is not None and progress.waiting is not None:
             progress.waiting[3].set_exception(DataLoss("the peer was lost during its warm-up"))
 
-    def _tell(self, peer: int) -> None:
+    def _finish(self, peer: int) -> None:
         progress = self._peers[peer]
         if progress.waiting is None or len(progress.arrived) < progress.waiting[0]:
             return
@@ -121,7 +122,7 @@ class WarmUpReceiver:
     def _check(self, lease: int, payload_bytes: int, reading: Reading) -> BatonError | None:
         segment = decode_trailer(reading.trailer)
         if segment is None or (segment.payload_bytes, segment.lease) != (payload_bytes, lease):
-            return DataLoss("a warm-up message came without its trailer")
+            return DataLoss("a warm-up message arrived without its trailer")
         if self._digests and segment.digest == 0:
             return PeerRefused(
                 "the peer sends no digests, and this node wants them",
@@ -135,16 +136,15 @@ class WarmUpReceiver:
         value = pattern(lease)
         wrong_digest = self._digests and segment.digest != segment.digest_over(reading.digest)
         if reading.extremes != (value, value) or wrong_digest:
-            return DataLoss("a warm-up message came damaged", cure="check the link and the GPUs' peer access")
+            return DataLoss("a warm-up message arrived damaged", cure="check the link and the GPUs' peer access")
         return None
 
 
 def _measure(arrived: list[_Arrived], carrier: str) -> LinkMeasure:
-    """What the quickest burst of each size shows; GB/s is the rate at which full messages really came, their cost
-    included.
+    """The measure of the quickest burst of each size. GB/s is the actual rate of full messages, their cost included.
 
     Raises:
-        DataLoss: there are no two sizes.
+        DataLoss: there are not two sizes.
     """
     quickest_s: dict[int, float] = {}
     for burst in {message.burst for message in arrived if message.burst}:

@@ -1,7 +1,6 @@
-"""The one thread that owns a node's transport, staging and mover, so gather, digest and scatter.
+"""The transfer thread of one rank: owns its transport, staging and mover, so gather, digest and scatter.
 
-Others talk to it by posted calls, which it runs in order; it talks back through futures and callbacks. Knows nothing
-of asyncio.
+Other threads post calls, which it runs in order; it answers through futures and callbacks.
 """
 
 import logging
@@ -22,14 +21,14 @@ from typing import Any, TypeVar
 
 from baton.errors import BatonError, DataLoss, InternalError
 from kvcache.cache import PagedKVCache
-from kvtransfer.leases import LeaseTotals
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
-from kvtransfer.rate_limit import RateLimit
+from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import Ledger, LinkMeasure, Peer, PeerTraffic, SegmentRefused
-from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.records import LinkMeasure, PeerTraffic
 from kvtransfer.sender import Sender
+from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, StagingPool
 from kvtransfer.timer_slack import wake_punctually
 from kvtransfer.transports.table import open_transport
@@ -39,52 +38,47 @@ T = TypeVar("T")
 
 log = logging.getLogger("baton")
 
-# While messages are in flight the thread sleeps between looks, a fraction of the time since something last happened.
-# On two busy cores naps of 20 us moved 0.8-2.4 GB/s through shared memory, waiting for UCX's event 0.2, and looking
+# While messages are in flight, the thread sleeps between polls for a fraction of the time since the last event.
+# On two busy cores, naps of 20 us moved 0.8-2.4 GB/s through shared memory, waiting for UCX's event 0.2, and polling
 # without a pause 0.1-0.2: each message needs both ends to run in turn. Naps also leave the GIL to the other threads.
 _NAP_SHORTEST_S = 20e-6
-# Beside a GPU a message takes 50-200 us and passes six such waits: shorter ones, from which the thread wakes in time.
+# With a GPU, a message takes 50-200 us and passes six such waits, so they are shorter (see `wake_punctually`).
 _NAP_SHORTEST_GPU_S = 5e-6
 _NAP_LONGEST_S = 1e-3
 _NAP_FRACTION = 1 / 8
-# With nothing in flight it goes on looking for that long, because segments come in rows; then it waits for an event.
+# With nothing in flight, the thread polls for this long, because segments come in bursts; then it waits for an event.
 _HOT_S = 2e-3
-# The longest wait, should an event get lost: with open leases, and without.
+# The longest wait, in case an event is lost: with open leases, and without.
 _WAIT_LEASED_MS = 20
 _WAIT_IDLE_MS = 200
 _CLOSE_TIMEOUT_S = 2.0
 
 
 class TransferThread:
-    """Runs from `start` to `stop`. `sender`, `receiver` and the methods marked "on the thread" are for posted calls."""
+    """Runs from `start` to `stop`. Posted calls use `sender`, `receiver` and the methods marked "on the thread".
+
+    Args:
+        on_filled, on_refused: called on the thread.
+        clock: for the receiver; the thread's own waits keep to the monotonic clock.
+    """
 
     def __init__(
         self,
         cache: PagedKVCache,
+        settings: TransferSettings,
         *,
-        heads: range,
-        transport: str,
-        incarnation: int,
-        segment_bytes: int,
-        staging_slots: int,
-        digests: bool,
-        receive_bytes_per_s: float | None,
         make_mover: MakeMover,
-        on_filled: Callable[[LeaseTotals], None],
-        on_refused: Callable[[SegmentRefused], None],
+        on_filled: OnFilled,
+        on_refused: OnRefused,
+        clock: Callable[[], float],
     ) -> None:
         self.ledger = Ledger()
         self._cache = cache
-        self._heads = heads
+        self._settings = settings
         self._make_mover = make_mover
-        self._transport_name = transport
-        self._incarnation = incarnation
-        self._segment_bytes = segment_bytes
-        self._staging_slots = staging_slots
-        self._digests = digests
-        self._receive_bytes_per_s = receive_bytes_per_s
         self._on_filled = on_filled
         self._on_refused = on_refused
+        self._clock = clock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()  # guards `_ended` against a post that comes while the thread ends
@@ -111,7 +105,7 @@ class TransferThread:
         return self._started
 
     def call(self, function: Callable[["Future[T]"], None]) -> "Future[T]":
-        """Runs a function on the thread; it, or what it begins, completes the future that it gets."""
+        """Runs a function on the thread. The function, or what it begins, completes the future that it receives."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -133,7 +127,7 @@ class TransferThread:
         return future
 
     def stop(self) -> None:
-        """Cancels what is in flight, closes the transport and waits for the thread's end."""
+        """Cancels what is in flight, closes the transport and waits until the thread has ended."""
         if self._wake_fd < 0:
             return
 
@@ -148,14 +142,13 @@ class TransferThread:
 
     @property
     def stalled_s(self) -> float:
-        """How long ago the thread began its present turn; far under a second while all is well, and without end once it
-        has failed."""
+        """Age of the thread's current turn: far under a second while it works, infinite once it has failed."""
         if self._failed:
             return math.inf
         return time.monotonic() - self._turned_s if self._thread.is_alive() else 0.0
 
     def where(self) -> str:
-        """The thread's Python stack, for a log line about a thread that is stuck; or that it has failed."""
+        """The thread's Python stack, or that it has failed; for log lines about a stuck thread."""
         if self._failed:
             return "the thread has failed; its error is above"
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -182,7 +175,7 @@ class TransferThread:
         future.set_result(None)
 
     def disconnect(self, peer: int, future: "Future[tuple[int, ...]]") -> None:
-        """Closes the link; the future gets the peer's open leases when nothing of it is in flight."""
+        """Closes the link. The future gets the peer's open leases once nothing of the peer is in flight."""
         if peer not in self._listening:
             future.set_result(())
             return
@@ -202,7 +195,7 @@ class TransferThread:
     def measure_latency(self, peer: int, future: "Future[float]") -> None:
         if peer not in self.ledger.peers:
             raise DataLoss("the peer is not connected", field="peer", value=peer)
-        self.receiver.round_trips.measure(peer, time.monotonic(), future)
+        self.receiver.round_trips.measure(peer, self._clock(), future)
 
     def use_link(self, peer: int, link: LinkSpeed, future: "Future[None]") -> None:
         if peer not in self.ledger.peers:
@@ -213,7 +206,7 @@ class TransferThread:
     def _run(self) -> None:
         try:
             self._open()
-        except Exception as error:  # noqa: BLE001  (whoever called `start` gets it)
+        except Exception as error:  # noqa: BLE001  (the caller of `start` gets it)
             self._end(error)
             return
         ended: BatonError = InternalError("the transfer is closed")
@@ -226,13 +219,13 @@ class TransferThread:
             ended = InternalError(f"the transfer thread failed: {error}", cure="restart the node; its log says why")
         try:
             self._close()
-        except Exception:  # a GPU that has failed fails every call that follows
+        except Exception:  # after a GPU has failed, every further call to it fails
             log.exception("the transfer thread could not close")
         finally:
             self._end(ended)
 
     def _end(self, error: Exception) -> None:
-        """From here on every call, old or new, gets this error."""
+        """Fails every call with this error, those that wait and those that come."""
         with self._lock:
             self._ended = error
         if not self._started.done():
@@ -242,31 +235,30 @@ class TransferThread:
                 future.set_exception(error)
 
     def _open(self) -> None:
-        # The mover first: it makes the cache's GPU the thread's own, where the transport then opens.
+        # The mover first: it makes the cache's GPU current on this thread, and the transport opens on that GPU.
         self.mover = self._make_mover(self._cache, lambda: self.transport.progress())
-        self.transport = open_transport(self._transport_name, on_gpu=self.mover.on_gpu)
+        self.transport = open_transport(self._settings.transport, on_gpu=self.mover.on_gpu)
         if self.mover.on_gpu:
             wake_punctually()
         parts = self._cache, self.mover, self.transport, self.ledger
-        self.sender = Sender(*parts, self._pools(), heads=self._heads, digests=self._digests)
+        self.sender = Sender(*parts, self._pools(), self._settings)
         self.receiver = Receiver(
             *parts,
             self._pools(),
-            heads=self._heads,
-            slot_bytes=self._segment_bytes + TRAILER_BYTES,
-            incarnation=self._incarnation,
-            digests=self._digests,
+            self._settings,
             on_filled=self._on_filled,
             on_refused=self._on_refused,
             catch_up=self._run_calls,
-            limit=RateLimit(self._receive_bytes_per_s) if self._receive_bytes_per_s else None,
+            clock=self._clock,
         )
         self._started.set_result(None)
 
     def _pools(self) -> Pools:
         def opened(*, through_host: bool) -> StagingPool:
-            slot_bytes = self._segment_bytes + TRAILER_BYTES
-            return self.mover.open_pool(slot_bytes=slot_bytes, slots=self._staging_slots, through_host=through_host)
+            settings = self._settings
+            return self.mover.open_pool(
+                slot_bytes=settings.message_bytes, slots=settings.staging_slots, through_host=through_host
+            )
 
         return Pools(direct=partial(opened, through_host=False), in_host=partial(opened, through_host=True))
 
@@ -286,7 +278,7 @@ class TransferThread:
                 time.sleep(min(max(quiet_s * _NAP_FRACTION, shortest_s), _NAP_LONGEST_S))
             elif self.transport.arm():
                 poll.poll(self._longest_wait_ms())
-                # Here and not with the calls: a call may have been run before its wake came.
+                # Read here and not with the calls: a call may run before its wake-up arrives.
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
 
@@ -297,7 +289,7 @@ class TransferThread:
         return _WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS
 
     def _advance(self) -> bool:
-        """One look at everything; whether anything happened. Every part is looked at, whatever the others had."""
+        """Moves every part on once; whether anything happened in one of them."""
         results = (self._run_calls(), self.transport.progress(), self.receiver.step(), self.sender.step())
         if self._disconnecting:
             self._finish_disconnects()
@@ -324,7 +316,7 @@ class TransferThread:
         self._disconnecting = waiting
 
     def _drain(self) -> None:
-        """Cancels what is in flight, and waits until nothing is."""
+        """Cancels what is in flight and waits until nothing is."""
         for peer in list(self._listening):
             self.disconnect(peer, Future())
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
@@ -336,5 +328,5 @@ class TransferThread:
             self.transport.close()
             self.mover.close()
         finally:
-            # ucxx's objects must end in the thread that made them.
+            # ucxx's objects must be destroyed on the thread that made them.
             del self.sender, self.receiver, self.transport, self.mover

@@ -7,11 +7,12 @@ channel, R row that wants logits, V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
@@ -132,3 +133,9 @@ class CausalLM(Joint):
         for own_RV, rank_RV in zip(out_RV.split(logits_RV.shape[1], dim=1), ranks, strict=False):
             own_RV.copy_(rank_RV[:, : own_RV.shape[1]])
         return out_RV
+
+
+class ModelClass(Protocol):
+    """How the loader makes a model of any family."""
+
+    def __call__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> CausalLM: ...

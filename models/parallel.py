@@ -14,7 +14,7 @@ from torch import distributed as dist
 from attention.blocksparse import BlocksparseParams
 from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from models.quantization.scheme import FP8_BLOCK, Granularity
+from models.quantization.config import FP8_BLOCK, Granularity
 
 _MOST_RANKS = 64  # that an error names
 # Rows of the vocabulary come in multiples of this, which products on a GPU want; the last rank's are padded.

@@ -1,4 +1,4 @@
-"""What the two node processes share: putting engine and transfer together, describing oneself, serving, draining.
+"""What the two node processes share: assembling engine and transfer, describing the node, serving, draining.
 
-The only place that knows `engine` and `kvtransfer` at once; knows neither role.
+The only package that imports both `engine` and `kvtransfer`.
 """

@@ -1,6 +1,5 @@
-"""Puts a node together from its settings: model, engine, KV transfer, identity. Knows neither role, nor grpc."""
+"""Assembles a node from its settings: model, engine, KV transfer, identity."""
 
-import logging
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,43 +19,41 @@ from engine.events import StepEvents
 from engine.request import EngineLimits
 from kvcache.spec import KVCacheShape
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
-from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer, RankTransfer
-from kvtransfer.segments import TRAILER_BYTES
-from kvtransfer.transfer import KVTransfer, LeaseFilled, SegmentRefused
+from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.ranked import MakeTransfer, RankedTransfer
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
 from models.identity import ModelIdentity
 from models.parallel import SINGLE, TensorParallel
 from models.weights.kv_scales import kv_scales
 from node.describe import to_info
 from node.progress import LoadingProgress
-from node.ranks.group import RankGroup, Worker
+from node.ranks.group import RankGroup
 from node.ranks.join import rank_device
 from node.ranks.remote import RemoteTransfer
 from node.ranks.runner import RankedRunner
 from node.ranks.steps import StepWriter
 from protos.baton.v1 import common_pb2, node_pb2
 
-log = logging.getLogger("baton")
-
-# Where prompts are cut in batch-invariant mode; the same on every node, whatever its step size.
+# Prompts are cut at multiples of this in batch-invariant mode, on every node, whatever its step size.
 _INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
 
 
 @dataclass(frozen=True)
 class Listener:
-    """What a role wants to hear, on the event loop."""
+    """A role's callbacks, called on the event loop."""
 
     on_step: Callable[[StepEvents], None]
-    on_filled: Callable[[LeaseFilled], None]
-    on_refused: Callable[[SegmentRefused], None]
+    on_filled: OnFilled
+    on_refused: OnRefused
 
 
 class Node:
-    """One node's engine and transfer, from `async with` to its end.
+    """One node's engine and transfer; an async context manager. The role calls `listen` before it is entered.
 
     Args:
-        built: the loaded model with its cache, from `load`; of rank 0.
-        group: the other ranks, which have loaded theirs or are about to; None if there are none.
-        listener: gets the role's callbacks; made from this node, before it is entered.
+        built: rank 0's loaded model with its cache, from `load`.
+        group: the other ranks, which have loaded their parts or are about to; None if there are none.
     """
 
     def __init__(
@@ -96,35 +93,23 @@ class Node:
         runner: StepRunner = built.runner
         if group is not None and self._workers:
             steps = StepWriter([worker.steps for worker in self._workers])
-            runner = RankedRunner(built.runner, steps, on_failure=group.trouble)
-        self.engine = Engine(runner, limits, on_step=lambda events: self._heard().on_step(events))
-        self.transfer = RankedTransfer(
-            [self._own_transfer, *(partial(self._transfer_of, worker) for worker in self._workers)],
-            message_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda) + TRAILER_BYTES,
-            on_filled=lambda filled: self._heard().on_filled(filled),
-            on_refused=lambda refused: self._heard().on_refused(refused),
-        )
+            runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
+        self.engine = Engine(runner, limits, on_step=self._on_step)
+        makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
+        makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
+        message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
+        self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
 
     def listen(self, listener: Listener) -> None:
-        """Sets who hears of steps and leases; before the node is entered."""
+        """Sets who receives steps and lease events; before the node is entered."""
         self._listener = listener
+        self.transfer.deliver_to(listener.on_filled, listener.on_refused)
 
-    def _own_transfer(self, on_filled: OnFilled, on_refused: OnRefused) -> RankTransfer:
-        return open_transfer(
-            self.settings, self.built, incarnation=self.incarnation, on_filled=on_filled, on_refused=on_refused
-        )
-
-    def _transfer_of(self, worker: Worker, on_filled: OnFilled, on_refused: OnRefused) -> RankTransfer:
-        return RemoteTransfer(
-            worker.rank, worker.calls, incarnation=self.incarnation, on_filled=on_filled, on_refused=on_refused
-        )
-
-    def _heard(self) -> Listener:
+    def _on_step(self, events: StepEvents) -> None:
         assert self._listener is not None
-        return self._listener
+        self._listener.on_step(events)
 
     async def __aenter__(self) -> Self:
-        self._heard()
         await self.transfer.start()
         try:
             await self.engine.__aenter__()
@@ -152,7 +137,7 @@ class Node:
         )
 
     def status(self, *, draining: bool) -> node_pb2.NodeStatus:
-        """The part of a status that does not depend on the role."""
+        """The role fills in the rest: peers, leases and refusals."""
         load = self.engine.load()
         counters = self.transfer.counters()
         return node_pb2.NodeStatus(
@@ -172,57 +157,42 @@ class Node:
         )
 
 
-def open_transfer(
-    settings: NodeSettings, built: Built, *, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
-) -> KVTransfer:
-    """The KV transfer of one rank, not yet started.
-
-    Args:
-        incarnation: of the node.
-    """
-    return KVTransfer(
-        built.cache,
-        heads=built.kv_heads,
+def transfer_settings(settings: NodeSettings, built: Built, incarnation: int) -> TransferSettings:
+    """What the node's settings mean for one rank's transfer."""
+    return TransferSettings(
         incarnation=incarnation,
         transport=settings.transport,
         segment_bytes=settings.segment_bytes(on_gpu=built.cache.view.is_cuda),
         staging_slots=settings.staging_slots,
         digests=settings.digests,
         receive_bytes_per_s=settings.receive_bytes_per_s,
+        heads=built.kv_heads,
+    )
+
+
+def open_transfer(
+    settings: NodeSettings, built: Built, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
+) -> KVTransfer:
+    """The KV transfer of one rank, not yet started."""
+    return KVTransfer(
+        built.cache,
+        transfer_settings(settings, built, incarnation),
         on_filled=on_filled,
         on_refused=on_refused,
     )
 
 
 def load(settings: NodeSettings, parallel: TensorParallel = SINGLE) -> Built:
-    """Reads the checkpoint, or one rank's part of it, and allocates the cache; slow. All ranks call it at one time.
+    """Reads the checkpoint, or one rank's part of it, and allocates the cache; slow. All ranks call it together.
 
     Raises:
         ConfigError: a setting, or the checkpoint that it names, cannot work.
     """
     torch.set_num_threads(settings.threads)
-    # Of the ranks, which have equally much to read, one shows how far it is.
+    # All ranks have equally much to read, so one of them shows the progress.
     with LoadingProgress() if parallel.rank == 0 else nullcontext() as progress:
-        return build_runner(
-            directory=settings.model,
-            dtype=settings.dtype,
-            device=settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank),
-            parallel=parallel,
-            kv_cache_layout=settings.kv_cache_layout,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            block_size=settings.block_size,
-            num_blocks=settings.num_blocks,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            gpu_memory_fraction=settings.gpu_memory_fraction,
-            reserved_bytes=2 * settings.staging_slots * settings.segment_bytes(on_gpu=True),
-            attention_backend=settings.attention_backend,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_batch_requests=settings.max_batch_requests,
-            cuda_graphs=settings.cuda_graphs,
-            batch_invariant=settings.batch_invariant,
-            load_format=settings.load_format,
-            progress=progress,
-        )
+        device = settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank)
+        return build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
 
 
 def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:
@@ -230,7 +200,7 @@ def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: i
     max_batch_tokens, max_batch_requests = built.limits.max_batch_tokens, built.limits.max_batch_requests
     align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
     if align_tokens is not None and settings.max_batch_tokens is None:
-        # A size that was chosen for its speed may be too small for a chunk beside decodes.
+        # A step size that was chosen for its speed may be too small for a chunk next to decodes.
         max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
     return EngineLimits(
         max_batch_tokens=max_batch_tokens,

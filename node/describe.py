@@ -1,4 +1,4 @@
-"""A node in messages and in plain values, both ways. Pure."""
+"""Conversion between a node's plain values and protocol messages, in both directions. Pure."""
 
 from collections.abc import Iterable, Mapping
 
@@ -24,7 +24,7 @@ def to_info(
     model_name: str,
     max_context_tokens: int,
 ) -> pb.NodeInfo:
-    """The node as it presents itself."""
+    """A node's description for its peers and gateways."""
     spec, shape = description.spec, description.shape
     return pb.NodeInfo(
         name=name,
@@ -56,10 +56,10 @@ def to_info(
 
 
 def from_info(info: pb.NodeInfo) -> NodeDescription:
-    """What `agree` compares, out of a peer's message.
+    """A peer's description, for `agree`.
 
     Raises:
-        ConfigError: the peer's cache has a size or a layout that cannot be.
+        ConfigError: the peer's cache has an impossible size or layout.
         KeyError: a layout or kind that this version does not know.
     """
     spec, shape = info.cache_spec, info.cache_shape
@@ -130,14 +130,14 @@ def to_measure(ready: decode_pb2.PairReady) -> LinkMeasure:
 
 
 def describe_measure(measure: LinkMeasure) -> str:
-    """For logs, what a link is."""
+    """A link, for logs."""
     times = f"{measure.latency_s * 1e6:.0f} us one way, {measure.message_cost_s * 1e6:.0f} us for one more message"
     return f"{measure.transport} at {measure.gigabytes_per_s:.1f} GB/s, {times}"
 
 
 def describe_conversion(kv_converted: str) -> str:
-    """For logs, behind what a link is; empty where KV travels as it is."""
-    return f"; KV is converted on its way, {kv_converted}" if kv_converted else ""
+    """The end of a log line about a link; empty where KV keeps its dtype."""
+    return f"; KV is converted in transit, {kv_converted}" if kv_converted else ""
 
 
 def to_mismatches(mismatches: tuple[Mismatch, ...]) -> list[pb.Mismatch]:
@@ -145,5 +145,5 @@ def to_mismatches(mismatches: tuple[Mismatch, ...]) -> list[pb.Mismatch]:
 
 
 def describe_mismatches(mismatches: list[pb.Mismatch]) -> str:
-    """One line for logs: every reason, field by field."""
+    """One line for logs with every reason, field by field."""
     return "; ".join(f"{item.field}: ours {item.ours}, theirs {item.theirs} ({item.cure})" for item in mismatches)

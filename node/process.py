@@ -1,6 +1,6 @@
-"""The life of a node process: build, serve, become ready, drain on SIGTERM, end. Knows neither role.
+"""The life of a node process: build, serve, become ready, drain on SIGTERM, end.
 
-A role brings a `Role`: its services, its part of the status, and how it drains.
+Each role supplies a `Role`: its services, its part of the status, and how it drains.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ log = logging.getLogger("baton")
 
 _FILES = 1 << 16
 _STUCK_AFTER_S = 4.0
-# After a rank's end, for telling those whose requests it had.
-_LAST_WORDS_S = 1.0
+# After a rank's end, for failing its requests.
+_FAIL_REQUESTS_S = 1.0
 
 
 class Role(Protocol):
@@ -70,11 +70,10 @@ class Role(Protocol):
 def run_node(
     program: str, settings: Settings, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
 ) -> None:
-    """The whole process: model, server, role. Ends with exit code 2 on a setting that cannot work, 1 where there is not
-    enough memory, else 0."""
+    """Runs the whole process: model, server, role. Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
     set_up_logging(settings.log_level, program)
     _raise_file_limit()
-    # NOTE: the first process of a container ignores signals that it does not handle, and loading takes long.
+    # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         Address.parse(settings.listen, field="listen")
@@ -99,7 +98,7 @@ def run_node(
 
 
 def _raise_file_limit() -> None:
-    """As far as it may: every pair takes a dozen files, and UCX keeps those of a peer that was lost in mid-message."""
+    """Raises the soft limit: every pair takes a dozen files, and UCX keeps those of a peer lost in mid-message."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -118,7 +117,7 @@ async def _run(
         node = Node(settings, built, role=role, address=server.address, group=group)
         its_role = make_role(node, settings)
         async with node:
-            # What is there by now stays. A full collection walked 225,000 objects, and stopped all threads for 0.2 s.
+            # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
             gc.collect()
             gc.freeze()
             serving = asyncio.create_task(serve(settings, node, server, its_role), name="serve")
@@ -129,14 +128,14 @@ async def _run(
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup) -> str | None:
-    """Why the ranks cannot go on; None when the node has served its time."""
+    """Why the ranks cannot go on; None when serving ended first."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[str] = loop.create_future()
 
     def fail(reason: str) -> None:
         loop.call_soon_threadsafe(failed.set_result, reason)
 
-    group.listen(fail)
+    group.on_failure(fail)
     waits: list[asyncio.Future[Any]] = [serving, failed]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
@@ -146,11 +145,12 @@ async def _first_of(serving: "asyncio.Task[None]", group: RankGroup) -> str | No
 
 
 async def _fail_requests(role: Role, server: GrpcServer) -> None:
-    """Tells whoever waits for a request, so that it goes on elsewhere. Does not wait for the ranks."""
+    """Fails all requests, so that gateways continue them elsewhere. Does not wait for the ranks."""
     role.stop_admission()
     await server.set_ready(ready=False)
-    await asyncio.wait([asyncio.create_task(role.close())], timeout=_LAST_WORDS_S)
-    await server.grpc.stop(grace=_LAST_WORDS_S)
+    # Not cancelled at the timeout, and its errors do not matter: the process ends right after.
+    await asyncio.wait([asyncio.create_task(role.close())], timeout=_FAIL_REQUESTS_S)
+    await server.grpc.stop(grace=_FAIL_REQUESTS_S)
 
 
 async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Role) -> None:
@@ -177,7 +177,7 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     write_ready_file(settings.ready_file, address=server.address)
     log.info("ready on %s: %s", server.address, node.summary)
     if not settings.advertise and listens_everywhere(settings.listen):
-        log.warning("only this machine reaches %s: tell others an address of it with --advertise", server.address)
+        log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)
     watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
     try:
         await stop.wait()
@@ -193,7 +193,7 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
 
 
 async def _watch_transfer(node: Node, server: GrpcServer) -> None:
-    """Health reflects progress: a node whose transfer thread is stuck is not ready, and says where it is stuck."""
+    """Health reflects progress: a node whose transfer thread is stuck is not ready, and logs where it is stuck."""
     ready = True
     while True:
         await asyncio.sleep(_STUCK_AFTER_S / 4)

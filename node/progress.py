@@ -1,4 +1,4 @@
-"""Shows how far a long load is: a bar on a terminal, lines in the log elsewhere. Knows nothing of what is loaded."""
+"""Shows the progress of a long load: a bar on a terminal, log lines elsewhere."""
 
 import logging
 import time
@@ -10,18 +10,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 log = logging.getLogger(__name__)
 
-# Loads that take less are not worth a line.
+# Shorter loads are not worth a line.
 _SILENT_S = 1.0
 
 
 class LoadingProgress:
-    """Call it with the bytes done so far and the bytes in all, from one thread, within its `with`.
+    """A context manager; within it, one thread calls it with the bytes done so far and the total.
 
-    The bar is there from the first call to the one in which all is done: a line of the log would end up behind it.
+    The bar is visible only between the first call and completion, because it would share its line with log output.
 
     Args:
-        what: is loaded, such as "weights".
-        console: where the bar goes if that is a terminal; None is stderr.
+        what: the thing that is loaded, such as "weights".
+        console: where the bar goes if that is a terminal; None: stderr.
         clock: seconds that never go back.
     """
 
@@ -31,7 +31,7 @@ class LoadingProgress:
         self._what = what
         self._clock = clock
         self._since = clock()
-        self._told_tenths = 0
+        self._shown_tenths = 0
         console = console or Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),
@@ -61,7 +61,7 @@ class LoadingProgress:
             return
         elapsed_s = self._clock() - self._since
         tenths = 10 * done_bytes // max(1, total_bytes)
-        if tenths > self._told_tenths and elapsed_s > _SILENT_S:
-            self._told_tenths = tenths
+        if tenths > self._shown_tenths and elapsed_s > _SILENT_S:
+            self._shown_tenths = tenths
             rate = done_bytes / elapsed_s / 1e9
             log.info("%s: %d of %d MiB, %.2f GB/s", self._what, done_bytes >> 20, total_bytes >> 20, rate)

@@ -1,4 +1,4 @@
-"""The Node service: describe, watch, drain. Knows what it tells only as a message that somebody hands it."""
+"""The Node service: describe, watch, drain. Its messages come ready-made from callbacks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,8 +18,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     """Answers about one node.
 
     Args:
-        status: the node's status now.
-        drain: begins a drain with that grace, or with the configured one for None; returns at once.
+        status: returns the node's current status.
+        drain: begins a drain and returns at once; None means the configured grace.
     """
 
     def __init__(self, *, status: Callable[[], pb.NodeStatus], drain: Callable[[float | None], None]) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for a condition that nothing signals, with a deadline."""
+"""Polls for conditions that nothing signals, with a deadline."""
 
 import asyncio
 from collections.abc import Callable

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.error_detail import to_detail
 from baton.errors import BatonError, InvalidRequest
-from baton.rpc.status import to_detail
 from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.records import SendJob

@@ -1,4 +1,4 @@
-"""Builds the Python code of the `.proto` files; `make protos` and the package build call it."""
+"""Generates Python code from the `.proto` files; `make protos` and the package build call it."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def generate(*, with_stubs: bool = True) -> None:
-    """Writes `*_pb2.py` and `*_pb2_grpc.py` (and type stubs) beside the `.proto` files.
+    """Writes `*_pb2.py` and `*_pb2_grpc.py`, and type stubs, next to the `.proto` files.
 
     Raises:
         RuntimeError: protoc refused a file; its own message is on stderr.
@@ -36,7 +36,7 @@ def generate(*, with_stubs: bool = True) -> None:
 
 
 def _import_from_protos(path: Path) -> None:
-    """Generated imports follow the folders of the `.proto` files, `baton.v1`; that code lies in `protos.baton.v1`."""
+    """Rewrites imports: protoc names modules after the proto package, `baton.v1`, but ours are in `protos.baton.v1`."""
     text = re.sub(r"^from baton\.", "from protos.baton.", path.read_text(), flags=re.MULTILINE)
     text = re.sub(r"^import baton\.", "import protos.baton.", text, flags=re.MULTILINE)
     path.write_text(re.sub(r"(?<![\w./'\"])baton\.v1\.(\w+_pb2)", r"protos.baton.v1.\1", text))

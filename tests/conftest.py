@@ -1,5 +1,5 @@
-"""What all tests share: one thread per process, so that two cores serve several processes; Triton's interpreter where
-there is no GPU."""
+"""Setup of all tests: one torch thread per process, because several processes share the cores, and Triton's interpreter
+if there is no GPU."""
 
 import os
 from pathlib import Path

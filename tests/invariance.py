@@ -13,7 +13,7 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import parse_layout
 from kvcache.spec import KVCacheShape, KVKind
 from models.config.reader import read_config
-from models.families.table import attention_needs, kv_cache_spec
+from models.needs import attention_needs, kv_cache_spec
 from models.weights.loader import load_model
 
 MAX_REQUESTS = 40

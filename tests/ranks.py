@@ -7,19 +7,21 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from models.parallel import TensorParallel
+from tests.warm import fork_server
 
 
 def run_ranks(work: Callable[..., Any], size: int, directory: Path, *arguments: Any) -> list[Any]:
     """What `work(rank, *arguments)` gives in each process, in their order.
 
     Args:
-        work: a module's function; modules that it is not in are not imported.
+        work: a module's function.
         directory: empty.
     """
-    spawn(_run_rank, (size, work, directory, arguments), nprocs=size)
+    fork_server()
+    start_processes(_run_rank, (size, work, directory, arguments), nprocs=size, start_method="forkserver")
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 

@@ -6,7 +6,7 @@ start while the kernel in front still runs, and wait for its end inside. `await_
 front has ended, and so has all before it, provided that EVERY program of EVERY overlapping kernel calls it. Hence such
 a kernel writes nothing before the wait, and loads only what is complete since a kernel was launched plainly: weights,
 and a step's lengths, slots and block tables. What it merely prefetches into L2 may be anything. A kernel whose warps
-share out registers anew calls `start_dependents` only behind that: `attention.kernels.mla.hopper_math`.
+share out registers anew calls `start_dependents` only behind that: `attention.kernels.mla.hopper`.
 """
 
 from collections.abc import Mapping

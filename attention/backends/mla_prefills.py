@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, RaggedLens
-from attention.kernels.paged.ragged import ragged_attention
+from attention.kernels.paged.attend import ragged_attention
 from baton.errors import ConfigError
 from kvcache.cache import TORCH_DTYPES
 

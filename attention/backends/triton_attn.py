@@ -14,8 +14,7 @@ from attention.backends.triton_metadata import TritonAttentionBuilder, TritonAtt
 from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
 from attention.kernels.decode.attend import decode_attention
 from attention.kernels.decode.plan import DecodePlan
-from attention.kernels.paged.ragged import ragged_attention
-from attention.kernels.paged.unified import unified_attention
+from attention.kernels.paged.attend import ragged_attention, unified_attention
 from attention.layer_checks import check_heads
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType

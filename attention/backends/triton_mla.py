@@ -12,7 +12,8 @@ from torch import Tensor
 from attention.backend import AttentionNeeds, BackendCapabilities, MLAMetadata, RaggedLens
 from attention.backends.invariance import ANY_QUERY_LEN, check_decodes_first, split_tokens_of
 from attention.backends.mla_prefills import attend_decompressed, new_workspace
-from attention.kernels.mla.decode import make_mla_decode_plan, mla_decode_attention
+from attention.kernels.mla.decode import mla_decode_attention
+from attention.kernels.mla.plan import make_mla_decode_plan
 from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.mla_context import plan_context_chunks, plan_prefill

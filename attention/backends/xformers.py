@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionNeeds, BackendCapabilities
-from attention.kernels.paged.unified import unified_attention
+from attention.kernels.paged.attend import unified_attention
 from attention.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,

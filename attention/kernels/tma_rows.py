@@ -1,30 +1,31 @@
-"""Keys or values as a matrix for the bulk tensor copy engine (TMA), whatever the cache's layout. Knows no kernel.
+"""Keys or values as a matrix for the bulk tensor copy engine (TMA), whatever the cache's layout.
 
 Legend: B blocks, N tokens in a block, H kv heads, C channels.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class TmaRows:
+class TmaPlaces(NamedTuple):
     """Token n of block b and head h lies in row b * row_b + h * row_h + n, from column h * col_h on."""
 
-    rows: Tensor
     row_b: int
     row_h: int
     col_h: int
 
-    @property
-    def places(self) -> tuple[int, int, int]:
-        return self.row_b, self.row_h, self.col_h
+
+@dataclass(frozen=True)
+class TmaRows:
+    rows: Tensor
+    places: TmaPlaces
 
 
 def as_rows(kv_BNHC: Tensor) -> TmaRows | None:
-    """None where address or strides do not suit the copy engine, which wants multiples of 16 bytes, or rows are too
-    many for its coordinates of 32 bits."""
+    """None where the copy engine cannot read them: address or strides are no multiples of 16 bytes, or there are more
+    rows than its 32-bit coordinates count."""
     num_blocks, block_size, num_heads, channels = kv_BNHC.shape
     stride_b, stride_n, stride_h, stride_c = kv_BNHC.stride()
     # The stride of an axis of size 1 may be anything.
@@ -46,4 +47,4 @@ def as_rows(kv_BNHC: Tensor) -> TmaRows | None:
     if num_rows >= 2**31:
         return None
     rows = kv_BNHC.as_strided((num_rows, (num_heads - 1) * col_h + channels), (stride_n, 1))
-    return TmaRows(rows, row_b, row_h, col_h)
+    return TmaRows(rows, TmaPlaces(row_b, row_h, col_h))

@@ -1,7 +1,4 @@
-"""The command line: `baton generate`, `status`, `up`, `demo`, `doctor`.
-
-An error is one line on stderr, never a traceback.
-"""
+"""The command line: `baton generate`, `status`, `up`, `demo`, `doctor`. An error is one line on stderr."""
 
 import sys
 from typing import Any
@@ -14,7 +11,7 @@ from baton.cli.status import status
 from baton.cli.up import demo, up
 from baton.errors import BatonError
 
-# What every wrong flag raises; typer exports only some of its subclasses.
+# Base class of the errors for wrong flags. typer exports only some of its subclasses.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 

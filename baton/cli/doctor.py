@@ -1,4 +1,4 @@
-"""`baton doctor`: runs the checks of `node.doctor` in a process of their own, so that this program needs no torch."""
+"""`baton doctor`: runs the checks of `node.doctor` in a child process, so that this program does not import torch."""
 
 import subprocess
 import sys
@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from baton.config import child_environment
+
 
 def doctor(
-    pairs: Annotated[int, typer.Option(min=1, help="Peers that a node here will have.")] = 8,
-    min_gb_per_s: Annotated[float, typer.Option(min=0, help="Slowest link that will do, in GB/s.")] = 0.3,
+    pairs: Annotated[int, typer.Option(min=1, help="How many peers a node on this machine will have.")] = 8,
+    min_gb_per_s: Annotated[float, typer.Option(min=0, help="Slowest acceptable link, in GB/s.")] = 0.3,
 ) -> None:
-    """Check whether this machine, or this pod, can run a node; one verdict per line."""
+    """Check whether this machine or pod can run a node. Prints one verdict per line."""
     command = [sys.executable, "-m", "node.doctor", f"--pairs={pairs}", f"--min-gb-per-s={min_gb_per_s}"]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    raise typer.Exit(subprocess.run(command, env=child_environment(), check=False).returncode)

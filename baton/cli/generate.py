@@ -1,4 +1,4 @@
-"""`baton generate`: prompts through a gateway; text as it comes, or JSON. Knows gateways only through the client."""
+"""`baton generate`: sends prompts to a gateway and prints text as it arrives, or JSON."""
 
 import asyncio
 import json
@@ -12,42 +12,56 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.client import Client, Completion, Finished
+from baton.client import DEFAULT_TARGET, Client, Completion, Finished
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
 Prompt = str | list[int]
 
-_FILE_REQUESTS_MAX = 256  # of one file on their way at once
+_FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
 
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
-    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = "127.0.0.1:7000",
-    token_ids: Annotated[str | None, typer.Option(help="Comma-separated token ids in place of PROMPT.")] = None,
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    token_ids: Annotated[str | None, typer.Option(help="Comma-separated token ids instead of PROMPT.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="One prompt a line in place of PROMPT, many at once.", exists=True, dir_okay=False),
+        typer.Option(
+            help="File with one prompt per line instead of PROMPT; prompts run at once.", exists=True, dir_okay=False
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object (with --file a list).")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; with --file, a list of them.")
+    ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds that each request may take.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest output. Default: 16.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Shortest output.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Likeliest tokens that make up this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="That many likeliest tokens; 0 is off.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Tokens of at least this share of the likeliest.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 makes used tokens unlikelier.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help=f"Most tokens of output. Default: {SamplingParams.max_tokens}.")
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of output.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help=f"0 is greedy. Default: {SamplingParams.temperature:g}.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many likeliest tokens; 0 is off.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens with at least this share of the highest probability.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 makes repeated tokens less likely.")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="-2 to 2.")] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="-2 to 2.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same output again.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same output.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
-    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on behind the end of text.")] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
+    ] = None,
     logprobs: Annotated[
         int | None, typer.Option(help=f"Alternatives to show for each token, 0 to {MAX_LOGPROBS}.")
     ] = None,
 ) -> None:
-    """Send prompts to a gateway and print what they become."""
+    """Send prompts to a gateway and print the output."""
     given = {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
@@ -79,7 +93,7 @@ def generate(
 async def stream_to_terminal(
     target: str, prompt: Prompt, params: SamplingParams, *, timeout_s: float | None = None
 ) -> Finished:
-    """Prints text as it comes; then, on a terminal, what the receipt says, to stderr. Returns how it ended."""
+    """Prints text as it arrives, then, if stderr is a terminal, a summary of the receipt to stderr."""
     finished: Finished | None = None
     shown = False
     try:
@@ -91,7 +105,7 @@ async def stream_to_terminal(
                     finished = event
     finally:
         if shown:
-            print(flush=True)  # whatever follows, an error perhaps, begins a line
+            print(flush=True)  # what follows, such as an error, starts on a new line
     if finished is None:
         raise InternalError("the stream ended without its last message", cure="see the gateway's log")
     if sys.stderr.isatty():
@@ -102,7 +116,7 @@ async def stream_to_terminal(
 
 
 def summary(usage: Usage, receipt: Receipt) -> str:
-    """The receipt in a few lines for people."""
+    """The receipt in a few lines."""
     decode_s = receipt.total_s - receipt.first_token_s
     speed = (usage.completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
     lines = [
@@ -115,12 +129,12 @@ def summary(usage: Usage, receipt: Receipt) -> str:
             f"{receipt.prefill_node} sent {receipt.prompt_tokens_sent} tokens' KV to {receipt.decode_node}: "
             f"{receipt.bytes_sent} bytes in {receipt.segments} segment(s) of at most {receipt.segment_bytes} over "
             f"{receipt.transport}, "
-            f"{receipt.transfer_s * 1e3:.1f} ms behind the first token"
+            f"complete {receipt.transfer_s * 1e3:.1f} ms after the first token"
         )
     if receipt.layer_groups > 1:
-        lines.append(f"each chunk left in {receipt.layer_groups} groups of layers, while later layers computed")
+        lines.append(f"each chunk was sent in {receipt.layer_groups} groups of layers, while later layers computed")
     if receipt.kv_converted:
-        lines.append(f"the KV was converted on its way: {receipt.kv_converted}")
+        lines.append(f"the KV was converted: {receipt.kv_converted}")
     return "\n".join(lines)
 
 
@@ -150,14 +164,14 @@ async def _print_json(target: str, prompt: Prompt, params: SamplingParams, timeo
 async def _all(
     target: str, prompts: Sequence[Prompt], params: SamplingParams, *, timeout_s: float | None, as_json: bool
 ) -> bool:
-    """Runs all prompts at once, prints results in their order; says whether any of them failed."""
+    """Runs the prompts at once and prints results in order. Returns whether any prompt failed."""
     with _progress() as progress:
         bar = progress.add_task("prompts", total=len(prompts))
         async with Client(target) as client:
-            places = asyncio.Semaphore(_FILE_REQUESTS_MAX)
+            free = asyncio.Semaphore(_FILE_REQUESTS_MAX)
 
             async def one(prompt: Prompt) -> Completion | BatonError:
-                async with places:
+                async with free:
                     try:
                         return await _when_there_is_room(client, prompt, params, timeout_s)
                     except BatonError as error:
@@ -165,7 +179,9 @@ async def _all(
                     finally:
                         progress.advance(bar)
 
-            results = await asyncio.gather(*map(one, prompts))
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(prompt)) for prompt in prompts]
+            results = [task.result() for task in tasks]
     for number, result in enumerate(results, start=1):
         if isinstance(result, BatonError):
             print(f"baton: prompt {number}: {result}", file=sys.stderr)
@@ -179,7 +195,7 @@ async def _all(
 async def _when_there_is_room(
     client: Client, prompt: Prompt, params: SamplingParams, timeout_s: float | None
 ) -> Completion:
-    """A long file is more than a cluster takes at once; the rest comes when it says."""
+    """Tries again while the cluster is full, after the time that the gateway gives."""
     while True:
         try:
             return await client.complete(prompt, params, timeout_s=timeout_s)
@@ -212,7 +228,7 @@ def _sampling(given: Mapping[str, object]) -> SamplingParams:
 
 def _prompts(prompt: str | None, token_ids: str | None, file: Path | None) -> list[Prompt]:
     """Raises:
-    BadParameter: none or several of the three ways to give prompts are used, or one of them wrongly.
+    BadParameter: not exactly one of the three ways to give prompts is used, or its value is wrong.
     """
     if sum(way is not None for way in (prompt, token_ids, file)) != 1:
         raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")

@@ -1,4 +1,4 @@
-"""Starts the processes of a local cluster, waits until they serve, and ends them. Knows them as programs only."""
+"""Starts the processes of a local cluster, waits until they serve, and ends them."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from baton.config import child_environment
 from baton.errors import ConfigError
@@ -20,12 +20,39 @@ _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 40.0
 
 
+class Running(Protocol):
+    """The part of `subprocess.Popen` that is used here."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def launch(program: str, arguments: Sequence[str]) -> Running:
+    """Starts `python -m program` in a session of its own: Ctrl-C reaches this process alone, which drains the others in
+    order."""
+    return subprocess.Popen(
+        [sys.executable, "-m", program, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        env=child_environment(OMP_NUM_THREADS="1"),  # several processes share few cores
+        start_new_session=True,
+    )
+
+
 @dataclass(eq=False)
 class Process:
-    """One process of ours and the address at which it serves."""
+    """A child process and the address at which it serves."""
 
     program: str
-    popen: subprocess.Popen[bytes]
+    popen: Running
     ready_file: Path
     address: str = ""
 
@@ -36,9 +63,14 @@ class Process:
 
 @dataclass
 class Processes:
-    """A group of processes that end together, in the reverse order of their start."""
+    """Child processes that end together, in reverse order of their start.
 
-    say: Callable[[str], None]
+    Attributes:
+        launch: starts one program; tests give one that forks a warm process.
+    """
+
+    report: Callable[[str], None]
+    launch: Callable[[str, Sequence[str]], Running] = launch
     running: list[Process] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="baton-")
@@ -53,24 +85,18 @@ class Processes:
         self.stop()
 
     def start(self, program: str, arguments: Sequence[str]) -> Process:
-        """Starts `python -m program`, in a process group of its own."""
+        """Starts a program. `wait_ready` knows when it serves."""
         ready_file = Path(self._folder.name) / f"{program}-{len(self.running)}.json"
-        popen = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments, "--ready-file", str(ready_file)],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            env=child_environment(OMP_NUM_THREADS="1"),  # a process each for few cores
-            start_new_session=True,  # Ctrl-C reaches us alone, and we drain them in order
-        )
+        popen = self.launch(program, [*arguments, "--ready-file", str(ready_file)])
         process = Process(program, popen, ready_file)
         self.running.append(process)
         return process
 
     def wait_ready(self, processes: Sequence[Process]) -> None:
-        """Waits until all of them serve.
+        """Waits until every process serves.
 
         Raises:
-            ConfigError: one of them ended, or took too long; its own message is on stderr.
+            ConfigError: a process ended or took too long; its own message is on stderr.
         """
         deadline = time.monotonic() + _READY_TIMEOUT_S
         for process in processes:
@@ -82,14 +108,14 @@ class Processes:
                     raise ConfigError(f"{process.program} is not ready after {_READY_TIMEOUT_S:.0f} s")
                 time.sleep(0.02)
             process.address = json.loads(process.ready_file.read_text())["address"]
-            self.say(f"{process.program} serves on {process.address}")
+            self.report(f"{process.program} serves on {process.address}")
 
     def first_ended(self) -> Process | None:
-        """A process that has ended by itself, if any."""
+        """A process that ended on its own, if any."""
         return next((process for process in self.running if process.popen.poll() is not None), None)
 
     def stop(self) -> None:
-        """Drains and ends all of them, the last started first; kills what does not end in time."""
+        """Drains and ends all processes, the last started first. Kills those that do not end in time."""
         while self.running:
             program = self.running[-1].program
             group = [process for process in self.running if process.program == program]
@@ -106,6 +132,6 @@ class Processes:
             try:
                 process.popen.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self.say(f"{process.program} (pid {process.pid}) did not end: killed")
+                self.report(f"{process.program} (pid {process.pid}) did not end: killed")
                 process.popen.kill()
                 process.popen.wait()

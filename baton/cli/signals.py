@@ -12,7 +12,7 @@ class Stopped(Exception):
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Raises Stopped in the main thread at the first SIGINT or SIGTERM; later ones are ignored while it cleans up."""
+    """Raises Stopped in the main thread at the first SIGINT or SIGTERM, and ignores later ones during cleanup."""
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):

@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baton.client import Client
+from baton.client import DEFAULT_TARGET, Client
 from protos.baton.v1 import common_pb2, generation_pb2
 
 _WIDTH_IN_FILES = 160
 
 
 def status(
-    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = "127.0.0.1:7000",
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show nodes, what they hold, and how each pair of them stands."""
+    """Show nodes, their requests and blocks, and the state of each prefill/decode pair."""
     cluster = asyncio.run(_ask(target))
     if as_json:
         print(json.dumps(to_json(cluster)))
@@ -47,7 +47,7 @@ def status(
 
 
 def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:
-    """The object that `--json` prints. Incarnations are hexadecimal, as in logs: JSON numbers cannot hold them."""
+    """The object that `--json` prints. Incarnations are hexadecimal: JSON numbers lose their digits."""
     return {
         "gateway": cluster.gateway,
         "requests_running": cluster.requests_running,
@@ -65,14 +65,14 @@ async def _ask(target: str) -> generation_pb2.ClusterStatusResponse:
 
 
 def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
-    said, info = node.status, node.status.info
+    status, info = node.status, node.status.info
     return {
         "name": info.name,
         "address": node.address,
         "role": _role(node),
         "reachable": node.reachable,
         "detail": node.detail,
-        "draining": said.draining,
+        "draining": status.draining,
         "incarnation": f"{info.incarnation:x}",
         "version": info.package_version,
         "model": info.model.name,
@@ -82,19 +82,19 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "block_size": info.cache_shape.block_size,
         "tensor_parallel_size": info.tensor_parallel_size or 1,
         "max_context_tokens": info.max_context_tokens,
-        "blocks_total": said.blocks_total,
-        "blocks_free": said.blocks_free,
-        "blocks_used": said.blocks_total - said.blocks_free,
-        "blocks_leased": said.blocks_leased,
-        "requests_running": said.requests_running,
-        "requests_waiting": said.requests_waiting,
-        "requests_total": said.requests_total,
-        "tokens_waiting": said.tokens_waiting,
-        "preemptions": said.preemptions,
-        "segments_refused": said.segments_refused,
-        "segments_late": said.segments_late,
-        "segments_converted": said.segments_converted,
-        "peers": [_peer_to_json(peer) for peer in said.peers],
+        "blocks_total": status.blocks_total,
+        "blocks_free": status.blocks_free,
+        "blocks_used": status.blocks_total - status.blocks_free,
+        "blocks_leased": status.blocks_leased,
+        "requests_running": status.requests_running,
+        "requests_waiting": status.requests_waiting,
+        "requests_total": status.requests_total,
+        "tokens_waiting": status.tokens_waiting,
+        "preemptions": status.preemptions,
+        "segments_refused": status.segments_refused,
+        "segments_late": status.segments_late,
+        "segments_converted": status.segments_converted,
+        "peers": [_peer_to_json(peer) for peer in status.peers],
     }
 
 
@@ -123,19 +123,19 @@ def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
         "node", "role", "address", "state", "model", "ranks", "KV", "blocks used", "running", "waiting", box=SIMPLE
     )
     for node in nodes:
-        said, shape, spec = node.status, node.status.info.cache_shape, node.status.info.cache_spec
-        state = "draining" if said.draining else "ready"
+        status, info = node.status, node.status.info
+        state = "draining" if status.draining else "ready"
         cells = (
             _name(node),
             _role(node),
             node.address,
             state if node.reachable else node.detail,
-            said.info.model.name,
-            str(said.info.tensor_parallel_size or 1),
-            f"{shape.layout} x {shape.block_size}, {spec.dtype}",
-            f"{said.blocks_total - said.blocks_free} of {said.blocks_total}",
-            str(said.requests_running),
-            str(said.requests_waiting),
+            info.model.name,
+            str(info.tensor_parallel_size or 1),
+            f"{info.cache_shape.layout} x {info.cache_shape.block_size}, {info.cache_spec.dtype}",
+            f"{status.blocks_total - status.blocks_free} of {status.blocks_total}",
+            str(status.requests_running),
+            str(status.requests_waiting),
         )
         table.add_row(*map(escape, cells), style=None if node.reachable else "red")
     return table

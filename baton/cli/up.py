@@ -1,9 +1,8 @@
-"""`baton up`, a local cluster in the foreground, and `baton demo`, one prompt through such a cluster."""
+"""`baton up`: a local cluster in the foreground. `baton demo`: one prompt through a local cluster."""
 
 import asyncio
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +16,14 @@ from baton.cli.generate import stream_to_terminal
 from baton.cli.processes import Process, Processes
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.client import Client
-from baton.config import DEMO_MODELS, is_set, ranks_of_each_node, visible_gpus
+from baton.config import DEMO_MODELS, NodeSettings, is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError
 from baton.types import LocalPolicy, SamplingParams
 from protos.baton.v1 import common_pb2
 
 _PAIRED_TIMEOUT_S = 60.0
-# Of a GPU's memory, for all nodes on it together.
-_GPU_SHARE = 0.9
+# Nodes on one GPU divide what a single node would use.
+_GPU_SHARE = NodeSettings.model_fields["gpu_memory_fraction"].default
 
 DEMO_PROMPT = (
     "Write the given bytes to the file, and return the number of bytes written, which is always the length of the "
@@ -34,7 +33,7 @@ DEMO_PROMPT = (
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What `baton up` starts. None leaves a setting to its variable or default."""
+    """The cluster to start. None leaves a setting to its variable or default."""
 
     prefill: int = 1
     decode: int = 1
@@ -49,8 +48,8 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """A local cluster that serves."""
+class LocalCluster:
+    """The running processes of a local cluster."""
 
     gateway: Process
     prefill: list[Process]
@@ -73,14 +72,14 @@ class Cluster:
 
 
 @contextmanager
-def local_cluster(options: ClusterOptions, say: Callable[[str], None]) -> Iterator[Cluster]:
-    """A gateway with its nodes as processes of this machine, from ready to gone.
+def local_cluster(options: ClusterOptions, report: Callable[[str], None]) -> Iterator[LocalCluster]:
+    """Starts nodes and a gateway on this machine, yields once every pair is ready, and ends them afterwards.
 
     Raises:
-        ConfigError: a process did not come up.
+        ConfigError: a process did not start, or a pair was refused.
     """
-    with Processes(say) as processes:
-        say(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
+    with Processes(report) as processes:
+        report(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
         devices = _devices(options.prefill + options.decode, visible_gpus(), ranks=ranks_of_each_node())
         prefill = [
             processes.start("prefill_node", _node_arguments(options, "prefill", i) + next(devices))
@@ -94,9 +93,9 @@ def local_cluster(options: ClusterOptions, say: Callable[[str], None]) -> Iterat
         gateway = processes.start("gateway", _gateway_arguments(options, prefill, decode))
         processes.wait_ready([gateway])
         asyncio.run(_until_paired(gateway.address, prefill, decode))
-        say("every prefill node is paired with every decode node")
-        yield Cluster(gateway, prefill, decode, processes)
-        say("stopping")
+        report("every prefill node is paired with every decode node")
+        yield LocalCluster(gateway, prefill, decode, processes)
+        report("stopping")
 
 
 def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]:
@@ -114,8 +113,8 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
 
 
 def _devices(num_nodes: int, num_gpus: int, *, ranks: int = 1) -> Iterator[list[str]]:
-    """Each node's flags: the GPUs in turn, one for each of its ranks, and its part of a GPU that several nodes share.
-    What the environment says for all nodes stands."""
+    """Device flags of each node. Nodes take GPUs in turn, one per rank, and divide the memory of a GPU that they share.
+    Settings from the environment win."""
     places = max(1, num_gpus // ranks)
     sharing = -(-num_nodes // places)
     for index in range(num_nodes):
@@ -148,7 +147,7 @@ async def _until_paired(gateway: str, prefill: list[Process], decode: list[Proce
     """Waits until every pair is ready.
 
     Raises:
-        ConfigError: a pair was refused, or none came about in time; with the reasons.
+        ConfigError: a pair was refused or was not ready in time; with the reasons.
     """
     wanted = len(prefill) * len(decode)
     deadline = time.monotonic() + _PAIRED_TIMEOUT_S
@@ -164,7 +163,7 @@ async def _until_paired(gateway: str, prefill: list[Process], decode: list[Proce
             for peer in peers:
                 if peer.phase == common_pb2.PEER_PHASE_REFUSED:
                     reasons = "; ".join(f"{item.field}: {item.ours} and {item.theirs}" for item in peer.mismatches)
-                    raise ConfigError(f"{peer.name} cannot work with its prefill node: {reasons}")
+                    raise ConfigError(f"{peer.name} and its prefill node do not fit: {reasons}")
             ready = sum(peer.phase == common_pb2.PEER_PHASE_READY for peer in peers)
             if ready == wanted and len(status.nodes) == len(prefill) + len(decode):
                 return
@@ -174,19 +173,23 @@ async def _until_paired(gateway: str, prefill: list[Process], decode: list[Proce
 
 
 def up(
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = ClusterOptions.prefill,
+    decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = ClusterOptions.decode,
     model: Annotated[Path | None, typer.Option(help="Model directory; default: the Llama demo model.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free port.")
+    ] = ClusterOptions.port,
     prefill_kv_cache_layout: Annotated[
-        str | None, typer.Option(help="NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")
+        str | None, typer.Option(help="KV layout of prefill nodes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")
     ] = None,
-    decode_kv_cache_layout: Annotated[str | None, typer.Option(help="Likewise, on decode nodes.")] = None,
+    decode_kv_cache_layout: Annotated[str | None, typer.Option(help="KV layout of decode nodes.")] = None,
     prefill_block_size: Annotated[int | None, typer.Option(help="Token slots per block on prefill nodes.")] = None,
-    decode_block_size: Annotated[int | None, typer.Option(help="Likewise, on decode nodes.")] = None,
-    local_policy: Annotated[LocalPolicy | None, typer.Option(help="When decode nodes may prefill.")] = None,
+    decode_block_size: Annotated[int | None, typer.Option(help="Token slots per block on decode nodes.")] = None,
+    local_policy: Annotated[
+        LocalPolicy | None, typer.Option(help="When decode nodes prefill prompts themselves.")
+    ] = None,
 ) -> None:
-    """Run a local cluster in the foreground until Ctrl-C; one JSON line on stdout when it is ready."""
+    """Run a local cluster in the foreground until Ctrl-C. Prints one JSON line on stdout when it is ready."""
     options = ClusterOptions(
         prefill=prefill,
         decode=decode,
@@ -199,53 +202,58 @@ def up(
         local_policy=local_policy,
     )
     try:
-        with stop_on_signals(), local_cluster(options, _say) as cluster:
+        with stop_on_signals(), local_cluster(options, _report) as cluster:
             print(json.dumps(cluster.describe()), flush=True)
-            _wait_until_one_ends(cluster.processes)
+            _wait_until_the_gateway_ends(cluster.processes)
     except Stopped:
-        _say("stopped")
+        _report("stopped")
     except BatonError as error:
-        _say(str(error))
+        _report(str(error))
         raise typer.Exit(1) from None
 
 
 def demo(
     model: Annotated[Path | None, typer.Option(help="Model directory; default: the DeepSeek demo model.")] = None,
-    prompt: Annotated[str, typer.Argument(help="What to continue.")] = DEMO_PROMPT,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = DEMO_PROMPT,
     max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 80,
 ) -> None:
-    """Start a gateway, a prefill node and a decode node, send them one prompt, print text and receipt, stop."""
+    """Start a gateway, a prefill node and a decode node, send one prompt, print text and receipt, stop."""
     options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:
-        with stop_on_signals(), local_cluster(options, _say) as cluster:
-            _say("prompt:")
+        with stop_on_signals(), local_cluster(options, _report) as cluster:
+            _report("prompt:")
             print(prompt, end="", flush=True)
             finished = asyncio.run(stream_to_terminal(cluster.gateway.address, prompt, params))
-            _say("receipt:")
+            _report("receipt:")
             for name, value in asdict(finished.receipt).items():
-                said = f"{value:.6f}" if isinstance(value, float) else value
-                print(f"  {name:<22} {said}".rstrip())
+                text = f"{value:.6f}" if isinstance(value, float) else value
+                print(f"  {name:<22} {text}".rstrip())
     except Stopped:
-        _say("stopped")
+        _report("stopped")
         raise typer.Exit(130) from None
     except BatonError as error:
-        _say(str(error))
+        _report(str(error))
         raise typer.Exit(1) from None
 
 
-def _wait_until_one_ends(processes: Processes) -> None:
-    pause = threading.Event()
-    while (ended := processes.first_ended()) is None:
-        pause.wait(0.2)
-    code = ended.popen.returncode
-    # A node that dies is the others' business: they go on without it. A gateway is the door.
-    if ended.program == "gateway":
-        raise ConfigError(f"{ended.program} (pid {ended.pid}) ended with exit code {code}")
-    _say(f"{ended.program} at {ended.address} (pid {ended.pid}) ended with exit code {code}")
-    processes.running.remove(ended)
-    _wait_until_one_ends(processes)
+def _wait_until_the_gateway_ends(processes: Processes) -> None:
+    """Returns only by an exception. The cluster goes on without a node that ended.
+
+    Raises:
+        ConfigError: the gateway ended.
+    """
+    while True:
+        ended = processes.first_ended()
+        if ended is None:
+            time.sleep(0.2)
+            continue
+        line = f"{ended.program} at {ended.address} (pid {ended.pid}) ended with exit code {ended.popen.poll()}"
+        if ended.program == "gateway":
+            raise ConfigError(line)
+        _report(line)
+        processes.running.remove(ended)
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     print(f"baton: {line}", file=sys.stderr, flush=True)

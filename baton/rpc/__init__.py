@@ -1,1 +1,1 @@
-"""What the three processes share on the side of gRPC: serving, statuses, the Node service. No torch."""
+"""gRPC code that the processes and the client share: servers, channels, statuses."""

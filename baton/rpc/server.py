@@ -1,6 +1,6 @@
-"""Starts and stops a gRPC server with health and reflection, and waits for the signals that end a process.
+"""gRPC servers with health and reflection, channels, and the signals that end a process.
 
-Health: the empty service name means live, every service's own name means ready.
+Health: the empty service name stands for live, each service's own name for ready.
 """
 
 import asyncio
@@ -18,18 +18,19 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.config import KEEPALIVE_S
 from baton.errors import ConfigError
 
 MESSAGE_BYTES_MAX = 256 << 20
 _EVERYWHERE = ("0.0.0.0", "[::]")
 
-# gRPC's own limit, from 1000 on, ends calls of a burst at random, as cancelled and unseen by any service. How many may
-# run is for services to say, with an error that tells so.
+# With gRPC's default limit, bursts of over 1000 calls lose random calls as cancelled before a service sees them. Our
+# services limit their requests themselves, with a typed error.
 _PENDING_CALLS_MAX = 1 << 20
 
 
 def channel_options(*, keepalive_s: float) -> list[tuple[str, int]]:
-    """Options for servers and channels alike: large prompts, and pings that notice a peer that went silent."""
+    """Options of servers and channels: large messages for long prompts, and pings that detect a silent peer."""
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -45,15 +46,15 @@ def channel_options(*, keepalive_s: float) -> list[tuple[str, int]]:
     ]
 
 
-def connect(address: str, *, keepalive_s: float = 10.0) -> grpc.aio.Channel:
-    """A channel with our options; reconnects fast, because nodes come and go."""
+def connect(address: str, *, keepalive_s: float = KEEPALIVE_S) -> grpc.aio.Channel:
+    """A channel with our options. It reconnects fast, because nodes restart."""
     options = [
         *channel_options(keepalive_s=keepalive_s),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 2000),  # also the time that an attempt may take; on a busy machine it does
+        ("grpc.min_reconnect_backoff_ms", 2000),  # also the time limit of one attempt, which a busy machine needs
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_retries", 0),
-        # NOTE: with the shared global pool a new incarnation at a known address would inherit a dead connection.
+        # NOTE: with the global pool, a new incarnation at a known address would inherit a dead connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     return grpc.aio.insecure_channel(address, options=options)
@@ -61,10 +62,10 @@ def connect(address: str, *, keepalive_s: float = 10.0) -> grpc.aio.Channel:
 
 @dataclass(frozen=True)
 class Address:
-    """host:port as given on a command line.
+    """host:port of a setting.
 
     Raises:
-        ConfigError: not of that form.
+        ConfigError: the text has another form.
     """
 
     host: str
@@ -79,25 +80,27 @@ class Address:
 
 
 def check_advertised(text: str | None) -> None:
-    """Looks at an address that others are to be told.
+    """Checks the address that other processes are to use.
 
     Raises:
-        ConfigError: nobody could reach a process under it.
+        ConfigError: it is not host:port, or is a wildcard address, which nobody can connect to.
     """
     if text and Address.parse(text, field="advertise").host in _EVERYWHERE:
         cure = "give an address under which other machines reach this one"
-        raise ConfigError(f"advertise is {text!r}, which is everywhere", field="advertise", value=text, cure=cure)
+        raise ConfigError(
+            f"advertise is {text!r}, which only a server can use", field="advertise", value=text, cure=cure
+        )
 
 
 def listens_everywhere(listen: str) -> bool:
-    """Whether a process listens on all addresses of its machine, none of which is the one to tell others."""
+    """Whether the address is a wildcard, so that other processes need another one to connect to."""
     return Address.parse(listen, field="listen").host in _EVERYWHERE
 
 
 class GrpcServer:
-    """One process's server. `async with` starts nothing: call `start` once the services are added."""
+    """The gRPC server of one process. `async with` does not start it: call `start` after adding the services."""
 
-    def __init__(self, listen: str, *, advertise: str | None, keepalive_s: float = 10.0) -> None:
+    def __init__(self, listen: str, *, advertise: str | None, keepalive_s: float = KEEPALIVE_S) -> None:
         self.grpc = grpc.aio.server(options=channel_options(keepalive_s=keepalive_s))
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
@@ -109,7 +112,7 @@ class GrpcServer:
         except RuntimeError:
             port = 0
         if port == 0:
-            cure = "another process may have the port, or this machine no such address; port 0 takes a free port"
+            cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
             raise ConfigError(f"cannot listen on {listen}", field="listen", value=listen, cure=cure)
         host = "127.0.0.1" if where.host in _EVERYWHERE else where.host
         self.address = advertise or f"{host}:{port}"
@@ -123,7 +126,7 @@ class GrpcServer:
         await self.grpc.stop(grace=0.5)
 
     async def start(self, services: Sequence[str]) -> None:
-        """Serves: live at once, and not ready until `set_ready`."""
+        """Starts serving: live at once, ready after `set_ready`."""
         self._service_names = (*services, health.SERVICE_NAME)
         reflection.enable_server_reflection((*self._service_names, reflection.SERVICE_NAME), self.grpc)
         await self.grpc.start()
@@ -137,7 +140,7 @@ class GrpcServer:
 
 
 def write_ready_file(path: Path | None, *, address: str) -> None:
-    """Tells whoever started this process that it is ready, in one atomic step.
+    """Writes the file that shows that this process is ready, atomically.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -149,14 +152,12 @@ def write_ready_file(path: Path | None, *, address: str) -> None:
         temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
         temporary.replace(path)
     except OSError as error:
-        what = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"
-        raise ConfigError(
-            what, field="ready_file", value=path, cure="name a file in a folder that is writable"
-        ) from None
+        message = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"
+        raise ConfigError(message, field="ready_file", value=path, cure="name a file in a writable folder") from None
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set. A second signal ends the process at once."""
+    """An event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""Turns Baton's errors into gRPC statuses with details, and back. Knows no service."""
+"""Converts Baton's errors to gRPC statuses with details, and back."""
 
 from typing import NoReturn, TypeVar
 
@@ -8,6 +8,7 @@ from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton import errors
+from baton.error_detail import from_detail, to_detail
 from protos.baton.v1 import common_pb2 as pb
 
 Request = TypeVar("Request")
@@ -27,20 +28,6 @@ _CODES: dict[str, int] = {
     "INTERNAL": code_pb2.INTERNAL,
 }
 
-_ERRORS: dict[str, type[errors.BatonError]] = {
-    "INVALID_REQUEST": errors.InvalidRequest,
-    "UNKNOWN_MODEL": errors.UnknownModel,
-    "OVERLOADED": errors.Overloaded,
-    "NO_NODE": errors.NoNode,
-    "DRAINING": errors.Draining,
-    "DEADLINE": errors.DeadlineExceeded,
-    "CANCELLED": errors.Cancelled,
-    "PEER_REFUSED": errors.PeerRefused,
-    "UNKNOWN_LEASE": errors.UnknownLease,
-    "DATA_LOSS": errors.DataLoss,
-    "INTERNAL": errors.InternalError,
-}
-
 _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.NOT_FOUND: errors.UnknownModel,
@@ -52,36 +39,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 }
 
 
-def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
-    """The error as a message, for streams that outlive one request's failure."""
-    detail = pb.ErrorDetail(
-        reason=pb.ErrorReason.Value(f"ERROR_REASON_{error.reason}"),
-        message=error.message,
-        field=error.field,
-        value=error.value,
-        allowed=error.allowed,
-        cure=error.cure,
-    )
-    if error.retry_after_s is not None:
-        detail.retry_after_s = error.retry_after_s
-    return detail
-
-
-def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
-    """The error that `to_detail` was given."""
-    reason = pb.ErrorReason.Name(detail.reason).removeprefix("ERROR_REASON_")
-    return _ERRORS.get(reason, errors.InternalError)(
-        detail.message,
-        field=detail.field,
-        value=detail.value,
-        allowed=tuple(detail.allowed),
-        cure=detail.cure,
-        retry_after_s=detail.retry_after_s if detail.HasField("retry_after_s") else None,
-    )
-
-
 async def abort(context: grpc.aio.ServicerContext[Request, Response], error: errors.BatonError) -> NoReturn:
-    """Ends the call with the error's status and its detail; never returns."""
+    """Ends the call with the error's status and detail."""
     packed = any_pb2.Any()
     packed.Pack(to_detail(error))
     status = status_pb2.Status(code=_CODES[error.reason], message=str(error), details=[packed])
@@ -91,7 +50,7 @@ async def abort(context: grpc.aio.ServicerContext[Request, Response], error: err
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
-    """The Baton error behind a failed call; a status without our detail becomes the nearest error."""
+    """The Baton error of a failed call. A status without our detail becomes the nearest error."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
             return _from_status(status_pb2.Status.FromString(value), error)
@@ -99,7 +58,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
 
 
 def last_cause(error: grpc.aio.AioRpcError) -> str:
-    """Of the chain of causes that gRPC gives for a connection that cannot be made."""
+    """Last link of the chain of causes that gRPC reports for a failed connection."""
     return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")
 
 

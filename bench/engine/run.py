@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from baton.config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
 from bench.engine import rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
 from bench.engine.steps import HOST_STEPS, decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
 from engine.build import Built, build_runner
-from models.decode_products import use_library_products
+from models.products import use_library_products
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 BATCHES = (1, 8, 32, 128, 256)
@@ -137,7 +138,7 @@ def _variant(
 def _build(model: Model, **options: Any) -> Built:
     settings = {"block_size": model.block_size, **options}
     return build_runner(
-        directory=CONFIGS / model.name, device="cuda", load_format="dummy", max_batch_requests=256, **settings
+        NodeSettings(model=CONFIGS / model.name, device="cuda", load_format="dummy", max_batch_requests=256, **settings)
     )
 
 

@@ -85,7 +85,10 @@ def host_cost(built: Built, *, requests: int, context: int, rows: int = 3, steps
         steps: of a row. In each row requests should get as many new blocks.
     """
     limits = EngineLimits(
-        max_batch_tokens=max(requests, built.limits.max_batch_tokens), max_batch_requests=requests, prefix_cache=False
+        max_batch_tokens=max(requests, built.limits.max_batch_tokens),
+        max_batch_requests=requests,
+        max_waiting=requests,
+        prefix_cache=False,
     )
     scheduler = Scheduler(limits, built.runner.facts)
     for index, token_id in enumerate(_tokens(built.runner, requests)):

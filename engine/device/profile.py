@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.types import SamplingParams
 from engine.batch import Batch, BatchRow, SampleRow
 from engine.device.runner import ModelRunner
-from engine.request import IntArray, int_array
+from engine.request import IntArray, ModelFacts, int_array
 from kvcache.cache import PagedKVCache
 from kvcache.spec import KVCacheShape, KVCacheSpec
 
@@ -165,16 +165,25 @@ def profile_runner(
     Args:
         runner: its cache holds the largest step, and one block for each request.
     """
-    facts = runner.facts
     step_s: dict[int, float] = {}
     step_bytes = 0
-    most = max_batch_requests * facts.max_context_tokens
-    for tokens in sorted({min(tokens, most) for tokens in step_tokens}):
-        batch = _prompts(tokens, facts.max_context_tokens, facts.block_size)
+    for tokens, batch in prefill_steps(step_tokens, runner.facts, max_batch_requests=max_batch_requests).items():
         step_bytes = max(step_bytes, _peak_bytes(runner, batch, device))
         step_s[tokens] = min(_seconds(runner, batch) for _ in range(2))
-    decode_bytes = _peak_bytes(runner, _decodes(max_batch_requests), device)
+    decode_bytes = _peak_bytes(runner, decode_step(max_batch_requests), device)
     return Profile(step_s, step_bytes, decode_bytes)
+
+
+def prefill_steps(step_tokens: Sequence[int], facts: ModelFacts, *, max_batch_requests: int) -> dict[int, Batch]:
+    """The prefill steps to profile by their number of tokens, smallest first: prompts as long as the model takes."""
+    most = max_batch_requests * facts.max_context_tokens
+    sizes = sorted({min(tokens, most) for tokens in step_tokens})
+    return {tokens: _prompts(tokens, facts.max_context_tokens, facts.block_size) for tokens in sizes}
+
+
+def decode_step(num_requests: int) -> Batch:
+    """One token of each request; each has one block of its own."""
+    return Batch(0, tuple(_row(index, 1, int_array([index])) for index in range(num_requests)))
 
 
 def _peak_bytes(runner: ModelRunner, batch: Batch, device: torch.device) -> int:
@@ -200,10 +209,6 @@ def _prompts(num_tokens: int, longest: int, block_size: int) -> Batch:
         rows.append(_row(len(rows), length, int_array(list(range(block, block + num_blocks)))))
         block += num_blocks
     return Batch(0, tuple(rows))
-
-
-def _decodes(num_requests: int) -> Batch:
-    return Batch(0, tuple(_row(index, 1, int_array([index])) for index in range(num_requests)))
 
 
 def _row(index: int, length: int, blocks: IntArray) -> BatchRow:

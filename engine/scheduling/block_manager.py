@@ -67,9 +67,6 @@ class BlockManager:
     def num_free(self) -> int:
         return len(self._free)
 
-    def references(self, block_id: int) -> int:
-        return self._references[block_id]
-
     def match(
         self, chain: KeyChain, tokens: IntArray, max_blocks: int, *, window_blocks: int = 0, multiple: int = 1
     ) -> list[int]:

@@ -6,7 +6,7 @@ of the same step it is in flight, and one more may be scheduled behind it; reque
 
 from collections.abc import Sequence
 
-from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded, UnknownLease
+from baton.errors import BatonError, InvalidRequest, Overloaded, UnknownLease
 from baton.types import FinishReason, TokenOutput
 from engine.batch import Batch
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
@@ -72,10 +72,6 @@ class Scheduler:
         if len(self._roster.waiting) >= self._limits.max_waiting and not self._has_room(state):
             raise self._overloaded(f"{len(self._roster.waiting)} requests wait for room already")
         self._roster.enter(state, Phase.WAITING)
-
-    def can_reserve(self, request: EngineRequest) -> bool:
-        """Whether `reserve` would find room. Raises InvalidRequest as it does."""
-        return self._has_room(self._new_state(request, 0.0))
 
     def reserve(self, request: EngineRequest, now: float) -> Reservation:
         """Holds a seat and all blocks for a request whose KV comes from elsewhere. Nobody else can match these blocks.
@@ -146,15 +142,6 @@ class Scheduler:
         if (state := self._roster.find(request_id)) is not None:
             self._end(state)
         return self._in_flight.has_row_named(request_id)
-
-    def release(self, request_id: str) -> None:
-        """Gives back the blocks of a prefilled request; they stay in the prefix cache. Unknown ids are ignored."""
-        state = self._roster.find(request_id)
-        if state is None:
-            return
-        if state.phase is not Phase.HELD:
-            raise InternalError(f"request {request_id} is released while {state.phase.value}", cure="abort it instead")
-        self._end(state)
 
     def fail_all(self, error: BatonError) -> StepEvents:
         """Ends every request and every step in flight, and tells of those that had not ended before."""

@@ -1,1 +1,1 @@
-"""Movers between the cache and staging slots: `mover` is the Protocol, `table` chooses the one for a device."""
+"""Movers of KV between the cache and staging slots: `mover` is the Protocol, `table` chooses one for a device."""

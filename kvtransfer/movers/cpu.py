@@ -18,7 +18,7 @@ from kvtransfer.staging import Slot, StagingPool
 
 @dataclass(frozen=True)
 class PlacedBlocks:
-    """Blocks of a cache on the CPU: int64, which need no more than to be there."""
+    """Blocks of a cache on the CPU, int64."""
 
     block_ids: Tensor
 
@@ -27,10 +27,8 @@ class PlacedBlocks:
 
 
 class CpuMover:
-    """For a cache on the CPU: every operation is done when it returns.
-
-    Args:
-        between: called again and again within long ones, so that messages go on meanwhile.
+    """Args:
+    between: called repeatedly during long operations, so that messages advance meanwhile.
     """
 
     on_gpu = False
@@ -77,7 +75,7 @@ class CpuMover:
         )
         if not with_digest:
             return self._seal(slot, segment, 0)
-        # As a tensor has it, its sign is its highest bit.
+        # The tensor is signed: modulo 2^64 makes it the unsigned digest.
         gathered = int(self._gathered) % (1 << 64) if converter is None else self._digest(payload)
         return self._seal(slot, segment, segment.digest_over(gathered))
 

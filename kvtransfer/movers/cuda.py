@@ -1,10 +1,8 @@
-"""The mover for a cache on a GPU: kernels and copies on streams of their own, whose ends are polled with events.
+"""The mover for a cache on a GPU: kernels and copies on its own streams, whose completion is polled with events.
 
-The host waits for nothing here: not for a kernel, not for the eight bytes of a digest, which a sender's kernel writes
-into the trailer and a receiver's into pinned memory. Knows nothing of the engine and of its stream. The order between
-the two is kept by the host: the engine tells of a chunk once its step is over, and of a lease's blocks once nothing of
-its own uses them; it hears of a filled lease once the last scatter is over, and of a sent chunk once UCX has sent it,
-which is after the gather.
+The host never waits here, not even for a digest's eight bytes: a sender's kernel writes them into the trailer, a
+receiver's into pinned memory. The host orders engine and mover: the engine reports a chunk after its step, opens a
+lease after its own last use of the blocks, and gets a filled lease after the last scatter and a sent chunk after UCX.
 """
 
 import time
@@ -25,18 +23,17 @@ from kvtransfer.segments import DIGEST_BYTES, DIGEST_OFFSET, TRAILER_BYTES, Segm
 from kvtransfer.staging import Slot, StagingPool
 
 _TIMED_SEGMENTS = 8
-# Of how many sizes of messages a slot keeps the place of the digest.
+# Number of message sizes for which a slot keeps the place of the digest.
 _SIZES_KEPT = 4
 
 
 class _Desk:
-    """What is needed beside a slot, made once; whoever holds the slot uses it.
+    """Buffers and events of one slot, made once and used by whoever holds the slot.
 
     Attributes:
-        work: the message as kernels see it: the slot itself, or device memory of the same size beside a slot in host
-            memory.
-        over: recorded behind the last operation.
-        trailer_cpu, digest_cpu: where a message's are, pinned: before it is sent, and after it was read.
+        work: the message for kernels: the slot itself or, for a slot in host memory, device memory of the same size.
+        over: recorded after the last operation.
+        trailer_cpu, digest_cpu: a message's, in pinned memory: before it is sent, and after it was read.
     """
 
     def __init__(self, slot: Slot, work: Tensor) -> None:
@@ -50,13 +47,13 @@ class _Desk:
         self.extremes_cpu = torch.zeros(2, dtype=torch.uint8, pin_memory=True)
         self.work_ptr, self.slot_ptr = work.data_ptr(), slot.memory.data_ptr()
         self.trailer_ptr = self.trailer_cpu.data_ptr()
-        # Where the digest goes in messages of the sizes that there were.
+        # By payload size: where the digest goes in the message.
         self.digest_places: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """An operation that the device was told of; what it left is read from the desk."""
+    """An operation queued on the device; its results are in the desk."""
 
     desk: _Desk
 
@@ -79,11 +76,11 @@ class _Queued:
 
 
 class CudaMover:
-    """For a cache in a GPU's memory. Sets the calling thread's device and stream, for as long as the thread lives.
+    """For a cache in GPU memory. Sets the calling thread's device and stream for the thread's life.
 
-    Of a segment the host does little: a sender copies a trailer behind where the payload will be, launches the gather,
-    which digests into that trailer, and records an event; a receiver the same with the digest, and again with the
-    scatter. Nothing is allocated after a pool has been used once, block ids have room from the start.
+    The host does little per segment. A sender copies the trailer to the end of the payload's place, launches the
+    gather, which digests into that trailer, and records an event. A receiver does the same for the digest, and again
+    for the scatter. Nothing is allocated after a pool has been used once; tables for block ids exist from the start.
     """
 
     on_gpu = True
@@ -94,11 +91,11 @@ class CudaMover:
         self._desks: dict[Slot, _Desk] = {}
         # UCX opens its CUDA transports in the context that is current when it is made.
         torch.cuda.set_device(self._device)
-        # A gather is short and a peer waits for it: where it meets a prefill's kernels, its programs are placed first.
-        # A scatter meets decode, and has no such right.
+        # A gather is short and a peer waits for it, so it has priority over a prefill's kernels. A scatter runs next to
+        # decode and has none.
         self._outgoing = torch.cuda.Stream(self._device, priority=-1)
         self._incoming = torch.cuda.Stream(self._device)
-        # NOTE: what this thread does elsewhere must not join the default stream, which is the engine's.
+        # NOTE: torch operations of this thread must not use the default stream, which is the engine's.
         torch.cuda.set_stream(self._incoming)
         self._wire = DeviceWire(cache)
         self._copy = open_copy()
@@ -107,8 +104,8 @@ class CudaMover:
             for incoming, stream in ((False, self._outgoing), (True, self._incoming))
         }
         self.handling_s = self._time_handling()
-        # Waits, but before any peer is there: what filled the cache with zeros is over then, and no kernel of ours uses
-        # memory that torch's allocator may hand out again.
+        # Waits, but before there are peers: the cache has been zeroed then, and no kernel of ours uses memory that
+        # torch's allocator may give out again.
         torch.cuda.synchronize()
 
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
@@ -117,7 +114,7 @@ class CudaMover:
         for slot in pool.members:
             beside = torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) if through_host else slot.memory
             self._desks[slot] = _Desk(slot, beside)
-        # The memory may have served this stream before; from now on others use it too. Allocating waits anyway.
+        # This stream may have used the memory before, and from now on others use it too. Allocating waits anyway.
         self._incoming.synchronize()
         return pool
 
@@ -223,7 +220,7 @@ class CudaMover:
             )
 
     def _put_trailer(self, slot: Slot, desk: _Desk, segment: Segment, *, digest: int = 0) -> Tensor:
-        """Puts the trailer behind where the payload will be; the digest's place in it, which may be at any byte."""
+        """Puts the trailer after the payload's place; returns the digest's place in it, at any alignment."""
         start = segment.payload_bytes
         if desk.in_host:
             slot.bytes[start : start + TRAILER_BYTES] = segment.encode_with(digest)
@@ -243,7 +240,7 @@ class CudaMover:
             self._wire.digest(desk.work, segment.payload_bytes, out=out, digest_add=segment.seal, stream=self._outgoing)
 
     def _put(self, desk: _Desk, segment: Segment) -> _Queued:
-        """The payload to where it is sent from."""
+        """Copies the payload to where it is sent from."""
         if desk.in_host:
             self._copy(desk.slot_ptr, desk.work_ptr, segment.payload_bytes, self._outgoing.cuda_stream)
         return self._end(desk, self._outgoing)
@@ -253,12 +250,12 @@ class CudaMover:
         return _Queued(desk)
 
     def _time_handling(self) -> float:
-        """What a segment takes of either side, of the two the longer; runs every kernel."""
+        """Host time per segment, the larger of both sides'; runs every kernel."""
         spec = self._cache.spec
         size = spec.bytes_per_token_layer
         (slot,) = self.open_pool(slot_bytes=size + TRAILER_BYTES, slots=1, through_host=False).members
         segment = Segment(0, 0, 0, 0, 1, 0, 1, 0, spec.num_kv_heads, size)
-        # A block that no cache has: nothing of it is read or written.
+        # No cache has this block, so nothing is read or written.
         nowhere = {incoming: self._tables[incoming].place((-1,)) for incoming in (False, True)}
         took_s = []
         for with_digest in (False, *[True] * _TIMED_SEGMENTS):

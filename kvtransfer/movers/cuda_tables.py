@@ -1,6 +1,6 @@
-"""What a mover on a GPU keeps beside the staging: block ids of requests on the device, and copies of a few bytes.
+"""Block ids of requests on the device, and the driver's copy of a few bytes, for the mover on a GPU.
 
-All of it is made before there is traffic, in pieces that requests take and give back. Knows nothing of segments.
+Tables are allocated before traffic; requests take them and give them back.
 """
 
 import ctypes
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from baton.errors import InternalError
 
-# Copies bytes between device memory and pinned memory, either way: target, source, how many, stream.
+# Copies bytes between device memory and pinned memory: target, source, number of bytes, stream.
 Copy = Callable[[int, int, int, int], None]
 
-# Requests of fewer blocks take as much as this many.
+# Size of the smallest table, in blocks.
 _LEAST_BLOCKS = 64
-# So many requests of a size find room at first, and so many more whenever there is none.
+# Tables of one size that are allocated together.
 _AT_ONCE = 4
 
 
 def open_copy() -> Copy:
-    """The driver's own call. Through torch the same costs four times as much of the host, and a segment has one or two
-    on either side. A GPU must have been used by this process."""
-    # PyDLL, which keeps the GIL: the call only queues, and a thread that lets the GIL go may wait for milliseconds.
+    """The driver's own call. Through torch the same copy takes four times as much host time, and a segment has one or
+    two on either side. This process must have used a GPU before."""
+    # PyDLL keeps the GIL: the call only queues, and a thread that releases the GIL may wait milliseconds for it.
     call = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
     call.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -38,10 +38,10 @@ def open_copy() -> Copy:
 
 
 class BlockTable:
-    """A request's block ids on the device, from some operation of the tables' stream on.
+    """A request's block ids on the device, valid for operations queued on the tables' stream after `place`.
 
     Attributes:
-        block_ids: int64; the first `count` of them are the request's.
+        block_ids: int64; the first `count` are the request's.
     """
 
     def __init__(self, tables: "BlockTables", block_ids: Tensor, pinned: NDArray[np.int64]) -> None:
@@ -56,8 +56,8 @@ class BlockTable:
 
 
 class BlockTables:
-    """Tables for one stream, whose operations alone read them: so that a table's next ids are copied behind whatever
-    still reads the last."""
+    """Tables for one stream. Only its operations read them, so a table's new ids are copied after all reads of its
+    old ones."""
 
     def __init__(self, stream: torch.cuda.Stream, copy: Copy, *, max_blocks: int) -> None:
         self._stream = stream
@@ -74,8 +74,8 @@ class BlockTables:
             self._make(size)
         table = self._free[size].pop()
         table.count = len(block_ids)
-        # NOTE: the copy of the request before may not have run, if nothing was begun with it; it then brings some of
-        # these ids, and the one queued here brings all.
+        # NOTE: the previous request's copy may not have run yet, if that request began no operation. It then copies
+        # some of these ids, and the copy queued here copies all of them.
         table.pinned[: table.count] = block_ids
         self._copy(*table.addresses, 8 * table.count, self._stream.cuda_stream)
         return table
@@ -84,8 +84,8 @@ class BlockTables:
         self._free[len(table.pinned)].append(table)
 
     def _make(self, size: int) -> None:
-        # NOTE: on that stream, and not filled: a fill on another one may come behind the first ids, and is then read in
-        # their place.
+        # NOTE: allocated on that stream and not filled: a fill on another stream could run after the first ids are
+        # copied, and overwrite them.
         with torch.cuda.stream(self._stream):
             device = torch.empty((_AT_ONCE, size), dtype=torch.int64, device=self._stream.device)
         pinned = torch.empty((_AT_ONCE, size), dtype=torch.int64, pin_memory=True).numpy()

@@ -1,7 +1,6 @@
-"""What moves KV between the cache and staging slots: the Protocol that every mover fulfils.
+"""The Protocol of movers, which move KV between the cache and staging slots.
 
-A mover begins an operation and gives something that says when it is done; nobody waits for it, whoever began it looks
-again. Knows segments and slots, and nothing of leases, jobs and transports.
+A mover begins an operation and returns an object that says when it is done; its caller polls and never waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,62 +15,61 @@ from kvtransfer.staging import Slot, StagingPool
 
 
 class Pending(Protocol):
-    """An operation that was begun. Its slot, and the blocks that it reads or writes, must stay until it is done."""
+    """An operation that has begun. Its slot, and the blocks that it reads or writes, must stay until it is done."""
 
     @property
     def done(self) -> bool: ...
 
 
 class Blocks(Protocol):
-    """The blocks of one request, where a mover has them at hand."""
+    """The blocks of one request, as a mover uses them."""
 
     def free(self) -> None:
-        """Nothing that uses them is under way or will be begun."""
+        """Releases them. No operation that uses them is in progress or will begin."""
         ...
 
 
 class Reading(Pending, Protocol):
-    """What a receiver must know of a message before it may scatter it; all of it once done."""
+    """What a receiver must know of a message before it scatters it; available once done."""
 
     @property
     def trailer(self) -> bytes: ...
 
     @property
     def digest(self) -> int:
-        """Of the payload, if it was asked for."""
+        """Of the payload, if requested."""
         ...
 
     @property
     def extremes(self) -> tuple[int, int]:
-        """The payload's lowest and highest byte, if they were asked for."""
+        """The payload's lowest and highest byte, if requested."""
         ...
 
 
 class Mover(Protocol):
-    """One cache's side of every transfer. Made, used and closed by the transfer thread.
+    """Moves KV in and out of one cache. Made, used and closed by the transfer thread.
 
-    Operations on one slot are begun one after the other is done; those on different slots may overlap. `gather` reads
-    the cache as it is when it runs, which is any time until it is done: the tokens' KV must be there when it is begun,
-    and their blocks must stay as they are until it is done. `scatter` writes to the blocks until it is done, and
-    whoever had them before must have ended by then.
+    Operations on one slot must not overlap; those on different slots may. `gather` may read the cache at any time until
+    it is done: the tokens' KV must be there when it begins, and their blocks must not change until it is done.
+    `scatter` may write to the blocks at any time until it is done, and nothing else may use them meanwhile.
 
     Attributes:
-        on_gpu: whether the cache, and staging that a transport reaches directly, is memory of a GPU.
-        handling_s: what a segment takes of the thread whatever its size, beside the transport; 0 where that is little.
+        on_gpu: the cache, and staging that a transport reaches directly, are GPU memory.
+        handling_s: the thread's time per segment, independent of its size and apart from the transport; 0 if small.
     """
 
     on_gpu: bool
     handling_s: float
 
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
-        """Staging for operations of this mover. `through_host`: of a cache on a GPU, slots in pinned host memory."""
+        """Staging for operations of this mover. `through_host`: for a cache on a GPU, slots in pinned host memory."""
         ...
 
     def place(self, block_ids: Sequence[int], *, incoming: bool) -> Blocks:
-        """A request's blocks, for its gathers or, incoming, for its scatters; to be freed after the last.
+        """Prepares a request's blocks for its gathers or, if incoming, for its scatters. Free them after the last one.
 
         Raises:
-            InternalError: there are no such blocks.
+            InternalError: the cache has no such blocks.
         """
         ...
 
@@ -85,47 +83,46 @@ class Mover(Protocol):
         with_digest: bool,
         converter: Converter | None = None,
     ) -> Pending:
-        """Puts a segment's message into a slot: its payload, and its trailer behind that.
+        """Puts a segment's message into a slot: its payload, then its trailer.
 
         Args:
             heads: the segment's, by the cache's numbers.
-            with_digest: whether the trailer gets one.
-            converter: what the numbers become; they stay as they are if not given. Must stay as long as the operation
-                does.
+            with_digest: the trailer gets a digest.
+            converter: applied to the payload; None: KV keeps its dtype. Must stay until the operation is done.
 
         Raises:
-            InternalError: the blocks hold no such tokens, or the cache no such layers or heads; nothing was begun.
+            InternalError: the blocks hold no such tokens, or the cache no such layers or heads. Nothing has begun.
         """
         ...
 
     def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> Pending:
-        """Puts a message into a slot whose payload is of equal bytes, or what the slot holds; its digest says nothing
-        then."""
+        """Puts a message into a slot; every byte of its payload has that value. None: the payload is what the slot
+        holds, and the digest does not cover it."""
         ...
 
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> Reading:
-        """Reads the trailer of a message, and what its payload says."""
+        """Reads a message's trailer and, if requested, its payload's digest and extremes."""
         ...
 
     def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Pending:
-        """Puts a segment's payload from a slot into its blocks. Its heads are by the cache's numbers."""
+        """Puts a segment's payload from a slot into its blocks. The segment's heads are by the cache's numbers."""
         ...
 
     def close(self) -> None:
-        """Waits for all that was begun: its memory goes away."""
+        """Waits for all operations, because their memory goes away."""
         ...
 
 
 @dataclass(frozen=True)
 class Done:
-    """Something that is done already."""
+    """An operation that is done."""
 
     done: bool = True
 
 
 @dataclass(frozen=True)
 class DoneReading:
-    """A reading that is done already."""
+    """A reading that is done."""
 
     trailer: bytes
     digest: int = 0
@@ -133,11 +130,11 @@ class DoneReading:
     done: bool = True
 
 
-# Makes the mover of a cache; the function is `between` of `CpuMover`.
+# Makes the mover of a cache; the callable is `between` of `CpuMover`.
 MakeMover = Callable[[PagedKVCache, Callable[[], object]], Mover]
 
 
 def check_blocks(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raises InternalError unless a cache of so many blocks has them all."""
+    """Raises InternalError unless a cache of `num_blocks` has all these blocks."""
     if block_ids and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
         raise InternalError(f"block ids from {min(block_ids)} to {max(block_ids)} of {num_blocks}", field="block_ids")

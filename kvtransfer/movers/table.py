@@ -1,4 +1,4 @@
-"""Which mover serves a cache."""
+"""Chooses the mover for a cache."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from kvtransfer.movers.mover import Mover
 
 
 def open_mover(cache: PagedKVCache, between: Callable[[], object]) -> Mover:
-    """The mover for where the cache is; on a GPU compiles the kernels, which takes seconds the first time."""
+    """The mover for the cache's device. On a GPU it compiles kernels, which takes seconds the first time."""
     if not cache.storage.is_cuda:
         return CpuMover(cache, between)
-    # NOTE: imported here because it is needed only where there is a GPU.
+    # NOTE: imported here because only nodes with a GPU need it.
     from kvtransfer.movers.cuda import CudaMover
 
     return CudaMover(cache)

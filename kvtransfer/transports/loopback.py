@@ -1,7 +1,6 @@
 """Messages between transports of one process: for nodes that share a process, and for tests.
 
-Keeps to the meaning of a network: a message waits at its sender until it is taken, and either end may vanish. Knows
-nothing of what messages hold.
+It behaves like a network: a message waits at its sender until it is taken, and either end may vanish.
 """
 
 import itertools
@@ -24,8 +23,8 @@ _CANCELLED = "the link was closed"
 
 
 class _Message:
-    """One message and its sender's request. `lock` is held while the bytes are copied, so that the sender's memory is
-    never let go under the copy."""
+    """One message and its sender's request. `lock` is held during the copy, so that the sender's memory stays until the
+    copy has ended."""
 
     def __init__(self, source: "LoopbackTransport", peer: int, tag: int, memory: Tensor) -> None:
         self.source = source
@@ -47,7 +46,7 @@ class _Message:
             if into is not None:
                 into.copy_(self.memory)
                 if into.is_cuda or self.memory.is_cuda:
-                    # The one place where a transfer waits for a GPU: peers of one process are for tests.
+                    # The only place where a transfer waits for a GPU: peers of one process are for tests.
                     torch.cuda.current_stream().synchronize()
             self.done = True
         self.source.wake()
@@ -62,7 +61,7 @@ class _Message:
 
 
 class _Reception:
-    """A receive: the copy happens in `progress`, so that it can be cancelled before."""
+    """A receive. The copy happens in `progress`, so that it can be cancelled before."""
 
     def __init__(self, peer: int, message: _Message, into: Tensor) -> None:
         self.peer = peer
@@ -80,8 +79,8 @@ class _Reception:
 
 
 @dataclass(eq=False)
-class _Line:
-    """One transport's end for one peer."""
+class _Link:
+    """One transport's end of the link to one peer."""
 
     transport: "LoopbackTransport"
     peer: int
@@ -90,24 +89,24 @@ class _Line:
 
 
 class _Exchange:
-    """The lines of this process by address, as a network knows its ports."""
+    """The links of this process by address, like the ports of a network."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._open: WeakValueDictionary[bytes, _Line] = WeakValueDictionary()
+        self._open: WeakValueDictionary[bytes, _Link] = WeakValueDictionary()
 
-    def enter(self, line: "_Line") -> bytes:
+    def enter(self, link: "_Link") -> bytes:
         with self._lock:
             address = f"loopback:{os.getpid()}:{next(self._numbers)}".encode()
-            self._open[address] = line
+            self._open[address] = link
             return address
 
     def leave(self, address: bytes) -> None:
         with self._lock:
             self._open.pop(address, None)
 
-    def find(self, address: bytes) -> "_Line | None":
+    def find(self, address: bytes) -> "_Link | None":
         with self._lock:
             return self._open.get(address)
 
@@ -120,19 +119,19 @@ class LoopbackTransport:
 
     def __init__(self) -> None:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Guards the event's descriptor and `_closed` against other threads' wakes.
+        # Guards the event's descriptor and `_closed` against `wake` on other threads.
         self._lock = threading.Lock()
         self._closed = False
         self._inbox: deque[tuple[int, _Message]] = deque()
-        self._lines: dict[int, _Line] = {}
+        self._links: dict[int, _Link] = {}
         self._sent: list[_Message] = []
         self._receptions: deque[_Reception] = deque()
 
     def listen(self, peer: int) -> bytes:
-        assert peer not in self._lines
-        line = self._lines[peer] = _Line(self, peer)
-        line.own_address = _EXCHANGE.enter(line)
-        return line.own_address
+        assert peer not in self._links
+        link = self._links[peer] = _Link(self, peer)
+        link.own_address = _EXCHANGE.enter(link)
+        return link.own_address
 
     def connect(self, peer: int, address: bytes) -> None:
         if not address.startswith(f"loopback:{os.getpid()}:".encode()):
@@ -142,14 +141,14 @@ class LoopbackTransport:
                 value=address[:40],
                 cure="start both nodes with the same --transport",
             )
-        assert self._lines[peer].peer_address is None
-        self._lines[peer].peer_address = address
+        assert self._links[peer].peer_address is None
+        self._links[peer].peer_address = address
 
     def disconnect(self, peer: int) -> None:
-        line = self._lines.pop(peer, None)
-        if line is None:
+        link = self._links.pop(peer, None)
+        if link is None:
             return
-        _EXCHANGE.leave(line.own_address)
+        _EXCHANGE.leave(link.own_address)
         for message in self._sent:
             if message.peer == peer:
                 message.fail(_CANCELLED)
@@ -164,23 +163,23 @@ class LoopbackTransport:
                 message.fail(_CLOSED)
 
     def carrier(self, peer: int) -> str:
-        assert peer in self._lines
+        assert peer in self._links
         return "loopback"
 
     def send(self, peer: int, tag: int, message: Tensor) -> _Message:
         sent = _Message(self, peer, tag, message)
-        address = self._lines[peer].peer_address
+        address = self._links[peer].peer_address
         assert address is not None
-        line = _EXCHANGE.find(address)
-        if line is None or not line.transport.deliver(line.peer, sent):
+        link = _EXCHANGE.find(address)
+        if link is None or not link.transport.deliver(link.peer, sent):
             sent.fail(_CLOSED)
         self._sent.append(sent)
         return sent
 
     def deliver(self, peer: int, message: _Message) -> bool:
-        """Called by the sender's thread; False when nobody listens to that peer any more."""
+        """Called by the sender's thread; False if this transport no longer listens to that peer."""
         with self._lock:
-            if self._closed or peer not in self._lines:
+            if self._closed or peer not in self._links:
                 return False
             self._inbox.append((peer, message))
             os.eventfd_write(self._event_fd, 1)
@@ -201,14 +200,14 @@ class LoopbackTransport:
 
     def receive(self, arrival: Arrival, into: Tensor) -> _Reception:
         assert isinstance(arrival.handle, _Message)
-        assert arrival.peer in self._lines
+        assert arrival.peer in self._links
         reception = _Reception(arrival.peer, arrival.handle, into)
         self._receptions.append(reception)
         return reception
 
     def discard(self, arrival: Arrival) -> None:
         assert isinstance(arrival.handle, _Message)
-        if arrival.peer in self._lines:
+        if arrival.peer in self._links:
             arrival.handle.take(None)
 
     def progress(self) -> bool:
@@ -235,7 +234,7 @@ class LoopbackTransport:
         return self._event_fd
 
     def close(self) -> None:
-        for peer in list(self._lines):
+        for peer in list(self._links):
             self.disconnect(peer)
         with self._lock:
             self._closed = True

@@ -7,15 +7,15 @@ from kvtransfer.transports.transport import Transport
 
 
 def open_transport(name: str, *, on_gpu: bool = False) -> Transport:
-    """The transport of that name, ready to use from this thread on.
+    """Opens the transport of that name, for use on this thread.
 
     Args:
-        on_gpu: this node can offer memory of a GPU; the device must be current on this thread.
+        on_gpu: this node offers GPU memory; the GPU must be current on this thread.
 
     Raises:
-        ConfigError: there is none; lists the known ones.
+        ConfigError: the name is unknown; lists the known ones.
     """
-    # NOTE: imported here because ucxx writes to the environment when it is imported.
+    # NOTE: imported here because importing ucxx writes to the environment.
     from kvtransfer.transports.loopback import LoopbackTransport
     from kvtransfer.transports.ucx import UcxTransport
 

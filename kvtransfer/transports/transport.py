@@ -1,9 +1,7 @@
-"""What carries messages between nodes: the Protocol that every transport fulfils.
+"""The Protocol of transports, which carry messages between nodes. Two-sided, tagged, receive on arrival.
 
-Two-sided, tagged, receive on arrival: nothing is posted in advance, a message waits at its sender until the receiver
-has probed it and offered memory to it. A transport knows nothing of leases and segments; tags are 64-bit numbers.
-
-Made, used and closed by one thread. After `disconnect` and some `progress`, every request of that peer is done.
+No receive is posted in advance: a message waits at its sender until the receiver has probed it and offered memory. One
+thread makes, uses and closes a transport; after `disconnect` and some `progress`, all requests of that peer are done.
 """
 
 from dataclasses import dataclass
@@ -16,10 +14,11 @@ from baton.errors import BatonError
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message taken off the transport's queue: exactly one `receive` or `discard` must follow.
+    """A probed message: exactly one `receive` or `discard` must follow.
 
     Attributes:
-        peer: whose line it came over.
+        peer: over whose link it arrived.
+        tag: 64 bits.
     """
 
     peer: int
@@ -29,64 +28,63 @@ class Arrival:
 
 
 class Request(Protocol):
-    """One message on its way out or in. Its memory belongs to the transport until it is done."""
+    """One message that is being sent or received. Its memory belongs to the transport until it is done."""
 
     @property
     def done(self) -> bool: ...
 
     def failure(self) -> BatonError | None:
-        """Why it failed, None if it did not; for requests that are done."""
+        """Why a request that is done failed; None if it succeeded."""
         ...
 
 
 class Transport(Protocol):
-    """One node's end of all its links. Peers have numbers, which are this node's own."""
+    """One node's end of all its links. Peers are this node's own numbers."""
 
     def listen(self, peer: int) -> bytes:
-        """Opens this node's end for one peer: the address to give to that peer's `connect`, and to no other."""
+        """Opens this node's end for one peer; returns the address for that peer's `connect`, and for nobody else's."""
         ...
 
     def connect(self, peer: int, address: bytes) -> None:
-        """Makes the endpoint to a peer that is listened to.
+        """Makes the endpoint to a peer after `listen`.
 
         Raises:
-            PeerRefused: that is no address of this transport.
+            PeerRefused: the address is not one of this transport.
         """
         ...
 
     def disconnect(self, peer: int) -> None:
-        """Closes both ends and cancels the requests; works for peers dead, stopped or gone. Unknown: no-op.
+        """Closes the link and cancels its requests, whether the peer is alive, stopped or dead. Unknown peer: no-op.
 
-        Other peers do not notice, whatever the peer was doing when it died. Nothing of it arrives any more.
+        Other peers are not affected, whatever the peer was doing. None of its messages arrives any more.
         """
         ...
 
     def carrier(self, peer: int) -> str:
-        """What really moves the bulk of the bytes to and from a connected peer: "cma", "sysv", "posix", "tcp",
-        "cuda_ipc", "loopback". The last two take memory of a GPU as it is; the others want the host's."""
+        """What moves most bytes of a connected peer: "cma", "sysv", "posix", "tcp", "cuda_ipc" or "loopback". The last
+        two reach GPU memory; the others need host memory."""
         ...
 
     def send(self, peer: int, tag: int, message: Tensor) -> Request: ...
 
     def probe(self) -> Arrival | None:
-        """The next message that has arrived, from whomever."""
+        """The next message that has arrived, from any peer."""
         ...
 
     def receive(self, arrival: Arrival, into: Tensor) -> Request:
-        """Takes a message of a connected peer into memory of exactly its size."""
+        """Receives a message of a connected peer into memory of exactly its size."""
         ...
 
     def discard(self, arrival: Arrival) -> None:
-        """Takes a message, its peer connected or not, without its bytes; its sender sees it as sent."""
+        """Drops a message, whether its peer is connected or not; its sender sees it as sent."""
         ...
 
     def progress(self) -> bool:
-        """Moves messages on; whether anything happened."""
+        """Advances all messages; whether anything happened."""
         ...
 
     def arm(self) -> bool:
-        """Before a wait on `fileno`: True when it will become readable with the next event, False when there has been
-        one already."""
+        """Prepares a wait on `fileno`: True if the next event makes it readable, False if an event is there already."""
         ...
 
     def fileno(self) -> int: ...
@@ -94,5 +92,5 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-# Carriers that read and write memory of a GPU where it lies.
+# Carriers that read and write GPU memory directly.
 REACH_GPU_MEMORY = frozenset({"cuda_ipc", "loopback"})

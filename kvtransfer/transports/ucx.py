@@ -1,12 +1,7 @@
-"""UCX, through ucxx: shared memory, tcp, RDMA or GPU copies, whichever is there, chosen by UCX for each pair.
+"""The UCX transport, on ucxx: shared memory, tcp, RDMA or GPU copies, as UCX chooses for each pair.
 
-The only module that knows ucxx. Endpoints are made from worker addresses, with error handling on both ends: without
-it a peer that dies in mid-transfer takes this process with it. Receives go through the endpoint, because only those
-are cancelled when it is closed.
-
-Every peer has a worker of its own. Over shared memory all senders to one worker write to one queue, each after having
-claimed an element of it: a sender killed or stopped between claim and completion leaves a hole that the receiver never
-gets past, and every other sender waits behind it. Seen with one worker for all in 17 % of the kills in mid-transfer.
+Endpoints have error handling on both ends: without it, a peer that dies in mid-transfer takes this process with it.
+Receives go through the endpoint, because closing it cancels only those.
 """
 
 import ctypes
@@ -24,20 +19,20 @@ from kvtransfer.transports.transport import Arrival
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
 _CONTEXT = {"MM_ERROR_HANDLING": "y"}
 
-# An address: this, a checksum of the rest, whether the node offers memory of a GPU, the worker's address.
+# An address: this, a checksum of the rest, whether the node offers GPU memory, the worker's address.
 _ADDRESS_MAGIC = b"baton-ucx-2:"
 _ON_GPU = {True: b"g", False: b"h"}
-# Zero-copy lanes stand beside the lane for small messages, and carry the bulk where there is one.
+# Zero-copy lanes, where there are any, carry the bulk; another lane carries small messages.
 _BULK_LANES = ("xpmem", "knem", "cma")
 _GPU_LANE = "cuda_ipc"
 _GPU_LANES = ("cuda_ipc", "cuda_copy", "gdr_copy")
 _TRANSPORTS_FIELD = 1 << 3
 _LANES_MAX = 32
-# Events handled at one look, so that the thread's other work gets its turn.
+# Maximum number of events handled in one call, so that the thread's other work gets its turn.
 _EVENTS_MAX = 256
-# Of how many messages' memory a transport keeps what it knows: more than a node has slots and sizes in use.
+# Maximum number of cached memory handles; more than slots x message sizes.
 _ARRAYS_MAX = 64
-# How long a closed link's requests may take to become cancelled; most take a few calls of progress.
+# Time for a closed link's requests to become cancelled; most take a few calls of progress.
 _CANCEL_S = 0.25
 
 
@@ -53,7 +48,7 @@ class _Request:
         return self._request is None or bool(self._request.completed)
 
     def abandon(self) -> None:
-        """For a request that nothing will ever complete, because its worker is gone."""
+        """Gives up a request that nothing will complete, because its worker is gone."""
         self._request = None
 
     def failure(self) -> BatonError | None:
@@ -67,14 +62,19 @@ class _Request:
 
 
 class _Link:
-    """The worker for one peer, its endpoint once connected, and the requests that may not be done."""
+    """The worker for one peer, its endpoint once connected, and the requests that may not be done.
+
+    Each peer has its own worker. Over shared memory, all senders to one worker write to one queue, after claiming an
+    element: a sender killed or stopped between claim and completion leaves a hole that blocks every other sender. With
+    one worker for all peers this happened in 17 % of the kills in mid-transfer.
+    """
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.endpoint: Any = None
         self.peer_on_gpu = False
         self.requests: list[_Request] = []
-        # Messages show up only by progress.
+        # Messages arrive only through progress.
         self.may_have_arrivals = False
         self.closed_s = 0.0
 
@@ -83,8 +83,8 @@ class _Link:
         return request
 
     def progress(self) -> bool:
-        # NOTE: not `worker.progress`, which does not say whether there was anything to do, goes on for as long as there
-        # is, and may wait for seconds for cancelled requests.
+        # NOTE: not `worker.progress`: it does not say whether anything happened, runs for as long as anything does, and
+        # may wait seconds for cancelled requests.
         moved = False
         for _ in range(_EVENTS_MAX):
             if not self.worker.progress_once():
@@ -96,25 +96,25 @@ class _Link:
         return moved
 
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is in flight."""
         self.requests = [request for request in self.requests if not request.done]
         return not self.requests
 
     def close(self) -> None:
-        """Cancels the requests; some further progress completes them."""
+        """Cancels the requests; further progress completes them."""
         self.closed_s = time.monotonic()
-        # NOTE: closing an endpoint that an error has closed already crashes.
+        # NOTE: closing an endpoint crashes if an error has closed it already.
         if self.endpoint is not None and self.endpoint.alive:
             self.endpoint.close_blocking()
         self.endpoint = None
 
     def ended(self) -> bool:
-        """Whether a closed link's requests are done; after a while they are declared so."""
+        """Whether a closed link's requests are done; after a timeout they are abandoned."""
         if self.idle():
             return True
         if time.monotonic() - self.closed_s < _CANCEL_S:
             return False
-        # Seen with senders that were stopped in mid-transfer and went on after their receiver had closed the link.
+        # Seen with senders that were stopped in mid-transfer and continued after the receiver had closed the link.
         for request in self.requests:
             request.abandon()
         return True
@@ -124,7 +124,7 @@ class UcxTransport:
     """The links of one node, each a UCX worker with one endpoint.
 
     Args:
-        on_gpu: messages are offered in memory of the GPU that is current on this thread, where the peer can reach it.
+        on_gpu: messages are in memory of the GPU that is current on this thread, where the peer can reach it.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
@@ -141,9 +141,9 @@ class UcxTransport:
             raise ConfigError(f"UCX cannot start: {error}", cure=cure) from None
         self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
         self._links: dict[int, _Link] = {}
-        # Links that are closed, until their requests are done: their memory may still be written to.
+        # Closed links whose requests are not done: their memory may still be written to.
         self._ending: list[_Link] = []
-        # What UCX is told of a message's memory; kept, with the tensor, because staging comes back again and again.
+        # ucxx's handles of messages' memory, cached with the tensors, because staging slots are reused.
         self._arrays: dict[int, tuple[Tensor, Any]] = {}
         self._poll = select.epoll()
 
@@ -176,7 +176,7 @@ class UcxTransport:
     def carrier(self, peer: int) -> str:
         link = self._links[peer]
         lanes = _lanes(link.endpoint.handle)
-        # UCX has lanes for memory of GPUs wherever there are GPUs, used or not.
+        # UCX has lanes for GPU memory wherever there are GPUs, used or not.
         if self._on_gpu and link.peer_on_gpu and _GPU_LANE in lanes:
             return _GPU_LANE
         of_host = [lane for lane in lanes if lane not in _GPU_LANES]
@@ -204,8 +204,8 @@ class UcxTransport:
         link = self._links.get(arrival.peer)
         if link is None:
             return
-        # UCX ends a receive whose memory is too small at once, as truncated, and tells the sender that all is well:
-        # measured for eager and rendezvous messages. It does so also for peers without an endpoint.
+        # UCX ends a receive into too little memory at once, as truncated, and the sender's request succeeds: tested for
+        # eager and rendezvous messages, and for peers without an endpoint.
         memory = self._as_array(np.empty(1, dtype=np.uint8))
         link.track(_Request(link.worker.tag_recv_with_handle(memory, arrival.handle), memory))
 
@@ -251,7 +251,7 @@ def _wrap(content: bytes) -> bytes:
 
 
 def _unwrap(address: bytes) -> bytes:
-    """An address's content. UCX reads addresses without checking them, so damaged ones must not reach it."""
+    """An address's content. UCX does not check addresses, so damaged ones must not reach it."""
     checksum, content = address[len(_ADDRESS_MAGIC) :][:4], address[len(_ADDRESS_MAGIC) + 4 :]
     if not address.startswith(_ADDRESS_MAGIC) or zlib.crc32(content).to_bytes(4, "little") != checksum:
         raise PeerRefused(
@@ -285,7 +285,7 @@ class _EndpointAttributes(ctypes.Structure):
 
 
 def _lanes(endpoint_handle: int) -> list[str]:
-    """The transports of an endpoint as UCX reports them; ucxx has no call for it."""
+    """The transports of an endpoint, from UCX itself; ucxx has no call for it."""
     entries = (_Lane * _LANES_MAX)()
     attributes = _EndpointAttributes(field_mask=_TRANSPORTS_FIELD)
     attributes.lanes = _Lanes(entries, _LANES_MAX, ctypes.sizeof(_Lane))
@@ -298,7 +298,7 @@ def _lanes(endpoint_handle: int) -> list[str]:
 
 
 def _silence_unused_variables() -> None:
-    """Importing ucxx sets variables for UCX that UCX then reports as unused, on stdout: turns that report off."""
+    """Turns off UCX's report of unused variables on stdout: importing ucxx sets variables that UCX does not use."""
     set_value = ctypes.CDLL("libucs.so.0").ucs_global_opts_set_value
     set_value.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
     set_value(b"WARN_UNUSED_ENV_VARS", b"n")

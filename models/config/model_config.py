@@ -1,15 +1,14 @@
 """What a model is, in one spelling for all families: values only, so that model code sees no file and no default.
 
-`models.config.reader` makes them from a checkpoint's config.json. No torch.
+`models.config.reader` makes them from a checkpoint's config.json.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
 from attention.blocksparse import BlocksparseParams
 from models.config.rope import RopeConfig, YarnScaling
-from models.quantization.scheme import Fp8Config
+from models.quantization.config import Fp8Config
 
 
 @dataclass(frozen=True)
@@ -89,63 +88,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class TemperatureTuning:
-    """A query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor_tokens))."""
-
-    floor_tokens: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class Llama4Switches:
-    """`temperature` is of the layers without rotary embedding, `qk_norm` of those with."""
-
-    rope_layers: tuple[bool, ...]
-    qk_norm: bool
-    temperature: TemperatureTuning | None
-
-
-@dataclass(frozen=True)
-class GptOssSwitches:
-    """The experts' activation: gate and up are clamped to `swiglu_limit`; sigmoid(`swiglu_alpha` * gate) gates."""
-
-    swiglu_limit: float
-    swiglu_alpha: float
-
-
-@dataclass(frozen=True)
-class FalconSwitches:
-    """`parallel`: attention and MLP read the same input. `num_norms`: of that input; 2 means one for each of them."""
-
-    parallel: bool
-    num_norms: int
-
-
-@dataclass(frozen=True)
-class BloomSwitches:
-    """`residual_after_norm`: what the norms give is added to, not what they read."""
-
-    residual_after_norm: bool
-
-
-@dataclass(frozen=True)
-class Phi3SmallSwitches:
-    """muP's multipliers, with `gegelu_limit` the clamp of the MLP's gate and up; None for no clamp.
-
-    Attributes:
-        unused_tokens: ids that are in the vocabulary and that no text becomes: they are never sampled.
-    """
-
-    embedding_multiplier: float
-    logits_divisor: float
-    gegelu_limit: float | None
-    unused_tokens: tuple[int, ...]
-
-
-Switches: TypeAlias = Llama4Switches | GptOssSwitches | FalconSwitches | BloomSwitches | Phi3SmallSwitches
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """One checkpoint's architecture.
 
@@ -157,7 +99,7 @@ class ModelConfig:
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
         mtp_layers: how many layers are stored behind the last.
         quantization: which weights are fp8; None where none are.
-        switches: what only one family has.
+        switches: what only one family has: a frozen dataclass of its own.
     """
 
     architecture: str
@@ -178,7 +120,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     mtp_layers: int = 0
     quantization: Fp8Config | None = None
-    switches: Switches | None = None
+    switches: object = None
 
     @property
     def max_context_tokens(self) -> int:
@@ -187,3 +129,13 @@ class ModelConfig:
         if isinstance(scaling, YarnScaling):
             return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
         return self.max_position_embeddings
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by; larger for latent attention whose context YaRN stretches."""
+        attention = self.attention
+        if isinstance(attention, GQAConfig):
+            return attention.scale
+        scale: float = (attention.qk_nope_head_dim + attention.qk_rope_head_dim) ** -0.5
+        scaling = None if self.rope is None else self.rope.scaling
+        return scale * scaling.softmax_scale if isinstance(scaling, YarnScaling) else scale

@@ -1,15 +1,18 @@
-"""Rotary embeddings as a checkpoint's config.json describes them, in both of its spellings.
+"""Rotary embeddings, and the tables of config.json that describe them.
 
-Newer files have `rope_parameters` with the base inside; older ones `rope_theta`, and `rope_scaling` where the
-frequencies are stretched. A type or field that we do not compute is an error. No torch.
+A type or field that we do not compute is an error.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
+
+from pydantic import ConfigDict
 
 from baton.errors import ConfigError
+from models.config.fields import Count, Fields, Positive
 from models.config.file import ConfigFile
 
 
@@ -61,6 +64,9 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """`interleaved`: channels 2i and 2i+1 turn together; otherwise channel i and i + dim/2."""
@@ -68,91 +74,111 @@ class RopeConfig:
     dim: int
     theta: float
     interleaved: bool
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None
+    scaling: Scaling | None
 
 
-_ORIGINAL = "original_max_position_embeddings"
-_COMMON_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "default": _COMMON_FIELDS,
-        "linear": _COMMON_FIELDS | {"factor"},
-        "llama3": _COMMON_FIELDS | {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
-        "yarn": _COMMON_FIELDS
-        | {"factor", _ORIGINAL, "beta_fast", "beta_slow", "truncate"}
-        | {"attention_factor", "mscale", "mscale_all_dim"},
-    }
+class _RopeFields(Fields):
+    """Fields of every rope type; those of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rope_type: object = None
+    type: object = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: float = 1.0
+
+    def scaling(self, max_position_embeddings: int) -> Scaling | None:
+        """How frequencies are stretched; None where they are not."""
+        del max_position_embeddings
+        return None
+
+
+class _LinearFields(_RopeFields):
+    factor: Positive
+
+    def scaling(self, max_position_embeddings: int) -> Scaling:
+        del max_position_embeddings
+        return LinearScaling(self.factor)
+
+
+class _Llama3Fields(_RopeFields):
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Count | None = None
+
+    def scaling(self, max_position_embeddings: int) -> Scaling:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if high < low:
+            raise self.refuse("high_freq_factor", f"at least low_freq_factor, {low}")
+        return Llama3Scaling(self.factor, low, high, self.original_max_position_embeddings or max_position_embeddings)
+
+
+class _YarnFields(_RopeFields):
+    factor: Positive
+    original_max_position_embeddings: Count | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+    attention_factor: Positive | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def scaling(self, max_position_embeddings: int) -> Scaling:
+        return YarnScaling(
+            factor=self.factor,
+            original_max_position_embeddings=self.original_max_position_embeddings or max_position_embeddings,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            truncate=self.truncate,
+            attention_factor=self.attention_factor,
+            mscale=self.mscale,
+            mscale_all_dim=self.mscale_all_dim,
+        )
+
+
+_TYPES: Mapping[str, type[_RopeFields]] = MappingProxyType(
+    {"default": _RopeFields, "linear": _LinearFields, "llama3": _Llama3Fields, "yarn": _YarnFields}
 )
 
 
-def read_rope(file: ConfigFile, *, dim: int, interleaved: bool, max_position_embeddings: int) -> RopeConfig:
-    """The rotary embedding of `dim` channels that `file` describes.
+def read_rope(
+    table: ConfigFile,
+    *,
+    dim: int,
+    theta: float,
+    interleaved: bool,
+    max_position_embeddings: int,
+    original_max_position_embeddings: int | None = None,
+) -> RopeConfig:
+    """The rotary embedding of `dim` channels that `table` describes.
+
+    Args:
+        theta: the base, unless the table has one.
+        max_position_embeddings: the original context, unless the table has one.
+        original_max_position_embeddings: the original context as some files have it next to the table. It counts
+            whatever the table says, as it does in transformers.
 
     Raises:
         ConfigError: a type or field that we do not compute, or a wrong value.
     """
     if dim % 2:
-        raise ConfigError(f"{file.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
-    refuse_both_spellings(file)
-    table = _with_original(file.table("rope_parameters" if "rope_parameters" in file else "rope_scaling"), file)
-    theta = file.positive("rope_theta", 10_000.0)
-    return read_rope_table(
-        table, dim=dim, theta=theta, interleaved=interleaved, max_position_embeddings=max_position_embeddings
-    )
+        raise ConfigError(f"{table.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))
+    fields_class = _fields_class(table)
+    name = "original_max_position_embeddings"
+    if original_max_position_embeddings is not None and name in fields_class.model_fields:
+        table = table.with_values({name: original_max_position_embeddings})
+    fields = fields_class.read(table)
+    if fields.partial_rotary_factor != 1.0:
+        raise fields.refuse("partial_rotary_factor", "1.0")
+    return RopeConfig(dim, fields.rope_theta or theta, interleaved, fields.scaling(max_position_embeddings))
 
 
-def refuse_both_spellings(file: ConfigFile) -> None:
-    if "rope_parameters" in file and "rope_scaling" in file:
-        raise file.refuse("rope_scaling", "null", cure="keep either rope_parameters or rope_scaling")
-
-
-def _with_original(table: ConfigFile, file: ConfigFile) -> ConfigFile:
-    """Some files have the original context beside the table: that one counts, as for those who load them elsewhere."""
-    if _ORIGINAL not in file or _ORIGINAL not in _FIELDS[_kind(table)]:
-        return table
-    return table.with_values({_ORIGINAL: file.raw(_ORIGINAL)})
-
-
-def _kind(table: ConfigFile) -> str:
-    name = "rope_type" if "rope_type" in table else "type"
-    return table.choice(name, {kind: kind for kind in _FIELDS}, "default")
-
-
-def read_rope_table(
-    table: ConfigFile, *, dim: int, theta: float, interleaved: bool, max_position_embeddings: int
-) -> RopeConfig:
-    """The rotary embedding that `table` describes; `theta` is the base if it names none."""
-    kind = _kind(table)
-    fields = _FIELDS[kind]
-    if unknown := sorted(table.names() - fields):
-        raise table.refuse(unknown[0], "null", cure=f"this rope type knows {', '.join(sorted(fields))}")
-    if table.number("partial_rotary_factor", 1.0) != 1.0:
-        raise table.refuse("partial_rotary_factor", "1.0")
-    theta = table.positive("rope_theta", theta)
-    return RopeConfig(dim, theta, interleaved, _scaling(table, kind, max_position_embeddings))
-
-
-def _scaling(
-    table: ConfigFile, kind: str, max_position_embeddings: int
-) -> LinearScaling | Llama3Scaling | YarnScaling | None:
-    if kind == "default":
-        return None
-    factor = table.positive("factor")
-    if kind == "linear":
-        return LinearScaling(factor)
-    original = table.integer(_ORIGINAL, max_position_embeddings)
-    if kind == "llama3":
-        low, high = table.positive("low_freq_factor"), table.positive("high_freq_factor")
-        if high < low:
-            raise table.refuse("high_freq_factor", f"at least low_freq_factor, {low}")
-        return Llama3Scaling(factor, low, high, original)
-    return YarnScaling(
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=table.positive("beta_fast", 32.0),
-        beta_slow=table.positive("beta_slow", 1.0),
-        truncate=table.flag("truncate", default=True),
-        attention_factor=table.positive("attention_factor") if "attention_factor" in table else None,
-        mscale=table.number("mscale", 0.0),
-        mscale_all_dim=table.number("mscale_all_dim", 0.0),
-    )
+def _fields_class(table: ConfigFile) -> type[_RopeFields]:
+    name = "type" if table.raw("rope_type") is None else "rope_type"
+    kind = table.raw(name)
+    if kind is None:
+        return _RopeFields
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise table.refuse(name, *_TYPES)
+    return _TYPES[kind]

@@ -18,7 +18,8 @@ from attention.layer import Attention
 from attention.metadata import AttentionMetadata
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
-from models.config.model_config import BloomSwitches, GQAConfig, ModelConfig
+from models.config.model_config import GQAConfig, ModelConfig
+from models.families.bloom_config import BloomSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
 from models.parallel import Joint

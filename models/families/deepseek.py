@@ -14,7 +14,6 @@ from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM, DecoderLayer
 from models.config.model_config import MLAConfig, ModelConfig
-from models.config.rope import YarnScaling
 from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
@@ -75,13 +74,6 @@ class DeepseekAttention(nn.Module):
         return out_TD
 
 
-def mla_scale(config: ModelConfig, mla: MLAConfig) -> float:
-    """What scores are multiplied by: that of the head size, corrected where YaRN stretches the context."""
-    scale: float = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
-    scaling = None if config.rope is None else config.rope.scaling
-    return scale * scaling.softmax_scale if isinstance(scaling, YarnScaling) else scale
-
-
 class DeepseekLayer(DecoderLayer):
     def __init__(
         self, config: ModelConfig, mla: MLAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
@@ -90,7 +82,7 @@ class DeepseekLayer(DecoderLayer):
         size, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.self_attn = DeepseekAttention(
-            size, mla, scale=mla_scale(config, mla), layer_index=layer_index, backend=backend, dtype=dtype
+            size, mla, scale=config.attention_scale, layer_index=layer_index, backend=backend, dtype=dtype
         )
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         if config.moe is not None and config.moe.layers[layer_index]:

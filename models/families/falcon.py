@@ -17,8 +17,9 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
-from models.config.model_config import FalconSwitches, GQAConfig, ModelConfig
+from models.config.model_config import GQAConfig, ModelConfig
 from models.families.bloom import GeluMLP, GroupedQKV
+from models.families.falcon_config import FalconSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
 from models.parallel import Joint

@@ -10,7 +10,8 @@ from torch.nn.functional import linear
 
 from attention.backend import AttentionBackend
 from models.causal_lm import CausalLM, DecoderLayer
-from models.config.model_config import GptOssSwitches, GQAConfig, ModelConfig, MoEConfig
+from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
+from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama import LlamaAttention
 from models.kernels.grouped_gemm import Activation, ExpertWeights, run_gated_experts
 from models.layers import RMSNorm

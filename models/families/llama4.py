@@ -15,7 +15,8 @@ from attention.metadata import AttentionMetadata
 from attention.rotation import Rotation
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
-from models.config.model_config import GQAConfig, Llama4Switches, ModelConfig, MoEConfig, TemperatureTuning
+from models.config.model_config import GQAConfig, ModelConfig, MoEConfig
+from models.families.llama4_config import Llama4Switches, TemperatureTuning
 from models.kernels.grouped_gemm import ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, silu_and_multiply
 from models.linear import FusedLinear, Linear, Multiply

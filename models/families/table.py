@@ -1,167 +1,59 @@
-"""Which class computes which architecture, and what a model asks of cache and attention.
+"""The table of model families: for each architecture, its config reader and its model class."""
 
-The one place to add a family, together with its reader in `models.config.reader`.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
-import torch
-
-from attention.backend import AttentionBackend, AttentionFeature, AttentionNeeds, MLADims
-from attention.parameters import AttentionParameters
-from baton.errors import ConfigError
-from kvcache.spec import DTYPE_BYTES, KVCacheShape, KVCacheSpec, KVKind
-from models.causal_lm import CausalLM
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig
-from models.families.bloom import BloomForCausalLM
-from models.families.deepseek import DeepseekForCausalLM, mla_scale
-from models.families.falcon import FalconForCausalLM
-from models.families.gemma import GemmaForCausalLM
-from models.families.gpt_oss import GptOssForCausalLM
-from models.families.llama import LlamaForCausalLM
-from models.families.llama4 import Llama4ForCausalLM
-from models.families.phi3_small import Phi3SmallForCausalLM
+from models.config.file import ConfigFile
+from models.config.model_config import ModelConfig
+from models.families.bloom_config import read_bloom
+from models.families.deepseek_config import read_deepseek_v2, read_deepseek_v3
+from models.families.falcon_config import read_falcon
+from models.families.gemma_config import read_gemma2, read_gemma3
+from models.families.gpt_oss_config import read_gpt_oss
+from models.families.llama4_config import read_llama4
+from models.families.llama_config import read_llama, read_mistral, read_qwen2, read_qwen3
+from models.families.phi3_small_config import read_phi3_small
 
 
-class ModelClass(Protocol):
-    def __call__(self, config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype) -> CausalLM: ...
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        model: "module:class" of its `models.causal_lm.CausalLM`, imported on first use because reading a config must
+            not import torch.
+        text_config: the language model's fields are in this table of config.json, as in models that also see.
+        overflows_float16: published weights bring the residual stream beyond float16's 65504, so outputs would be NaN.
+    """
+
+    read: Callable[[ConfigFile], ModelConfig]
+    model: str
+    text_config: bool = False
+    overflows_float16: bool = False
 
 
-FAMILIES: Mapping[str, ModelClass] = MappingProxyType(
+_LLAMA = "models.families.llama:LlamaForCausalLM"
+_DEEPSEEK = "models.families.deepseek:DeepseekForCausalLM"
+_GEMMA = "models.families.gemma:GemmaForCausalLM"
+_LLAMA4 = "models.families.llama4:Llama4ForCausalLM"
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": LlamaForCausalLM,
-        "MistralForCausalLM": LlamaForCausalLM,
-        "Qwen2ForCausalLM": LlamaForCausalLM,
-        "Qwen3ForCausalLM": LlamaForCausalLM,
-        "DeepseekV2ForCausalLM": DeepseekForCausalLM,
-        "DeepseekV3ForCausalLM": DeepseekForCausalLM,
-        "Gemma2ForCausalLM": GemmaForCausalLM,
-        "Gemma3ForCausalLM": GemmaForCausalLM,
-        "Gemma3ForConditionalGeneration": GemmaForCausalLM,
-        "Llama4ForCausalLM": Llama4ForCausalLM,
-        "Llama4ForConditionalGeneration": Llama4ForCausalLM,
-        "GptOssForCausalLM": GptOssForCausalLM,
-        "FalconForCausalLM": FalconForCausalLM,
-        "BloomForCausalLM": BloomForCausalLM,
-        "Phi3SmallForCausalLM": Phi3SmallForCausalLM,
+        "LlamaForCausalLM": Family(read_llama, _LLAMA),
+        "MistralForCausalLM": Family(read_mistral, _LLAMA),
+        "Qwen2ForCausalLM": Family(read_qwen2, _LLAMA),
+        "Qwen3ForCausalLM": Family(read_qwen3, _LLAMA),
+        "DeepseekV2ForCausalLM": Family(read_deepseek_v2, _DEEPSEEK),
+        "DeepseekV3ForCausalLM": Family(read_deepseek_v3, _DEEPSEEK),
+        "Gemma2ForCausalLM": Family(read_gemma2, _GEMMA, overflows_float16=True),
+        "Gemma3ForCausalLM": Family(read_gemma3, _GEMMA, overflows_float16=True),
+        "Gemma3ForConditionalGeneration": Family(read_gemma3, _GEMMA, text_config=True, overflows_float16=True),
+        "Llama4ForCausalLM": Family(read_llama4, _LLAMA4),
+        "Llama4ForConditionalGeneration": Family(read_llama4, _LLAMA4, text_config=True),
+        "GptOssForCausalLM": Family(read_gpt_oss, "models.families.gpt_oss:GptOssForCausalLM"),
+        "FalconForCausalLM": Family(read_falcon, "models.families.falcon:FalconForCausalLM"),
+        "BloomForCausalLM": Family(read_bloom, "models.families.bloom:BloomForCausalLM"),
+        "Phi3SmallForCausalLM": Family(read_phi3_small, "models.families.phi3_small:Phi3SmallForCausalLM"),
     }
 )
-
-
-# Their residual stream grows beyond float16's 65504 in published weights: the output would be NaN, not less exact.
-_BEYOND_FLOAT16 = (GemmaForCausalLM,)
-
-
-def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
-    """What the model runs in. "auto" means float32 on a CPU, else the checkpoint's, or bfloat16 where that overflows.
-
-    Raises:
-        ConfigError: no such dtype, or the family overflows in it.
-    """
-    allowed = ("auto", *DTYPE_BYTES)
-    overflows = FAMILIES[config.architecture] in _BEYOND_FLOAT16
-    if dtype == "auto":
-        stored = "bfloat16" if overflows and config.dtype == "float16" else config.dtype
-        return "float32" if device_type == "cpu" else stored
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype is {dtype!r}", field="dtype", value=dtype, allowed=allowed)
-    if dtype == "float16" and overflows:
-        raise ConfigError(
-            f"dtype is float16, in which {config.architecture} overflows",
-            field="dtype",
-            value=dtype,
-            allowed=tuple(name for name in allowed if name != dtype),
-            cure="take bfloat16, which has float32's range",
-        )
-    return dtype
-
-
-def kv_cache_spec(config: ModelConfig, dtype: str, kv_dtype: str = "") -> KVCacheSpec:
-    """What one token's KV is when the model runs in `dtype`; `kv_dtype` is the cache's own, "" means the same."""
-    attention = config.attention
-    if isinstance(attention, MLAConfig):
-        channels = attention.kv_lora_rank + attention.qk_rope_head_dim
-        return KVCacheSpec(KVKind.MLA, config.num_layers, 1, channels, kv_dtype or dtype)
-    windows = tuple(window or 0 for window in attention.sliding_windows)
-    return KVCacheSpec(
-        kind=KVKind.GQA,
-        num_layers=config.num_layers,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        dtype=kv_dtype or dtype,
-        windows=windows if any(windows) else (),
-    )
-
-
-def attention_needs(
-    config: ModelConfig,
-    *,
-    dtype: str,
-    device: torch.device | str,
-    shape: KVCacheShape,
-    kv_dtype: str = "",
-    max_num_reqs: int = 256,
-    batch_invariant: bool = False,
-) -> AttentionNeeds:
-    """What a backend must be able to do to serve the model over a cache of that shape.
-
-    Args:
-        kv_dtype: of the cache; "" means `dtype`.
-        max_num_reqs: how many requests any batch has at most.
-        batch_invariant: whether a request's result must be bit-equal whatever else is in the batch.
-    """
-    spec = kv_cache_spec(config, dtype, kv_dtype)
-    attention = config.attention
-    return AttentionNeeds(
-        kind=spec.kind,
-        device=str(device),
-        dtype=dtype,
-        head_size=spec.head_dim,
-        block_size=shape.block_size,
-        layout=shape.layout,
-        features=_features(attention) if isinstance(attention, GQAConfig) else frozenset(),
-        kv_dtype=kv_dtype,
-        num_heads=attention.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        max_num_reqs=max_num_reqs,
-        batch_invariant=batch_invariant,
-        max_model_len=min(config.max_context_tokens, shape.num_slots),
-        layers=MappingProxyType({f"layers.{index}": _asked(config, index) for index in range(config.num_layers)}),
-        mla=_mla_dims(attention) if isinstance(attention, MLAConfig) else None,
-    )
-
-
-def _features(gqa: GQAConfig) -> frozenset[AttentionFeature]:
-    asked = {
-        AttentionFeature.SLIDING_WINDOW: any(gqa.sliding_windows),
-        AttentionFeature.CHUNKED_LOCAL: any(gqa.attention_chunk_sizes),
-        AttentionFeature.SOFT_CAP: gqa.logits_soft_cap is not None,
-        AttentionFeature.ALIBI: bool(gqa.alibi_slopes),
-        AttentionFeature.SINKS: gqa.sinks,
-        AttentionFeature.BLOCK_SPARSE: any(gqa.blocksparse),
-    }
-    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
-
-
-def _asked(config: ModelConfig, layer_index: int) -> AttentionParameters:
-    attention = config.attention
-    if isinstance(attention, MLAConfig):
-        return AttentionParameters(scale=mla_scale(config, attention))
-    return AttentionParameters(
-        scale=attention.scale,
-        sliding_window=attention.sliding_windows[layer_index],
-        attention_chunk_size=attention.attention_chunk_sizes[layer_index] if attention.attention_chunk_sizes else None,
-        logits_soft_cap=attention.logits_soft_cap,
-        blocksparse=attention.blocksparse[layer_index] if attention.blocksparse else None,
-    )
-
-
-def _mla_dims(mla: MLAConfig) -> MLADims:
-    return MLADims(
-        qk_nope_head_dim=mla.qk_nope_head_dim,
-        qk_rope_head_dim=mla.qk_rope_head_dim,
-        v_head_dim=mla.v_head_dim,
-        kv_lora_rank=mla.kv_lora_rank,
-    )

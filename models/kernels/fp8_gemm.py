@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.quantization.scheme import FP8_BLOCK
+from models.quantization.config import FP8_BLOCK
 from tritonlib.fp8 import from_fp8
 from tritonlib.launch import bound, interpreted
 

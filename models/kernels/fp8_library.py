@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.kernels.fp8_gemm import Weight
-from models.quantization.scheme import FP8_BLOCK
+from models.quantization.config import FP8_BLOCK
 
 # With blocks, the number of tokens must be a multiple of this.
 TOKENS = 4

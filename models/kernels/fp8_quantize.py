@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from models.quantization import fp8
-from models.quantization.scheme import FP8_BLOCK
+from models.quantization.config import FP8_BLOCK
 from tritonlib.fp8 import to_fp8
 from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 

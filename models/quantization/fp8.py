@@ -7,7 +7,7 @@ scales.
 import torch
 from torch import Tensor
 
-from models.quantization.scheme import FP8_BLOCK
+from models.quantization.config import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.kernels import fp8_gemm, fp8_library, fp8_quantize
 from models.linear import FusedLinear, Linear
 from models.quantization import fp8
-from models.quantization.scheme import FP8_BLOCK, Fp8Config, Granularity
+from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 
 
 class Fp8Linear(FusedLinear):

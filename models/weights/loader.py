@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 
 import torch
@@ -18,21 +19,20 @@ from attention.mla import MLAAttention
 from baton.errors import ConfigError
 from kvcache.cache import TORCH_DTYPES
 from kvcache.spec import DTYPE_BYTES, FP8_DTYPES
-from models.batch_invariant import make_batch_invariant
-from models.causal_lm import CausalLM
+from models.causal_lm import CausalLM, ModelClass
 from models.config.model_config import ModelConfig
-from models.decode_products import use_decode_products
 from models.families.table import FAMILIES
 from models.linear import FusedLinear
 from models.moe import Experts
 from models.parallel import SINGLE, TensorParallel, local_config, refuse_batch_invariance
-from models.quantization.apply import finish_quantized, quantize, weight_scale_views, weights_unallocated
+from models.products import make_batch_invariant, use_decode_products
 from models.quantization.fp8 import E4M3
+from models.quantization.replace import finish_quantized, quantize, weight_scale_views, weights_unallocated
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 from models.weights.dummy import fill_at_random, fill_part_at_random, fill_scales
 from models.weights.kv_scales import add_scales, check_scales, scale_views, without_scales
-from models.weights.reading import read_into, read_tensor
 from models.weights.shares import Share, Shares
+from models.weights.tensor_reader import read_into, read_tensor
 
 LOAD_FORMATS = ("safetensors", "dummy")
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -129,8 +129,9 @@ def _build(
 ) -> CausalLM:
     """The model with its parameters allocated, and none of them twice, in two dtypes."""
     quantized = config.quantization is not None
+    model_class: ModelClass = resolve_name(FAMILIES[config.architecture].model)
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
-        model = FAMILIES[config.architecture](config, backend=backend, dtype=dtype)
+        model = model_class(config, backend=backend, dtype=dtype)
     if quantized:
         quantize(model, config, lambda path: _checkpoint_name(path, model.checkpoint_prefixes), device)
     return model

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Phi3SmallSwitches
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from models.families.phi3_small_config import Phi3SmallSwitches
 from models.parallel import TensorParallel, channel_block, channels, kv_heads, query_heads, vocabulary_rows
-from models.quantization.scheme import FP8_BLOCK, Granularity
+from models.quantization.config import FP8_BLOCK, Granularity
 
 _LAYER = re.compile(r"^(model\.layers|transformer\.h)\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -1,4 +1,4 @@
-"""`baton doctor`: does this machine, or this pod, have what a node needs?
+"""`baton doctor`: whether this machine, or this pod, has what a node needs.
 
-One verdict per line, and a cure for each that is bad. Starts no node and changes nothing.
+It prints one verdict per line, with a cure for each bad one. It starts no node and changes nothing.
 """

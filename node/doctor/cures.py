@@ -1,4 +1,4 @@
-"""What makes a link faster, by what carries its bytes. Plain words; measures nothing."""
+"""What makes a link faster, depending on what carries its bytes."""
 
 THROUGH_HOST = " through host memory"
 
@@ -14,7 +14,7 @@ _OTHER = "look for what else uses this machine, or lower the floor"
 
 def cure_for(carrier: str) -> str:
     """Args:
-    carrier: such as "tcp" or "sysv"; with THROUGH_HOST where it does not reach a GPU's memory.
+    carrier: such as "tcp" or "sysv"; with THROUGH_HOST if it does not reach GPU memory.
     """
     if carrier.endswith(THROUGH_HOST):
         return _REACH_GPUS

@@ -1,4 +1,4 @@
-"""Whether torch can use the GPUs that the machine shows, how they reach each other, and what is free on them."""
+"""Checks whether torch can use the visible GPUs, whether they reach each other, and how much memory is free."""
 
 import itertools
 from collections.abc import Iterator

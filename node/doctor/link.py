@@ -1,6 +1,4 @@
-"""A checked round trip between two processes of this machine over the transport that nodes use: latency, rate, and what
-really carried the bytes. Knows no pair and no lease.
-"""
+"""Measures a link between two processes of this machine over the transport that nodes use: latency, rate, carrier."""
 
 import multiprocessing
 import time
@@ -24,7 +22,7 @@ _LARGE_BYTES = 16 * MIB
 _ROUND_TRIPS = 50
 _LARGE_ROUND_TRIPS = 8
 _TIMEOUT_S = 30.0
-# As the transfer thread does: on few cores two ends that look without a pause starve each other.
+# As in the transfer thread: on few cores, two ends that poll without a pause starve each other.
 _NAP_S = 20e-6
 _NO_CURE = "see UCX's own report with UCX_LOG_LEVEL=info"
 
@@ -32,9 +30,9 @@ _NO_CURE = "see UCX's own report with UCX_LOG_LEVEL=info"
 @dataclass(frozen=True)
 class Link:
     """Attributes:
-    carrier: such as "sysv", "cma", "cuda_ipc", "tcp"; with "through host memory" where it does not reach a GPU's.
-    round_trip_us: of a small message, there and back.
-    gigabytes_per_s: of large messages, one way.
+    carrier: such as "sysv", "cma", "cuda_ipc", "tcp"; with "through host memory" if it does not reach GPU memory.
+    round_trip_us: of a small message.
+    gigabytes_per_s: of large messages, in one direction.
     """
 
     carrier: str
@@ -44,12 +42,12 @@ class Link:
 
 def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Verdict:
     """Args:
-    devices: of the memory here and there, such as "cpu" or "cuda:1".
+    devices: where the memory of the two ends is, such as "cpu" or "cuda:1".
     """
     check = f"link {devices[0]} to {devices[1]}"
     try:
         link = measure(devices)
-    except Exception as error:  # noqa: BLE001  (a broken installation raises whatever it likes)
+    except Exception as error:  # noqa: BLE001  (a broken installation may raise anything)
         return fail(check, f"{type(error).__name__}: {error}", _NO_CURE)
     found = f"{link.carrier}, {link.gigabytes_per_s:.1f} GB/s, {link.round_trip_us:.0f} us there and back"
     if link.gigabytes_per_s < floor_gigabytes_per_s:
@@ -59,7 +57,7 @@ def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Ver
 
 def measure(devices: tuple[str, str]) -> Link:
     """Raises:
-    RuntimeError: bytes came back changed, or nothing came back in time.
+    RuntimeError: bytes returned changed, or not in time.
     """
     with _echo(devices[1]) as connection:
         transport = open_as_a_node(devices[0])
@@ -78,7 +76,7 @@ def measure(devices: tuple[str, str]) -> Link:
 
 
 def open_as_a_node(device: str) -> Transport:
-    """As a node does it: a GPU is current, with its context, before UCX is opened."""
+    """Opens UCX as a node does: its GPU is current, with a context, before."""
     on_gpu = device != "cpu"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -87,7 +85,7 @@ def open_as_a_node(device: str) -> Transport:
 
 
 def where_messages_lie(transport: Transport, device: str) -> tuple[str, str]:
-    """What carries the bytes, and where messages lie then: nodes give a GPU's only to what reaches it."""
+    """What carries the bytes, and the device of the messages: GPU memory only for carriers that reach it."""
     carrier = transport.carrier(_PEER)
     if device == "cpu" or carrier in REACH_GPU_MEMORY:
         return carrier, device
@@ -95,14 +93,14 @@ def where_messages_lie(transport: Transport, device: str) -> tuple[str, str]:
 
 
 def _ready(message: Tensor) -> Tensor:
-    """UCX knows nothing of torch's stream: what fills the memory must be over."""
+    """UCX is not ordered after torch's stream, so whatever fills the memory must have ended."""
     if message.is_cuda:
         torch.cuda.synchronize(message.device)
     return message
 
 
 def _round_trips_s(transport: Transport, num_bytes: int, count: int, device: str) -> float:
-    """Seconds of one, the mean of several."""
+    """Mean seconds of one round trip."""
     out = torch.arange(num_bytes, device=device).to(torch.uint8)
     back = _ready(torch.zeros_like(out))
     start_s = time.monotonic()

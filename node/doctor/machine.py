@@ -1,6 +1,6 @@
 """What the operating system and the container allow: shared memory, locked memory, files, processes, devices.
 
-Reads files under a root, so that tests can show it other machines. Knows no torch and no UCX.
+Checks take a `Host` and the files under a root, so that tests can describe other machines.
 """
 
 import resource
@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from node.doctor.verdict import Verdict, fail, ok, warn
 
@@ -20,13 +22,42 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the node to be started will want.
+class Host:
+    """What the operating system reports of this machine and this process.
 
     Attributes:
-        pairs: how many peers it will have.
-        cache_bytes: of a cache in main memory; 0 for one on a GPU.
-        staging_bytes: both directions together.
+        available_bytes: of main memory.
+        first_process: name of process 1; empty where it cannot be seen.
+        locked_bytes, open_files: this process's limits.
+    """
+
+    available_bytes: int
+    first_process: str
+    locked_bytes: int
+    open_files: int
+
+
+def read_host() -> Host:
+    try:
+        first = psutil.Process(1).name()
+    except psutil.Error:
+        first = ""
+    return Host(
+        available_bytes=psutil.virtual_memory().available,
+        first_process=first,
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the node to be started will need.
+
+    Attributes:
+        pairs: number of peers.
+        cache_bytes: of a cache in main memory; 0 for a cache on a GPU.
+        staging_bytes: of both directions together.
     """
 
     pairs: int = 8
@@ -34,12 +65,12 @@ class Wanted:
     staging_bytes: int = 32 * MIB
 
 
-def check_machine(wanted: Wanted, root: Path = Path("/")) -> Iterator[Verdict]:
+def check_machine(wanted: Wanted, host: Host, root: Path = Path("/")) -> Iterator[Verdict]:
     yield _shared_memory(wanted, root / "dev/shm")
-    yield _memory(wanted, root)
-    yield _locked_memory(wanted, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=_has_rdma(root))
-    yield _open_files(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield _process_namespace(root / "proc")
+    yield _memory(wanted, host.available_bytes, _cgroup_limit(root))
+    yield _locked_memory(wanted, host.locked_bytes, rdma=_has_rdma(root))
+    yield _open_files(wanted, host.open_files)
+    yield _process_namespace(host.first_process)
     yield _rdma_devices(root)
 
 
@@ -55,10 +86,8 @@ def _shared_memory(wanted: Wanted, mount: Path) -> Verdict:
     return ok(check, found)
 
 
-def _memory(wanted: Wanted, root: Path) -> Verdict:
+def _memory(wanted: Wanted, available: int, limit: int | None) -> Verdict:
     needed = wanted.cache_bytes + wanted.staging_bytes
-    limit = _cgroup_limit(root)
-    available = _available(root)
     room = available if limit is None else min(limit, available)
     source = "available" if limit is None or available < limit else "allowed to this container"
     found = f"{room / MIB:.0f} MiB {source}, cache and staging take {needed / MIB:.0f}"
@@ -73,13 +102,6 @@ def _cgroup_limit(root: Path) -> int | None:
         if text.isdigit():
             return int(text)
     return None
-
-
-def _available(root: Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _locked_memory(wanted: Wanted, limit: int, *, rdma: bool) -> Verdict:
@@ -103,10 +125,9 @@ def _open_files(wanted: Wanted, limit: int) -> Verdict:
     return ok("open files", "unlimited" if limit == _UNLIMITED else found)
 
 
-def _process_namespace(proc: Path) -> Verdict:
+def _process_namespace(first: str) -> Verdict:
     """Nodes of one machine reach each other's shared memory through /proc when they see each other's processes."""
     check = "process namespace"
-    first = _read(proc / "1/comm")
     if first in ("", "systemd", "init"):
         return ok(check, "the host's" if first else "unknown")
     return warn(

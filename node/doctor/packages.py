@@ -1,4 +1,4 @@
-"""Whether what a node imports is installed and works here. Knows no limits of the machine."""
+"""Checks that the packages that a node imports are installed and work."""
 
 import importlib
 import importlib.metadata
@@ -19,9 +19,9 @@ def check_packages() -> Iterator[Verdict]:
 def _import(distribution: str, module: str) -> Verdict:
     try:
         importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  (a broken library raises whatever it likes)
+    except Exception as error:  # noqa: BLE001  (a broken library may raise anything)
         return fail(distribution, f"does not import: {type(error).__name__}: {error}", _REINSTALL)
     try:
         return ok(distribution, importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
-        return warn(distribution, f"{module} is there, its version is not known", _REINSTALL)
+        return warn(distribution, f"{module} works, its version is unknown", _REINSTALL)

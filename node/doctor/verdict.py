@@ -1,11 +1,11 @@
-"""What a check says. Knows no check."""
+"""The outcome of one check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Grade(StrEnum):
-    """FAIL: a node will not work. WARN: it will work, slower or not in every setting."""
+    """FAIL: a node will not work. WARN: it works, but slower or not in every setting."""
 
     OK = "ok"
     WARN = "warn"
@@ -17,9 +17,9 @@ class Verdict:
     """One line.
 
     Attributes:
-        check: what was looked at.
-        found: what was seen, as a value with its unit.
-        cure: what to do about it; empty when all is well.
+        check: what was checked.
+        found: the value found, with its unit.
+        cure: what to do about it; empty for OK.
     """
 
     check: str

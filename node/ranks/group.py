@@ -1,6 +1,6 @@
-"""The processes of a node's ranks above 0: started with it, watched by it, ended with it.
+"""The processes of a node's ranks above 0: started with the node, watched by it, ended with it.
 
-A rank that ends by itself takes the node with it: what it held of the model is gone. Knows nothing of steps and calls.
+A rank that ends by itself takes the node with it, because its part of the model is gone.
 """
 
 import logging
@@ -16,20 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from baton.config import NodeSettings, child_environment
 from baton.errors import Draining
-from node.ranks.channel import Channel
 from node.ranks.messages import Setup
 
 log = logging.getLogger("baton")
 
 _END_TIMEOUT_S = 5.0
-# A rank's connections break before its end is seen.
+# A rank's connections break up to this long before its end is seen.
 _EXPLAINED_S = 0.5
-# While ranks load, all of them find the same fault: this process's own word about it comes first, within that time.
-_OWN_WORD_S = 2.0
+# While ranks load, all of them find the same fault: this process gets that long to log it itself.
+_OWN_FAULT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Worker:
     """A rank above 0.
 
     Attributes:
-        calls, steps: this process's ends of the two lines to it.
+        calls, steps: this process's ends of the two connections to it. `steps` also carries `Setup` and `Up`.
     """
 
     rank: int
     popen: subprocess.Popen[bytes]
-    calls: Channel
-    steps: Channel
+    calls: socket.socket
+    steps: Connection
 
 
 class RankGroup:
@@ -56,46 +56,46 @@ class RankGroup:
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._failure: str | None = None
-        self._hear: Callable[[str], None] | None = None
+        self._on_failure: Callable[[str], None] | None = None
         self._ending = self._loaded = False
         self.workers = tuple(self._start(rank, settings, program) for rank in range(1, self.size))
         for worker in self.workers:
             threading.Thread(target=self._watch, args=(worker,), name=f"rank-{worker.rank}", daemon=True).start()
 
-    def listen(self, hear: Callable[[str], None]) -> None:
-        """From now on the first failure is told, on any thread, and no longer ends the process."""
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """From now on the first failure calls back, on any thread, and no longer ends the process."""
         with self._lock:
-            self._hear = hear
+            self._on_failure = callback
             failure = self._failure
         if failure is not None:
-            hear(failure)
+            callback(failure)
 
     def fail(self, reason: str) -> None:
-        """The node cannot go on; said once, on any thread."""
+        """The node cannot go on. The first call counts; may be called on any thread."""
         with self._lock:
             if self._ending or self._failure is not None:
                 return
             self._failure = reason
             self._failed.set()
-            hear = self._hear
-        if hear is not None:
-            hear(reason)
+            callback = self._on_failure
+        if callback is not None:
+            callback(reason)
             return
-        time.sleep(_OWN_WORD_S)
+        time.sleep(_OWN_FAULT_S)
         if not self._ending:
             self.abandon(reason)
 
-    def trouble(self, reason: str) -> None:
-        """Something went wrong that a rank's end may explain: then that is the reason."""
+    def fail_unless_explained(self, reason: str) -> None:
+        """As `fail`, unless a rank's end, noticed shortly after, is the reason."""
         if not self._failed.wait(_EXPLAINED_S):
             self.fail(reason)
 
-    def gone(self) -> str | None:
-        """Why the node cannot go on, if that is known soon."""
+    def failure(self) -> str | None:
+        """Why the node cannot go on; waits a moment for the end of a rank to be noticed."""
         return self._failure if self._failed.wait(_EXPLAINED_S) else None
 
     def abandon(self, reason: str) -> None:
-        """Ends this process and all ranks at once, with that as its last word: threads may wait for a GPU for ever."""
+        """Logs the reason and ends this process and all ranks at once: threads may wait for a GPU for ever."""
         log.error("%s", reason)
         self._kill()
         self._remove_directory()
@@ -103,23 +103,26 @@ class RankGroup:
         os._exit(1)
 
     def meeting_place(self) -> Path:
-        """A file in which the ranks find each other. Returns when all of them are on their way there: unlike torch's,
-        this wait ends with a signal.
+        """A file in which the ranks find each other. Returns when all of them are about to read it: unlike torch's own
+        wait, this one ends with a signal.
 
         Raises:
             EOFError: a rank has ended.
         """
         for worker in self.workers:
-            worker.calls.receive()
+            try:
+                worker.steps.recv()
+            except ConnectionError:
+                raise EOFError(f"rank {worker.rank} has ended") from None
         return self._store
 
     def loaded(self) -> None:
-        """All ranks have found each other, and have their parts of the model."""
+        """All ranks have found each other and loaded their parts of the model."""
         self._loaded = True
         self._remove_directory()
 
     def end(self) -> None:
-        """Lets the workers end, and kills those that do not, or that still load."""
+        """Lets the workers end; kills those that do not, and those that still load."""
         self._ending = True
         for worker in self.workers:
             worker.steps.close()
@@ -136,19 +139,19 @@ class RankGroup:
         self._remove_directory()
 
     def _start(self, rank: int, settings: NodeSettings, program: str) -> Worker:
-        lines = socket.socketpair(), socket.socketpair()
-        theirs = [line[1] for line in lines]
-        descriptors = [end.fileno() for end in theirs]
+        (calls, their_calls), (our_steps, their_steps) = socket.socketpair(), socket.socketpair()
+        descriptors = their_calls.fileno(), their_steps.fileno()
         popen = subprocess.Popen(
-            [sys.executable, "-m", "node.ranks.worker", *map(str, descriptors)],
+            # NOTE: -P: without it a `models.py` in the user's working directory shadows our package.
+            [sys.executable, "-P", "-m", "node.ranks.worker", *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             env=child_environment(),
         )
-        for end in theirs:
-            end.close()
-        calls, steps = (Channel(line[0]) for line in lines)
-        calls.send(Setup(settings, program, rank, self._store, leader=os.getpid()))
+        their_calls.close()
+        their_steps.close()
+        steps = Connection(our_steps.detach())
+        steps.send(Setup(settings, program, rank, self._store, leader=os.getpid()))
         return Worker(rank, popen, calls, steps)
 
     def _watch(self, worker: Worker) -> None:
@@ -168,13 +171,13 @@ class RankGroup:
 
 @contextmanager
 def start_ranks(settings: NodeSettings, program: str) -> Iterator[RankGroup]:
-    """The ranks above 0 as child processes, which load their parts of the model while the caller loads its own; none
-    for a node of one rank. They end when this does, and when this process does, however it ends."""
+    """Starts the ranks above 0 as child processes, none for a node of one rank. They load their parts of the model
+    while the caller loads its own. They end with this context, and with this process, however it ends."""
     group = RankGroup(settings, program)
     try:
         yield group
-    except (EOFError, RuntimeError, Draining):  # what a channel, torch, and the calls to a rank say when it is gone
-        if group.size > 1 and (failure := group.gone()):
+    except (EOFError, RuntimeError, Draining):  # raised by connections, torch and calls when a rank is gone
+        if group.size > 1 and (failure := group.failure()):
             group.abandon(failure)
         raise
     finally:

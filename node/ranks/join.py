@@ -1,4 +1,4 @@
-"""How a process becomes a rank: its device, and the group of torch.distributed. Knows not who started it."""
+"""How a process becomes a rank: its device, and the group of torch.distributed."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from baton.config import use_loopback_for_gloo
 from baton.errors import ConfigError
 from models.parallel import TensorParallel
 
-# Ranks that read a checkpoint at their own pace wait for each other that long. Of one that dies others hear at once.
+# Ranks that read a checkpoint at their own pace wait for each other that long. The death of one ends the wait at once.
 _TIMEOUT = timedelta(minutes=20)
 
 
@@ -20,8 +20,8 @@ def join(rank: int, size: int, *, store: Path, device: str) -> TensorParallel:
     """Meets the other ranks; NCCL where they have GPUs, else gloo, over this machine's loopback.
 
     Args:
-        store: a file that all ranks see, and no other group has used.
-        device: as the node's setting has it; each rank takes another GPU.
+        store: a file that all ranks see and that no other group has used.
+        device: the node's setting; each rank takes another GPU.
     """
     place = torch.device(rank_device(device, rank))
     on_gpu = place.type == "cuda"
@@ -41,7 +41,7 @@ def join(rank: int, size: int, *, store: Path, device: str) -> TensorParallel:
 
 
 def leave() -> None:
-    """The last thing that a rank does, if it is one."""
+    """Leaves the group, if there is one: the last thing that a rank does."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "gloo":
@@ -53,10 +53,10 @@ def leave() -> None:
 
 
 def rank_device(device: str, rank: int) -> str:
-    """The device of one rank: the node's own for rank 0, for the others the GPUs that follow.
+    """The device of one rank: the node's own for rank 0, the following GPUs for the others.
 
     Raises:
-        ConfigError: there are not as many.
+        ConfigError: there are too few GPUs.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

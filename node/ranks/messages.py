@@ -1,12 +1,17 @@
-"""What the processes of one node tell each other, apart from engine steps. Plain records."""
+"""The messages between the processes of one node, apart from engine steps: plain records, one for each verb."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from baton.config import NodeSettings
-from kvtransfer.leases import LeaseTotals
-from kvtransfer.records import SegmentRefused, TransferCounters
+from kvtransfer.conversion import KVConversion
+from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.link import LinkSpeed
+from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.segments import Segment
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -14,9 +19,9 @@ class Setup:
     """The first message to a rank above 0.
 
     Attributes:
-        program: of the node, for log lines.
+        program: the node's, for log lines.
         store: a file in which the ranks find each other.
-        leader: the process that must outlive this one.
+        leader: the process that must outlive the rank.
     """
 
     settings: NodeSettings
@@ -31,9 +36,79 @@ class Up:
     """The answer to a `Setup`: the rank is about to meet the others."""
 
 
+# ---- verbs
+
+
+class Verb(Generic[T]):
+    """A verb of `kvtransfer.rank_transfer.RankTransfer`, answered with a T. Fields are the verb's arguments."""
+
+
+@dataclass(frozen=True)
+class Listen(Verb[bytes]):
+    peer: int
+
+
+@dataclass(frozen=True)
+class Connect(Verb[None]):
+    peer: int
+    address: bytes
+    message_bytes: int | None
+    group: int | None
+    conversion: KVConversion | None
+
+
+@dataclass(frozen=True)
+class Disconnect(Verb[tuple[int, ...]]):
+    peer: int
+
+
+@dataclass(frozen=True)
+class SendWarmUp(Verb[WarmUp]):
+    peer: int
+    sender_number: int
+
+
+@dataclass(frozen=True)
+class AwaitWarmUp(Verb[LinkMeasure]):
+    peer: int
+    messages: int
+    bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class UseLink(Verb[None]):
+    peer: int
+    link: LinkSpeed
+
+
+@dataclass(frozen=True)
+class Send(Verb[tuple[Segment, ...]]):
+    job: SendJob
+
+
+@dataclass(frozen=True)
+class Quiet(Verb[None]):
+    peer: int
+    lease: int
+
+
+@dataclass(frozen=True)
+class OpenLease(Verb[None]):
+    lease: LeaseGrant
+
+
+@dataclass(frozen=True)
+class CloseLease(Verb[LeaseTotals]):
+    number: int
+
+
+# ---- from rank 0
+
+
 @dataclass(frozen=True)
 class Start:
-    """Open the KV transfer; the answer comes under that number."""
+    """Open the KV transfer. The answer has the same number."""
 
     number: int
     incarnation: int
@@ -41,12 +116,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Call:
-    """Call that method of the KV transfer."""
+    """Perform a verb. The answer has the same number."""
 
     number: int
-    method: str
-    arguments: tuple[Any, ...]
-    named: dict[str, Any] = field(default_factory=dict)
+    verb: Verb[Any]
 
 
 @dataclass(frozen=True)
@@ -61,12 +134,12 @@ class Close:
     """Close the KV transfer, and end."""
 
 
-Order = Start | Call | Cancel | Close
+# ---- to rank 0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a call."""
+    """The outcome of a call, or of `Start`."""
 
     number: int
     result: Any = None
@@ -74,11 +147,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life, once a second: how the rank's transfer stands, and where its thread is stuck if it is."""
+class Heartbeat:
+    """Sent once a second: the rank's counters, and where its transfer thread is stuck if it is."""
 
     counters: TransferCounters
     stuck: str
 
 
-Report = Answer | LeaseTotals | SegmentRefused | Beat
+Report = Answer | LeaseTotals | SegmentRefused | Heartbeat

@@ -1,64 +1,83 @@
-"""The KV transfer of another rank, as the node's own process sees it: calls go there, answers and events come back."""
+"""The KV transfer of another rank, for the node's own process: sends calls, receives answers and lease events."""
 
 import asyncio
 import itertools
+import socket
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.errors import Draining
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
+from kvtransfer.rank_transfer import OnFilled, OnRefused, RankTransfer
 from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
-from node.ranks.channel import AsyncChannel, Channel
-from node.ranks.messages import Answer, Beat, Call, Cancel, Close, Report, Start
+from node.ranks.channel import Channel
+from node.ranks.messages import (
+    Answer,
+    AwaitWarmUp,
+    Call,
+    Cancel,
+    Close,
+    CloseLease,
+    Connect,
+    Disconnect,
+    Heartbeat,
+    Listen,
+    OpenLease,
+    Quiet,
+    Report,
+    Send,
+    SendWarmUp,
+    Start,
+    UseLink,
+    Verb,
+)
+
+T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class RemoteTransfer:
-    """Has the methods of `KVTransfer` that a node uses, and their meaning.
+class RemoteTransfer(RankTransfer):
+    """The verbs of `RankTransfer`, performed by another process.
+
+    A call to a rank that is gone raises `Draining`; closing a lease, quiet and disconnect succeed then, because such a
+    rank reads and writes nothing any more.
 
     Args:
-        channel: to that rank, which this object closes.
-        on_filled, on_refused: called on the event loop that `start` ran on.
+        calls: the socket to that rank, which this object closes.
+        incarnation: of the node.
     """
 
     def __init__(
-        self,
-        rank: int,
-        channel: Channel,
-        *,
-        incarnation: int,
-        on_filled: Callable[[LeaseTotals], None],
-        on_refused: Callable[[SegmentRefused], None],
+        self, rank: int, calls: socket.socket, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
     ) -> None:
         self._rank = rank
-        self._blocking = channel
+        self._calls = calls
         self._incarnation = incarnation
         self._on_filled = on_filled
         self._on_refused = on_refused
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._channel: AsyncChannel | None = None
+        self._channel: Channel | None = None
         self._reader: asyncio.Task[None] | None = None
         self._gone = False
-        self._beat = Beat(TransferCounters({}, {}), "")
-        self._beat_s = time.monotonic()
+        self._heartbeat = Heartbeat(TransferCounters({}, {}), "")
+        self._heartbeat_s = time.monotonic()
 
     async def start(self) -> None:
-        """Returns when the rank has loaded its part of the model, and its transfer is open."""
-        self._channel = await AsyncChannel.over(self._blocking)
+        """Returns when the rank has loaded its part of the model and its transfer is open."""
+        self._channel = await Channel.over(self._calls)
         self._reader = asyncio.create_task(self._read(self._channel), name=f"rank-{self._rank}")
         number, future = self._expect()
         self._channel.send(Start(number, self._incarnation))
         await future
-        self._beat_s = time.monotonic()
+        self._heartbeat_s = time.monotonic()
 
     async def close(self) -> None:
-        """Asks the rank to end, and returns when it has, or after a while."""
+        """Asks the rank to end. Returns when it has ended, or after a timeout."""
         if self._channel is None or self._reader is None:
             return
         self._channel.send(Close())
@@ -67,8 +86,7 @@ class RemoteTransfer:
         await self._channel.close()
 
     async def listen(self, peer: int) -> bytes:
-        address: bytes = await self._ask("listen", peer)
-        return address
+        return await self._ask(Listen(peer))
 
     async def connect(
         self,
@@ -76,73 +94,67 @@ class RemoteTransfer:
         address: bytes,
         *,
         message_bytes: int | None = None,
-        group: int,
+        group: int | None = None,
         conversion: KVConversion | None = None,
     ) -> None:
-        await self._ask("connect", peer, address, message_bytes=message_bytes, group=group, conversion=conversion)
+        await self._ask(Connect(peer, address, message_bytes, group, conversion))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
-        leases: tuple[int, ...] | None = await self._ask_unless_gone("disconnect", peer)
-        return leases or ()
+        return await self._ask_unless_gone(Disconnect(peer), ())
 
     async def warm_up(self, peer: int, sender_number: int) -> WarmUp:
-        sent: WarmUp = await self._ask("warm_up", peer, sender_number)
-        return sent
+        return await self._ask(SendWarmUp(peer, sender_number))
 
     async def warmed_up(self, peer: int, messages: int, bytes: int, *, timeout_s: float) -> LinkMeasure:
-        measure: LinkMeasure = await self._ask("warmed_up", peer, messages, bytes, timeout_s=timeout_s)
-        return measure
+        return await self._ask(AwaitWarmUp(peer, messages, bytes, timeout_s))
 
     async def use_link(self, peer: int, link: LinkSpeed) -> None:
-        await self._ask("use_link", peer, link)
+        await self._ask(UseLink(peer, link))
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
-        sent: tuple[Segment, ...] = await self._ask("send", job)
-        return sent
+        return await self._ask(Send(job))
 
     async def quiet(self, peer: int, lease: int) -> None:
-        await self._ask_unless_gone("quiet", peer, lease)
+        await self._ask_unless_gone(Quiet(peer, lease), None)
 
     def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]":
-        return asyncio.shield(self._post("open_lease", lease)[1])
+        return asyncio.shield(self._post(OpenLease(lease))[1])
 
     async def close_lease(self, number: int) -> LeaseTotals:
-        totals: LeaseTotals | None = await self._ask_unless_gone("close_lease", number)
-        return totals or LeaseTotals(number, 0, 0, 0.0)
+        return await self._ask_unless_gone(CloseLease(number), LeaseTotals(number, 0, 0, 0.0))
 
     def counters(self) -> TransferCounters:
-        """As they were at most a second ago."""
-        return self._beat.counters
+        """At most a second old."""
+        return self._heartbeat.counters
 
     def stuck(self, *, after_s: float) -> str:
-        silent_s = time.monotonic() - self._beat_s
+        silent_s = time.monotonic() - self._heartbeat_s
         if self._gone or silent_s > after_s:
-            return f"rank {self._rank} has said nothing for {silent_s:.0f} s"
-        return f"rank {self._rank}: {self._beat.stuck}" if self._beat.stuck else ""
+            return f"rank {self._rank} has sent nothing for {silent_s:.0f} s"
+        return f"rank {self._rank}: {self._heartbeat.stuck}" if self._heartbeat.stuck else ""
 
     # ---- calls
 
-    async def _ask(self, method: str, *arguments: object, **named: object) -> Any:
-        number, future = self._post(method, *arguments, **named)
+    async def _ask(self, verb: Verb[T]) -> T:
+        number, future = self._post(verb)
         try:
             return await future
         except asyncio.CancelledError:
             self._send(Cancel(number))
             raise
 
-    async def _ask_unless_gone(self, method: str, *arguments: object) -> Any:
-        """A rank that is gone writes and reads nothing any more."""
+    async def _ask_unless_gone(self, verb: Verb[T], otherwise: T) -> T:
         try:
-            return await self._ask(method, *arguments)
+            return await self._ask(verb)
         except Draining:
-            return None
+            return otherwise
 
-    def _post(self, method: str, *arguments: object, **named: object) -> tuple[int, asyncio.Future[Any]]:
+    def _post(self, verb: Verb[T]) -> "tuple[int, asyncio.Future[T]]":
         number, future = self._expect()
         if self._gone:
             future.set_exception(self._is_gone())
         else:
-            self._send(Call(number, method, arguments, named))
+            self._send(Call(number, verb))
         return number, future
 
     def _expect(self) -> tuple[int, asyncio.Future[Any]]:
@@ -156,11 +168,11 @@ class RemoteTransfer:
         self._channel.send(message)
 
     def _is_gone(self) -> Draining:
-        return Draining(f"rank {self._rank} is gone, and the node ends", cure="send the request to another node")
+        return Draining(f"rank {self._rank} is gone, so the node ends", cure="send the request to another node")
 
-    # ---- what comes back
+    # ---- reports
 
-    async def _read(self, channel: AsyncChannel) -> None:
+    async def _read(self, channel: Channel) -> None:
         try:
             while True:
                 self._take(await channel.receive())
@@ -184,5 +196,5 @@ class RemoteTransfer:
                 self._on_filled(report)
             case SegmentRefused():
                 self._on_refused(report)
-            case Beat():
-                self._beat, self._beat_s = report, time.monotonic()
+            case Heartbeat():
+                self._heartbeat, self._heartbeat_s = report, time.monotonic()

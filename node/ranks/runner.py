@@ -1,7 +1,4 @@
-"""The runner of a node of several ranks: every step goes to all of them, and rank 0's results count.
-
-Has the part of `ModelRunner`'s interface that an engine uses. Knows neither processes nor transfers.
-"""
+"""The runner of a node of several ranks: every step goes to all of them, and rank 0's results count."""
 
 import threading
 from collections.abc import Callable
@@ -16,11 +13,13 @@ from node.ranks.steps import StepWriter
 
 
 class RankedRunner:
-    """Args:
-    runner: of rank 0.
-    steps: to the others.
-    on_failure: hears, on any thread, that a step failed here: the others may be in the middle of it, so that no
-        further step can be computed. What waits for the step's results then waits for the end of the process.
+    """Has the part of `ModelRunner`'s interface that an engine uses.
+
+    Args:
+        runner: of rank 0.
+        steps: to the other ranks.
+        on_failure: called on any thread when a step failed here. The other ranks may be in the middle of it, so no
+            further step can be computed; the caller of `launch` or `wait` then waits for the end of the process.
     """
 
     def __init__(self, runner: ModelRunner, steps: StepWriter, *, on_failure: Callable[[str], None]) -> None:
@@ -40,7 +39,7 @@ class RankedRunner:
         try:
             self._steps.launch(batch)
             return RankedStep(self._runner.launch(batch, on_mark), self._fail)
-        except Exception as error:  # noqa: BLE001  whatever it is, the ranks are not in step any more
+        except Exception as error:  # noqa: BLE001  after any error, the ranks are not in step any more
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
@@ -50,7 +49,7 @@ class RankedRunner:
 
 
 class RankedStep:
-    """A step that is queued on all ranks."""
+    """A step that was launched on all ranks."""
 
     def __init__(self, step: LaunchedStep, fail: Callable[[Exception], NoReturn]) -> None:
         self._step = step

@@ -1,40 +1,44 @@
-"""The other end of `node.ranks.remote`: does what rank 0 asks of this rank's KV transfer, and tells what happens."""
+"""Serves this rank's KV transfer to rank 0, whose end is `node.ranks.remote`: performs calls, reports lease events."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from baton.errors import BatonError, InternalError
-from kvtransfer.ranked import OnFilled, OnRefused
+from kvtransfer.rank_transfer import OnFilled, OnRefused, RankTransfer
 from kvtransfer.transfer import KVTransfer
-from node.ranks.channel import AsyncChannel, Channel
-from node.ranks.messages import Answer, Beat, Call, Cancel, Close, Start
+from node.ranks.channel import Channel
+from node.ranks.messages import (
+    Answer,
+    AwaitWarmUp,
+    Call,
+    Cancel,
+    Close,
+    CloseLease,
+    Connect,
+    Disconnect,
+    Heartbeat,
+    Listen,
+    OpenLease,
+    Quiet,
+    Send,
+    SendWarmUp,
+    Start,
+    UseLink,
+    Verb,
+)
 
 log = logging.getLogger("baton")
 
-_BEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 _STUCK_AFTER_S = 4.0
-# What rank 0 may ask of a KVTransfer.
-_METHODS = frozenset(
-    {
-        "listen",
-        "connect",
-        "disconnect",
-        "warm_up",
-        "warmed_up",
-        "use_link",
-        "send",
-        "quiet",
-        "open_lease",
-        "close_lease",
-    }
-)
 
 
 class TransferServer:
     """Args:
-    make: this rank's transfer, of the node of that incarnation.
+    make: makes this rank's transfer for the node's incarnation.
     """
 
     def __init__(self, rank: int, make: Callable[[int, OnFilled, OnRefused], KVTransfer]) -> None:
@@ -42,13 +46,13 @@ class TransferServer:
         self._make = make
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, calls: Channel) -> None:
-        """Returns when it is told to close.
+    async def serve(self, calls: socket.socket) -> None:
+        """Returns when rank 0 sends `Close`.
 
         Raises:
             EOFError: rank 0 is gone.
         """
-        channel = await AsyncChannel.over(calls)
+        channel = await Channel.over(calls)
         try:
             start: Start = await channel.receive()
             async with self._make(start.incarnation, channel.send, channel.send) as transfer:
@@ -57,36 +61,73 @@ class TransferServer:
         finally:
             await channel.close()
 
-    async def _follow(self, channel: AsyncChannel, transfer: KVTransfer) -> None:
-        beat = asyncio.create_task(self._beat(channel, transfer), name="beat")
+    async def _follow(self, channel: Channel, transfer: KVTransfer) -> None:
+        # NOTE: no TaskGroup: it would wrap the EOFError that ends this in a group, and cancel calls that the transfer's
+        # close is about to answer.
+        heartbeat = asyncio.create_task(self._send_heartbeats(channel, transfer), name="heartbeat")
         try:
             while not isinstance(order := await channel.receive(), Close):
                 self._take(order, channel, transfer)
         finally:
-            beat.cancel()
+            heartbeat.cancel()
 
-    def _take(self, order: Call | Cancel, channel: AsyncChannel, transfer: KVTransfer) -> None:
+    def _take(self, order: Call | Cancel, channel: Channel, transfer: KVTransfer) -> None:
         number = order.number
         if isinstance(order, Call):
-            task = asyncio.create_task(self._answer(order, channel, transfer), name=f"call-{order.method}")
+            name = f"call-{type(order.verb).__name__}"
+            task = asyncio.create_task(self._answer(order, channel, transfer), name=name)
             self._tasks[number] = task
             task.add_done_callback(lambda _: self._tasks.pop(number, None))
         elif task_or_none := self._tasks.get(number):
             task_or_none.cancel()
 
-    async def _answer(self, call: Call, channel: AsyncChannel, transfer: KVTransfer) -> None:
-        assert call.method in _METHODS, call.method
-        method: Callable[..., Any] = getattr(transfer, call.method)
+    async def _answer(self, call: Call, channel: Channel, transfer: KVTransfer) -> None:
         try:
-            channel.send(Answer(call.number, await method(*call.arguments, **call.named)))
+            channel.send(Answer(call.number, await perform(transfer, call.verb)))
         except BatonError as error:
             channel.send(Answer(call.number, error=error))
         except Exception as error:
-            log.exception("a call of %s failed", call.method)
-            told = InternalError(f"{type(error).__name__} on rank {self._rank}", cure="see the node's log")
-            channel.send(Answer(call.number, error=told))
+            log.exception("%s failed", call.verb)
+            failure = InternalError(f"{type(error).__name__} on rank {self._rank}", cure="see the node's log")
+            channel.send(Answer(call.number, error=failure))
 
-    async def _beat(self, channel: AsyncChannel, transfer: KVTransfer) -> None:
+    async def _send_heartbeats(self, channel: Channel, transfer: KVTransfer) -> None:
         while True:
-            channel.send(Beat(transfer.counters(), transfer.stuck(after_s=_STUCK_AFTER_S)))
-            await asyncio.sleep(_BEAT_S)
+            channel.send(Heartbeat(transfer.counters(), transfer.stuck(after_s=_STUCK_AFTER_S)))
+            await asyncio.sleep(_HEARTBEAT_S)
+
+
+def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
+    """Calls the transfer's method of that verb.
+
+    Raises:
+        InternalError: there is no such verb.
+    """
+    match verb:
+        case Listen():
+            return transfer.listen(verb.peer)
+        case Connect():
+            return transfer.connect(
+                verb.peer,
+                verb.address,
+                message_bytes=verb.message_bytes,
+                group=verb.group,
+                conversion=verb.conversion,
+            )
+        case Disconnect():
+            return transfer.disconnect(verb.peer)
+        case SendWarmUp():
+            return transfer.warm_up(verb.peer, verb.sender_number)
+        case AwaitWarmUp():
+            return transfer.warmed_up(verb.peer, verb.messages, verb.bytes, timeout_s=verb.timeout_s)
+        case UseLink():
+            return transfer.use_link(verb.peer, verb.link)
+        case Send():
+            return transfer.send(verb.job)
+        case Quiet():
+            return transfer.quiet(verb.peer, verb.lease)
+        case OpenLease():
+            return transfer.open_lease(verb.lease)
+        case CloseLease():
+            return transfer.close_lease(verb.number)
+    raise InternalError(f"no transfer has the verb {verb}")

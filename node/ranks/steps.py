@@ -1,16 +1,13 @@
-"""Engine steps from rank 0 to the others: written once, sent to each before rank 0 launches its own, done in order.
-
-Knows no transfers, and not what is in a batch.
-"""
+"""Engine steps from rank 0 to the other ranks: encoded once, sent before rank 0 launches, performed in order."""
 
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 from engine.batch import Batch
 from engine.batch_stream import BatchReader, BatchWriter
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.scheduling.in_flight import STEPS_MAX
-from node.ranks.channel import Channel
 
 # In place of a batch: prepare the runner.
 _PREPARE = b""
@@ -19,8 +16,8 @@ _PREPARE = b""
 class StepWriter:
     """Rank 0's end. Used by the thread that launches."""
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
-        self._channels = channels
+    def __init__(self, ranks: Sequence[Connection]) -> None:
+        self._ranks = ranks
         self._writer = BatchWriter()
 
     def prepare(self) -> None:
@@ -31,12 +28,13 @@ class StepWriter:
         self._send(self._writer.write(batch))
 
     def _send(self, message: bytes) -> None:
-        for channel in self._channels:
-            channel.send_bytes(message)
+        for rank in self._ranks:
+            rank.send_bytes(message)
 
 
-def follow(channel: Channel, runner: ModelRunner) -> None:
-    """Does what rank 0 does, until there is no more of it. All ranks sample the same, so nobody is told.
+def follow(steps: Connection, runner: ModelRunner) -> None:
+    """Performs rank 0's steps until rank 0 closes the connection or is gone. All ranks sample the same tokens, so
+    nothing is sent back.
 
     Raises whatever a step raises: the ranks are not in step any more then.
     """
@@ -44,8 +42,8 @@ def follow(channel: Channel, runner: ModelRunner) -> None:
     launched: deque[LaunchedStep] = deque()
     while True:
         try:
-            message = channel.receive_bytes()
-        except EOFError:
+            message = steps.recv_bytes()
+        except (EOFError, OSError):
             break
         if message == _PREPARE:
             runner.prepare()

@@ -1,7 +1,7 @@
-"""`python -m node.ranks.worker`: a rank above 0. Follows rank 0's steps on one thread, and serves its KV transfer on an
+"""`python -m node.ranks.worker`: a rank above 0. Follows rank 0's steps on one thread and serves its KV transfer on an
 event loop; ends with rank 0, however that ends.
 
-Only rank 0 starts it, with the numbers of two open sockets: one for calls, one for steps.
+Only rank 0 starts it, with the numbers of two inherited sockets: one for calls, one for steps.
 """
 
 import asyncio
@@ -9,20 +9,18 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from functools import partial
+from multiprocessing.connection import Connection
 
-from baton.config import NodeSettings
 from baton.errors import ConfigError
 from baton.rpc.server import set_up_logging
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
-from kvtransfer.ranked import OnFilled, OnRefused
-from kvtransfer.transfer import KVTransfer
 from node.assembly import load, open_transfer
-from node.ranks.channel import Channel
 from node.ranks.join import join, leave
 from node.ranks.messages import Setup, Up
 from node.ranks.serving import TransferServer
@@ -31,30 +29,30 @@ from node.ranks.steps import follow
 log = logging.getLogger("baton")
 
 _PR_SET_PDEATHSIG = 1
-# Rank 0 most likely finds the same fault, says so, and ends this process before it repeats that.
-_OWN_WORD_S = 1.0
+# Rank 0 most likely finds the same fault, logs it, and ends this process before it logs it again.
+_LEADER_FIRST_S = 1.0
 
 
 def main() -> None:
-    calls, steps = (Channel.inherited(int(descriptor)) for descriptor in sys.argv[1:])
+    calls, steps = socket.socket(fileno=int(sys.argv[1])), Connection(int(sys.argv[2]))
     # A terminal's Ctrl-C and a group's SIGTERM reach every process: rank 0 drains, and then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    setup: Setup = calls.receive()
+    setup: Setup = steps.recv()
     _end_with(setup.leader)
     level = setup.settings.log_level
-    # What all ranks do, rank 0 tells.
+    # Rank 0 logs what all ranks do.
     set_up_logging("warning" if level == "info" else level, f"{setup.program} rank {setup.rank}")
     size = setup.settings.tensor_parallel_size
-    calls.send(Up())
+    steps.send(Up())
     try:
         parallel = join(setup.rank, size, store=setup.store, device=setup.settings.device)
         built = load(setup.settings, parallel=parallel)
         thread = threading.Thread(target=_follow, args=(steps, built), name="device", daemon=True)
         thread.start()
-        asyncio.run(TransferServer(setup.rank, partial(_transfer, setup.settings, built)).serve(calls))
+        asyncio.run(TransferServer(setup.rank, partial(open_transfer, setup.settings, built)).serve(calls))
     except ConfigError as error:
-        time.sleep(_OWN_WORD_S)
+        time.sleep(_LEADER_FIRST_S)
         log.error("%s", error)
         _exit(2)
     except EOFError:
@@ -63,7 +61,7 @@ def main() -> None:
         if (line := describe_out_of_memory(error)) is None:
             log.exception("rank %d failed", setup.rank)
         else:
-            time.sleep(_OWN_WORD_S)
+            time.sleep(_LEADER_FIRST_S)
             log.error("%s", line)
         _exit(1)
     thread.join()
@@ -71,15 +69,9 @@ def main() -> None:
     _exit(0)
 
 
-def _transfer(
-    settings: NodeSettings, built: Built, incarnation: int, on_filled: OnFilled, on_refused: OnRefused
-) -> KVTransfer:
-    return open_transfer(settings, built, incarnation=incarnation, on_filled=on_filled, on_refused=on_refused)
-
-
 def _end_with(leader: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != leader:  # it ended before that was set
+    if os.getppid() != leader:  # the leader ended before that was set
         _exit(1)
 
 
@@ -89,7 +81,7 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _follow(steps: Channel, built: Built) -> None:
+def _follow(steps: Connection, built: Built) -> None:
     try:
         follow(steps, built.runner)
     except Exception as error:

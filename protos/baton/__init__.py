@@ -1,1 +1,1 @@
-"""Package `baton` of the wire."""
+"""Folder of the proto package `baton`."""

@@ -13,9 +13,12 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
+from kvtransfer.leases import LeaseTotals
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
-from kvtransfer.transfer import KVTransfer, LeaseFilled, SegmentRefused, SendJob
+from kvtransfer.records import SegmentRefused, SendJob
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
 from tests.conformance.late import Script, late
 
 GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
@@ -26,8 +29,9 @@ DECODE_INCARNATION = 0x2222
 # On D the peer is the sender number that it drew for P; on P it is P's own number for D.
 SENDER = 7
 PEER = 3
-DEADLINE_S = 10.0
-# Behind the name of a transport: every operation on cache and staging happens some looks later, as on a GPU.
+# Only what hangs takes that long, however busy the machine is.
+DEADLINE_S = 60.0
+# Suffix of a transport's name: every operation on cache and staging happens some polls later, as on a GPU.
 LATE = "-late"
 
 
@@ -63,14 +67,14 @@ def as_bytes(values: Tensor) -> Tensor:
 
 @dataclass
 class Heard:
-    """What a node's callbacks were told."""
+    """What a node's callbacks received."""
 
-    filled: list[LeaseFilled] = field(default_factory=list)
+    filled: list[LeaseTotals] = field(default_factory=list)
     refused: list[SegmentRefused] = field(default_factory=list)
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    """Polls, because what it waits for may happen in another thread or process."""
+    """Polls until something holds that another thread or process brings about."""
     end_s = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < end_s
@@ -88,20 +92,25 @@ def make_transfer(
     digests: bool = True,
     receive_bytes_per_s: float | None = None,
     make_mover: MakeMover = open_mover,
+    clock: Callable[[], float] = time.monotonic,
 ) -> KVTransfer:
     if transport.endswith(LATE):
         make_mover = late(Script(seed=incarnation))
-    return KVTransfer(
-        cache,
+    settings = TransferSettings(
         incarnation=incarnation,
         transport=transport.removesuffix(LATE),
         segment_bytes=segment_bytes,
         staging_slots=staging_slots,
         digests=digests,
         receive_bytes_per_s=receive_bytes_per_s,
+    )
+    return KVTransfer(
+        cache,
+        settings,
         make_mover=make_mover,
         on_filled=heard.filled.append,
         on_refused=heard.refused.append,
+        clock=clock,
     )
 
 

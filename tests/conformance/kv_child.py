@@ -16,7 +16,7 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.transfer import KVTransfer
-from tests.conformance.kv import DEADLINE_S, Heard
+from tests.conformance.kv import DEADLINE_S, Heard, make_transfer
 
 # 1 MiB for 128 tokens of one layer, so that a request takes many messages that do not fit into any queue.
 BIG = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=8, head_dim=128, dtype="float32")
@@ -30,15 +30,13 @@ ALL_BLOCKS = tuple(range(SHAPE.num_blocks))
 
 def make_big(heard: Heard, *, incarnation: int) -> tuple[PagedKVCache, KVTransfer]:
     cache = PagedKVCache(BIG, SHAPE)
-    transfer = KVTransfer(
+    transfer = make_transfer(
         cache,
-        incarnation=incarnation,
+        heard,
         transport="ucx",
+        incarnation=incarnation,
         segment_bytes=SEGMENT_BYTES,
         staging_slots=STAGING_SLOTS,
-        digests=True,
-        on_filled=heard.filled.append,
-        on_refused=heard.refused.append,
     )
     return cache, transfer
 

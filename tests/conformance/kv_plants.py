@@ -7,8 +7,8 @@ import pytest
 
 from kvtransfer.coverage import Coverage
 from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal, ScatterDone
+from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
-from kvtransfer.records import Ledger
 from kvtransfer.segments import Segment, Tag
 from kvtransfer.staging import StagingPool
 

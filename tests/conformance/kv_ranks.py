@@ -22,9 +22,12 @@ from kvcache.cache import PagedKVCache
 from kvcache.spec import KVCacheShape, KVCacheSpec
 from kvtransfer.flows import Flow, RankPair, flows
 from kvtransfer.leases import LeaseGrant, LeaseTotals
-from kvtransfer.ranked import OnFilled, OnRefused, RankedTransfer
-from kvtransfer.segments import TRAILER_BYTES
-from kvtransfer.transfer import KVTransfer, SegmentRefused, SentSegment
+from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.ranked import RankedTransfer
+from kvtransfer.records import SegmentRefused
+from kvtransfer.segments import TRAILER_BYTES, Segment
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import DEADLINE_S, DECODE_INCARNATION, PREFILL_INCARNATION, eventually, job
 from tests.conformance.kv_matrix import (
     LONGEST,
@@ -77,9 +80,8 @@ class Node:
         self.transfer = RankedTransfer(
             [partial(self._make, rank) for rank in range(side.ranks)],
             message_bytes=self.nodes.segment_bytes + TRAILER_BYTES,
-            on_filled=self.whole.append,
-            on_refused=self.refused.append,
         )
+        self.transfer.deliver_to(self.whole.append, self.refused.append)
 
     def _make(self, rank: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
         told: list[LeaseTotals] = []
@@ -89,17 +91,15 @@ class Node:
             on_filled(totals)
 
         heads = self.heads(rank)
-        transfer = KVTransfer(
-            self.caches[rank],
-            heads=range(heads[0], heads[-1] + 1),
+        settings = TransferSettings(
             incarnation=self.incarnation,
             transport="ucx",
             segment_bytes=self.nodes.segment_bytes,
             staging_slots=3,
             digests=self.nodes.digests,
-            on_filled=tell,
-            on_refused=on_refused,
+            heads=range(heads[0], heads[-1] + 1),
         )
+        transfer = KVTransfer(self.caches[rank], settings, on_filled=tell, on_refused=on_refused)
         self.ranks.append(transfer)
         self.filled.append(told)
         return transfer
@@ -224,7 +224,7 @@ class Prefill:
         return sum(sent)
 
     async def _send(self, case: Case, lease: int, blocks: tuple[int, ...]) -> int:
-        segments: list[SentSegment] = []
+        segments: list[Segment] = []
         for start, stop in case.jobs:
             first = max((segment.number + 1 for segment in segments), default=0)
             part = job(lease, blocks, start, stop, resume_at=case.resume_at, first_segment=first)

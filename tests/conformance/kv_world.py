@@ -15,8 +15,11 @@ from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape
 from kvtransfer.coverage import Coverage, _Claim
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, _Lease
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.receiver import Receiver, _Reception
-from kvtransfer.records import Ledger, Peer, SegmentRefused
+from kvtransfer.records import SegmentRefused
+from kvtransfer.segments import TRAILER_BYTES
+from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
 from tests.conformance.kv_sides import JUNK, READING, SCATTERING, Entry, Side
 from tests.conformance.kv_simulated import (
@@ -48,7 +51,7 @@ KEPT: dict[type, set[str]] = {
 LEFT_OUT: dict[type, set[str]] = {
     Receiver: {
         "_mover", "_transport", "_ledger", "_pools", "_slot_bytes", "_digests", "_heads", "_on_filled",
-        "_on_refused", "_catch_up", "_limit", "warm_ups", "round_trips",
+        "_on_refused", "_catch_up", "_clock", "_limit", "warm_ups", "round_trips",
     },
     _Reception: {"pool", "num_bytes"},
     LeaseTable: {"_spec", "_heads", "_incarnation", "_highest"},
@@ -114,12 +117,17 @@ class World:
             surroundings,
             self.ledger,
             pools,
-            slot_bytes=MESSAGE_BYTES,
-            incarnation=INCARNATION,
-            digests=False,
+            TransferSettings(
+                incarnation=INCARNATION,
+                transport="simulated",
+                segment_bytes=MESSAGE_BYTES - TRAILER_BYTES,
+                staging_slots=self.pool.slots,
+                digests=False,
+            ),
             on_filled=self._on_filled,
             on_refused=self.told.append,
             catch_up=lambda: None,
+            clock=lambda: 0.0,
         )
 
     def _on_filled(self, totals: LeaseTotals) -> None:

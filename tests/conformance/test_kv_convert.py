@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.config import NodeSettings
 from baton.errors import ConfigError
 from baton.types import SamplingParams, TokenOutput
 from engine.build import Built, build_runner
@@ -18,7 +19,7 @@ from kvcache.fp8 import quantize
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import FP8_DTYPES, KVCacheSpec, KVKind
 from kvtransfer.conversion import KVConversion
-from kvtransfer.transfer import LeaseGrant
+from kvtransfer.leases import LeaseGrant
 from models.weights.kv_scales import kv_scales
 from tests.conformance.kv import (
     GQA,
@@ -171,12 +172,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def built(model: Path, layout: str, block_size: int, kv_cache_dtype: str, dtype: str) -> Built:
     return build_runner(
-        directory=model,
-        dtype=dtype,
-        kv_cache_layout=layout,
-        block_size=block_size,
-        num_blocks=512 // block_size,
-        kv_cache_dtype=kv_cache_dtype,
+        NodeSettings(
+            model=model,
+            dtype=dtype,
+            kv_cache_layout=layout,
+            block_size=block_size,
+            num_blocks=512 // block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            device="cpu",
+        )
     )
 
 
@@ -203,7 +207,7 @@ async def handed_over(
         expected = stored(tokens_of(prefill.cache, blocks, length), scales, decode.cache.view.dtype)
         kept = tokens_of(decode.cache, reservation.block_ids, length)
         assert torch.equal(as_bytes(kept), as_bytes(expected))
-        source.release("p")
+        await source.abort("p")
         await pair.decode.close_lease(1)
         into = alone.reserve(request("s", prompt, GREEDY)).block_ids
         for token, values in enumerate(expected.unbind(2)):

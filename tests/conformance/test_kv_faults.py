@@ -3,21 +3,19 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 import torch
 
 from baton.errors import DataLoss
-from kvtransfer.transfer import LeaseGrant, SendJob
-from tests.conformance.kv import DECODE_INCARNATION, Heard, connect, eventually
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.records import SendJob
+from tests.conformance.kv import DEADLINE_S, DECODE_INCARNATION, Heard, connect, eventually
 from tests.conformance.kv_child import ALL_BLOCKS, BIG, SHAPE, child, make_big
 
 CHILD_SENDER, OTHER_SENDER = 7, 8
 PEER = 3
 TOKENS = SHAPE.num_slots
-# A disconnect is a few calls of UCX, whatever the peer does; the rest is a loaded machine's.
-DISCONNECT_S = 2.0
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +55,8 @@ async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(f
         await other.send(big_job(1, OTHER_SENDER))
         await eventually(lambda: [filled.number for filled in heard.filled] == [1])
 
-        started_s = time.monotonic()
-        assert await decode.disconnect(CHILD_SENDER) == (0,)
-        assert time.monotonic() - started_s < DISCONNECT_S
+        async with asyncio.timeout(DEADLINE_S):
+            assert await decode.disconnect(CHILD_SENDER) == (0,)
         totals = await decode.close_lease(0)
         assert 2 <= totals.segments < BIG.num_layers * 8
         cache.view.fill_(0.0)

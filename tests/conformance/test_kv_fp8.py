@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
+from baton.config import DEMO_MODELS, NodeSettings
 from baton.types import SamplingParams, TokenOutput
 from engine.build import Built, build_runner
-from kvtransfer.transfer import LeaseGrant
+from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import as_bytes, eventually, job, linked, tokens_of
 from tests.unit.engine.tiny import request, running
 
@@ -21,11 +21,14 @@ CHUNK_TOKENS = 64
 
 def built(model: Path, layout: str, block_size: int, dtype: str) -> Built:
     return build_runner(
-        directory=model,
-        kv_cache_layout=layout,
-        block_size=block_size,
-        num_blocks=1024 // block_size,
-        kv_cache_dtype=dtype,
+        NodeSettings(
+            model=model,
+            kv_cache_layout=layout,
+            block_size=block_size,
+            num_blocks=1024 // block_size,
+            kv_cache_dtype=dtype,
+            device="cpu",
+        )
     )
 
 
@@ -59,7 +62,7 @@ async def handed_over(prefill: Built, decode: Built, length: int, transport: str
             tokens_of(side.cache, ids, length) for side, ids in ((prefill, blocks), (decode, reservation.block_ids))
         )
         assert torch.equal(as_bytes(ours), as_bytes(theirs))
-        source.release("p")
+        await source.abort("p")
         await pair.decode.close_lease(1)
         assert target.admit("d", first) is None
         await heard_d.finished("d")

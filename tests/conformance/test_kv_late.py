@@ -14,9 +14,11 @@ import torch
 from baton.errors import Cancelled, DataLoss, InternalError
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
+from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.mover import Done
-from kvtransfer.transfer import KVTransfer, LeaseGrant
+from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import (
+    DEADLINE_S,
     GQA,
     PEER,
     PREFILL_INCARNATION,
@@ -123,7 +125,7 @@ async def holding(*kinds: str) -> AsyncIterator[Held]:
 
 
 async def result(awaitable: Awaitable[object]) -> object:
-    return await asyncio.wait_for(awaitable, 5)
+    return await asyncio.wait_for(awaitable, DEADLINE_S)
 
 
 async def test_a_segment_leaves_when_its_message_is_in_its_slot() -> None:
@@ -273,7 +275,7 @@ async def test_a_warm_up_is_over_when_its_messages_were_read() -> None:
         await pair.waits(warming)
         pair.script.let_all()
         warm = await warming
-        measure = await pair.decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
+        measure = await pair.decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
         assert measure.transport == "loopback"
 
 

@@ -20,14 +20,16 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheSpec, KVKind
 from kvtransfer.flows import Flow, RankPair, flows, heads_of
-from kvtransfer.leases import Refusal
-from kvtransfer.ranked import MakeTransfer, OnFilled, OnRefused, RankedTransfer
+from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
+from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.ranked import MakeTransfer, RankedTransfer
 from kvtransfer.segments import TRAILER_BYTES
-from kvtransfer.transfer import KVTransfer, LeaseFilled, LeaseGrant
-from node.ranks.channel import Channel
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transfer import KVTransfer
 from node.ranks.remote import RemoteTransfer
 from node.ranks.serving import TransferServer
 from tests.conformance.kv import (
+    DEADLINE_S,
     DECODE_INCARNATION,
     PREFILL_INCARNATION,
     Heard,
@@ -72,42 +74,32 @@ async def ranked_node(
     caches = [make_cache(replace(spec, num_kv_heads=len(held)), layout, block_size) for held in heads]
 
     def make(rank: int, of_incarnation: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
-        return KVTransfer(
-            caches[rank],
-            heads=heads[rank],
+        settings = TransferSettings(
             incarnation=of_incarnation,
             transport=transport,
             segment_bytes=SEGMENT_BYTES,
             staging_slots=3,
             digests=True,
-            on_filled=on_filled,
-            on_refused=on_refused,
+            heads=heads[rank],
         )
+        return KVTransfer(caches[rank], settings, on_filled=on_filled, on_refused=on_refused)
 
-    async def follow(rank: int, line: Channel) -> None:
+    async def follow(rank: int, calls: socket.socket) -> None:
         with suppress(EOFError):
-            await TransferServer(rank, partial(make, rank)).serve(line)
+            await TransferServer(rank, partial(make, rank)).serve(calls)
 
     heard = Heard()
     makers: list[MakeTransfer] = [partial(make, 0, incarnation)]
     followers = []
     for rank in range(1, ranks):
-        ours, theirs = map(Channel, socket.socketpair())
-        makers.append(partial(_remote, rank, ours, incarnation))
+        ours, theirs = socket.socketpair()
+        makers.append(partial(RemoteTransfer, rank, ours, incarnation))
         followers.append(asyncio.create_task(follow(rank, theirs)))
-    transfer = RankedTransfer(
-        makers,
-        message_bytes=SEGMENT_BYTES + TRAILER_BYTES,
-        on_filled=heard.filled.append,
-        on_refused=heard.refused.append,
-    )
+    transfer = RankedTransfer(makers, message_bytes=SEGMENT_BYTES + TRAILER_BYTES)
+    transfer.deliver_to(heard.filled.append, heard.refused.append)
     async with transfer:
         yield RankedNode(transfer, caches, heard, followers)
     await asyncio.gather(*followers)
-
-
-def _remote(rank: int, line: Channel, incarnation: int, on_filled: OnFilled, on_refused: OnRefused) -> RemoteTransfer:
-    return RemoteTransfer(rank, line, incarnation=incarnation, on_filled=on_filled, on_refused=on_refused)
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ def plant_whole(spec: KVCacheSpec, node: RankedNode, blocks: tuple[int, ...]) ->
     return tokens_of(whole, blocks, TOKENS)
 
 
-async def fill(nodes: Nodes, blocks_p: tuple[int, ...], blocks_d: tuple[int, ...], *cuts: int) -> LeaseFilled:
+async def fill(nodes: Nodes, blocks_p: tuple[int, ...], blocks_d: tuple[int, ...], *cuts: int) -> LeaseTotals:
     """One lease over [cuts[0], cuts[-1]), sent in the chunks between the cuts; its totals."""
     number = len(nodes.decode.heard.filled)
     await nodes.decode.transfer.open_lease(LeaseGrant(number, blocks_d, cuts[0], cuts[-1]))
@@ -221,9 +213,9 @@ async def test_links_are_warmed_up_and_the_pair_is_measured_as_one(transport: st
     async with linked(MLA, 2, 4, transport=transport) as nodes:
         sent = await nodes.prefill.transfer.warm_up(PEER, SENDER)
         assert sent.keys() == nodes.links.keys()
-        measure = await nodes.decode.transfer.warmed_up(SENDER, sent, timeout_s=20)
+        measure = await nodes.decode.transfer.warmed_up(SENDER, sent, timeout_s=DEADLINE_S)
         assert measure.gigabytes_per_s > 0
-        assert 0 < measure.latency_s < 0.5
+        assert measure.latency_s > 0
         await nodes.prefill.transfer.use_link(PEER, measure.speed)
         blocks_p = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
         plant_whole(MLA, nodes.prefill, blocks_p)

@@ -14,8 +14,9 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire
+from kvtransfer.leases import LeaseGrant, Refusal
 from kvtransfer.segments import Segment, Tag
-from kvtransfer.transfer import KVTransfer, LeaseGrant, Refusal
+from kvtransfer.transfer import KVTransfer
 from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import Transport
 from tests.conformance.kv import (

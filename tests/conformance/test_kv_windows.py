@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import NodeSettings
 from baton.types import SamplingParams
 from engine.build import Built, build_runner
 from engine.engine import Engine
-from kvtransfer.transfer import LeaseGrant
+from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import Pair, eventually, job, linked
 from tests.unit.engine.tiny import Listener, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
@@ -25,7 +26,9 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 def built(directory: Path, layout: str, block_size: int) -> Built:
     return build_runner(
-        directory=directory, kv_cache_layout=layout, block_size=block_size, num_blocks=1024 // block_size
+        NodeSettings(
+            model=directory, kv_cache_layout=layout, block_size=block_size, num_blocks=1024 // block_size, device="cpu"
+        )
     )
 
 
@@ -63,7 +66,7 @@ class Cluster:
                 sent += len(await self.pair.prefill.send(part))
                 start = chunk.token_stop
         await eventually(lambda: any(filled.number == number for filled in self.pair.heard.filled))
-        self.source.release(name)
+        await self.source.abort(name)
         totals = await self.pair.decode.close_lease(number)
         (first,) = self.heard_p.tokens[name]
         assert self.target.admit(name, first) is None

@@ -1,1 +1,1 @@
-"""The images and manifests in deploy/: rendered by the real kubectl, held to Kubernetes' schemas and our settings."""
+"""Tests of deploy/: the real kubectl renders the manifests; Kubernetes' schemas and our settings check them."""

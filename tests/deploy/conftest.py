@@ -25,9 +25,9 @@ def nvidia() -> Rendered:
 
 @pytest.fixture(scope="session")
 def rdma(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    """What a user gets who adds the component to the NVIDIA overlay."""
+    """The NVIDIA overlay with the rdma component added."""
     overlay = tmp_path_factory.mktemp("rdma")
-    # Kustomize takes relative paths only, and looks them up with symbolic links resolved.
+    # Kustomize accepts only relative paths, and resolves symbolic links first.
     here = overlay.resolve()
     (overlay / "kustomization.yaml").write_text(
         "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"

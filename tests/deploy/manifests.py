@@ -1,4 +1,4 @@
-"""Renders a kustomization with kubectl and finds things in what comes out. Knows nothing of what is right."""
+"""Renders a kustomization with kubectl, and finds objects in the result."""
 
 import subprocess
 import sysconfig
@@ -26,10 +26,10 @@ SETTINGS: Mapping[str, type[CommonSettings]] = {
 ROLES = tuple(SETTINGS)
 NODE_ROLES = ("prefill", "decode")
 
-# What the kubelet would put in place of fields that are only known in the cluster.
+# Values that the kubelet fills in, which only a cluster knows.
 FIELDS = {"status.podIP": "10.0.0.7", "metadata.name": "the-pod"}
 
-# The manifests are plain data of any shape.
+# Manifests are plain data of any shape.
 Manifest = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ class Rendered:
         return found
 
     def environment(self, role: str) -> dict[str, str]:
-        """What the role's process would find in its environment."""
+        """The environment of the role's process."""
         container = self.container(role)
         values: dict[str, str] = {}
         for source in container["envFrom"]:
@@ -72,7 +72,7 @@ class Rendered:
         return values
 
     def settings(self, role: str) -> dict[str, str]:
-        """The part of the environment that is meant for Baton, by the setting's name."""
+        """The BATON_ part of the environment, by the setting's name."""
         environment = self.environment(role)
         return {name[6:].lower(): value for name, value in environment.items() if name.startswith("BATON_")}
 
@@ -82,7 +82,7 @@ class Rendered:
 
 
 def render(directory: Path) -> Rendered:
-    """What `kubectl apply --kustomize` would send, and no warning on the way there."""
+    """What `kubectl apply --kustomize` sends. A warning fails."""
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
     done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""The Dockerfile, read as text: no container engine is needed to see that it says what the manifests rely on."""
+"""The Dockerfile as text, without a container engine: it provides what the manifests rely on."""
 
 import os
 import re
@@ -23,7 +23,7 @@ PROGRAMS = {
 }
 COMPILERS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|cmake|make)\b")
 
-# Every module, because the program imports most of them only once its settings are read.
+# Every module, because the program imports most of them only after it has read its settings.
 IMPORT_GATEWAY = """
 import importlib, pkgutil, sys
 sys.modules.update(dict.fromkeys(sys.argv[1:]))
@@ -35,7 +35,7 @@ for module in pkgutil.walk_packages(gateway.__path__, "gateway."):
 
 @dataclass(frozen=True)
 class Stage:
-    """One FROM with what follows it."""
+    """One FROM and the instructions that follow it."""
 
     name: str
     parent: str
@@ -61,7 +61,7 @@ def stages(dockerfile: Path) -> dict[str, Stage]:
 
 
 def lineage(stages: dict[str, Stage], name: str) -> list[Stage]:
-    """The stage and what it is made from, outermost first."""
+    """The stage and its parents, outermost first."""
     chain: list[Stage] = []
     while name in stages:
         chain.insert(0, stages[name])
@@ -73,7 +73,7 @@ def instructions(stages: dict[str, Stage], name: str) -> list[tuple[str, str]]:
     return [instruction for stage in lineage(stages, name) for instruction in stage.instructions]
 
 
-def test_the_linter_has_nothing_to_say(dockerfile: Path) -> None:
+def test_the_linter_finds_nothing(dockerfile: Path) -> None:
     hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
     done = subprocess.run([hadolint, dockerfile], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "")
@@ -155,7 +155,7 @@ def test_the_gateway_runs_without_what_its_image_leaves_out(dockerfile: Path) ->
 def test_every_package_reaches_the_build(dockerfile: Path) -> None:
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    packages = {pattern.removesuffix("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     files = {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
     assert let_in == packages | files
     on_disk = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "bench"}

@@ -1,13 +1,12 @@
-"""What holds for every kustomization: Kubernetes accepts it, and it says what the processes understand."""
+"""Rules for every kustomization: Kubernetes accepts it, and the processes accept its settings."""
 
 import re
 
 import kubernetes_validate
 import pytest
 
-from baton.config import MIB, CommonSettings, NodeSettings
+from baton.config import CPU_CACHE_MIB, MIB, CommonSettings, NodeSettings
 from baton.rpc.server import Address
-from engine.build import CPU_CACHE_BYTES
 from kvcache.layout import parse_layout
 from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
 from tests.deploy.manifests import NODE_ROLES, ROLE_LABEL, ROLES, SETTINGS, Manifest, Rendered
@@ -19,7 +18,7 @@ SERVICES = {
     "prefill": prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name,
     "decode": decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name,
 }
-# From the end of a drain to the end of the process: typed errors for what is left, closing, exit.
+# From the end of a drain to the end of the process: typed errors for requests that are left, closing, exit.
 CLOSING_S = 10
 
 
@@ -39,7 +38,7 @@ def test_a_misspelt_field_would_not_be_accepted(base: Rendered) -> None:
         kubernetes_validate.validate(wrong, KUBERNETES[0], strict=True)
 
 
-def test_everything_is_in_the_namespace_that_comes_along(rendered: Rendered) -> None:
+def test_every_object_is_in_the_namespace(rendered: Rendered) -> None:
     (namespace,) = rendered.of_kind("Namespace")
     others = [item for item in rendered.objects if item["kind"] != "Namespace"]
     assert {item["metadata"]["namespace"] for item in others} == {namespace["metadata"]["name"]}
@@ -51,7 +50,7 @@ def test_every_variable_is_a_setting_of_its_role(rendered: Rendered, role: str) 
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_value_is_one_that_the_process_takes(rendered: Rendered, role: str) -> None:
+def test_the_process_accepts_every_value(rendered: Rendered, role: str) -> None:
     given = rendered.settings(role)
     settings = SETTINGS[role].model_validate(given)
     assert isinstance(settings, CommonSettings)
@@ -60,13 +59,13 @@ def test_every_value_is_one_that_the_process_takes(rendered: Rendered, role: str
 
 
 @pytest.mark.parametrize("role", NODE_ROLES)
-def test_the_layout_is_known_whatever_the_model(rendered: Rendered, role: str) -> None:
+def test_the_layout_is_valid_for_every_model(rendered: Rendered, role: str) -> None:
     for mla in (False, True):
-        parse_layout(rendered.settings(role)["kv_cache_layout"], mla=mla)
+        parse_layout(rendered.settings(role).get("kv_cache_layout", "NHD"), mla=mla)
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_others_are_told_the_pods_own_address(rendered: Rendered, role: str) -> None:
+def test_a_pod_advertises_its_own_address(rendered: Rendered, role: str) -> None:
     (port,) = rendered.container(role)["ports"]
     given = rendered.settings(role)
     assert given["advertise"] == f"10.0.0.7:{port['containerPort']}"
@@ -184,7 +183,7 @@ def test_a_cache_in_main_memory_leaves_room_for_the_rest(rendered: Rendered, rol
     assert isinstance(settings, NodeSettings)
     resources = rendered.container(role)["resources"]
     on_gpu = given.get("device") == "cuda"
-    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_BYTES
+    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_MIB * MIB
     staging_bytes = 2 * settings.segment_bytes(on_gpu=on_gpu) * settings.staging_slots
     assert cache_bytes + staging_bytes < 0.5 * MIB * mebibytes(resources["limits"]["memory"])
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
@@ -223,7 +222,7 @@ def test_ucx_listens_where_the_policy_lets_peers_in(rendered: Rendered, role: st
 
 
 def allowed_into(rendered: Rendered, role: str) -> set[tuple[str, int, int]]:
-    """Who may connect to which ports of the role: (role or *, first port, last port)."""
+    """Who may connect to the role's ports: (role or *, first port, last port)."""
     policy = rendered.find("NetworkPolicy", f"baton-{role}")["spec"]
     assert "Ingress" in policy["policyTypes"]
     return _edges(policy["ingress"], "from")
@@ -245,6 +244,13 @@ def _edges(rules: list[Manifest], side: str) -> set[tuple[str, int, int]]:
 
 
 def mebibytes(quantity: str) -> float:
-    """Of the two units that our manifests use."""
+    """Reads the two units that our manifests use."""
     units = {"Mi": 1, "Gi": 1024}
     return float(quantity[:-2]) * units[quantity[-2:]]
+
+
+def test_a_default_is_not_repeated(base: Rendered) -> None:
+    for role in ROLES:
+        fields = SETTINGS[role].model_fields
+        parsed = SETTINGS[role].model_validate(base.settings(role)).model_dump()
+        assert [name for name in base.settings(role) if parsed[name] == fields[name].default] == []

@@ -1,6 +1,7 @@
-"""What each overlay is for: how it differs from the base, and in nothing else that matters."""
+"""What each overlay is for, and how it differs from the base."""
 
-from tests.deploy.manifests import NODE_ROLES, ROLES, Rendered
+from baton.config import NodeSettings
+from tests.deploy.manifests import NODE_ROLES, ROLES, SETTINGS, Rendered
 
 
 def test_the_base_serves_the_demo_model_in_the_images(base: Rendered) -> None:
@@ -23,9 +24,11 @@ def test_the_cpu_demo_asks_for_little(cpu_demo: Rendered) -> None:
 
 
 def test_the_cpu_demo_shows_that_nodes_may_differ(cpu_demo: Rendered) -> None:
-    prefill, decode = (cpu_demo.settings(role) for role in NODE_ROLES)
-    assert prefill["kv_cache_layout"] != decode["kv_cache_layout"]
-    assert prefill["block_size"] != decode["block_size"]
+    prefill, decode = (SETTINGS[role].model_validate(cpu_demo.settings(role)) for role in NODE_ROLES)
+    assert isinstance(prefill, NodeSettings)
+    assert isinstance(decode, NodeSettings)
+    assert prefill.kv_cache_layout != decode.kv_cache_layout
+    assert prefill.block_size != decode.block_size
 
 
 def test_the_cpu_demo_needs_no_device_and_no_volume(cpu_demo: Rendered) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.config import NodeSettings
 from baton.types import FinishReason, SamplingParams
 from engine.build import Built, build_runner
 from engine.engine import Engine
@@ -21,7 +22,7 @@ class Output:
 
 def build_demo(directory: Path, **options: Any) -> Built:
     return build_runner(
-        directory=directory, **{"device": "cuda", "num_blocks": 512, "max_batch_tokens": 256, **options}
+        NodeSettings(model=directory, **{"device": "cuda", "num_blocks": 512, "max_batch_tokens": 256, **options})
     )
 
 
@@ -54,6 +55,8 @@ async def _generate(
     allowed = {
         "max_batch_tokens": built.limits.max_batch_tokens,
         "max_batch_requests": min(built.limits.max_batch_requests, len(prompts)),
+        "max_waiting": 256,
+        "prefix_cache": True,
     }
     async with Engine(built.runner, EngineLimits(**{**allowed, **limits}), on_step=on_step) as engine:
         for index, prompt in enumerate(prompts):

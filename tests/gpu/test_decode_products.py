@@ -15,9 +15,9 @@ from engine.batch import BatchRow
 from engine.build import Built
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.request import int_array
-from models.decode_products import use_library_products
 from models.kernels.decode_matmul import DecodeMultiply, choose, new_counters
 from models.linear import Linear
+from models.products import use_library_products
 from tests.conformance.attention.oracle import relative_error
 from tests.gpu.demo import build_demo
 from tritonlib import launch

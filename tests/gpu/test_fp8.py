@@ -14,11 +14,11 @@ from torch import Tensor
 from models.kernels import fp8_library, fp8_quantize
 from models.linear import FusedLinear, Linear
 from models.quantization import fp8
+from models.quantization.config import Fp8Config, Granularity
 from models.quantization.fp8_linear import Fp8Linear, multiplies_fp8
-from models.quantization.scheme import Fp8Config, Granularity
 from models.weights.checkpoint import read_checkpoint
 from models.weights.dummy import fill_at_random
-from models.weights.reading import read_into
+from models.weights.tensor_reader import read_into
 
 pytestmark = pytest.mark.gpu
 

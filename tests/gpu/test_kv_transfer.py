@@ -16,8 +16,10 @@ from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire
+from kvtransfer.leases import LeaseGrant, Refusal
+from kvtransfer.records import LinkMeasure, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, Tag
-from kvtransfer.transfer import KVTransfer, LeaseGrant, LinkMeasure, Refusal, WarmUp
+from kvtransfer.transfer import KVTransfer
 from kvtransfer.transports.table import open_transport
 from node.doctor.link import measure
 from tests.conformance.kv import (
@@ -29,6 +31,7 @@ from tests.conformance.kv import (
     as_bytes,
     eventually,
     job,
+    make_transfer,
     plant,
     scattered_blocks,
     tokens_of,
@@ -68,15 +71,13 @@ def copied(cache: PagedKVCache, device: str) -> PagedKVCache:
 
 
 def make_node(cache: PagedKVCache, heard: Heard, incarnation: int, transport: str = "ucx") -> KVTransfer:
-    return KVTransfer(
+    return make_transfer(
         cache,
-        incarnation=incarnation,
+        heard,
         transport=transport,
+        incarnation=incarnation,
         segment_bytes=SEGMENT_BYTES,
         staging_slots=SLOTS,
-        digests=True,
-        on_filled=heard.filled.append,
-        on_refused=heard.refused.append,
     )
 
 

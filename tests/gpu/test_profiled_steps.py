@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from baton.config import NodeSettings
 from bench.engine.run import CONFIGS
 from bench.engine.steps import decode_ms
 from engine.build import build_runner
@@ -32,13 +33,15 @@ def test_steps_of_latent_attention_and_experts_end_under_a_profiler(tmp_path: Pa
 
 def _profile_steps(directory: Path) -> None:
     built = build_runner(
-        directory=directory,
-        device="cuda",
-        load_format="dummy",
-        block_size=64,
-        num_blocks=2048,
-        max_batch_requests=max(REQUESTS),
-        attention_backend="TRITON_MLA",
+        NodeSettings(
+            model=directory,
+            device="cuda",
+            load_format="dummy",
+            block_size=64,
+            num_blocks=2048,
+            max_batch_requests=max(REQUESTS),
+            attention_backend="TRITON_MLA",
+        )
     )
     built.runner.prepare()
     for requests in REQUESTS:

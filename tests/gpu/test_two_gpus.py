@@ -12,6 +12,7 @@ from baton.cli.processes import Process
 from baton.config import DEMO_MODELS
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
+from engine.device.profile import profile_runner
 from tests.gpu.demo import build_demo, generate
 from tests.integration.cluster import machines
 from tests.integration.generation import generate as ask
@@ -65,3 +66,10 @@ def test_up_gives_each_node_a_gpu_of_its_own() -> None:
         assert asyncio.run(handed_over(up.gateway, prompts)) == expected
     finally:
         assert interrupt(up) == 0
+
+
+def test_a_profile_measures_the_gpu_of_the_model_while_another_one_is_current() -> None:
+    runner = build_demo(MODELS[0], device="cuda:1").runner
+    with torch.cuda.device(0):
+        profile = profile_runner(runner, (32, 256), max_batch_requests=4, device=torch.device("cuda", 1))
+    assert profile.step_bytes > 0

@@ -13,6 +13,7 @@ from baton.cli.processes import Process, Processes
 from baton.config import DEMO_MODELS
 from baton.rpc.server import connect
 from protos.baton.v1 import node_pb2, node_pb2_grpc
+from tests.warm import launch_warm
 
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"
@@ -65,7 +66,7 @@ class Machines:
 
 @contextmanager
 def machines() -> Iterator[Machines]:
-    with Processes(say=lambda line: None) as processes:
+    with Processes(report=lambda line: None, launch=launch_warm) as processes:
         yield Machines(processes)
 
 

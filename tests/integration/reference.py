@@ -7,6 +7,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from baton.config import tokenizer_file
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -20,7 +22,7 @@ class Reference:
 
     def __init__(self, directory: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.tokenizer = Tokenizer.from_file(str(tokenizer_file(directory)))
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], max_tokens: int) -> Expected:

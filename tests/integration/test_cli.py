@@ -1,4 +1,4 @@
-"""`baton up`, `generate`, `status`: what users type, on a real cluster."""
+"""`baton up`, `demo`, `generate` and `status` on real clusters."""
 
 import json
 import math
@@ -28,8 +28,8 @@ RECEIPT = {
 }  # fmt: skip
 
 
-def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BATON, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def baton(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BATON, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_token_ids_in_place_of_text(up: Up) -> None:
     assert len(found["token_ids"]) == 4
     receipt = found["receipt"]
     assert isinstance(receipt, dict)
-    assert receipt["path"] == "local"  # too short to be worth a hand-over, and it says so
+    assert receipt["path"] == "local"  # too short to be worth a hand-over
     assert "threshold" in receipt["why"]
 
 
@@ -186,7 +186,7 @@ def test_wrong_flags_get_one_clear_line_and_exit_code_2(flag: str, value: str, a
     assert allowed in line
 
 
-def test_nobody_at_the_target() -> None:
+def test_a_target_where_nothing_listens() -> None:
     line = complaint(baton("generate", "--target", "127.0.0.1:9", "x"), 1)
     assert "127.0.0.1:9" in line
 
@@ -222,8 +222,18 @@ def test_ctrl_c_ends_every_process() -> None:
     assert not any(psutil.pid_exists(pid) for pid in up.pids)
 
 
-def test_up_says_in_one_line_what_is_wrong() -> None:
+def test_up_names_a_wrong_setting_in_one_line() -> None:
     finished = baton("up", "--model", str(LLAMA), "--decode-kv-cache-layout", "sideways")
     assert finished.returncode == 1
     assert "Traceback" not in finished.stderr
     assert "'sideways'" in finished.stderr
+
+
+def test_the_demo_runs_in_a_directory_with_modules_named_like_ours(tmp_path: Path) -> None:
+    foreign = "raise SystemExit('imported from the working directory')"
+    for name in ("models.py", "engine.py", "gateway/__init__.py", "prefill_node/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(foreign)
+    finished = baton("demo", "--max-tokens", "4", folder=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "transport" in finished.stdout

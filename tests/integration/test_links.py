@@ -1,15 +1,12 @@
 """Pairs of real processes and what they measure of their link: shown on both sides, refused where it is too slow; and
-the size of segments in the receipt."""
+the size of segments in the receipt. Floors are such that every link meets them or none does."""
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from statistics import median
 
 import pytest
 
@@ -23,8 +20,21 @@ from tests.integration.generation import generate
 MODEL: Flags = {"model": LLAMA, "num_blocks": 64}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(100, 180))
-# No link does that.
+# No link is as fast as that.
 TOO_MUCH = 10_000
+# Only what hangs takes that long, however busy the machine is.
+DEADLINE_S = 60.0
+
+
+def refused(last: node_pb2.NodeStatus) -> bool:
+    """Its only pair is refused for its link."""
+    return any(
+        peer.phase == common_pb2.PEER_PHASE_REFUSED and peer.mismatches[0].field == "link" for peer in last.peers
+    )
+
+
+def made(last: node_pb2.NodeStatus) -> bool:
+    return any(peer.phase == common_pb2.PEER_PHASE_READY for peer in last.peers)
 
 
 @pytest.fixture
@@ -37,7 +47,7 @@ async def pair(prefill: Process, decode: Process) -> common_pb2.PeerState:
     """Asks the prefill node for the pair, as a gateway does."""
     async with connect(prefill.address) as channel:
         request = prefill_pb2.ConnectRequest(decode_address=decode.address)
-        return await prefill_pb2_grpc.PrefillStub(channel).Connect(request, timeout=20)
+        return await prefill_pb2_grpc.PrefillStub(channel).Connect(request, timeout=DEADLINE_S)
 
 
 def shown(gateway: Process, *flags: str) -> str:
@@ -61,9 +71,9 @@ async def test_both_sides_and_the_status_show_what_was_measured(start: Machines)
         assert peer.phase == common_pb2.PEER_PHASE_READY
         assert peer.transport
         assert peer.gigabytes_per_s > 0
-        assert 0 < peer.latency_s < 0.5
+        assert peer.latency_s > 0
     (said,) = [node["peers"][0] for node in json.loads(shown(gateway, "--json"))["nodes"] if node["role"] == "prefill"]
-    assert 0 < said["latency_s"] < 0.5
+    assert said["latency_s"] > 0
     assert "latency us" in shown(gateway)
 
 
@@ -84,7 +94,7 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     )
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     for node in (prefill, decode):
-        last = await until_status(node, lambda last: last.peers[0].phase == common_pb2.PEER_PHASE_REFUSED)
+        last = await until_status(node, refused, within_s=DEADLINE_S)
         (reason,) = last.peers[0].mismatches
         assert reason.field == "link"
         assert "GB/s over" in reason.ours
@@ -97,63 +107,36 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     # What needs no pair is served; nothing is held for the one that is not there.
     assert (await generate(gateway, PROMPT, GREEDY)).token_ids
     await until_status(decode, nothing_held)
-    # Asked again it is measured again, and refused again.
+    # Each request for the pair measures the link again, and refuses it again.
     before = (await status(prefill)).peers[0].mismatches[0].ours
     measured = {(await pair(prefill, decode)).mismatches[0].ours for _ in range(3)}
     assert measured - {before}
 
 
-@contextmanager
-def held_up(process: Process) -> Iterator[None]:
-    """The process runs for a sixteenth of the time, in slices that are short beside what is measured."""
-    ended = threading.Event()
-
-    def hold_up() -> None:
-        while not ended.wait(0.002):
-            process.popen.send_signal(signal.SIGSTOP)
-            ended.wait(0.03)
-            process.popen.send_signal(signal.SIGCONT)
-
-    thread = threading.Thread(target=hold_up)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def phase(last: node_pb2.NodeStatus) -> int:
-    """Of its only peer."""
-    return last.peers[0].phase if last.peers else common_pb2.PEER_PHASE_CONNECTING
-
-
-async def measured(prefill: Process, decode: Process) -> float:
-    """GB/s of a link that is below the floor, each time anew."""
-    (reason,) = (await pair(prefill, decode)).mismatches
-    return float(reason.ours.partition(" ")[0])
-
-
-async def test_a_pair_that_was_refused_for_its_link_is_made_once_the_link_is_quick_enough(start: Machines) -> None:
-    prefill, never = start.nodes(("prefill", MODEL), ("decode", {**MODEL, "link_floor_gb_per_s": TOO_MUCH}))
-    usual = median([await measured(prefill, never) for _ in range(3)])
-    (decode,) = start.nodes(("decode", {**MODEL, "link_floor_gb_per_s": usual / 2}))
-    with held_up(prefill):
-        gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="prefer", link_retry_s=0.5)
-        refused = await until_status(decode, lambda last: phase(last) == common_pb2.PEER_PHASE_REFUSED, within_s=20)
-    assert refused.peers[0].mismatches[0].field == "link"
-    await until_status(decode, lambda last: phase(last) == common_pb2.PEER_PHASE_READY, within_s=20)
-    for attempt in range(50):  # the gateway hears of it a moment later
-        receipt = (await generate(gateway, PROMPT, GREEDY, cache_salt=str(attempt))).proof
-        if receipt.prompt_tokens_sent:
-            break
-        await asyncio.sleep(0.1)
-    assert receipt.prompt_tokens_sent == len(PROMPT)
+async def test_a_pair_that_was_refused_for_its_link_is_measured_again_until_it_is_made(start: Machines) -> None:
+    (prefill,) = start.nodes(("prefill", MODEL))
+    (decode,) = start.nodes(("decode", {**MODEL, "link_floor_gb_per_s": TOO_MUCH}))
+    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="prefer", link_retry_s=0.2)
+    first = (await until_status(prefill, refused, within_s=DEADLINE_S)).peers[0].mismatches[0].ours
+    await until_status(
+        prefill, lambda last: refused(last) and last.peers[0].mismatches[0].ours != first, within_s=DEADLINE_S
+    )
+    # The same link, with a floor that every link meets.
+    start.kill(decode)
+    start.nodes(("decode", {**MODEL, "listen": decode.address}))
+    await until_status(prefill, made, within_s=DEADLINE_S)
+    end_s = time.monotonic() + DEADLINE_S
+    sent = attempt = 0
+    while not sent:  # until the gateway knows of the pair
+        assert time.monotonic() < end_s
+        sent = (await generate(gateway, PROMPT, GREEDY, cache_salt=str(attempt))).proof.prompt_tokens_sent
+        attempt += 1
+    assert sent == len(PROMPT)
 
 
 async def test_nodes_that_round_differently_are_refused(start: Machines) -> None:
     prefill, decode = start.nodes(("prefill", {**MODEL, "batch_invariant": True}), ("decode", MODEL))
-    peer = await asyncio.wait_for(pair(prefill, decode), 30)
+    peer = await asyncio.wait_for(pair(prefill, decode), DEADLINE_S)
     assert peer.phase == common_pb2.PEER_PHASE_REFUSED
     (reason,) = peer.mismatches
     assert (reason.field, reason.ours, reason.theirs) == ("batch_invariant", "on", "off")

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,13 +14,16 @@ import psutil
 import pytest
 
 from baton.cli.processes import Process
+from baton.config import DecodeSettings
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
+from node.ranks.group import start_ranks
 from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
 from tests.integration.test_tokens import assert_same, bytes_per_token
 
+ROOT = Path(__file__).parents[2]
 RANKS = (1, 2)
 MAX_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -152,3 +156,21 @@ async def test_a_rank_that_dies_takes_its_node_along_and_its_requests_go_on_else
     for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == reference.greedy(prompt, 60).token_ids
     await until_status(single, nothing_held)
+
+
+@pytest.mark.parametrize("python_path", ["", str(ROOT)])
+def test_ranks_start_where_the_users_files_are_named_like_our_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_path: str
+) -> None:
+    for name in ("models.py", "node.py", "psutil.py", "gateway/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"raise RuntimeError('this is the user's {name}')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", python_path)
+    settings = DecodeSettings.model_validate({"tensor_parallel_size": 2, "device": "cpu"})
+    imported = False
+    with start_ranks(settings, "decode_node") as group:
+        group.on_failure(lambda reason: None)
+        with suppress(EOFError):
+            imported = bool(group.meeting_place())
+    assert imported, "the rank ended; its error is above"

@@ -1,4 +1,4 @@
-"""A wrong setting of a process is one clear line on stderr and exit code 2; never a traceback."""
+"""A wrong setting ends a process with one clear line on stderr and exit code 2, never with a traceback."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def run(program: str, *flags: str, **variables: str) -> subprocess.CompletedProc
 
 
 def complaint(finished: subprocess.CompletedProcess[str], program: str) -> str:
-    """The one line of complaint; log lines apart."""
+    """The one line that is not a log line."""
     assert finished.returncode == 2, finished.stderr
     assert "Traceback" not in finished.stderr
     lines = [line for line in finished.stderr.splitlines() if line.startswith(f"{program}:")]
@@ -52,7 +52,7 @@ def test_block_size_zero_in_a_variable() -> None:
     assert "greater than or equal to 1" in line
 
 
-def test_block_size_that_is_no_number() -> None:
+def test_block_size_that_is_not_a_number() -> None:
     line = complaint(run("decode_node", "--block-size", "many"), "decode_node")
     assert "--block-size" in line
     assert "'many'" in line
@@ -84,7 +84,7 @@ def test_unknown_attention_backend_lists_the_known_ones() -> None:
     assert "TORCH_SDPA" in line
 
 
-def test_a_model_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_model_directory(tmp_path: Path) -> None:
     line = complaint(run("prefill_node", "--model", str(tmp_path / "nowhere")), "prefill_node")
     assert "nowhere" in line
 
@@ -105,7 +105,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in line
 
 
-def test_an_address_that_is_none() -> None:
+def test_an_address_that_is_not_one() -> None:
     assert "host:port" in complaint(run("gateway", "--listen", "somewhere", "--decode", "127.0.0.1:1"), "gateway")
 
 
@@ -113,15 +113,15 @@ def test_a_gateway_without_decode_nodes() -> None:
     assert "--decode" in complaint(run("gateway"), "gateway")
 
 
-@pytest.mark.parametrize(("value", "said"), [("somewhere", "host:port"), ("0.0.0.0:7002", "reach this one")])
+@pytest.mark.parametrize(("value", "cure"), [("somewhere", "host:port"), ("0.0.0.0:7002", "reach this one")])
 @pytest.mark.parametrize("program", ["decode_node", "gateway"])
-def test_an_advertised_address_that_nobody_could_reach(program: str, value: str, said: str) -> None:
+def test_an_advertised_address_that_nobody_could_reach(program: str, value: str, cure: str) -> None:
     line = complaint(run(program, "--advertise", value, "--model", str(LLAMA)), program)
     assert f"advertise is '{value}'" in line
-    assert said in line
+    assert cure in line
 
 
-def test_a_node_that_listens_everywhere_says_who_reaches_what_it_tells_others(
+def test_a_node_that_listens_everywhere_warns_about_the_address_that_it_advertises(
     start: Machines, capfd: pytest.CaptureFixture[str]
 ) -> None:
     start.nodes(("decode", {"listen": "0.0.0.0:0"}))

@@ -1,4 +1,4 @@
-"""`baton up` as users start and stop it."""
+"""Starts and stops `baton up` as users do."""
 
 import json
 import os
@@ -12,7 +12,7 @@ BATON = [sys.executable, "-c", "from baton.cli import main; main()"]
 
 @dataclass(frozen=True)
 class Up:
-    """A running `baton up` and the line that it printed."""
+    """A running `baton up`, and the line that it printed when ready."""
 
     popen: subprocess.Popen[str]
     line: dict[str, object]
@@ -29,10 +29,10 @@ class Up:
 
 
 def start_up(*arguments: str, **variables: str) -> Up:
-    """Returns once it serves.
+    """Returns once the cluster serves.
 
     Args:
-        variables: of the environment, beside this process's.
+        variables: added to this process's environment.
     """
     popen = subprocess.Popen(
         [*BATON, "up", *arguments],
@@ -47,7 +47,7 @@ def start_up(*arguments: str, **variables: str) -> Up:
 
 
 def interrupt(up: Up) -> int:
-    """Ctrl-C; returns the exit code."""
+    """Sends what Ctrl-C sends; returns the exit code."""
     os.kill(up.popen.pid, signal.SIGINT)
     up.popen.communicate(timeout=40)
     return up.popen.returncode

@@ -9,15 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.decode.keys import keys_of, prefetch_keys
 from attention.kernels.decode.merge import merge_partials
-from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, units_per_worker
-from attention.kernels.paged.parts import tanh
-from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
+from attention.kernels.decode.plan import NO_LIMIT, DecodePlan, first_visible_key, unit_keys_of, units_per_worker
+from tritonlib.launch import await_predecessors, bound, interpreted, overlap, prefetch, start_dependents
+from tritonlib.math import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Rows, a query head each, that one program takes: more would not fit into its registers. Larger groups read again.
 MAX_ROWS = 64
+# Asked for while the kernel in front still runs: as many as the loop over them has in flight.
+_TILES_AHEAD = tl.constexpr(2)
 
 
 def decode_attention(
@@ -210,10 +211,10 @@ def _decode_kernel(
     last_unit = tl.load(unit_starts_ptr + request + 1, mask=request < num_reqs, other=0)
     seq_len = tl.load(seq_lens_ptr + request, mask=request < num_reqs, other=0)
     if OVERLAP:
-        _, start, key_stop = keys_of(
+        _, start, key_stop = _keys_of(
             unit, tl.minimum(stop, last_unit), first_unit, seq_len, window, chunk, TILE_KEYS, UNIT_KEYS, MAX_UNITS
         )
-        prefetch_keys(
+        _prefetch_keys(
             k_ptr + kv_head.to(tl.int64) * stride_kv_h,
             v_ptr + kv_head.to(tl.int64) * stride_kv_h,
             block_table_ptr + request.to(tl.int64) * stride_table_r,
@@ -237,7 +238,7 @@ def _decode_kernel(
         next_last_unit = tl.load(unit_starts_ptr + request + 2, mask=request + 1 < num_reqs, other=0)
         next_seq_len = tl.load(seq_lens_ptr + request + 1, mask=request + 1 < num_reqs, other=0)
         if unit < run_stop:
-            first_key, start, key_stop = keys_of(
+            first_key, start, key_stop = _keys_of(
                 unit, run_stop, first_unit, seq_len, window, chunk, TILE_KEYS, UNIT_KEYS, MAX_UNITS
             )
             rows_G = request.to(tl.int64) * num_queries + queries_G
@@ -319,3 +320,50 @@ def _decode_kernel(
         if unit == last_unit:
             request += 1
             first_unit, last_unit, seq_len = last_unit, next_last_unit, next_seq_len
+
+
+@triton.jit
+def _keys_of(
+    unit,
+    run_stop,
+    first_unit,
+    seq_len,
+    window,
+    chunk,
+    TILE_KEYS: tl.constexpr,
+    UNIT_KEYS: tl.constexpr,
+    MAX_UNITS: tl.constexpr,
+):
+    """Of the units from `unit` up to `run_stop`: the first key that the query sees at all, the first one to load, and
+    the one behind the last."""
+    first_key = first_visible_key(seq_len, window, chunk)
+    unit_keys = unit_keys_of(seq_len, first_key, UNIT_KEYS, MAX_UNITS) if MAX_UNITS else UNIT_KEYS
+    unit_zero = first_key // unit_keys - first_unit
+    start = tl.maximum((unit_zero + unit) * unit_keys, first_key // TILE_KEYS * TILE_KEYS)
+    return first_key, start, tl.minimum((unit_zero + run_stop) * unit_keys, seq_len)
+
+
+@triton.jit
+def _prefetch_keys(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    start,
+    key_stop,
+    any_keys,
+    stride_kv_b,
+    stride_kv_n,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """The first tiles' keys and values into L2, the newest token's as well, though it may not have been written yet."""
+    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
+    lines_L = tl.arange(0, _TILES_AHEAD * TILE_KEYS * LINES)
+    keys_L = tl.where(any_keys, tl.minimum(start + lines_L // LINES, key_stop - 1), 0)
+    blocks_L = tl.load(table_ptr + keys_L // BLOCK_SIZE, mask=any_keys, other=0)
+    places_L = blocks_L.to(tl.int64) * stride_kv_b + keys_L % BLOCK_SIZE * stride_kv_n
+    places_L += tl.minimum(lines_L % LINES * LINE, HEAD_SIZE - 1)
+    prefetch(k_ptr + places_L)
+    prefetch(v_ptr + places_L)

@@ -11,10 +11,9 @@ N tokens in a block.
 
 from torch import Tensor
 
+from attention.kernels.mla import portable
 from attention.kernels.mla.merge import merge_splits
-from attention.kernels.mla.portable import launch_plain
-from attention.kernels.mla.work import MLADecodePlan as MLADecodePlan
-from attention.kernels.mla.work import make_mla_decode_plan as make_mla_decode_plan
+from attention.kernels.mla.plan import MLADecodePlan
 from kvcache.fp8 import is_fp8
 
 
@@ -48,5 +47,5 @@ def mla_decode_attention(
         )
     else:
         kv_scale = kv_scale if is_fp8(kv_layer) else None
-        launch_plain(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR)
+        portable.launch(q_RHC, kv_layer, seq_lens, block_table, plan, scale, kv_scale, out, lse_HR)
     merge_splits(seq_lens, plan, out, lse_HR)

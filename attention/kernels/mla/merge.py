@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.mla.work import TILE, MLADecodePlan, request_cost, requests_of_a_block
+from attention.kernels.mla.plan import TILE, MLADecodePlan, request_cost, requests_of_a_block
 from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
 

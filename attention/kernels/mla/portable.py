@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.mla.work import (
+from attention.kernels.mla.plan import (
     LOG2_E,
     TILE,
     MLADecodePlan,
@@ -24,7 +24,7 @@ from tritonlib.launch import await_predecessors, bound, interpreted, overlap, st
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def launch_plain(
+def launch(
     q_RHC: Tensor,
     kv_layer: Tensor,
     seq_lens: Tensor,

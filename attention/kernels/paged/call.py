@@ -1,26 +1,74 @@
-"""What `ragged` and `unified` hand to the kernels: where keys lie, what is asked for, and what follows from shapes.
-
-Knows no kernel, so that each launcher can import it.
+"""One attention over a batch: its tensors and features, what follows from their shapes, and the groups in which both
+kernels take them.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
-# Keys and values that the programs running at one time may share through the L2 cache. On an H200 with 128 heads of
+# Keys and values that the programs running at one time may share through the L2 cache. On an H200 with 128 heads and
 # 8192 keys: 614 TFLOPS, and 500 without a limit.
 L2_KEY_BYTES = 16 * 2**20
 LOG2E = 1.4426950408889634
 
 
+# NOTE: Triton specialises every member of a tuple argument of a kernel, whatever `do_not_specialize` says. So numbers
+# that change from batch to batch are arguments by themselves, and the kernels group them (`LogSumExps`, `Requests`,
+# `Tiles`); otherwise a batch of other lengths would compile a kernel anew.
+
+
+class Rows(NamedTuple):
+    """Queries or outputs [T, H, channels], channels adjacent."""
+
+    ptr: Tensor
+    stride_t: int
+    stride_h: int
+
+
+class LogSumExps(NamedTuple):
+    """[H, T] float32, or None."""
+
+    ptr: Tensor | None
+    stride_h: int
+    stride_t: int
+
+
+class Requests(NamedTuple):
+    """Where each request's queries and keys lie."""
+
+    num_reqs: int
+    query_start_ptr: Tensor
+    key_start_ptr: Tensor | None
+    seq_lens_ptr: Tensor | None
+    block_table_ptr: Tensor | None
+    table_stride: int
+
+
+class Tiles(NamedTuple):
+    """A program for each pair of a tile of tokens and a pack of query heads, `section` packs at a time."""
+
+    num_tiles: int
+    num_packs: int
+    section: int
+
+
+class Mask(NamedTuple):
+    """Constants; 0 is no window and no chunks."""
+
+    causal: bool
+    window: int
+    chunk: int
+
+
 @dataclass(frozen=True)
 class Keys:
     """Attributes:
-    keys, values: [B, N, H, D] and [B, N, H, V], where a block is all there is if `block_table` is None.
-    key_start_loc: [R + 1] int32; without a block table.
-    seq_lens, block_table: [R] and [R, blocks] int32; of a paged cache.
-    expected_len: keys of one request, roughly; costs time where it is wrong.
+    keys, values: [B, N, H, D] and [B, N, H, V]; without a block table, one block holds all keys.
+    key_start_loc: [R + 1] int32; only without a block table.
+    seq_lens, block_table: [R] and [R, blocks] int32, of a paged cache.
+    expected_len: keys of one request, roughly; a wrong number costs time.
     """
 
     keys: Tensor
@@ -37,7 +85,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Features:
-    """What `attention.parameters` defines, and the scales of numbers in fp8."""
+    """As `attention.parameters` defines them, and the scales of fp8 numbers."""
 
     causal: bool = True
     sliding_window: int | None = None
@@ -77,30 +125,47 @@ class Call:
         return self.q_THD.shape[1] // self.num_kv_heads
 
     @property
-    def lse_strides(self) -> tuple[int, int]:
-        return (0, 0) if self.lse_HT is None else (self.lse_HT.stride(0), self.lse_HT.stride(1))
+    def lse(self) -> LogSumExps:
+        return LogSumExps(self.lse_HT, *((0, 0) if self.lse_HT is None else self.lse_HT.stride()))
 
     @property
-    def table_stride(self) -> int:
-        return 0 if self.keys.block_table is None else self.keys.block_table.stride(0)
+    def requests(self) -> Requests:
+        keys = self.keys
+        return Requests(
+            num_reqs=self.num_reqs,
+            query_start_ptr=self.query_start_loc,
+            key_start_ptr=keys.key_start_loc,
+            seq_lens_ptr=keys.seq_lens,
+            block_table_ptr=keys.block_table,
+            table_stride=0 if keys.block_table is None else keys.block_table.stride(0),
+        )
 
-    def num_packs(self, pack: int) -> int:
-        """How often a token's query heads have to be taken, if `pack` of a kv head share a tile."""
-        return self.num_kv_heads * -(-self.group // pack)
+    @property
+    def mask(self) -> Mask:
+        features = self.features
+        return Mask(features.causal, features.sliding_window or 0, features.attention_chunk_size or 0)
 
-    def num_tiles(self, tokens: int) -> int:
-        """Bound of the tiles of `tokens` tokens of one request each: known without the lengths."""
-        return self.q_THD.shape[0] // tokens + self.num_reqs
+    def tiles(self, rows: int, pack: int) -> Tiles:
+        """Of `rows` rows, which `pack` query heads of a kv head share.
 
-    def section(self, pack: int) -> int:
-        """Packs at a time, so that their keys stay in the L2 cache."""
+        The number of tiles is a bound that holds whatever the requests' lengths.
+        """
+        packs_per_kv_head = -(-self.group // pack)
         channels = self.keys.keys.shape[-1] + self.keys.values.shape[-1]
         key_bytes = max(1, self.keys.expected_len) * channels * self.keys.keys.element_size()
-        return min(self.num_kv_heads, max(1, L2_KEY_BYTES // key_bytes)) * -(-self.group // pack)
+        return Tiles(
+            num_tiles=self.q_THD.shape[0] // (rows // pack) + self.num_reqs,
+            num_packs=self.num_kv_heads * packs_per_kv_head,
+            section=min(self.num_kv_heads, max(1, L2_KEY_BYTES // key_bytes)) * packs_per_kv_head,
+        )
+
+
+def rows_of(tensor_THC: Tensor) -> Rows:
+    return Rows(tensor_THC, *tensor_THC.stride()[:2])
 
 
 def split_channels(size: int) -> tuple[int, int]:
-    """`size` channels as one or two powers of two, or a little more: 192 is 128 and 64, 80 is 64 and 16, 112 is 128."""
+    """`size` channels as one or two powers of two that hold them: 192 is 128 and 64, 80 is 64 and 16, 112 is 128."""
     whole = max(16, triton.next_power_of_2(size))
     rest = max(16, triton.next_power_of_2(size - whole // 2)) if whole > 16 else whole
     return (whole, 0) if rest * 2 >= whole else (whole // 2, rest)

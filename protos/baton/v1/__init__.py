@@ -1,1 +1,1 @@
-"""Version 1 of the wire."""
+"""Version 1 of the wire: package `baton.v1`."""

@@ -9,23 +9,26 @@ _SCRIPT = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import JITFunction, create_function_from_signature
 from attention.kernels.blocksparse import decode as blocksparse_decode, prefill as blocksparse
 from attention.kernels.decode import attend as decode
 from attention.kernels.mla import portable as mla_decode_plain
-from attention.kernels.paged import kernel as unified_kernel
+from attention.kernels.paged import portable
+from attention.kernels.paged.call import Call, Features, Keys
 from kvcache.kernels import gather
 from kvcache.wire.kernels import conversion as wire_conversion, digest, gather_scatter as wire
 from tritonlib.launch import _GLUON_VERSIONS
 import triton
 
-kernels = [unified_kernel.attend_tile, decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
+paged_launches = [portable.launch]
+kernels = [decode._decode_kernel, mla_decode_plain._decode, gather._gather_kernel]
 kernels += [blocksparse._prefill_kernel, blocksparse_decode._decode_kernel]
 if triton.__version__.startswith(_GLUON_VERSIONS):
     from attention.kernels.blocksparse import hopper as blocksparse_hopper
     from attention.kernels.mla import hopper as mla_decode_hopper
-    from attention.kernels.paged import hopper_kernel as unified_hopper_kernel
-    kernels += [unified_hopper_kernel.attend_tile, mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
+    from attention.kernels.paged import hopper
+    paged_launches += [hopper.launch]
+    kernels += [mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
 memory = torch.zeros(64, dtype=torch.int32)
 behind_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "table_ptr"}
@@ -47,6 +50,28 @@ def compiled_for(kernel, moved, width):
 
 for kernel in kernels:
     assert len({str(compiled_for(kernel, moved, width)) for moved, width in ((0, 1), (1, 13), (4, 32))}) == 1, kernel
+
+def paged_call(num_reqs, moved, width, num_tokens):
+    # The kernels take groups of values, so these are the ones of real launches, up to the compiler.
+    layer = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
+    numbers = torch.zeros(moved + num_reqs + 1, dtype=torch.int32)[moved:]
+    tables = torch.zeros(num_reqs, width, dtype=torch.int32)
+    keys = Keys(layer[0], layer[1], None, numbers[:-1], tables, expected_len=64)
+    queries = torch.zeros(num_tokens, 4, 64, dtype=torch.bfloat16)
+    sums = torch.zeros(4, num_tokens)
+    return Call(queries, keys, numbers, 128, 0.5, Features(sinks_H=sums[:, 0]), torch.zeros_like(queries), sums)
+
+def record(kernel, *arguments, grid, warmup, **options):
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    _, values, others = bind(*arguments, **options)
+    signatures.add(str((values, others)))
+
+JITFunction.run = record
+for launch in paged_launches:
+    signatures = set()
+    for num_reqs, moved, width, num_tokens in ((1, 0, 1, 16), (2, 1, 13, 37), (16, 4, 32, 256)):
+        launch(paged_call(num_reqs, moved, width, num_tokens))
+    assert len(signatures) == 1, signatures
 
 def compiled_for_payload(kernel, number):
     values = {param.name: number if param.annotation in ("i32", "i64") else memory for param in kernel.params}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.kernels.mla.decode import make_mla_decode_plan, mla_decode_attention
-from attention.kernels.mla.work import MLADecodePlan
+from attention.kernels.mla.decode import mla_decode_attention
+from attention.kernels.mla.plan import MLADecodePlan, make_mla_decode_plan
 from kvcache.fp8 import dequantize, quantize
 from tests.device import DEVICE
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.kernels.paged.attend import ragged_attention
 from attention.kernels.paged.call import Features
-from attention.kernels.paged.ragged import ragged_attention
 from tests.device import DEVICE
 from tests.unit.attention.ragged_batch import FEATURES, SCALE, RaggedBatch, ragged_batch, starts_of
 

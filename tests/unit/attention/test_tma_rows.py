@@ -26,8 +26,8 @@ def test_every_number_is_found_in_its_row(dtype: torch.dtype) -> None:
             continue
         found += 1
         block, token, head = (draw.randrange(size) for size in sizes)
-        row = block * rows.row_b + head * rows.row_h + token
-        column = head * rows.col_h
+        row = block * rows.places.row_b + head * rows.places.row_h + token
+        column = head * rows.places.col_h
         numbers = rows.rows[row, column : column + channels].float()
         assert torch.equal(numbers, kv_BNHC[block, token, head].float())
         assert rows.rows.stride(0) * dtype.itemsize % 16 == 0

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.kernels.paged.attend import unified_attention
 from attention.kernels.paged.call import Features
-from attention.kernels.paged.unified import unified_attention
 from kvcache.fp8 import dequantize, quantize
 from tests.device import DEVICE
 from tests.unit.attention.paged import ORDERS

@@ -1,4 +1,4 @@
-"""The command line's own part: flags, exit codes, what is printed. The rest is tested on real processes."""
+"""Flags, exit codes and output of the command line. tests/integration/test_cli.py has the rest, on real processes."""
 
 import json
 import socket
@@ -78,9 +78,9 @@ def test_a_wrong_flag_is_one_line_that_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
     assert run(monkeypatch, "generate", *arguments) == 2
-    said = capsys.readouterr().err
-    assert named in said
-    assert said.count("\n") == 1
+    line = capsys.readouterr().err
+    assert named in line
+    assert line.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_gateway_that_is_not_there_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nobody: str, arguments: list[str]
 ) -> None:
     assert run(monkeypatch, arguments[0], "--target", nobody, *arguments[1:]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"baton: cannot reach {nobody}")
-    assert said.err.count("\n") == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"baton: cannot reach {nobody}")
+    assert shown.err.count("\n") == 1
 
 
 def test_each_failed_prompt_of_a_file_has_its_place(
@@ -102,13 +102,13 @@ def test_each_failed_prompt_of_a_file_has_its_place(
     file = tmp_path / "prompts"
     file.write_text("one\n\ntwo\n")
     assert run(monkeypatch, "generate", "--target", nobody, "--file", str(file), "--json") == 1
-    said = capsys.readouterr()
-    assert [set(entry) for entry in json.loads(said.out)] == [{"error"}, {"error"}]
-    assert "prompt 1: cannot reach" in said.err
-    assert "prompt 2: cannot reach" in said.err
+    shown = capsys.readouterr()
+    assert [set(entry) for entry in json.loads(shown.out)] == [{"error"}, {"error"}]
+    assert "prompt 1: cannot reach" in shown.err
+    assert "prompt 2: cannot reach" in shown.err
 
 
-def test_help_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch) == 0
     assert run(monkeypatch, "generate", "--help") == 0
     assert "generate" in capsys.readouterr().out
@@ -130,26 +130,27 @@ def test_json_of_a_completion() -> None:
     assert json.loads(json.dumps(printed))["receipt"]["path"] == "remote"
 
 
-def test_json_without_logprobs_says_null() -> None:
+def test_json_without_logprobs_has_null() -> None:
     tokens = (TokenOutput(7, 0),)
     assert to_json(Completion("a", tokens, FinishReason.LENGTH, "", USAGE, RECEIPT))["logprobs"] is None
 
 
-def test_the_summary_tells_path_speed_and_transfer() -> None:
-    said = summary(USAGE, RECEIPT)
-    assert "remote: prompt prefilled on prefill-0" in said
-    assert "the first after 200 ms, then 10 per second" in said
-    assert "4096 bytes in 2 segment(s) of at most 2048 over cma" in said
-    assert "converted on its way: bfloat16 to float8_e4m3fn" in said
-    assert "each chunk left in 3 groups of layers" in said
+def test_the_summary_has_path_speed_and_transfer() -> None:
+    shown = summary(USAGE, RECEIPT)
+    assert "remote: prompt prefilled on prefill-0" in shown
+    assert "the first after 200 ms, then 10 per second" in shown
+    assert "4096 bytes in 2 segment(s) of at most 2048 over cma" in shown
+    assert "complete 2.0 ms after the first token" in shown
+    assert "the KV was converted: bfloat16 to float8_e4m3fn" in shown
+    assert "each chunk was sent in 3 groups of layers" in shown
 
 
 def test_json_of_a_status_has_why_a_pair_was_refused() -> None:
     mismatch = common_pb2.Mismatch(field="dtype", ours="float32", theirs="bfloat16", cure="start both alike")
     peer = common_pb2.PeerState(name="decode-0", phase=common_pb2.PEER_PHASE_REFUSED, mismatches=[mismatch])
     info = common_pb2.NodeInfo(name="prefill-0", role=common_pb2.ROLE_PREFILL, incarnation=2**64 - 1)
-    said = node_pb2.NodeStatus(info=info, blocks_total=8, blocks_free=3, peers=[peer])
-    report = generation_pb2.NodeReport(address="127.0.0.1:5", reachable=True, status=said)
+    status = node_pb2.NodeStatus(info=info, blocks_total=8, blocks_free=3, peers=[peer])
+    report = generation_pb2.NodeReport(address="127.0.0.1:5", reachable=True, status=status)
     printed = json.loads(json.dumps(status_to_json(generation_pb2.ClusterStatusResponse(nodes=[report]))))
     [node] = printed["nodes"]
     assert (node["role"], node["blocks_used"], node["incarnation"]) == ("prefill", 5, "f" * 16)
@@ -184,7 +185,7 @@ def test_a_node_of_several_ranks_gets_as_many_gpus(monkeypatch: pytest.MonkeyPat
     assert ranks_of_each_node() == 1
 
 
-def test_what_the_environment_says_of_devices_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_settings_of_the_environment_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_DEVICE", "cpu")
     monkeypatch.setenv("BATON_GPU_MEMORY_FRACTION", "0.3")
     assert list(_devices(2, 1)) == [[], []]

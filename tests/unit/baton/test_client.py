@@ -1,4 +1,4 @@
-"""What goes wrong on the client's side is a typed error that says what to do."""
+"""Failures on the client's side are typed errors that say what to do."""
 
 import math
 from collections.abc import AsyncIterator
@@ -12,13 +12,13 @@ from baton.rpc.server import GrpcServer
 
 @pytest.fixture
 async def no_gateway() -> AsyncIterator[str]:
-    """The address of a server without the Generation service, as a node is."""
+    """The address of a server without the Generation service, such as a node."""
     async with GrpcServer("127.0.0.1:0", advertise=None) as server:
         await server.start([])
         yield server.address
 
 
-async def test_text_that_is_no_unicode_is_an_invalid_request() -> None:
+async def test_text_that_is_not_unicode_is_an_invalid_request() -> None:
     async with Client("127.0.0.1:9") as client:
         with pytest.raises(InvalidRequest, match="UTF-8") as caught:
             await client.complete("an argument in Latin-1: \udce9")
@@ -31,9 +31,7 @@ async def test_text_that_is_no_unicode_is_an_invalid_request() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 1e10, math.inf])
-async def test_a_node_in_place_of_a_gateway_is_told_whatever_the_timeout(
-    no_gateway: str, timeout_s: float | None
-) -> None:
+async def test_the_address_of_a_node_is_an_error_for_every_timeout(no_gateway: str, timeout_s: float | None) -> None:
     async with Client(no_gateway) as client:
-        with pytest.raises(NoNode, match="no gateway; give the address of a gateway"):
+        with pytest.raises(NoNode, match="is not a gateway; give the address of a gateway"):
             await client.complete("x", timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What goes over the wire comes back the same."""
+"""Every value survives its conversion to a message and back."""
 
 from dataclasses import fields
 
@@ -49,7 +49,7 @@ def test_zero_is_not_absent() -> None:
     assert (params.temperature, params.seed, params.logprobs) == (0.0, 0, 0)
 
 
-def test_both_worlds_have_the_same_sampling_fields() -> None:
+def test_message_and_dataclass_have_the_same_sampling_fields() -> None:
     assert {field.name for field in fields(SamplingParams)} == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 

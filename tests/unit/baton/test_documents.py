@@ -1,4 +1,4 @@
-"""The pages that are made from code are up to date."""
+"""Pages that are written from code are up to date."""
 
 from pkgutil import resolve_name
 
@@ -9,10 +9,6 @@ from docs import attention, configuration
 
 def test_the_configuration_page_is_made_from_the_settings() -> None:
     assert configuration.PAGE.read_text() == configuration.page(), "run `make docs`"
-
-
-def test_so_is_the_readme() -> None:
-    assert configuration.README.read_text() == configuration.readme(), "run `make docs`"
 
 
 def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> None:

@@ -1,4 +1,4 @@
-"""A server answers every call itself."""
+"""A server passes every call to its service, also in a burst."""
 
 import asyncio
 

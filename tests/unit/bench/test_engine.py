@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.config import NodeSettings
 from bench.attention.measure import Ceilings
 from bench.engine.plot import draw
 from bench.engine.roofline import Weights, Work, count_weights, decode_work, prefill_flops
@@ -25,7 +26,7 @@ KV = KVCacheSpec(KVKind.GQA, 32, 8, 128, "bfloat16")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     directory = tmp_path_factory.mktemp("llama")
     save_tiny("llama", directory)
-    return build_runner(directory=directory, num_blocks=64, block_size=8)
+    return build_runner(NodeSettings(model=directory, num_blocks=64, block_size=8, device="cpu"))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import NodeSettings
 from bench.llama_checkpoint import Written, llama_of, write_llama
 from bench.plain_reads import Plain, cached_share, drop
 from engine.build import build_runner
@@ -38,7 +39,7 @@ def test_as_many_layers_as_the_size_wants(gib: float, name: str) -> None:
 def test_a_written_checkpoint_loads(written: Written) -> None:
     assert len(written.files) == 4
     directory = written.files[0].parent
-    built = build_runner(directory=directory, dtype="bfloat16", device="cpu", num_blocks=4)
+    built = build_runner(NodeSettings(model=directory, dtype="bfloat16", device="cpu", num_blocks=4))
     weights = [parameter.float() for parameter in built.runner.model.parameters()]
     # Config, header and index apart, the files hold nothing else.
     assert 0 <= written.num_bytes - 2 * sum(weight.numel() for weight in weights) < 1 << 14

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from baton.types import SamplingParams, TokenOutput
 from engine.build import Built
-from engine.request import EngineLimits, EngineRequest
+from engine.request import EngineRequest
 from engine.scheduling.scheduler import Scheduler
+from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import greedy, prompt_of, request
 
 
@@ -25,7 +26,7 @@ def varied_requests() -> Iterator[EngineRequest]:
 
 def one_step_at_a_time(built: Built, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
     """Their tokens by name, without an engine."""
-    scheduler = Scheduler(EngineLimits(max_batch_tokens=24, prefix_cache=False), built.runner.facts)
+    scheduler = Scheduler(limits(max_batch_tokens=24, prefix_cache=False), built.runner.facts)
     tokens: dict[str, list[TokenOutput]] = {one.request_id: [] for one in requests}
     for one in requests:
         scheduler.submit(one, 0.0)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config import NodeSettings
 from baton.types import SamplingParams
 from engine.batch import Batch, BatchRow, SampleRow
 from engine.build import build_runner
@@ -38,7 +39,10 @@ def generate_alone(directories: list[Path]) -> list[Generated]:
 
 def _generate(parallel: TensorParallel, directory: Path) -> Generated:
     built = build_runner(
-        directory=directory, num_blocks=32 + parallel.rank, max_batch_tokens=256 - parallel.rank, parallel=parallel
+        NodeSettings(
+            model=directory, num_blocks=32 + parallel.rank, max_batch_tokens=256 - parallel.rank, device="cpu"
+        ),
+        parallel=parallel,
     )
     tokens = []
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7)):

@@ -60,7 +60,7 @@ def test_a_block_is_free_again_when_its_last_holder_gives_it_back() -> None:
     held = blocks.take((), 1)
     blocks.register(held[0], keys.key(0, int_array([1, 2, 3, 4])))
     again = blocks.take(held, 1)
-    assert (blocks.references(held[0]), blocks.num_free) == (2, 2)
+    assert (blocks._references[held[0]], blocks.num_free) == (2, 2)
     blocks.give_back(held)
     assert blocks.num_free == 2
     blocks.give_back(again)

@@ -67,7 +67,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def references_equal_holders(self) -> None:
         held = Counter(block_id for holder in self.holders for block_id in holder.blocks)
-        assert [self.blocks.references(block_id) for block_id in range(NUM_BLOCKS)] == [
+        assert [self.blocks._references[block_id] for block_id in range(NUM_BLOCKS)] == [
             held[block_id] for block_id in range(NUM_BLOCKS)
         ]
         assert self.blocks.num_free == NUM_BLOCKS - len(held)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.config import DEMO_MODELS, MIB, NodeSettings
 from baton.errors import ConfigError
 from engine.build import build_runner
 from tests.unit.engine.tiny import greedy, prompt_of, request, running, transformers_greedy
@@ -18,7 +19,9 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
 @pytest.mark.parametrize("layout", ["NHD", "hnd", "BLNHC", "BLHNC"])
 @pytest.mark.parametrize("block_size", [1, 5])
 async def test_every_layout_and_block_size_gives_the_same_tokens(llama: Llama, layout: str, block_size: int) -> None:
-    built = build_runner(directory=llama[0], kv_cache_layout=layout, block_size=block_size, num_blocks=60)
+    built = build_runner(
+        NodeSettings(model=llama[0], kv_cache_layout=layout, block_size=block_size, num_blocks=60, device="cpu")
+    )
     assert (built.layout.get_kv_cache_layout().name, built.layout.source) == (layout.upper(), "environment")
     async with running(built, max_batch_tokens=7) as (engine, heard):
         engine.submit(request("a", prompt_of(17), greedy(6)))
@@ -39,7 +42,9 @@ async def test_every_layout_and_block_size_gives_the_same_tokens(llama: Llama, l
 )
 async def test_other_families_run_the_same_way(name: str, layout: str, tmp_path: Path) -> None:
     reference = save_tiny(name, tmp_path)
-    built = build_runner(directory=tmp_path, kv_cache_layout=layout, block_size=4, num_blocks=40)
+    built = build_runner(
+        NodeSettings(model=tmp_path, kv_cache_layout=layout, block_size=4, num_blocks=40, device="cpu")
+    )
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in (3, 18)}
     async with running(built, max_batch_tokens=8) as (engine, heard):
         for name, prompt in prompts.items():
@@ -52,28 +57,29 @@ async def test_other_families_run_the_same_way(name: str, layout: str, tmp_path:
 def test_a_family_that_overflows_in_float16_is_refused_in_it(tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     with pytest.raises(ConfigError, match="dtype is float16, in which Gemma2ForCausalLM overflows") as error:
-        build_runner(directory=tmp_path, num_blocks=4, dtype="float16")
+        build_runner(NodeSettings(model=tmp_path, num_blocks=4, dtype="float16", device="cpu"))
     assert "bfloat16" in error.value.cure
 
 
 def test_the_cache_has_as_many_blocks_as_its_memory_holds(llama: Llama) -> None:
-    built = build_runner(directory=llama[0], block_size=4, kv_cache_bytes=BYTES_PER_TOKEN * 4 * 10 + 100)
-    assert built.runner.facts.num_blocks == built.cache.shape.num_blocks == 10
-    assert built.cache.size_bytes == BYTES_PER_TOKEN * 4 * 10
+    built = build_runner(NodeSettings(model=llama[0], block_size=5, kv_cache_mib=1, device="cpu"))
+    num_blocks = MIB // (BYTES_PER_TOKEN * 5)
+    assert built.runner.facts.num_blocks == built.cache.shape.num_blocks == num_blocks
+    assert built.cache.size_bytes == BYTES_PER_TOKEN * 5 * num_blocks
 
 
 def test_on_a_cpu_auto_means_float32_and_a_dtype_can_be_chosen(llama: Llama) -> None:
-    auto = build_runner(directory=llama[0], num_blocks=4)
-    half = build_runner(directory=llama[0], num_blocks=4, dtype="bfloat16")
+    auto = build_runner(NodeSettings(model=llama[0], num_blocks=4, device="cpu"))
+    half = build_runner(NodeSettings(model=llama[0], num_blocks=4, dtype="bfloat16", device="cpu"))
     assert (auto.cache.spec.dtype, half.cache.spec.dtype) == ("float32", "bfloat16")
     assert auto.identity == half.identity
     assert auto.runner.facts.identity != half.runner.facts.identity
 
 
 def test_the_cache_can_have_a_dtype_of_its_own(llama: Llama) -> None:
+    settings = NodeSettings(model=llama[0], block_size=4, kv_cache_mib=1, device="cpu")
     whole, quarter = (
-        build_runner(directory=llama[0], block_size=4, kv_cache_bytes=BYTES_PER_TOKEN * 4 * 10, kv_cache_dtype=dtype)
-        for dtype in ("auto", "fp8_e5m2")
+        build_runner(settings.model_copy(update={"kv_cache_dtype": dtype})) for dtype in ("auto", "fp8_e5m2")
     )
     assert (whole.dtype, whole.cache.spec.dtype) == ("float32", "float32")
     assert (quarter.dtype, quarter.cache.spec.dtype) == ("float32", "float8_e5m2")
@@ -84,12 +90,12 @@ def test_the_cache_can_have_a_dtype_of_its_own(llama: Llama) -> None:
 
 def test_dummy_weights_need_no_checkpoint(llama: Llama, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((llama[0] / "config.json").read_text())
-    built = build_runner(directory=tmp_path, num_blocks=4, load_format="dummy")
+    built = build_runner(NodeSettings(model=tmp_path, num_blocks=4, load_format="dummy", device="cpu"))
     assert built.identity.weights_digest == "dummy"
 
 
 def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
-    built = build_runner(directory=llama[0])
+    built = build_runner(NodeSettings(model=llama[0], device="cpu"))
     assert built.cache.storage.nbytes <= 128 << 20
     assert (built.limits.max_batch_tokens, built.limits.max_batch_requests) == (256, 64)
     assert built.memory is None
@@ -98,10 +104,12 @@ def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
 @pytest.mark.parametrize(
     ("settings", "field", "told"),
     [
-        ({"kv_cache_bytes": 100}, "kv_cache_mib", "at least 4096 bytes"),
+        (
+            {"kv_cache_mib": 1, "block_size": 1024, "model": DEMO_MODELS / "llama"},
+            "kv_cache_mib",
+            "at least 6291456 bytes",
+        ),
         ({"num_blocks": 4, "device": "gpu"}, "device", "cuda"),
-        ({"num_blocks": 4, "dtype": "int8"}, "dtype", "bfloat16"),
-        ({"num_blocks": 4, "kv_cache_dtype": "float8_e4m3fn"}, "kv_cache_dtype", "auto, fp8_e4m3, fp8_e5m2"),
         ({"num_blocks": 4, "kv_cache_layout": "DHN"}, "kv_cache_layout", "BLNHC"),
         ({"num_blocks": 4, "attention_backend": "FASTEST"}, "attention_backend", "TORCH_SDPA"),
         ({"num_blocks": 4, "attention_backend": "TORCH_MLA"}, "attention_backend", "TORCH_SDPA"),
@@ -111,6 +119,6 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
     llama: Llama, settings: dict[str, Any], field: str, told: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        build_runner(directory=llama[0], **settings)
+        build_runner(NodeSettings(**{"model": llama[0], "device": "cpu", **settings}))
     assert refused.value.field == field
     assert told in str(refused.value)

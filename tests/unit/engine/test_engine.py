@@ -13,7 +13,8 @@ from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.build import Built
 from engine.engine import Engine
 from engine.events import StepEvents
-from engine.request import EngineLimits, Reservation
+from engine.request import Reservation
+from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import BLOCK_SIZE, Listener, build, greedy, prompt_of, request, running, transformers_greedy
 
 Llama = tuple[Path, Any]
@@ -161,7 +162,7 @@ async def test_an_admitted_request_decodes_from_kv_that_came_from_elsewhere(llam
         assert set(reservation.block_ids).isdisjoint(source)
         assert engine.load().blocks_leased == 10
         copy_kv(built, source, reservation.block_ids, 0, 18)
-        engine.release("p")
+        await engine.abort("p")
         assert engine.admit("d", first) is None
         await heard.finished("d")
     assert heard.ids("d") == expected[1:]
@@ -180,7 +181,7 @@ async def test_only_what_the_prefix_cache_lacks_has_to_come(llama: Llama, built:
         copy_kv(built, source, reservation.block_ids, 8, 18)
         engine.admit("d", first)
         await heard.finished("d")
-        engine.release("p")
+        await engine.abort("p")
     assert heard.ids("d") == transformers_greedy(llama[1], prompt, 8)[1:]
 
 
@@ -234,7 +235,7 @@ async def test_abort_of_a_held_and_of_a_reserved_request(built: Built) -> None:
         engine.reserve(request("d", prompt_of(9, seed=1), greedy(2)))
         await engine.abort("p")
         await engine.abort("d")
-        engine.release("p")
+        await engine.abort("p")
 
 
 async def test_bad_and_excess_requests_are_refused_at_once(llama: Llama) -> None:
@@ -243,7 +244,8 @@ async def test_bad_and_excess_requests_are_refused_at_once(llama: Llama) -> None
         with pytest.raises(InvalidRequest, match="at most 15 tokens"):
             engine.submit(request("a", prompt_of(16), greedy(2)))
         engine.reserve(request("b", prompt_of(9), greedy(2)))
-        assert not engine.can_reserve(request("c", prompt_of(9), greedy(2)))
+        with pytest.raises(Overloaded):
+            engine.reserve(request("c", prompt_of(9), greedy(2)))
         with pytest.raises(Overloaded):
             engine.submit(request("c", prompt_of(9), greedy(2)))
         await engine.abort("b")
@@ -273,7 +275,7 @@ async def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(
 
 async def test_requests_that_are_left_when_the_engine_closes_are_told(built: Built) -> None:
     heard = Listener()
-    async with Engine(built.runner, EngineLimits(), on_step=heard) as engine:
+    async with Engine(built.runner, limits(), on_step=heard) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
         engine.reserve(request("b", prompt_of(6), greedy(4)))
         await heard.until(lambda: len(heard.ids("a")) >= 2)
@@ -296,7 +298,7 @@ async def test_a_callback_that_raises_ends_the_engine_and_all_requests_are_told(
 
         return on_step
 
-    async with Engine(built.runner, EngineLimits(), on_step=first_raises(heard)) as engine:
+    async with Engine(built.runner, limits(), on_step=first_raises(heard)) as engine:
         engine.submit(request("a", prompt_of(6), greedy(40)))
         engine.submit(request("b", prompt_of(6), greedy(40)))
         await heard.finished("a", "b")

@@ -16,8 +16,8 @@ from engine.build import Built
 from engine.device.layer_marks import OnMark
 from engine.device.runner import LaunchedStep
 from engine.engine import Engine
-from engine.request import EngineLimits
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
+from tests.unit.engine.limits import limits
 from tests.unit.engine.tiny import BLOCK_SIZE, Listener, build, greedy, prompt_of, request, running, transformers_greedy
 
 Llama = tuple[Path, Any]
@@ -212,7 +212,7 @@ async def test_a_failing_step_takes_what_was_built_on_it_and_spares_the_rest(
 
 async def test_when_the_engine_closes_the_steps_in_flight_are_told_first(built: Built) -> None:
     heard = Listener()
-    async with Engine(built.runner, EngineLimits(), on_step=heard) as engine:
+    async with Engine(built.runner, limits(), on_step=heard) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
         await heard.until(lambda: len(heard.ids("a")) >= 3)
         in_flight = engine._scheduler.steps_in_flight
@@ -246,6 +246,6 @@ async def test_an_engine_whose_runner_cannot_be_prepared_is_not_entered(
 
     monkeypatch.setattr(built.runner, "prepare", prepare)
     with pytest.raises(InternalError, match="no memory for a graph"):
-        async with Engine(built.runner, EngineLimits(), on_step=Listener()):
+        async with Engine(built.runner, limits(), on_step=Listener()):
             pass
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("device")]

@@ -35,7 +35,7 @@ from engine.device.step_slot import StepSlot
 from engine.request import int_array
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
-from models.families.table import attention_needs
+from models.needs import attention_needs
 from models.weights.loader import load_model
 from tests.unit.engine.tiny import BLOCK_SIZE, build
 from tests.unit.models.tiny import VOCAB_SIZE, save_tiny

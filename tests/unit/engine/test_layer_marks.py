@@ -93,7 +93,7 @@ async def test_an_engine_tells_of_layers_before_their_chunk_and_of_nobody_else(b
         assert steps == [
             (kind, step) for step in dict.fromkeys(step for _, step in steps) for kind in ("layers", "chunk")
         ]
-        engine.release("wanting")
+        await engine.abort("wanting")
 
 
 async def test_nothing_is_told_of_a_request_that_has_ended(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:

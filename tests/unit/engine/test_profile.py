@@ -1,16 +1,21 @@
 """How a GPU's memory is shared out and its step size chosen: the arithmetic, from numbers as a profile gives them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from baton.errors import ConfigError
-from engine.batch import Batch
-from engine.device.layer_marks import OnMark
-from engine.device.profile import DeviceMemory, MemoryPlan, Profile, choose_step_tokens, plan_memory, profile_runner
-from engine.device.runner import LaunchedStep, ModelRunner
+from engine.device.profile import (
+    DeviceMemory,
+    MemoryPlan,
+    Profile,
+    choose_step_tokens,
+    decode_step,
+    plan_memory,
+    prefill_steps,
+)
 from tests.unit.engine.tiny import build
 
 GIB = 1 << 30
@@ -59,63 +64,18 @@ def test_a_plan_reads_as_a_list_of_its_parts() -> None:
     assert str(planned()).startswith("weights 15.0 GiB, KV cache 71.0 GiB, steps 2.0 GiB")
 
 
-class SecondGpu:
-    """Stands for `torch.cuda` while the thread's current GPU is another one than the model's: only who names the
-    second one sees the memory that its steps take."""
-
-    DEVICE = torch.device("cuda", 1)
-    WEIGHTS, STEP = 16 * GIB, GIB
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._peak = self.WEIGHTS
-        for name in ("synchronize", "memory_allocated", "reset_peak_memory_stats", "max_memory_allocated"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-
-    def step(self) -> None:
-        self._peak = self.WEIGHTS + self.STEP
-
-    def synchronize(self, device: Any = None) -> None:
-        del device
-
-    def memory_allocated(self, device: Any = None) -> int:
-        return self.WEIGHTS if device == self.DEVICE else 0
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        if device == self.DEVICE:
-            self._peak = self.WEIGHTS
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        del device  # the step has made the model's GPU the current one
-        return self._peak
+def test_a_profile_fills_its_steps_with_prompts_as_long_as_the_model_takes(llama: tuple[Path, Any]) -> None:
+    runner = build(llama[0], num_blocks=32).runner
+    facts = replace(runner.facts, max_context_tokens=16)
+    steps = prefill_steps((8, 64, 40), facts, max_batch_requests=3)
+    lengths = {tokens: [len(row.token_ids) for row in batch.rows] for tokens, batch in steps.items()}
+    assert lengths == {8: [8], 40: [16, 16, 8], 48: [16, 16, 16]}  # 64 tokens would need a fourth request
 
 
-def profiled(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, max_batch_requests: int
-) -> tuple[Profile, list[Batch]]:
-    gpu, batches = SecondGpu(monkeypatch), list[Batch]()
-
-    class Counted(ModelRunner):
-        def launch(self, batch: Batch, on_mark: OnMark | None = None) -> LaunchedStep:
-            batches.append(batch)
-            gpu.step()
-            return super().launch(batch, on_mark)
-
-    monkeypatch.setattr(runner, "__class__", Counted)
-    return profile_runner(runner, (8, 64), max_batch_requests=max_batch_requests, device=gpu.DEVICE), batches
-
-
-def test_a_profile_measures_the_gpu_of_the_model(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    profile, _ = profiled(build(llama[0]).runner, monkeypatch, max_batch_requests=3)
-    assert (profile.step_bytes, profile.decode_bytes) == (GIB, GIB)
-    assert list(profile.step_s) == [8, 64]
-
-
-def test_a_profile_runs_no_more_requests_than_a_step_may_have(
-    llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some backends have room for so many."""
-    runner = build(llama[0]).runner
-    runner.facts = runner.facts.__class__(**{**vars(runner.facts), "max_context_tokens": 16})
-    profile, batches = profiled(runner, monkeypatch, max_batch_requests=3)
-    assert max(len(batch.rows) for batch in batches) == 3
-    assert list(profile.step_s) == [8, 48]
+def test_a_runner_can_run_every_step_of_a_profile(llama: tuple[Path, Any]) -> None:
+    runner = build(llama[0], num_blocks=32).runner
+    steps = prefill_steps((8, 64), runner.facts, max_batch_requests=3)
+    for batch in (*steps.values(), decode_step(3)):
+        blocks = [block for row in batch.rows for block in row.block_ids]
+        assert len(set(blocks)) == len(blocks), "each request writes to blocks of its own"
+        assert len(runner.run(batch)) == len(batch.rows)

@@ -67,7 +67,8 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
 def test_a_reserved_request_has_its_seat() -> None:
     scheduler = make(requests=1)
     scheduler.reserve(request("a", 2), 0.0)
-    assert not scheduler.can_reserve(request("b", 2))
+    with pytest.raises(Overloaded):
+        scheduler.reserve(request("b", 2), 0.0)
     scheduler.submit(request("c", 2), 0.0)
     assert scheduler.schedule(0.0) is None
     scheduler.abort("a")
@@ -81,7 +82,7 @@ def test_a_prompt_waits_until_all_its_blocks_are_there_and_nobody_passes_it() ->
     scheduler.submit(request("b", 20), 0.0)
     scheduler.submit(request("c", 2), 0.0)
     assert scheduler.schedule(0.0) is None
-    scheduler.release("a")
+    scheduler.abort("a")
     assert step(scheduler)[0] == {"b": 16}
 
 
@@ -122,23 +123,16 @@ def test_a_decode_goes_back_itself_rather_than_taking_the_blocks_of_a_prefill_on
     assert (load.preemptions, load.requests_waiting, load.blocks_leased, load.blocks_free) == (1, 1, 2, 2)
 
 
-def test_a_prefill_only_request_holds_its_blocks_until_release() -> None:
+def test_a_prefill_only_request_holds_its_blocks_until_abort() -> None:
     scheduler = make()
     scheduler.submit(request("a", 8, prefill_only=True), 0.0)
     _, events = step(scheduler)
     assert [told.finish_reason for told in events.tokens] == [None]
     assert scheduler.schedule(0.0) is None
     assert (scheduler.load().blocks_leased, scheduler.load().requests_running) == (2, 0)
-    scheduler.release("a")
-    scheduler.release("a")
+    scheduler.abort("a")
+    scheduler.abort("a")
     assert scheduler.load().blocks_free == 32
-
-
-def test_release_of_a_running_request_is_refused() -> None:
-    scheduler = make()
-    scheduler.submit(request("a", 8), 0.0)
-    with pytest.raises(InternalError, match="abort it instead"):
-        scheduler.release("a")
 
 
 def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None:
@@ -267,10 +261,11 @@ def test_reserve_leaves_room_for_those_who_wait_and_a_block_for_each_decode() ->
     scheduler.submit(request("a", 6), 0.0)
     step(scheduler)
     # Six blocks are free: one is for a's next block, so five can be reserved.
-    assert not scheduler.can_reserve(request("b", 23))
-    assert scheduler.can_reserve(request("b", 19))
+    with pytest.raises(Overloaded):
+        scheduler.reserve(request("b", 23), 0.0)
+    scheduler.reserve(request("b", 19), 0.0)
+    scheduler.abort("b")
     scheduler.submit(request("c", 6), 0.0)
-    assert not scheduler.can_reserve(request("b", 19))
     with pytest.raises(Overloaded) as refused:
         scheduler.reserve(request("b", 19), 0.0)
     assert refused.value.retry_after_s == 1.0
@@ -302,7 +297,7 @@ def test_a_request_that_could_never_run_is_refused_by_name(bad: EngineRequest, f
     with pytest.raises(InvalidRequest) as by_submit:
         scheduler.submit(bad, 0.0)
     with pytest.raises(InvalidRequest) as by_reserve:
-        scheduler.can_reserve(bad)
+        scheduler.reserve(bad, 0.0)
     assert by_submit.value.field == by_reserve.value.field == field
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import Cancelled, InternalError
+from baton.errors import Cancelled, InternalError, Overloaded
 from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow
 from engine.events import StepEvents
@@ -186,7 +186,8 @@ def test_blocks_under_a_void_row_are_given_to_nobody() -> None:
     scheduler.submit(request("a", 5), 0.0)
     front, behind = two_steps(scheduler)
     finish(scheduler, front, EOS)
-    assert not scheduler.can_reserve(request("b", 9))
+    with pytest.raises(Overloaded):
+        scheduler.reserve(request("b", 9), 0.0)
     reservation = scheduler.reserve(request("c", 5), 0.0)
     assert set(reservation.block_ids).isdisjoint(behind.rows[0].block_ids)
     scheduler.submit(request("d", 9), 0.0)

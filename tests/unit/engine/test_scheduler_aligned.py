@@ -4,7 +4,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.types import SamplingParams, TokenOutput
-from engine.request import EngineLimits
+from tests.unit.engine.limits import limits
 from tests.unit.engine.scheduling import finish, launch, make, request, step
 
 
@@ -80,9 +80,9 @@ def test_aligned_chunks_follow_each_other_ahead() -> None:
 
 
 def test_a_whole_chunk_fits_beside_all_decodes() -> None:
-    EngineLimits(max_batch_tokens=11, max_batch_requests=4, chunk_align_tokens=8)
+    limits(max_batch_tokens=11, max_batch_requests=4, chunk_align_tokens=8)
     with pytest.raises(ConfigError, match="leaves no room for a chunk of 8 tokens") as refused:
-        EngineLimits(max_batch_tokens=10, max_batch_requests=4, chunk_align_tokens=8)
+        limits(max_batch_tokens=10, max_batch_requests=4, chunk_align_tokens=8)
     assert (refused.value.field, refused.value.value) == ("max_batch_tokens", "10")
     assert refused.value.allowed == ("an integer of at least 11",)
     assert refused.value.cure
@@ -90,7 +90,7 @@ def test_a_whole_chunk_fits_beside_all_decodes() -> None:
 
 def test_a_chunk_has_at_least_one_token() -> None:
     with pytest.raises(ConfigError, match="chunk_align_tokens is 0") as refused:
-        EngineLimits(chunk_align_tokens=0)
+        limits(chunk_align_tokens=0)
     assert refused.value.field == "chunk_align_tokens"
 
 

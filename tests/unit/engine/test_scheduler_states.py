@@ -48,7 +48,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = EngineLimits(
-            max_batch_tokens=self.budget, max_batch_requests=SEATS, max_waiting=3, chunk_align_tokens=self.align
+            max_batch_tokens=self.budget,
+            max_batch_requests=SEATS,
+            max_waiting=3,
+            prefix_cache=True,
+            chunk_align_tokens=self.align,
         )
         facts = ModelFacts(
             NUM_BLOCKS, BLOCK_SIZE, vocab_size=4, max_context_tokens=MAX_CONTEXT, eos_token_ids=(EOS,), identity=""
@@ -80,13 +84,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, max_tokens=st.integers(3, 8), output=st.sampled_from([(), (1,), (1, 0)]))
     def reserve(self, prompt: Tokens, max_tokens: int, output: Tokens) -> None:
         request = self.request(prompt, max_tokens, output=output)
-        promised = self.scheduler.can_reserve(request)
         try:
             reservation = self.scheduler.reserve(request, 0.0)
         except Overloaded:
-            assert not promised
             return
-        assert promised
         assert reservation.cached_tokens % BLOCK_SIZE == 0
         assert reservation.cached_tokens % (self.align or 1) == 0
         assert reservation.cached_tokens < len(prompt) + len(output) < len(reservation.block_ids) * BLOCK_SIZE
@@ -141,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.held)))
         self.held.remove(name)
-        self.scheduler.release(name)
+        self.scheduler.abort(name)
 
     # ---- what the run loop does
 
@@ -216,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def references_equal_holders(self) -> None:
         held = Counter(block_id for state in self.holders() for block_id in state.blocks)
-        assert [self.manager().references(block_id) for block_id in range(NUM_BLOCKS)] == [
+        assert [self.manager()._references[block_id] for block_id in range(NUM_BLOCKS)] == [
             held[block_id] for block_id in range(NUM_BLOCKS)
         ]
         assert self.scheduler.load().blocks_free == NUM_BLOCKS - len(held)
@@ -226,14 +227,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for state in self.holders():
             if state.phase is not Phase.HELD:
                 for block_id in state.blocks[state.num_computed // BLOCK_SIZE :]:
-                    assert self.manager().references(block_id) == 1
+                    assert self.manager()._references[block_id] == 1
 
     @invariant()
     def a_step_in_flight_reads_what_is_held_and_writes_what_nobody_can_match(self) -> None:
         for row in self.rows():
-            assert all(self.manager().references(block_id) for block_id in row.block_ids)
+            assert all(self.manager()._references[block_id] for block_id in row.block_ids)
             for block_id in row.block_ids[row.token_start // BLOCK_SIZE :]:
-                assert self.manager().references(block_id) == 1
+                assert self.manager()._references[block_id] == 1
                 assert self.manager()._keys[block_id] is None
 
     @invariant()
@@ -254,7 +255,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.live.remove(name)
         for _ in range(400):
             for name in self.held:
-                self.scheduler.release(name)
+                self.scheduler.abort(name)
             self.held.clear()
             self.schedule()
             if not self.in_flight:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import NodeSettings
 from baton.errors import ConfigError
 from engine.build import build_runner
 from models.parallel import TensorParallel
@@ -53,8 +54,11 @@ def test_caches_and_steps_are_as_large_as_all_ranks_can_take(together: list[list
 
 def test_what_no_number_of_ranks_can_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="split over 2 ranks") as refused:
-        build_runner(directory=DEMOS[0], num_blocks=4, batch_invariant=True, parallel=TensorParallel(0, 2))
+        build_runner(
+            NodeSettings(model=DEMOS[0], num_blocks=4, batch_invariant=True, device="cpu"),
+            parallel=TensorParallel(0, 2),
+        )
     assert refused.value.field == "batch_invariant"
     with pytest.raises(ConfigError, match="over 3 ranks: it has 4 query heads") as refused:
-        build_runner(directory=DEMOS[0], num_blocks=4, parallel=TensorParallel(0, 3))
+        build_runner(NodeSettings(model=DEMOS[0], num_blocks=4, device="cpu"), parallel=TensorParallel(0, 3))
     assert refused.value.allowed == ("1", "2", "4")

@@ -9,19 +9,21 @@ from typing import Any
 import torch
 import transformers
 
+from baton.config import NodeSettings
 from baton.errors import BatonError
 from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.build import Built, build_runner
 from engine.engine import Engine
 from engine.events import ChunkComputed, RequestStarted, StepEvents
-from engine.request import EngineLimits, EngineRequest
+from engine.request import EngineRequest
+from tests.unit.engine.limits import limits
 from tests.unit.models.tiny import VOCAB_SIZE
 
 BLOCK_SIZE = 4
 
 
 def build(directory: Path, *, num_blocks: int = 64, block_size: int = BLOCK_SIZE) -> Built:
-    return build_runner(directory=directory, num_blocks=num_blocks, block_size=block_size)
+    return build_runner(NodeSettings(model=directory, num_blocks=num_blocks, block_size=block_size, device="cpu"))
 
 
 def greedy(max_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
@@ -90,10 +92,10 @@ class Listener:
 
 
 @asynccontextmanager
-async def running(built: Built, **limits: Any) -> AsyncIterator[tuple[Engine, Listener]]:
+async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, Listener]]:
     """An engine that has every block free when the test is over."""
     heard = Listener()
-    async with Engine(built.runner, EngineLimits(**limits), on_step=heard) as engine:
+    async with Engine(built.runner, limits(**given), on_step=heard) as engine:
         yield engine, heard
         # A row that ran ahead of its request's end keeps the blocks for another step.
         await heard.until(lambda: engine.load().blocks_free == engine.load().blocks_total)

@@ -14,6 +14,7 @@ from kvtransfer.segments import Segment, Tag, payload_bytes
 
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
 OURS = 0xABCDEF
+HEADS = range(SPEC.num_kv_heads)
 
 
 def segment(
@@ -30,7 +31,7 @@ def segment(
 
 
 def table_with(*grants: LeaseGrant) -> LeaseTable:
-    table = LeaseTable(SPEC, incarnation=OURS)
+    table = LeaseTable(SPEC, incarnation=OURS, heads=HEADS)
     for grant in grants:
         table.open(grant)
     return table
@@ -57,7 +58,7 @@ def test_a_lease_is_filled_when_every_layer_token_and_head_has_come_once() -> No
 
 
 def test_a_lease_is_filled_by_what_will_be_read_and_takes_nothing_else() -> None:
-    table = LeaseTable(replace(SPEC, windows=(3, 0)), incarnation=OURS)
+    table = LeaseTable(replace(SPEC, windows=(3, 0)), incarnation=OURS, heads=HEADS)
     table.open(LeaseGrant(4, (0, 1), 0, 8, resume_at=7))  # of layer 0 tokens from 5 on
     parts = [segment(4, 0, layers=(1, 2), tokens=(0, 5)), segment(4, 1, tokens=(5, 8))]
     for part in parts:
@@ -213,7 +214,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LeaseTable(SPEC, incarnation=OURS)
+        self.table = LeaseTable(SPEC, incarnation=OURS, heads=HEADS)
         self.next_number = 0
         self.next_segment = 100  # apart from the numbers of `arrive_anything`
         self.owner: dict[int, int] = {}  # block -> lease

@@ -13,7 +13,7 @@ from kvcache.layout import parse_layout
 from kvcache.spec import KVCacheShape, KVKind
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
-from models.families.table import attention_needs, kv_cache_spec
+from models.needs import attention_needs, kv_cache_spec
 
 BLOCK_SIZE = 4
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from baton.errors import InternalError
-from models.batch_invariant import make_batch_invariant
 from models.kernels.matmul import multiply_invariant
 from models.linear import Linear
+from models.products import make_batch_invariant
 from tests.invariance import Invariant, Lengths, differences
 from tests.unit.models.tiny import save_tiny
 

@@ -215,7 +215,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "rope_type", "yarn"),
         (LLAMA | {"rope_scaling": [1]}, "rope_scaling", "object"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "factor", "missing"),
-        (LLAMA | {"rope_scaling": {"rope_type": "default", "mrope_section": [2]}}, "mrope_section", "knows"),
+        (LLAMA | {"rope_scaling": {"rope_type": "default", "mrope_section": [2]}}, "mrope_section", "known fields are"),
         (LLAMA | {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor", "1.0"),
         (LLAMA | {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "rope_scaling", "keep either"),
         (

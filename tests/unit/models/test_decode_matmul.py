@@ -13,7 +13,6 @@ from attention.mla import MLAAttention, library_heads_product
 from attention.platform import probe_platform
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
-from models.decode_products import use_decode_products, use_library_products
 from models.kernels.decode_matmul import (
     MAX_TOKENS,
     DecodeMultiply,
@@ -25,6 +24,7 @@ from models.kernels.decode_matmul import (
 from models.kernels.matmul import multiply_heads_invariant
 from models.layers import Embedding
 from models.linear import Linear
+from models.products import use_decode_products, use_library_products
 from tests.device import DEVICE
 
 SMALL = Tile(64, 64, 32, num_warps=4, num_stages=2)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
 from torch import Tensor
 
+from models.causal_lm import CausalLM
 from models.config.reader import read_config
 from models.families.table import FAMILIES
 from models.weights.loader import load_model
@@ -111,3 +113,8 @@ def test_every_family_is_covered() -> None:
     not_in_transformers = {"Phi3SmallForCausalLM"}  # in test_phi3_small
     expected = {f"{family}ForCausalLM" for family, _ in TINY.values()} | that_also_see | not_in_transformers
     assert expected == set(FAMILIES)
+
+
+def test_every_row_of_the_table_names_a_model_class() -> None:
+    for architecture, family in FAMILIES.items():
+        assert issubclass(resolve_name(family.model), CausalLM), architecture

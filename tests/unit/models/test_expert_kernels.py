@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.config.model_config import GptOssSwitches, MoEConfig, Scoring, TopKMethod
+from models.config.model_config import MoEConfig, Scoring, TopKMethod
 from models.families.gpt_oss import GptOssExperts
+from models.families.gpt_oss_config import GptOssSwitches
 from models.families.llama4 import Llama4Experts
 from models.kernels.expert_order import num_tiles_max, order_by_expert, sort_assignments
-from models.kernels.grouped_gemm import SharedWeights
-from models.kernels.grouped_gemm_tiles import tiles_for
+from models.kernels.grouped_gemm import SharedWeights, tiles_for
 from models.kernels.routing import choose_experts, route, router_logits
 from models.layers import GatedMLP
 from models.moe import Experts, Router

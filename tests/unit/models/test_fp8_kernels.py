@@ -10,8 +10,8 @@ from models.kernels import fp8_gemm, fp8_quantize
 from models.kernels.fp8_gemm import Tile
 from models.linear import FusedLinear, Linear
 from models.quantization import fp8, fp8_linear
+from models.quantization.config import Fp8Config, Granularity
 from models.quantization.fp8_linear import Fp8Linear
-from models.quantization.scheme import Fp8Config, Granularity
 from tests.device import DEVICE
 
 SMALL = Tile(16, 64, weights_first=True, num_warps=4, num_stages=3)

@@ -10,8 +10,8 @@ from models.kernels import fp8_library
 from models.kernels.fp8_gemm import Weight
 from models.linear import FusedLinear
 from models.quantization import fp8, fp8_linear
+from models.quantization.config import Fp8Config, Granularity
 from models.quantization.fp8_linear import Fp8Linear
-from models.quantization.scheme import Fp8Config, Granularity
 from tests.device import DEVICE
 
 BLOCKS = Fp8Config(Granularity.BLOCK, False)

@@ -8,7 +8,7 @@ import pytest
 from attention.backend import AttentionFeature, AttentionNeeds, MLADims
 from kvcache.spec import KVCacheSpec, KVKind
 from models.config.reader import read_config
-from models.families.table import attention_needs, kv_cache_spec, resolve_dtype
+from models.needs import attention_needs, kv_cache_spec, resolve_dtype
 from tests.unit.models.paged import BLOCK_SIZE, cache_shape
 from tests.unit.models.tiny import save_tiny
 

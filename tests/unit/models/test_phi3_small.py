@@ -20,10 +20,11 @@ from attention.backends.torch_sdpa import TorchSDPA
 from attention.blocksparse import BlocksparseParams
 from attention.platform import Platform
 from baton.errors import ConfigError
-from models.config.model_config import GQAConfig, Phi3SmallSwitches
+from models.config.model_config import GQAConfig
 from models.config.reader import read_config
 from models.families.phi3_small import gegelu
-from models.families.table import attention_needs
+from models.families.phi3_small_config import Phi3SmallSwitches
+from models.needs import attention_needs
 from models.weights.loader import checkpoint_views, load_model
 from tests.unit.models.paged import PagedDriver, backend_for, cache_shape
 from tests.unit.models.phi3_small_checkpoint import PUBLISHED, save_phi3_small, write_config

@@ -9,17 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
-from models.config.model_config import (
-    BloomSwitches,
-    FalconSwitches,
-    GptOssSwitches,
-    GQAConfig,
-    Llama4Switches,
-    ModelConfig,
-    TemperatureTuning,
-)
+from models.config.model_config import GQAConfig, ModelConfig
 from models.config.reader import read_config
 from models.config.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from models.families.bloom_config import BloomSwitches
+from models.families.falcon_config import FalconSwitches
+from models.families.gpt_oss_config import GptOssSwitches
+from models.families.llama4_config import Llama4Switches, TemperatureTuning
 
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError
 from models.config.reader import read_config
 from models.identity import config_digest
-from models.quantization.scheme import Fp8Config, Granularity
+from models.quantization.config import Fp8Config, Granularity
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ConfigError
-from models.weights import reading
+from models.weights import tensor_reader
 from models.weights.checkpoint import StoredTensor, read_checkpoint
-from models.weights.reading import read_into, read_tensor
+from models.weights.tensor_reader import read_into, read_tensor
 from tests.device import DEVICE
 
 
@@ -39,7 +39,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(params=[64, 1000, 1 << 20], ids=["pieces", "some in pieces", "whole"])
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_PIECE_BYTES", request.param)
+    monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("_pieces")
@@ -86,7 +86,7 @@ def test_of_a_tensor_a_part_can_be_read(
     long_run_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reading, "_LONG_RUN_BYTES", long_run_bytes)
+    monkeypatch.setattr(tensor_reader, "_LONG_RUN_BYTES", long_run_bytes)
     expected, piece = tensors[name].narrow(dim, part.start, len(part)), stored[name].part(dim, part)
     assert piece.shape == tuple(expected.shape)
     same, wider = (torch.zeros(expected.shape, dtype=dtype, device=DEVICE) for dtype in (expected.dtype, torch.float32))
@@ -112,7 +112,7 @@ def test_what_lies_between_runs_is_read_only_if_they_are_short(
     part, target = stored["matrix"].part(1, range(10, 31)), torch.empty(37, 21, dtype=torch.bfloat16)
     totals = []
     for long_run_bytes in (42, 43):
-        monkeypatch.setattr(reading, "_LONG_RUN_BYTES", long_run_bytes)
+        monkeypatch.setattr(tensor_reader, "_LONG_RUN_BYTES", long_run_bytes)
         read_into([(part, target)], lambda done, total: totals.append((done, total)))
     assert totals[-2:] == [(2 * 37 * 21, 2 * 37 * 21), (part.stop - part.start, part.stop - part.start)]
 
@@ -120,7 +120,7 @@ def test_what_lies_between_runs_is_read_only_if_they_are_short(
 def test_progress_counts_every_byte_in_the_callers_thread(
     tensors: dict[str, Tensor], stored: dict[str, StoredTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 100)
     calls: list[tuple[int, int]] = []
     targets = [(stored[name], torch.empty_like(tensor)) for name, tensor in tensors.items()]
     read_into(targets, lambda done, total: calls.append((done, total)))
@@ -148,7 +148,7 @@ def test_a_file_that_ends_early_or_is_gone_is_named(
 
 
 def test_threads_stop_when_whoever_watches_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 1)
     save_file({"long": torch.ones(200_000, dtype=torch.float16)}, tmp_path / "model.safetensors")
     target = torch.zeros(200_000, dtype=torch.float16)
 

@@ -40,8 +40,8 @@ def test_frequencies_and_scale_equal_transformers(scaling: dict[str, Any]) -> No
     )
     expected, expected_scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
 
-    file = ConfigFile("test", {"rope_parameters": parameters})
-    rope = read_rope(file, dim=64, interleaved=False, max_position_embeddings=131072)
+    table = ConfigFile("test", parameters)
+    rope = read_rope(table, dim=64, theta=1e4, interleaved=False, max_position_embeddings=131072)
     torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     if isinstance(rope.scaling, YarnScaling):
         assert rope.scaling.rotary_scale == pytest.approx(expected_scale)
@@ -68,8 +68,8 @@ def test_angles_of_the_longest_contexts_equal_transformers() -> None:
     positions_T = torch.tensor([0, 8191, 131_071, 1_048_575, 10_485_759])
     cos_1TD, sin_1TD = LlamaRotaryEmbedding(config)(torch.empty(0, dtype=torch.float32), positions_T[None])
 
-    file = ConfigFile("test", {"rope_parameters": parameters})
-    rope = read_rope(file, dim=64, interleaved=False, max_position_embeddings=131072)
+    table = ConfigFile("test", parameters)
+    rope = read_rope(table, dim=64, theta=1e4, interleaved=False, max_position_embeddings=131072)
     rotation = Rotary(rope)(positions_T)
     torch.testing.assert_close(rotation.cos_TP, cos_1TD[0, :, :32], rtol=0, atol=1e-6)
     torch.testing.assert_close(rotation.sin_TP, sin_1TD[0, :, :32], rtol=0, atol=1e-6)

@@ -1,98 +1,84 @@
-"""Messages between the processes of a node, between ends that block and ends on an event loop."""
+"""Calls and answers between the processes of a node, over the sockets that they inherit."""
 
 import asyncio
 import os
 import socket
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from baton.errors import BatonError, DataLoss, UnknownLease
+from baton.errors import BatonError, DataLoss, InternalError, UnknownLease
 from kvtransfer.leases import LeaseTotals
-from node.ranks.channel import AsyncChannel, Channel
+from kvtransfer.rank_transfer import RankTransfer
+from node.ranks.channel import Channel
+from node.ranks.messages import Verb
+from node.ranks.serving import perform
 
 BIG = os.urandom(3 << 20)  # more than a socket holds
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    channels = tuple(map(Channel, socket.socketpair()))
-    yield channels[0], channels[1]
-    for channel in channels:
-        channel.close()
+async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
+    one, other = [await Channel.over(end) for end in socket.socketpair()]
+    yield one, other
+    await one.close()
+    await other.close()
 
 
-def send_all(channel: Channel, messages: Sequence[object]) -> None:
-    for message in messages:
-        channel.send(message)
-
-
-def test_messages_come_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
+async def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
     sent = [b"", {"a": (1, 2)}, BIG, LeaseTotals(7, 1, 2, 0.5), None]
-    thread = threading.Thread(target=send_all, args=(ends[0], sent))
-    thread.start()
-    assert [ends[1].receive() for _ in sent] == sent
-    thread.join()
+    for message in sent:
+        ends[0].send(message)
+    assert [await ends[1].receive() for _ in sent] == sent
 
 
-def test_bytes_go_as_they_are(ends: tuple[Channel, Channel]) -> None:
-    for message in (b"", b"step"):
-        ends[0].send_bytes(message)
-        assert ends[1].receive_bytes() == message
-
-
-def test_the_end_of_one_is_the_end_of_the_file_for_the_other(ends: tuple[Channel, Channel]) -> None:
-    ends[0].send("last")
-    ends[0].close()
-    assert ends[1].receive() == "last"
+async def test_closing_sends_what_is_queued_and_then_the_end_of_the_file(ends: tuple[Channel, Channel]) -> None:
+    ends[0].send(BIG)
+    closing = asyncio.create_task(ends[0].close())
+    assert await ends[1].receive() == BIG
+    await closing
     with pytest.raises(EOFError):
-        ends[1].receive()
-    with pytest.raises(OSError, match="pipe"):
-        ends[1].send("nobody hears it")
+        await ends[1].receive()
+    ends[1].send("nobody receives it")
 
 
-def test_an_end_in_the_middle_of_a_message_is_no_message(ends: tuple[Channel, Channel]) -> None:
-    raw = ends[0].detach()
+async def test_an_end_in_the_middle_of_a_message_is_no_message() -> None:
+    raw, end = socket.socketpair()
+    channel = await Channel.over(end)
     raw.sendall((100).to_bytes(8, "little") + b"only so much")
-    ends[0].close()
+    raw.close()
     with pytest.raises(EOFError):
-        ends[1].receive_bytes()
+        await channel.receive()
+    await channel.close()
 
 
 @pytest.mark.parametrize(
     "error", [UnknownLease("lease 3 is not open", field="number", value=3), DataLoss("x", cure="y")]
 )
-def test_errors_of_ours_arrive_with_all_that_they_say(ends: tuple[Channel, Channel], error: BatonError) -> None:
+async def test_our_errors_arrive_with_all_their_attributes(ends: tuple[Channel, Channel], error: BatonError) -> None:
     ends[0].send(error)
-    arrived = ends[1].receive()
+    arrived = await ends[1].receive()
     assert type(arrived) is type(error)
     assert vars(arrived) == vars(error)
     assert str(arrived) == str(error)
 
 
-async def test_one_end_blocks_and_the_other_one_is_on_an_event_loop(ends: tuple[Channel, Channel]) -> None:
-    blocking, channel = ends[0], await AsyncChannel.over(ends[1])
-    sent = ["a", BIG, 3]
-    for message in sent:
-        channel.send(message)
-    assert [await asyncio.to_thread(blocking.receive) for _ in sent] == sent
-    sending = asyncio.create_task(asyncio.to_thread(send_all, blocking, sent))
-    assert [await channel.receive() for _ in sent] == sent
-    await sending
-    channel.send("last")
-    await channel.close()
-    assert blocking.receive() == "last"
-    with pytest.raises(EOFError):
-        blocking.receive()
-
-
-async def test_an_event_loop_hears_that_the_other_one_is_gone(ends: tuple[Channel, Channel]) -> None:
-    channel = await AsyncChannel.over(ends[1])
-    waiting = asyncio.create_task(channel.receive())
+async def test_a_reader_that_waits_gets_the_end_of_the_file(ends: tuple[Channel, Channel]) -> None:
+    waiting = asyncio.create_task(ends[1].receive())
     await asyncio.sleep(0)
-    ends[0].close()
+    await ends[0].close()
     with pytest.raises(EOFError):
         await waiting
-    channel.send("nobody hears it")
-    await channel.close()
+
+
+def test_every_verb_of_a_transfer_has_one_message() -> None:
+    """Counters and stuck threads come with each heartbeat. `test_kv_ranks` performs every verb."""
+    verbs = {name for name in vars(RankTransfer) if not name.startswith("_")}
+    assert len(Verb.__subclasses__()) == len(verbs - {"start", "close", "counters", "stuck"})
+
+
+def test_an_unknown_verb_is_refused() -> None:
+    transfer: Any = None
+    with pytest.raises(InternalError, match="no transfer has the verb"):
+        perform(transfer, Verb())

@@ -1,7 +1,8 @@
-"""What the doctor says of machines made of a few files, and of the one that the test runs on."""
+"""The doctor's verdicts on described machines, and on the one that the test runs on."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +11,38 @@ import torch
 
 from node.doctor import link
 from node.doctor.link import check_link
-from node.doctor.machine import MIB, Wanted, check_machine
+from node.doctor.machine import MIB, Host, Wanted, check_machine, read_host
 from node.doctor.packages import check_packages
 from node.doctor.verdict import Grade, Verdict
 
-HEALTHY = {
-    "dev/shm/.keep": "",
-    "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   8388608 kB\n",
-    "proc/1/comm": "systemd\n",
-    "sys/fs/cgroup/memory.max": "max\n",
-}
+HEALTHY = {"dev/shm/.keep": "", "sys/fs/cgroup/memory.max": "max\n"}
+HOST = Host(available_bytes=8 << 30, first_process="systemd", locked_bytes=8 * MIB, open_files=1 << 16)
 WANTED = Wanted(pairs=1, cache_bytes=128 * MIB, staging_bytes=2 * MIB)
 
 
-def verdicts(root: Path, files: dict[str, str], wanted: Wanted = WANTED) -> dict[str, Verdict]:
-    for name, text in {**HEALTHY, **files}.items():
+def verdicts(
+    root: Path, files: dict[str, str] | None = None, wanted: Wanted = WANTED, host: Host = HOST
+) -> dict[str, Verdict]:
+    for name, text in {**HEALTHY, **(files or {})}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return {verdict.check: verdict for verdict in check_machine(wanted, root)}
+    return {verdict.check: verdict for verdict in check_machine(wanted, host, root)}
 
 
 def test_a_healthy_machine_has_no_cure_to_offer(tmp_path: Path) -> None:
-    found = verdicts(tmp_path, {})
+    found = verdicts(tmp_path)
     assert {verdict.grade for verdict in found.values()} == {Grade.OK}
     assert {verdict.cure for verdict in found.values()} == {""}
 
 
 def test_shared_memory_that_is_missing_or_too_small(tmp_path: Path) -> None:
-    small = verdicts(tmp_path, {}, Wanted(pairs=1 << 30))["/dev/shm"]
+    small = verdicts(tmp_path, wanted=Wanted(pairs=1 << 30))["/dev/shm"]
     assert small.grade is Grade.FAIL
     assert "sizeLimit" in small.cure
     (tmp_path / "dev/shm/.keep").unlink()
     (tmp_path / "dev/shm").rmdir()
-    (missing,) = [verdict for verdict in check_machine(WANTED, tmp_path) if verdict.check == "/dev/shm"]
+    (missing,) = [verdict for verdict in check_machine(WANTED, HOST, tmp_path) if verdict.check == "/dev/shm"]
     assert (missing.grade, missing.found) == (Grade.FAIL, "not there")
 
 
@@ -56,9 +55,26 @@ def test_a_container_with_less_memory_than_the_cache_needs(tmp_path: Path, file:
 
 
 def test_a_containers_own_process_namespace_is_a_warning(tmp_path: Path) -> None:
-    verdict = verdicts(tmp_path, {"proc/1/comm": "python\n"})["process namespace"]
+    verdict = verdicts(tmp_path, host=replace(HOST, first_process="python"))["process namespace"]
     assert verdict.grade is Grade.WARN
     assert "shareProcessNamespace" in verdict.cure
+    unknown = verdicts(tmp_path, host=replace(HOST, first_process=""))["process namespace"]
+    assert (unknown.grade, unknown.found) == (Grade.OK, "unknown")
+
+
+def test_limits_of_the_process_that_are_too_low(tmp_path: Path) -> None:
+    files = verdicts(tmp_path, host=replace(HOST, open_files=200))["open files"]
+    assert files.grade is Grade.FAIL
+    assert "ulimit -n" in files.cure
+    memory = verdicts(tmp_path, host=replace(HOST, available_bytes=MIB))["memory"]
+    assert memory.grade is Grade.FAIL
+    assert memory.found.startswith("1 MiB available")
+
+
+def test_this_machine_and_process_are_read() -> None:
+    host = read_host()
+    assert host.available_bytes > 0
+    assert host.open_files != 0
 
 
 def test_an_rdma_device_needs_a_way_in_an_active_port_and_locked_memory(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A link that is slower than the operator wants is a reason against the pair, with what helps for its transport."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from baton.config import DecodeSettings
 from kvtransfer.records import LinkMeasure
 from node.describe import describe_measure, from_measure, to_measure
 from node.link_floor import below_floor, machine_cures
-from tests.unit.node.test_doctor import HEALTHY, WANTED, verdicts
+from tests.unit.node.test_doctor import HOST, WANTED, verdicts
 
 MEASURE = LinkMeasure("tcp", 1.25, latency_s=40e-6, message_cost_s=90e-6)
 
@@ -51,10 +52,9 @@ def test_the_cure_is_for_the_transport(transport: str, word: str) -> None:
 
 
 def test_what_the_doctor_finds_on_this_machine_is_part_of_the_cure(tmp_path: Any) -> None:
-    verdicts(tmp_path, HEALTHY)
-    assert list(machine_cures(WANTED, tmp_path)) == []
-    verdicts(tmp_path, {"proc/1/comm": "python\n"})
-    (found,) = machine_cures(WANTED, tmp_path)
+    verdicts(tmp_path)  # writes a healthy machine's files
+    assert list(machine_cures(WANTED, HOST, tmp_path)) == []
+    (found,) = machine_cures(WANTED, replace(HOST, first_process="python"), tmp_path)
     assert found.startswith("process namespace a container's own")
     assert "hostPID" in found
 

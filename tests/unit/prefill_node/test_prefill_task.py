@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from baton.error_detail import from_detail
 from baton.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
-from baton.rpc.status import from_detail
 from baton.types import FinishReason
 from engine.events import RequestFailed
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit

@@ -1,0 +1,152 @@
+"""Attention of any mix of prefills and decodes: over the paged cache, or over keys that lie side by side.
+
+Both entry points make one `Call` and start the kernel that runs fastest on it.
+"""
+
+import torch
+from torch import Tensor
+
+from attention.kernels.paged import portable
+from attention.kernels.paged.call import Call, Features, Keys
+from tritonlib.launch import has_hopper_kernels
+
+
+def unified_attention(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes_H: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor,
+    lse_HT: Tensor | None = None,
+) -> None:
+    """Writes `out` [T, H, D] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
+
+    Features are as `attention.parameters` defines them; a log-sum-exp counts the sinks. A window hides only what lies
+    before it, so not causal means that all later keys are seen.
+
+    Args:
+        kv_layer: [2, B, N, H, D], any strides but a last one of 1; may be fp8, whose scales are read on the device.
+        query_start_loc, seq_lens: [R + 1] and [R] int32, the first from any token on; a request without queries is
+            padding, and nothing is read.
+        max_query_len: a bound that may be too large, at the cost of time.
+    """
+    keys, values = kv_layer.unbind(0)
+    _attend(
+        Call(
+            q_THD,
+            Keys(
+                keys,
+                values,
+                key_start_loc=None,
+                seq_lens=seq_lens,
+                block_table=block_table,
+                expected_len=block_table.shape[1] * keys.shape[1],
+            ),
+            query_start_loc=query_start_loc,
+            max_query_len=max_query_len,
+            scale=scale,
+            features=Features(
+                causal=causal,
+                sliding_window=sliding_window,
+                attention_chunk_size=attention_chunk_size,
+                logits_soft_cap=logits_soft_cap,
+                alibi_slopes_H=alibi_slopes_H,
+                sinks_H=sinks_H,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            out=out,
+            lse_HT=lse_HT,
+        )
+    )
+
+
+def ragged_attention(
+    q_THD: Tensor,
+    k_SHD: Tensor,
+    v_SHV: Tensor,
+    *,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    max_query_len: int,
+    causal: bool,
+    scale: float,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes_H: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+    out: Tensor,
+    lse_HT: Tensor | None = None,
+) -> None:
+    """Writes `out` [T, H, V] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
+
+    Features are as `attention.parameters` defines them, where a request's last query sits at its last key; a
+    log-sum-exp counts the sinks. A window hides only what lies before it.
+
+    Args:
+        k_SHD, v_SHV: any strides but a last one of 1. NaN in a request's rows may reach all of its
+            tokens, and no other's.
+        query_start_loc, key_start_loc: [R + 1] int32, from any token and key on.
+        max_query_len: a bound that may be too large, at the cost of time.
+    """
+    _attend(
+        Call(
+            q_THD,
+            Keys(
+                k_SHD.unsqueeze(0),
+                v_SHV.unsqueeze(0),
+                key_start_loc=key_start_loc,
+                seq_lens=None,
+                block_table=None,
+                expected_len=k_SHD.shape[0] // max(1, key_start_loc.shape[0] - 1),
+            ),
+            query_start_loc=query_start_loc,
+            max_query_len=max_query_len,
+            scale=scale,
+            features=Features(
+                causal=causal,
+                sliding_window=sliding_window,
+                attention_chunk_size=attention_chunk_size,
+                logits_soft_cap=logits_soft_cap,
+                alibi_slopes_H=alibi_slopes_H,
+                sinks_H=sinks_H,
+            ),
+            out=out,
+            lse_HT=lse_HT,
+        )
+    )
+
+
+def _attend(call: Call) -> None:
+    if not call.q_THD.shape[0] or not call.num_reqs:
+        return
+    if _may_run_on_hopper(call):
+        from attention.kernels.paged import hopper
+
+        if hopper.launch(call):
+            return
+    portable.launch(call)
+
+
+def _may_run_on_hopper(call: Call) -> bool:
+    q_THD = call.q_THD
+    return (
+        q_THD.dtype in (torch.bfloat16, torch.float16)
+        and call.keys.keys.dtype == q_THD.dtype
+        and has_hopper_kernels(q_THD.device)
+    )

@@ -1,0 +1,75 @@
+"""Token ids of one output to text, token by token, never with half a character."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+# Tokens of the prompt that the first output token is decoded after: whether a word piece begins with a space depends
+# on what stands before it.
+_CONTEXT_TOKENS = 6
+_CHARACTER_TOKENS_MAX = 4
+
+# An unfinished character is one replacement character, or up to three where a decoder replaces byte by byte. More of
+# them, over so many tokens, are bytes that are no text, and will be shown as such.
+_UNFINISHED_CHARACTERS_MAX = 3
+_HELD_TOKENS_MAX = 16
+
+# What bounds the cost of a push when tokens without text, or that all end within characters, keep the window growing.
+_WINDOW_TOKENS_MAX = 256
+
+
+class Detokenizer:
+    """One output's text as its tokens come; each push costs the decoding of a few tokens, however long the output.
+
+    Tokens are decoded in a window that begins at a token after whole characters, behind some that were given before,
+    so that decoders which look at their neighbours see them. Text that ends in replacement characters may be the
+    beginning of a character; it is held back until the next token shows which.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = self._context(prompt)
+        self._whole = len(self._window)  # tokens of the window that ended in a whole character
+        self._given = len(self._decode(self._window).rstrip(_REPLACEMENT))  # characters of the window's text
+
+    def push(self, token_id: int) -> str:
+        """What the token adds to the text; empty while a character is unfinished."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        stable = text.rstrip(_REPLACEMENT)
+        unfinished = len(text) - len(stable)
+        if unfinished and self._is_no_text(unfinished):
+            stable, unfinished = text, 0
+        delta = stable[self._given :]
+        self._given = max(self._given, len(stable))
+        if not unfinished and (delta or len(self._window) > _WINDOW_TOKENS_MAX):
+            self._slide()
+        return delta
+
+    def finish(self) -> str:
+        """The held-back rest: what it would have begun will not come."""
+        text = self._decode(self._window)
+        delta = text[self._given :]
+        self._given = max(self._given, len(text))
+        return delta
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The end of the prompt, from the beginning of a character on if it has one near."""
+        sizes = range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _CHARACTER_TOKENS_MAX)
+        ends = [list(prompt[-size:]) for size in sizes]
+        return min(ends, key=lambda end: self._decode(end).count(_REPLACEMENT))
+
+    def _is_no_text(self, unfinished: int) -> bool:
+        held = len(self._window) - self._whole
+        return held > _WINDOW_TOKENS_MAX or (unfinished > _UNFINISHED_CHARACTERS_MAX and held > _HELD_TOKENS_MAX)
+
+    def _slide(self) -> None:
+        """Begins the window at the last token after a whole character."""
+        self._window = self._window[self._whole :]
+        self._whole = len(self._window)
+        self._given = len(self._decode(self._window))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

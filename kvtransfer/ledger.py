@@ -1,0 +1,65 @@
+"""The transfer thread's connected peers and counters."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvcache.wire.conversion import Converter
+from kvtransfer.leases import Refusal
+from kvtransfer.link import LinkSpeed, choose_payload_bytes
+from kvtransfer.records import PeerTraffic, TransferCounters
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A connected peer, for the transfer thread.
+
+    Attributes:
+        payload_limit: largest payload of one message to it.
+        carrier: what moves the bytes; empty until it is connected.
+        through_host: the cache is on a GPU, and KV of this peer goes through host memory.
+        link: as measured when the pair was made; None until then.
+        group: common to the ranks of one node; None: the peer is alone.
+        converter: applied to KV sent to this peer; None: KV keeps its dtype.
+    """
+
+    number: int
+    payload_limit: int
+    carrier: str = ""
+    through_host: bool = False
+    link: LinkSpeed | None = None
+    group: int | None = None
+    converter: Converter | None = None
+
+    def payload_bytes_for(self, job_bytes: int, *, handling_s: float) -> int:
+        """Largest payload of one message of a job of that size."""
+        if self.link is None:
+            return self.payload_limit
+        return choose_payload_bytes(self.link, job_bytes=job_bytes, limit=self.payload_limit, handling_s=handling_s)
+
+    @property
+    def transport(self) -> str:
+        """What carries the bytes, for operators."""
+        return f"{self.carrier} through host memory" if self.through_host else self.carrier
+
+
+@dataclass
+class Ledger:
+    """The thread's counters and connected peers. Only the thread writes them; any thread may call `snapshot`."""
+
+    peers: dict[int, Peer] = field(default_factory=dict)
+    refusals: Counter[Refusal] = field(default_factory=Counter)
+    traffic: dict[int, PeerTraffic] = field(default_factory=dict)
+    converted: int = 0
+
+    def moved(self, peer: int, num_bytes: int) -> None:
+        before = self.traffic.get(peer)
+        if before is not None:
+            self.traffic[peer] = PeerTraffic(before.bytes_total + num_bytes, before.segments_total + 1)
+            self.converted += self.peers[peer].converter is not None
+
+    def fair_share(self, slots: int) -> int:
+        """How many staging slots one peer may hold, so that one that stalls leaves room for the others."""
+        return slots if len(self.peers) <= 1 else max(1, slots // 2)
+
+    def snapshot(self) -> TransferCounters:
+        return TransferCounters(self.refusals.copy(), self.traffic.copy(), self.converted)

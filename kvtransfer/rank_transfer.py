@@ -1,0 +1,155 @@
+"""The verbs of one rank's KV transfer, stated once: arguments, order and errors.
+
+`KVTransfer` implements them over a cache of its own process, `node.ranks.remote.RemoteTransfer` calls another
+process's `KVTransfer`, and `RankedTransfer` calls all ranks of a node.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtransfer.conversion import KVConversion
+from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.link import LinkSpeed
+from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
+from kvtransfer.segments import Segment
+
+# A lease has all its tokens. Called once for each lease, unless the lease is closed before.
+OnFilled = Callable[[LeaseTotals], None]
+# A message was not scattered, so its lease cannot be trusted to become complete.
+OnRefused = Callable[[SegmentRefused], None]
+
+
+class RankTransfer(Protocol):
+    """One rank's transfer. All methods and callbacks belong to the event loop that `start` ran on.
+
+    Two ranks are linked in this order: `listen` on both, `connect` on both, `warm_up` on the sender, `warmed_up` on the
+    receiver, `use_link` on the sender. A link ends with `disconnect`, on each end by itself.
+
+    The receiver opens a lease before the sender sends for it, and closes it whatever became of it.
+    """
+
+    async def start(self) -> None:
+        """Opens the transport.
+
+        Raises:
+            ConfigError: there is no such transport, or it cannot start.
+        """
+
+    async def close(self) -> None:
+        """Cancels what is in flight. Every call that still waits gets an error."""
+
+    async def listen(self, peer: int) -> bytes:
+        """Opens this end of a link; returns the address for the peer's `connect`, and for nobody else's.
+
+        Args:
+            peer: at the receiver, the sender number that it drew for the peer; at the sender, its own number for it.
+
+        Raises:
+            InternalError: the number is in use.
+        """
+        ...
+
+    async def connect(
+        self,
+        peer: int,
+        address: bytes,
+        *,
+        message_bytes: int | None = None,
+        group: int | None = None,
+        conversion: KVConversion | None = None,
+    ) -> None:
+        """Makes the endpoint to a peer that listens.
+
+        Args:
+            message_bytes: the largest message that the peer takes; None: this rank's own limit.
+            group: common to peers that fill leases together; None: the peer fills them alone.
+            conversion: applied to the KV sent to this peer; None: KV keeps its dtype.
+
+        Raises:
+            PeerRefused: the address is not one of this rank's transport.
+            ConfigError: no segment fits into the peer's messages.
+        """
+
+    async def disconnect(self, peer: int) -> tuple[int, ...]:
+        """Closes the link. Returns when nothing of the peer is in flight, whether the peer is alive or not.
+
+        Returns:
+            The open leases that the peer or its group has begun to fill. Nobody will complete them.
+        """
+        ...
+
+    async def warm_up(self, peer: int, sender_number: int) -> WarmUp:
+        """Sends messages through every staging slot. The receiver must have connected.
+
+        Raises:
+            DataLoss: the link failed.
+        """
+        ...
+
+    async def warmed_up(self, peer: int, messages: int, bytes: int, *, timeout_s: float) -> LinkMeasure:
+        """Waits for the peer's warm-up messages, checks and times them, then measures the latency by round trips.
+
+        Args:
+            messages, bytes: what the peer's `warm_up` returned.
+
+        Raises:
+            DataLoss: messages are damaged, or their number is not what the peer says.
+            PeerRefused: they carry no digests, and this rank wants digests.
+            DeadlineExceeded: not all of them arrived within the timeout.
+        """
+        ...
+
+    async def use_link(self, peer: int, link: LinkSpeed) -> None:
+        """Sets the measured link of a peer. Jobs are then cut to the segment size that suits it, not to the largest.
+
+        Raises:
+            DataLoss: the peer is not connected.
+        """
+
+    async def send(self, job: SendJob) -> tuple[Segment, ...]:
+        """Sends one job. Returns when the transport has completed all of it: then every gather is over too, on a GPU as
+        well, and the job's blocks may be freed.
+
+        Cancelling the call ends the job; `quiet` then waits until nothing of it is in flight.
+
+        Returns:
+            The segments sent, without their digests.
+
+        Raises:
+            DataLoss: the link failed, or the peer is not connected. Nothing of the job is in flight then.
+            Cancelled: `quiet` ended the job.
+        """
+        ...
+
+    async def quiet(self, peer: int, lease: int) -> None:
+        """Ends the jobs of a lease. Returns when nothing of it is in flight and nothing reads its blocks."""
+
+    def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]":
+        """Lets one peer fill these tokens. The future is done when the lease is open; cancelling it changes nothing.
+
+        A lease without tokens is filled at once. Until `on_filled` or the return of `close_lease`, nothing else may
+        read or write the blocks' slots. That includes engine steps that were launched before and still run on a GPU,
+        because scatters are not ordered after the engine's stream. At `on_filled` every scatter is over on the device.
+
+        Raises:
+            InternalError: the number is not above all earlier ones, or the blocks cannot hold the tokens. Raised by the
+                call itself, not by the future.
+        """
+        ...
+
+    async def close_lease(self, number: int) -> LeaseTotals:
+        """Ends a lease. When this returns, nothing writes to its blocks or ever will, on a GPU as well.
+
+        Raises:
+            UnknownLease: it is not open.
+        """
+        ...
+
+    def counters(self) -> TransferCounters:
+        """Refusals and traffic so far."""
+        ...
+
+    def stuck(self, *, after_s: float) -> str:
+        """Where the rank has made no turn for that long, as a Python stack, or why it cannot go on; empty otherwise."""
+        ...

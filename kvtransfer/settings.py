@@ -1,0 +1,49 @@
+"""What one rank's KV transfer is configured with. Its defaults are those of the node's settings."""
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from kvcache.spec import KVCacheSpec
+from kvtransfer.segments import TRAILER_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """Attributes:
+        incarnation: of the node; segments for another one are refused.
+        transport: a name of `kvtransfer.transports.table`.
+        segment_bytes: largest payload of one message; a staging slot holds it and its trailer.
+        staging_slots: how many, for each direction that is used.
+        digests: segments are sent with a digest, and refused without the right one.
+        receive_bytes_per_s: average rate at which segments are received; the rest waits at the senders. None: no limit.
+        heads: the model's kv heads that the rank's cache holds; None: all of them.
+
+    Raises:
+        ConfigError: there are no staging slots.
+    """
+
+    incarnation: int
+    transport: str
+    segment_bytes: int
+    staging_slots: int
+    digests: bool
+    receive_bytes_per_s: float | None = None
+    heads: range | None = None
+
+    def __post_init__(self) -> None:
+        if self.staging_slots < 1:
+            raise ConfigError(
+                f"staging_slots is {self.staging_slots}",
+                field="staging_slots",
+                value=self.staging_slots,
+                allowed=("an integer of at least 1",),
+            )
+
+    @property
+    def message_bytes(self) -> int:
+        """The largest message, which is the size of a staging slot."""
+        return self.segment_bytes + TRAILER_BYTES
+
+    def held_heads(self, spec: KVCacheSpec) -> range:
+        """The heads of a rank whose cache has that spec, by the model's numbers."""
+        return range(spec.num_kv_heads) if self.heads is None else self.heads

@@ -1,0 +1,126 @@
+"""config.json of DeepSeek V2 and V3."""
+
+from typing import Literal
+
+from models.config.decoder import RotaryFields
+from models.config.fields import Count, CountOrZero, Positive, Table
+from models.config.file import ConfigFile
+from models.config.model_config import MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
+
+
+class _DeepseekFields(RotaryFields):
+    intermediate_size: Count
+    quantization_config: Table | None = None
+    attention_bias: Literal[False] = False
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+    n_routed_experts: Count | None = None  # null: all layers are dense
+    num_experts_per_tok: Count | None = None
+    moe_intermediate_size: Count | None = None
+    n_shared_experts: CountOrZero = 0
+    first_k_dense_replace: CountOrZero = 0
+    moe_layer_freq: Count = 1
+    n_group: Count | None = None
+    topk_group: Count | None = None
+
+    def mla(self) -> MLAConfig:
+        return MLAConfig(
+            num_heads=self.num_attention_heads,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+
+    def moe(
+        self, *, scoring: Scoring, method: TopKMethod, normalize_weights: bool, weight_scale: float
+    ) -> MoEConfig | None:
+        """None for a model whose layers are all dense."""
+        if self.n_routed_experts is None:
+            return None
+        num_experts, first = self.n_routed_experts, self.first_k_dense_replace
+        grouped = method is not TopKMethod.GREEDY
+        num_groups = self._needed("n_group", self.n_group) if grouped else 1
+        groups_per_token = self._needed("topk_group", self.topk_group) if grouped else 1
+        per_token = self._needed("num_experts_per_tok", self.num_experts_per_tok)
+        smallest_group = 2 if method is TopKMethod.NOAUX_TC else 1
+        if num_experts % num_groups or num_experts // num_groups < smallest_group:
+            raise self.refuse("n_group", f"a divisor of n_routed_experts, {num_experts}, into {smallest_group} or more")
+        if groups_per_token > num_groups:
+            raise self.refuse("topk_group", f"1 to n_group, {num_groups}")
+        if per_token > groups_per_token * (num_experts // num_groups):
+            raise self.refuse("num_experts_per_tok", "at most the experts of topk_group groups")
+        intermediate_size = self._needed("moe_intermediate_size", self.moe_intermediate_size)
+        layers = range(self.num_hidden_layers)
+        return MoEConfig(
+            layers=tuple(index >= first and index % self.moe_layer_freq == 0 for index in layers),
+            num_experts=num_experts,
+            experts_per_token=per_token,
+            intermediate_size=intermediate_size,
+            shared_intermediate_size=intermediate_size * self.n_shared_experts,
+            scoring=scoring,
+            method=method,
+            num_groups=num_groups,
+            groups_per_token=groups_per_token,
+            normalize_weights=normalize_weights,
+            weight_scale=weight_scale,
+        )
+
+    def _needed(self, name: str, value: int | None) -> int:
+        if value is None:
+            raise self.refuse(name, "an integer of at least 1")
+        return value
+
+
+class _DeepseekV2Fields(_DeepseekFields):
+    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+    scoring_func: Literal["softmax"] = "softmax"
+    # NOTE: the publisher's code normalizes instead of scaling, transformers ignores the field: no right answer exists.
+    norm_topk_prob: Literal[False] = False
+    routed_scaling_factor: Positive = 1.0
+
+
+def read_deepseek_v2(file: ConfigFile) -> ModelConfig:
+    fields = _DeepseekV2Fields.read(file)
+    attention = fields.mla()
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.qk_rope_head_dim, interleaved=True),
+        intermediate_size=fields.intermediate_size,
+        moe=fields.moe(
+            scoring=Scoring.SOFTMAX,
+            method=TopKMethod(fields.topk_method),
+            normalize_weights=False,
+            weight_scale=fields.routed_scaling_factor,
+        ),
+    )
+
+
+class _DeepseekV3Fields(_DeepseekFields):
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: Positive = 2.5
+    rope_interleave: bool = True
+    num_nextn_predict_layers: CountOrZero = 0
+
+
+def read_deepseek_v3(file: ConfigFile) -> ModelConfig:
+    fields = _DeepseekV3Fields.read(file)
+    attention = fields.mla()
+    return fields.model(
+        attention=attention,
+        rope=fields.rope(dim=attention.qk_rope_head_dim, interleaved=fields.rope_interleave),
+        intermediate_size=fields.intermediate_size,
+        moe=fields.moe(
+            scoring=Scoring.SIGMOID,
+            method=TopKMethod.NOAUX_TC,
+            normalize_weights=fields.norm_topk_prob,
+            weight_scale=fields.routed_scaling_factor,
+        ),
+        mtp_layers=fields.num_nextn_predict_layers,
+    )

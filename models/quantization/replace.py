@@ -1,0 +1,199 @@
+"""Gives a model the layers that its checkpoint's quantization asks for, before memory for any weight is taken.
+
+Knows which layers exist, and what checkpoints call scales; no family and no file's contents.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from attention.mla import MLAAttention
+from baton.errors import ConfigError
+from models.causal_lm import CausalLM
+from models.config.model_config import ModelConfig
+from models.linear import FusedLinear, Linear
+from models.moe import Experts
+from models.quantization import fp8
+from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
+from models.quantization.fp8_linear import Fp8Linear
+from models.weights.checkpoint import StoredTensor
+
+# As DeepSeek and transformers, and as AutoFP8 and compressed-tensors.
+_WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_MAX_NAMED = 4
+
+CheckpointName = Callable[[str], str]
+
+
+@contextmanager
+def weights_unallocated() -> Iterator[None]:
+    """Models built in here have no memory for the weights that `quantize` may replace.
+
+    NOTE: torch keeps such hooks per process: build no other model at the same time.
+    """
+    # What a hook returns is registered instead; torch's annotation says None.
+    handle = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None or not _is_replaceable(module, name):
+        return None
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+def _is_replaceable(module: nn.Module, name: str) -> bool:
+    return (isinstance(module, Linear) and name == "weight") or isinstance(module, Experts)
+
+
+def quantize(model: CausalLM, config: ModelConfig, checkpoint_name: CheckpointName, device: torch.device | str) -> None:
+    """Replaces what `config.quantization` covers by layers in fp8, and allocates the rest; fills nothing.
+
+    Args:
+        model: built within `weights_unallocated`.
+        checkpoint_name: what a module's path is called in checkpoints.
+
+    Raises:
+        ConfigError: the quantization covers half of a fused layer, or experts in a way that we do not compute.
+    """
+    quantization = config.quantization
+    assert quantization is not None
+    replacements: dict[nn.Module, Fp8Linear] = {}
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Experts) and _covers_experts(quantization, checkpoint_name(path)):
+            _quantize_experts(module, quantization, checkpoint_name(path), device)
+        elif isinstance(module, Linear) and _covers(quantization, module, checkpoint_name(path)):
+            name = path.rpartition(".")[2]
+            replacements[module] = Fp8Linear(module, name, quantization, device=device)
+    # A layer can be in several places, such as MLA's projection of latents.
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+    _allocate(model, device)
+
+
+def _allocate(model: nn.Module, device: torch.device | str) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+
+
+def _covers(quantization: Fp8Config, module: Linear, name: str) -> bool:
+    if not isinstance(module, FusedLinear):
+        return quantization.covers(name)
+    parent = name.rpartition(".")[0]
+    covered = {f"{parent}.{part}": quantization.covers(f"{parent}.{part}") for part, _ in module.parts}
+    if len(set(covered.values())) > 1:
+        left_out = [name for name, is_covered in covered.items() if not is_covered]
+        raise _refuse(
+            f"{', '.join(left_out)} is left out of the quantization, and {', '.join(covered.keys() - left_out)} is not",
+            allowed="layers that read the same input are quantized together, or left out together",
+        )
+    return all(covered.values())
+
+
+def _covers_experts(quantization: Fp8Config, name: str) -> bool:
+    return quantization.covers(f"{name}.0.gate_proj")
+
+
+def _quantize_experts(experts: Experts, quantization: Fp8Config, name: str, device: torch.device | str) -> None:
+    if quantization.weights is not Granularity.BLOCK:
+        raise _refuse(f"{name} has one scale per {quantization.weights}", allowed="experts with blocks of 128 by 128")
+    num_experts, rows, size = experts.gate_up_proj.shape
+    blocks, blocks_of_size = -(-rows // 2 // FP8_BLOCK), -(-size // FP8_BLOCK)
+    for parameter, scales in (("gate_up_proj", (2 * blocks, blocks_of_size)), ("down_proj", (blocks_of_size, blocks))):
+        weight = torch.empty_like(getattr(experts, parameter), dtype=fp8.E4M3, device=device)
+        # On the host until all are read: there are tens of thousands of small ones.
+        scale = torch.empty(num_experts, *scales, dtype=torch.float32, device="cpu")
+        setattr(experts, parameter, nn.Parameter(weight, requires_grad=False))
+        setattr(experts, f"{parameter}_scale_inv", nn.Parameter(scale, requires_grad=False))
+
+
+def weight_scale_views(
+    model: CausalLM, stored: Mapping[str, StoredTensor], checkpoint_name: CheckpointName
+) -> dict[str, Tensor]:
+    """For each scale's name in a checkpoint, the memory that it fills, on the host."""
+    views: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Fp8Linear):
+            parent = checkpoint_name(path).rpartition(".")[0]
+            for part, scale, input_scale in module.checkpoint_scales():
+                name = _spelled(f"{parent}.{part}", _WEIGHT_SCALES, stored)
+                views[name] = _shaped_as(stored.get(name), scale)
+                if input_scale is not None:
+                    name = _spelled(f"{parent}.{part}", _INPUT_SCALES, stored)
+                    views[name] = _shaped_as(stored.get(name), input_scale)
+        elif isinstance(module, Experts) and module.gate_up_proj_scale_inv is not None:
+            for part, scale in _expert_scales(module):
+                views[_spelled(f"{checkpoint_name(path)}.{part}", _WEIGHT_SCALES, stored)] = scale
+    return views
+
+
+def _expert_scales(experts: Experts) -> Iterator[tuple[str, Tensor]]:
+    assert experts.gate_up_proj_scale_inv is not None
+    assert experts.down_proj_scale_inv is not None
+    pairs = zip(experts.gate_up_proj_scale_inv.data, experts.down_proj_scale_inv.data, strict=True)
+    for expert, (gate_up, down) in enumerate(pairs):
+        gate, up = gate_up.chunk(2)
+        yield f"{expert}.gate_proj", gate
+        yield f"{expert}.up_proj", up
+        yield f"{expert}.down_proj", down
+
+
+def _spelled(module: str, spellings: tuple[str, ...], stored: Mapping[str, StoredTensor]) -> str:
+    """The name in the checkpoint, or the first that it could be."""
+    names = [f"{module}.{spelling}" for spelling in spellings]
+    return next((name for name in names if name in stored), names[0])
+
+
+def _shaped_as(tensor: StoredTensor | None, scale: Tensor) -> Tensor:
+    """Checkpoints keep one number as [] or as [1], and one per row as [rows] or as [rows, 1]: of all ranks' rows."""
+    if tensor is None or len(tensor.shape) > 2 or (scale.dim() == 2 and scale.shape[1] > 1):
+        return scale
+    if len(tensor.shape) == 1 and scale.dim() == 2:
+        return scale.view(-1)
+    return scale.view(tensor.shape) if scale.numel() == math.prod(tensor.shape) else scale
+
+
+def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
+    """Hands the scales, which are read, to the layers; what MLA takes apart is dequantized.
+
+    Raises:
+        ConfigError: a scale cannot be one.
+    """
+    wrong = [name for name, view in views.items() if not bool((view.isfinite() & (view > 0)).all())]
+    if wrong:
+        raise ConfigError(
+            f"scales are not all finite numbers above 0: {', '.join(wrong[:_MAX_NAMED])}"
+            f"{', ...' if len(wrong) > _MAX_NAMED else ''}",
+            field="model",
+            allowed=("finite numbers above 0",),
+            cure="download the checkpoint again, or take another",
+        )
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.finish()
+        elif isinstance(module, Experts) and module.gate_up_proj_scale_inv is not None:
+            for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+                on_device = getattr(module, name).to(module.gate_up_proj.device)
+                setattr(module, name, nn.Parameter(on_device, requires_grad=False))
+    for module in model.modules():
+        # Its parts are absorbed into queries and outputs, in the model's dtype.
+        if isinstance(module, MLAAttention) and isinstance(module.kv_b_proj, Fp8Linear):
+            module.kv_b_proj.dequantize_()
+
+
+def _refuse(what: str, *, allowed: str) -> ConfigError:
+    return ConfigError(
+        what, field="quantization_config", allowed=(allowed,), cure="take the checkpoint in bfloat16, or another in fp8"
+    )

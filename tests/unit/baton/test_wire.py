@@ -1,0 +1,92 @@
+"""The .proto files follow buf's rules, and a change that older processes or clients would misread is refused."""
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PROTOS = ROOT / "protos"
+RECORDED = PROTOS / "wire.binpb"
+
+
+def buf(*arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
+    program = Path(sysconfig.get_path("scripts")) / "buf"
+    return subprocess.run([program, *arguments], capture_output=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def protos(tmp_path: Path) -> Path:
+    """A copy of the .proto files to change."""
+    copy = tmp_path / "protos"
+    shutil.copytree(PROTOS, copy, ignore=shutil.ignore_patterns("*.py*", "*.binpb"))
+    return copy
+
+
+def change(protos: Path, file: str, old: str, new: str) -> None:
+    path = protos / "baton" / "v1" / file
+    text, count = re.subn(old, new, path.read_text())
+    assert count, f"{file} has no {old!r}"
+    path.write_text(text)
+
+
+def refusal(protos: Path) -> str:
+    """What `buf breaking` reports for these files against the recorded wire; empty when it accepts them."""
+    done = buf("breaking", protos, "--against", RECORDED)
+    assert done.returncode in (0, 100), done.stderr.decode()
+    assert (done.returncode == 0) == (done.stdout == b"")
+    return done.stdout.decode()
+
+
+def test_the_files_follow_the_standard_rules() -> None:
+    assert buf("lint", PROTOS).stdout == b""
+
+
+def test_the_recorded_wire_is_that_of_the_files() -> None:
+    built = buf("build", PROTOS, "--exclude-source-info", "--output", "-")
+    assert built.returncode == 0, built.stderr.decode()
+    assert built.stdout == RECORDED.read_bytes(), "run `make wire`"
+
+
+def test_a_new_field_and_a_new_message_break_nothing(protos: Path) -> None:
+    added = "message Note {\n  string text = 1;\n}\n\nmessage Ticket {\n  Note note = 7;"
+    change(protos, "common.proto", "message Ticket {", added)
+    assert refusal(protos) == ""
+
+
+def test_a_field_may_go_if_its_number_and_name_are_reserved(protos: Path) -> None:
+    change(protos, "common.proto", r"  uint32 resume_at = 6;", '  reserved 6;\n  reserved "resume_at";')
+    assert refusal(protos) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "named"),
+    [
+        pytest.param("common.proto", "uint32 resume_at = 6;", "uint32 resume_at = 7;", "resume_at", id="renumbered"),
+        pytest.param("common.proto", "  uint32 resume_at = 6;", "", "resume_at", id="removed without reserving"),
+        pytest.param("common.proto", "uint32 resume_at = 6;", "uint32 skip = 6;", '"skip"', id="number used again"),
+        pytest.param("common.proto", "uint32 resume_at = 6;", "string resume_at = 6;", "string", id="other type"),
+        pytest.param("common.proto", "PATH_LOCAL = 2;", "PATH_LOCAL = 3;", "PATH_LOCAL", id="enum value renumbered"),
+        pytest.param("decode.proto", "PairConnected", "Done", "PairConnected", id="message renamed"),
+        pytest.param("decode.proto", "service Decode", "service DecodeService", '"Decode"', id="service renamed"),
+        pytest.param("node.proto", r"  rpc Drain\(.*\n", "", '"Drain"', id="rpc removed"),
+        pytest.param("node.proto", r"rpc Describe\(", "rpc Look(", '"Describe"', id="rpc renamed"),
+        pytest.param("node.proto", r"returns \(stream NodeStatus\)", "returns (NodeStatus)", "stream", id="no stream"),
+    ],
+)
+def test_a_change_that_breaks_the_wire_is_refused(protos: Path, file: str, old: str, new: str, named: str) -> None:
+    change(protos, file, old, new)
+    assert named in refusal(protos)
+
+
+def test_a_number_that_was_reserved_stays_so(protos: Path, tmp_path: Path) -> None:
+    change(protos, "common.proto", r"  uint32 resume_at = 6;", '  reserved 6;\n  reserved "resume_at";')
+    recorded = tmp_path / "wire.binpb"
+    assert buf("build", protos, "--output", recorded).returncode == 0
+    change(protos, "common.proto", r'  reserved 6;\n  reserved "resume_at";', "  string note = 6;")
+    done = buf("breaking", protos, "--against", recorded)
+    assert done.returncode == 100
+    assert b"reserved" in done.stdout

@@ -1,0 +1,82 @@
+"""Text that comes token by token is the text of all tokens decoded together, and never half a character."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from gateway.detokenizer import Detokenizer
+from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
+
+BYTE_LEVEL = byte_level()
+BYTE_FALLBACK = byte_fallback()
+REPLACEMENT = "\ufffd"
+
+# NOTE: the replacement character is text too, but looks like a broken character until the next token comes.
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=[REPLACEMENT, "▁"]), max_size=60)
+words = st.text("quick brown fox 日本€😀é", max_size=60)
+
+
+def pieces(tokenizer: Tokenizer, output: list[int], *, prompt: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [*(detokenizer.push(number) for number in output), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+@given(before=words, after=text | words)
+def test_pieces_add_up_to_the_text_after_the_prompt(tokenizer: Tokenizer, before: str, after: str) -> None:
+    prompt = tokenizer.encode(before).ids
+    whole = tokenizer.encode(before + after).ids
+    if whole[: len(prompt)] != prompt:
+        return  # the tokenizer cuts the two together otherwise
+    output = whole[len(prompt) :]
+    together = tokenizer.decode(whole)
+    assert together == tokenizer.decode(prompt) + "".join(pieces(tokenizer, output, prompt=prompt))
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+@given(after=text | words)
+def test_no_piece_has_half_a_character(tokenizer: Tokenizer, after: str) -> None:
+    output = tokenizer.encode("fox" + after, add_special_tokens=False).ids
+    assert REPLACEMENT not in "".join(pieces(tokenizer, output, prompt=[]))
+
+
+@given(output=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=80))
+def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(output: list[int]) -> None:
+    assert "".join(pieces(BYTE_LEVEL, output, prompt=[])) == BYTE_LEVEL.decode(output)
+
+
+@given(output=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=80))
+def test_broken_bytes_lose_no_text_that_follows(output: list[int]) -> None:
+    marker = token_id(BYTE_FALLBACK, "q")
+    assert "".join(pieces(BYTE_FALLBACK, [*output, marker], prompt=[])).endswith("q")
+
+
+def test_a_character_of_four_tokens_comes_with_its_last_token() -> None:
+    output = [token_id(BYTE_FALLBACK, f"<0x{byte:02X}>") for byte in "😀".encode()]
+    assert pieces(BYTE_FALLBACK, output, prompt=[]) == ["", "", "", "😀", ""]
+
+
+def test_an_unfinished_character_is_shown_when_nothing_follows() -> None:
+    output = [token_id(BYTE_FALLBACK, "<0xF0>")]
+    assert pieces(BYTE_FALLBACK, output, prompt=[]) == ["", REPLACEMENT]
+
+
+def test_bytes_that_are_no_text_are_not_held_back_for_ever() -> None:
+    output = [token_id(BYTE_LEVEL, "ÿ")] * 400
+    detokenizer = Detokenizer(BYTE_LEVEL, [])
+    shown = [detokenizer.push(number) for number in output]
+    assert len("".join(shown)) > 350
+    assert len("".join(shown) + detokenizer.finish()) == 400
+
+
+def test_the_first_word_keeps_the_space_before_it() -> None:
+    prompt = BYTE_FALLBACK.encode("the").ids
+    output = [token_id(BYTE_FALLBACK, piece) for piece in "▁fox"]
+    assert "".join(pieces(BYTE_FALLBACK, output, prompt=prompt)) == " fox"
+
+
+def test_special_tokens_have_no_text() -> None:
+    output = BYTE_LEVEL.encode("the fox").ids
+    output.insert(3, token_id(BYTE_LEVEL, "<eos>"))
+    assert "".join(pieces(BYTE_LEVEL, output, prompt=[])) == "the fox"

@@ -26,9 +26,7 @@ from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.environment import Environment, Request
 
 NUM_BLOCKS = 12
-POLICIES = st.sampled_from(
-    [pb.LOCAL_POLICY_STRICT, pb.LOCAL_POLICY_PREFER, pb.LOCAL_POLICY_PREFER, pb.LOCAL_POLICY_LOCAL]
-)
+POLICIES = st.sampled_from([pb.LOCAL_POLICY_STRICT, pb.LOCAL_POLICY_PREFER, pb.LOCAL_POLICY_LOCAL])
 BUDGETS_S = st.sampled_from([None, 20.0, 5.0, 0.0])
 QUEUE_S = st.sampled_from([5.0, 20.0, 0.0, None])
 REFUSALS: st.SearchStrategy[BatonError] = st.sampled_from(
@@ -224,5 +222,5 @@ class DecodeNode(RuleBasedStateMachine):
         assert dict(self.env.ended_sessions) == dict.fromkeys(self.open_sessions, 1)
 
 
-DecodeNode.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+DecodeNode.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestDecodeNode = DecodeNode.TestCase

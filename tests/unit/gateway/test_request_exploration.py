@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import DataLoss, NoNode, Overloaded
+from baton.errors import DataLoss, InternalError, NoNode, Overloaded
 from baton.types import LocalPolicy
 from gateway.commands import (
     AskDecode,
@@ -31,7 +31,7 @@ from gateway.events import (
     Started,
     TimePassed,
 )
-from protos.baton.v1 import decode_pb2
+from protos.baton.v1 import decode_pb2, prefill_pb2
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,
@@ -93,8 +93,10 @@ class World:
         self.served = Served(prefills=2, decodes=2, policy=policy, timeout_s=TIMEOUT_S, start=False)
         self.stays: dict[int, Stay] = {}
         self.calls: dict[int, deque[Event]] = {}
+        self.requests: dict[int, prefill_pb2.PrefillRequest] = {}  # by call
         self.ended_calls: set[int] = set()
         self.delivered: list[Event] = []
+        self.late: deque[Event] = deque()  # of nodes that are dead by now
         self.give(Started())
 
     # ---- the request
@@ -127,6 +129,7 @@ class World:
         assert sorted(each.attempt for each in of(served.commands, LeaveDecode)) == sorted(self.stays)
         cancelled = {each.call for each in of(served.commands, CancelPrefill)}
         assert cancelled | self.ended_calls >= self.calls.keys()
+        assert not isinstance(served.error, InternalError)
         if served.error is None:
             assert len(served.token_ids) == NUM_TOKENS
 
@@ -154,6 +157,7 @@ class World:
                 first = len(request.output_token_ids)
                 finish = LENGTH if first == NUM_TOKENS - 1 else 0
                 last = first_token(first, finish)  # type: ignore[arg-type]
+                self.requests[call] = request
                 self.calls[call] = deque(
                     [
                         *(PrefillReplied(call, reply) for reply in (SCHEDULED, PROGRESS, last, SENT)),
@@ -161,70 +165,68 @@ class World:
                     ]
                 )
 
-    def compute(self, call: int) -> None:
-        """The prefill node's next event arrives; once everything was sent the decode node admits the request."""
-        stream = self.calls[call]
-        event = stream.popleft()
-        self.give(event)
-        if isinstance(event, PrefillReplied) and event.event.HasField("first_token"):
-            self.hand_over(event.event.first_token.token.index)
-
-    def hand_over(self, first: int) -> None:
+    def kv_arrives(self) -> None:
+        """The decode node has all KV of the last call, whether or not its first token has reached the gateway."""
         stay = self.stays[max(self.stays)]
-        if not stay.decoding and stay.stream == deque():
-            if first == NUM_TOKENS - 1:
-                stay.decoding = True
-                stay.send(decode_pb2.Admitted(), decode_pb2.Released())
-            else:
-                stay.admit(first)
+        call = self.requests.get(max(self.calls, default=0))
+        if call is None or stay.decoding or stay.stream or call.ticket.lease.number != stay.lease:
+            return
+        first = len(call.output_token_ids)
+        if first == NUM_TOKENS - 1:
+            stay.decoding = True
+            stay.send(decode_pb2.Admitted(), decode_pb2.Released())
+        else:
+            stay.admit(first)
 
     # ---- one step of the world
 
-    def step(self, action: int, which: int) -> None:
+    def step(self, action: str, which: int) -> None:
         stays = [stay for stay in self.stays.values() if stay.stream]
-        calls = [call for call, stream in self.calls.items() if stream]
+        calls = [stream for stream in self.calls.values() if stream]
+        stay = self.stays[max(self.stays)]
         match action:
-            case 0 | 1 | 2 if stays:
+            case "decode node sends" if stays:
                 self.give(stays[which % len(stays)].stream.popleft())
-            case 3 | 4 | 5 if calls:
-                self.compute(calls[which % len(calls)])
-            case 6 if stays:  # everything of one stream at once
-                events = tuple(stays[which % len(stays)].stream)
-                stays[which % len(stays)].stream.clear()
-                self.give(*events)
-            case 7 if calls:  # the prefill node dies
-                call = calls[which % len(calls)]
-                self.calls[call].clear()
+            case "prefill node sends" if calls:
+                self.give(calls[which % len(calls)].popleft())
+            case "all come together":
+                streams = [each.stream for each in stays] + calls
+                self.give(*(event for stream in streams for event in stream))
+                for stream in streams:
+                    stream.clear()
+            case "KV arrives":
+                self.kv_arrives()
+            case "prefill node dies" if calls:
+                stream = calls[which % len(calls)]
+                call = next(number for number, each in self.calls.items() if each is stream)
+                self.late += stream
+                stream.clear()
                 self.give(PrefillEnded(call, NoNode("connection refused")))
-            case 8 if self.stays:  # the decode node dies
-                stay = list(self.stays.values())[which % len(self.stays)]
+            case "decode node dies":
+                self.late += stay.stream
                 stay.stream.clear()
                 self.served.fleet.lose(stay.address)
                 self.give(SessionLost(stay.number, "gone"))
-            case 9 if self.stays:
-                stay = self.stays[max(self.stays)]
-                if not stay.decoding and stay.stream == deque():
-                    self.give(DecodeReplied(stay.number, hand_over_failed(DataLoss("digest"), stay.lease)))
-            case 10 if self.stays:
-                stay = self.stays[max(self.stays)]
+            case "hand-over fails" if stay.lease and not stay.decoding and not stay.stream:
+                self.give(DecodeReplied(stay.number, hand_over_failed(DataLoss("digest"), stay.lease)))
+            case "decode node fails":
+                self.late += stay.stream
                 stay.stream.clear()
-                error = (Overloaded("full"), DataLoss("damaged"))[which % 2]
-                self.give(DecodeReplied(stay.number, failed(error)))
-            case 11 if self.delivered:  # late: an older message, once more, if its attempt or call is over
-                event = self.delivered[which % len(self.delivered)]
-                old_attempt = isinstance(event, DecodeReplied | SessionLost) and event.attempt < max(self.stays)
-                old_call = isinstance(event, PrefillReplied | PrefillEnded) and event.call < max(self.calls)
+                self.give(DecodeReplied(stay.number, failed((Overloaded("full"), DataLoss("damaged"))[which % 2])))
+            case "late message" if self.late:
+                event = self.late.popleft()
+                old_attempt = isinstance(event, DecodeReplied) and event.attempt < stay.number
+                old_call = isinstance(event, PrefillReplied) and event.call in self.ended_calls
                 if old_attempt or old_call:
                     self.give(event)
-            case 12:  # duplicate tokens of the decode node
-                tokens = [event for event in self.delivered if is_current_token(event, max(self.stays, default=0))]
-                self.give(*tokens[:which])
-            case 13:
+            case "tokens twice":
+                self.give(*(event for event in self.delivered if is_token_of(event, stay.number)))
+            case "node is back":
                 address = ("d1", "d2", "p1", "p2")[which % 4]
                 self.served.fleet.connect(address, self.served.now_s, restarts=which % 3)
                 if self.served.machine.waits_for_fleet:
                     self.give(FleetChanged())
-            case 14:
+            case "time passes":
                 self.pass_time(1.0 + which)
 
     def pass_time(self, seconds: float) -> None:
@@ -239,9 +241,9 @@ class World:
             if not self.live:
                 return
             if self.served.machine.waits_for_fleet:
-                self.step(13, 0)
+                self.step("node is back", 0)
             before = len(self.delivered)
-            for action in (0, 3):
+            for action in ("decode node sends", "prefill node sends", "KV arrives"):
                 if self.live:
                     self.step(action, 0)
             if len(self.delivered) == before:
@@ -249,7 +251,7 @@ class World:
         raise AssertionError("the request did not end")
 
 
-def is_current_token(event: Event, attempt: int) -> bool:
+def is_token_of(event: Event, attempt: int) -> bool:
     return (
         isinstance(event, DecodeReplied)
         and event.attempt == attempt
@@ -258,12 +260,26 @@ def is_current_token(event: Event, attempt: int) -> bool:
     )
 
 
-steps = st.lists(st.tuples(st.integers(0, 14), st.integers(0, 20)), max_size=60)
+ORDERLY = ["decode node sends"] * 6 + ["prefill node sends"] * 6 + ["KV arrives"] * 3 + ["all come together"]
+FAULTS = [
+    "prefill node dies",
+    "decode node dies",
+    "hand-over fails",
+    "decode node fails",
+    "late message",
+    "tokens twice",
+    "node is back",
+    "time passes",
+]
 
 
-@settings(max_examples=400, deadline=None)
-@given(policy=st.sampled_from([LocalPolicy.PREFER, LocalPolicy.STRICT]), steps=steps)
-def test_any_interleaving_gives_every_token_once_and_one_end(policy: LocalPolicy, steps: list[tuple[int, int]]) -> None:
+def steps_of(actions: list[str]) -> st.SearchStrategy[list[tuple[str, int]]]:
+    return st.lists(st.tuples(st.sampled_from(actions), st.integers(0, 20)), min_size=30, max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(policy=st.sampled_from([LocalPolicy.PREFER, LocalPolicy.STRICT]), steps=steps_of(ORDERLY + FAULTS))
+def test_any_interleaving_gives_every_token_once_and_one_end(policy: LocalPolicy, steps: list[tuple[str, int]]) -> None:
     world = World(policy)
     for action, which in steps:
         if world.live:
@@ -271,20 +287,20 @@ def test_any_interleaving_gives_every_token_once_and_one_end(policy: LocalPolicy
     world.finish()
 
 
-@settings(max_examples=200, deadline=None)
-@given(steps=steps)
-def test_without_faults_any_order_and_batching_serves_the_request(steps: list[tuple[int, int]]) -> None:
+@settings(max_examples=150, deadline=None)
+@given(steps=steps_of([*ORDERLY, "tokens twice"]))
+def test_without_faults_any_order_and_batching_serves_the_request(steps: list[tuple[str, int]]) -> None:
     world = World(LocalPolicy.PREFER)
     for action, which in steps:
-        if world.live and action <= 6:
+        if world.live:
             world.step(action, which)
     world.finish()
     assert world.served.error is None
 
 
 @settings(max_examples=100, deadline=None)
-@given(steps=steps)
-def test_cancelling_at_any_point_closes_everything(steps: list[tuple[int, int]]) -> None:
+@given(steps=steps_of(ORDERLY + FAULTS))
+def test_cancelling_at_any_point_closes_everything(steps: list[tuple[str, int]]) -> None:
     world = World(LocalPolicy.PREFER)
     for action, which in steps:
         if world.live:

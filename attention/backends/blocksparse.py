@@ -49,7 +49,6 @@ class BlocksparseMetadata(AttentionMetadata):
 
 
 class BlocksparseBuilder(DecodesFirstBuilder[BlocksparseMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, *, block_size: int, num_kv_heads: int, num_sms: int) -> None:

@@ -52,7 +52,6 @@ class FlashAttnMetadata(AttentionMetadata):
 
 
 class FlashAttnBuilder(DecodesFirstBuilder[FlashAttnMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, block_size: int) -> None:

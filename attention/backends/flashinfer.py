@@ -42,8 +42,6 @@ class FlashInferMetadata(AttentionMetadata):
 
 
 class FlashInferBuilder(DecodesFirstBuilder[FlashInferMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
-
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = wrappers
 

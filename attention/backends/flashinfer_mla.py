@@ -39,8 +39,6 @@ class FlashInferMLAMetadata(MLAMetadata):
 
 
 class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
-
     def __init__(self, needs: AttentionNeeds, *, workspace_tokens: int) -> None:
         flashinfer_mla = importlib.import_module("flashinfer.mla")
         partial_results = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=needs.device)

@@ -84,7 +84,6 @@ class TritonAttentionMetadata(AttentionMetadata):
 
 
 class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:

@@ -40,7 +40,6 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     """A decode step's metadata are views of the common metadata, and the kernel splits its work on the device: there is
     nothing to refill for a captured graph."""
 
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, *, block_size: int, workspace_tokens: int, batch_invariant: bool = False) -> None:

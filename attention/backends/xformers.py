@@ -57,8 +57,6 @@ class XFormersMetadata(AttentionMetadata):
 
 
 class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
-
     def __init__(self, block_size: int, *, decodes_with_xformers: bool) -> None:
         self._block_size = block_size
         self._decodes_with_xformers = decodes_with_xformers

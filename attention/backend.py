@@ -17,9 +17,9 @@ from torch import Tensor
 from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
-from kvcache.cache_ops import TokenRanges
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
+from kvcache.tokens import TokenRanges
 
 
 class AttentionFeature(StrEnum):

@@ -12,6 +12,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(FP8_DTYPES, 1)}
 
+# Cuts of a request's tokens fall on multiples of this, so that they hit no block of a usual size in its middle: a
+# gather copies runs of a block's tokens.
+ALIGN_TOKENS = 64
+
 
 class KVKind(StrEnum):
     """GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared by all heads."""

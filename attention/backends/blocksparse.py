@@ -26,9 +26,9 @@ from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from baton.errors import ConfigError
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import GQA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.tokens import WriteIndex
 
 _MAX_HEAD_SIZE = 256
 _HOPPER = 9  # the first number of its compute capability

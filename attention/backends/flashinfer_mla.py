@@ -21,9 +21,9 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from kvcache.cache import TORCH_DTYPES
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import KVKind
+from kvcache.tokens import WriteIndex
 
 LATENT_RANK = 512
 ROTARY_DIM = 64

@@ -25,7 +25,7 @@ from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from kvcache.cache import TORCH_DTYPES
-from kvcache.cache_ops import WriteIndex
+from kvcache.tokens import WriteIndex
 
 
 class DecodePlans:

@@ -20,9 +20,9 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from baton.errors import InternalError
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.tokens import WriteIndex
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
+from kvcache.tokens import WriteIndex
 
 _SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
 _FLASH_BLOCK_MULTIPLE = 256

@@ -1,5 +1,5 @@
 """Whole blocks from place to place, and a layer's numbers from one dtype to another; the twins are the CPU's halves of
-`kvcache.block_ops` and `kvcache.fp8.convert_kv`.
+`kvcache.block_ops`.
 
 Legend: O what lies outside of the blocks in memory (layers times keys and values, or nothing), B blocks, X bytes of a
 block that lie together, P pairs, R rows, N H C token in a block, head, channel.

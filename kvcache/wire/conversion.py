@@ -14,15 +14,14 @@ from torch import Tensor
 
 from kvcache.cache import TORCH_DTYPES, PagedKVCache
 from kvcache.fp8 import FP8, quantize
-from kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from kvcache.spec import ALIGN_TOKENS, DTYPE_BYTES, KVCacheSpec
 from kvcache.wire.digest import digest_on_device
-from kvcache.wire.gather_scatter import check_places, gather_to_wire
+from kvcache.wire.gather_scatter import gather_to_wire
 from kvcache.wire.kernels import conversion as kernels
+from kvcache.wire.places import check_places
 
 # What the CPU gathers at a time, to be still in a cache near by when it is converted.
 _TILE_BYTES = 1 << 19
-# Inner cuts fall on multiples of it, as those of segments do: a gather copies runs.
-_ALIGN_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +138,7 @@ def _tiles(spec: KVCacheSpec, tokens: tuple[int, int], *, num_heads: int) -> Ite
     start, token_stop = tokens
     while start < token_stop:
         stop = start + tokens_each
-        aligned = stop // _ALIGN_TOKENS * _ALIGN_TOKENS
+        aligned = stop // ALIGN_TOKENS * ALIGN_TOKENS
         stop = min(token_stop, aligned if aligned > start else stop)
         yield start, stop
         start = stop

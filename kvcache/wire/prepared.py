@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvcache.cache import PagedKVCache
 from kvcache.wire.digest import COLUMNS, ROW_BYTES, constant_term, digest_on_device
-from kvcache.wire.gather_scatter import gather_to_wire, places_of, scatter_from_wire
+from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvcache.wire.kernels.digest import new_scratch, prepare_digest, programs_at_once, programs_for
 from kvcache.wire.kernels.gather_scatter import cut_to_move, prepare_gather_and_digest, prepare_move
+from kvcache.wire.places import places_of
 from tritonlib.launch import PreparedKernel, current_stream
 
 

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcache.wire.kernels.gather_scatter import NUMBERS, locate
-from kvcache.wire.kernels.places import WirePlaces, cut_rows
+from kvcache.wire.kernels.rows import cut_rows
+from kvcache.wire.places import WirePlaces
 from tritonlib.fp8 import to_fp8
 from tritonlib.launch import interpreted
 from tritonlib.rounding import round_to

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcache.wire.kernels import digest
-from kvcache.wire.kernels.places import Cut, WirePlaces, cut_rows
+from kvcache.wire.kernels.rows import Cut, cut_rows
+from kvcache.wire.places import WirePlaces
 from tritonlib.launch import PreparedKernel
 
 # Words of a row at most, words that a program moves at a time, and its warps.

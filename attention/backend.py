@@ -163,11 +163,6 @@ class RaggedLens:
         starts = self.query_start_loc_cpu
         return max(stop - start for start, stop in pairwise(starts))
 
-    @property
-    def max_key_len(self) -> int:
-        starts = self.key_start_loc_cpu
-        return max(stop - start for start, stop in pairwise(starts))
-
 
 @dataclass(frozen=True)
 class ContextChunk:

@@ -59,14 +59,14 @@ class KVCacheSpec:
         return self.num_layers * self.bytes_per_token_layer
 
     def first_read(self, layer: int, token: int) -> int:
-        """The first token whose KV in this layer is read when the KV of token `token` or a later one is computed."""
+        """The first token whose KV in this layer is read to compute the KV of token `token` or a later one."""
         window = self.windows[layer] if self.windows else 0
         return max(0, token - window + 1) if window else 0
 
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """How one node keeps its KV: may differ between any two nodes.
+    """How one node keeps its KV; any two nodes may differ.
 
     Raises:
         ConfigError: a size below 1.

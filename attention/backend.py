@@ -17,9 +17,9 @@ from torch import Tensor
 from attention.metadata import AttentionMetadata
 from attention.metadata_builder import AttentionMetadataBuilder
 from attention.parameters import AttentionParameters
-from kvcache.cache_ops import TokenRanges
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
+from kvcache.tokens import TokenRanges
 
 
 class AttentionFeature(StrEnum):
@@ -161,11 +161,6 @@ class RaggedLens:
     @property
     def max_query_len(self) -> int:
         starts = self.query_start_loc_cpu
-        return max(stop - start for start, stop in pairwise(starts))
-
-    @property
-    def max_key_len(self) -> int:
-        starts = self.key_start_loc_cpu
         return max(stop - start for start, stop in pairwise(starts))
 
 

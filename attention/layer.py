@@ -18,8 +18,8 @@ from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.rotation import HeadNorms, Rotation
 from baton.errors import InternalError
+from kvcache.access import store_kv
 from kvcache.cache import PagedKVCache
-from kvcache.cache_ops import store_kv
 from kvcache.fp8 import quantize
 from kvcache.scales import KVScales
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.host_to_device import to_device
 from baton.errors import InternalError
-from kvcache.cache_ops import WriteIndex
+from kvcache.tokens import WriteIndex
 
 
 @dataclass(frozen=True)

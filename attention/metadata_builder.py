@@ -21,13 +21,11 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
     """The defaults are those of a backend without CUDA graphs, cascade attention, or wishes about the batch's order.
 
     Attributes:
-        full_cudagraph_supported: a whole decode step with this backend can be captured.
         plans_on_device: what `build` works out for decodes it works out on the device, from the common metadata's
             tensors, and the host need not know how they have changed. So it may be a part of the captured step, and a
             replay needs no `build`.
     """
 
-    full_cudagraph_supported: ClassVar[bool] = False
     plans_on_device: ClassVar[bool] = False
 
     @abstractmethod

@@ -22,8 +22,8 @@ from attention.lse import merge_attn_states
 from attention.parameters import AttentionParameters
 from attention.rotation import Rotation, RowNorm
 from baton.errors import ConfigError, InternalError
+from kvcache.access import gather_tokens, store_latent
 from kvcache.cache import PagedKVCache
-from kvcache.cache_ops import gather_tokens, store_latent
 from kvcache.scales import KVScales
 
 # x, weight, out: x [H, T, I] @ weight [H, I, O] into out [H, T, O], each at any strides

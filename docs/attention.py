@@ -8,7 +8,7 @@ from attention.backend import AttentionFeature, BackendCapabilities
 from attention.selection import BACKENDS
 from kvcache.spec import FP8_DTYPES
 
-# What vLLM calls a thing, where its name is another, and what it is here.
+# vLLM's names, where they differ from the names here.
 NAMES = (
     ("get_attn_backend", "attention.selection.select_backend"),
     ("AttentionImpl", "attention.backend.AttentionBackend"),
@@ -29,20 +29,53 @@ NAMES = (
     ),
 )
 
+# Public, tested, and called by nothing in Baton's nodes: what each is for.
+LIBRARY_API = (
+    ("attention.metadata.build_common_metadata", "A batch's metadata from lists; nodes copy theirs with other arrays."),
+    ("attention.metadata.common_prefix_len", "How many leading tokens of a batch lie in the same blocks."),
+    (
+        "attention.metadata_builder.AttentionMetadataBuilder.use_cascade_attention",
+        "Whether `build` should get that length, so that the shared prefix is attended once for all requests.",
+    ),
+    (
+        "attention.metadata_builder.AttentionMetadataBuilder.reorder_batch",
+        "Puts decodes first by swapping rows; the scheduler's batches already have that order.",
+    ),
+    ("attention.advance.advance_step", "The next decode step's metadata from this one's, without the host."),
+    (
+        "attention.local.local_attention_metadata",
+        "Chunked local attention as virtual requests, for backends that are only causal.",
+    ),
+    (
+        "attention.parameters.AttentionType.ENCODER",
+        "Encoder and encoder-decoder attention, by `Attention(attn_type=...)`.",
+    ),
+    (
+        "attention.layer.Attention",
+        "Its argument `kv_sharing_target`: the layer reads an earlier layer's KV.",
+    ),
+    ("attention.selection.selection_report", "Each backend's reasons as text, without making a backend."),
+    ("attention.selection.fitting_backends", "All backends that meet the needs; the benchmarks compare them."),
+    ("kvcache.block_ops.copy_blocks", "Copies whole blocks within a cache."),
+    ("kvcache.block_ops.swap_blocks", "Copies whole blocks between a GPU's cache and a host's."),
+    ("kvcache.block_ops.convert_kv", "Converts a layer to another dtype, fp8 included."),
+    ("kvcache.layout.LayoutChoice.set_kv_cache_layout", "Overrides the layout from the program."),
+)
+
 PAGE = Path(__file__).resolve().parent / "attention.md"
 
 _INTRODUCTION = """# Attention backends
 
-A node takes the first backend of this table that serves its model on its machine, and logs every other one with its
-reasons; on a Hopper GPU TRITON_MLA goes before FLASHINFER_MLA for at most 32 heads. `BATON_ATTENTION_BACKEND`
-(`--attention-backend`) forces one; if that one cannot serve, the node says why and does not start. A backend whose
-package is missing is refused with the command that installs it.
+A node takes the first backend of this table that serves its model on its machine, and logs the reasons against every
+other one; on a Hopper GPU, TRITON_MLA is preferred to FLASHINFER_MLA for at most 32 heads. `BATON_ATTENTION_BACKEND`
+(`--attention-backend`) forces a backend; if it cannot serve, the node prints the reasons and does not start. A backend
+whose package is missing is refused with the command that installs it.
 
-What the words mean: `attention/parameters.py` defines each feature, `kvcache/layout.py` the layouts. One
-conformance suite (`tests/conformance/attention`) compares the backends with attention by its definition in float64:
-plain torch and Triton's interpreter on a CPU with `make test`, all of a machine's on a GPU with `make test-gpu`.
-How fast each one is beside its rivals is in [attention.md](../bench/results/attention.md), and what the conformance
-suite said of all of them on a GPU in [attention_conformance.md](../bench/results/attention_conformance.md).
+`attention/parameters.py` defines each feature, `kvcache/layout.py` the layouts. One conformance suite
+(`tests/conformance/attention`) compares the backends with attention by its definition in float64: `make test` runs
+plain torch and Triton's interpreter on a CPU, `make test-gpu` all backends that a GPU machine has. Speeds next to
+those of rivals are in [attention.md](../bench/results/attention.md), the suite's results on a GPU in
+[attention_conformance.md](../bench/results/attention_conformance.md).
 
 ![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)
 """
@@ -52,7 +85,8 @@ def page() -> str:
     """The page's text."""
     capabilities = [backend.capabilities for backend in BACKENDS]
     sections = [_INTRODUCTION, "## Machines and sizes", "", *_sizes(capabilities), "", "## Features", ""]
-    return "\n".join([*sections, *_features(capabilities), "", "## Names", "", *_names()]) + "\n"
+    sections += [*_features(capabilities), "", "## Library API", "", *_library_api(), "", "## Names", "", *_names()]
+    return "\n".join(sections) + "\n"
 
 
 def _sizes(capabilities: list[BackendCapabilities]) -> list[str]:
@@ -86,8 +120,13 @@ def _features(capabilities: list[BackendCapabilities]) -> list[str]:
     return rows
 
 
+def _library_api() -> list[str]:
+    sentence = "Baton's nodes do not use these; they are for programs that use the packages as a library:"
+    return [sentence, "", "| name | what for |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in LIBRARY_API)]
+
+
 def _names() -> list[str]:
-    sentence = "Most things that vLLM has too bear its names; these bear others:"
+    sentence = "Things that vLLM also has bear its names, except these:"
     return [sentence, "", "| in vLLM | here |", "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES)]
 
 

@@ -1,6 +1,6 @@
-"""Whole blocks of all layers: copied within a cache, and swapped between the caches of a GPU and of its host.
+"""Whole blocks: copied within a cache, swapped between the caches of a GPU and of its host, converted to another dtype.
 
-Knows not which blocks are free and whose they are.
+Library API: the engine does none of this.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from baton.errors import InternalError
 from kvcache.cache import PagedKVCache
-from kvcache.kernels.blocks import copy
+from kvcache.fp8 import dequantize, is_fp8, quantize
+from kvcache.kernels.blocks import convert, copy
 
 # Which block goes where: pairs [P, 2] int64 on the CPU, or a source with its target or targets.
 BlockPairs = Tensor | Mapping[int, int] | Mapping[int, Sequence[int]]
 
-# Pieces that lie together in both caches are left to the GPU's copy engine from this size on; below it the 8 us that it
-# takes to start a copy count more, and one kernel moves all of them over the bus. On an H200, where pinned memory is
-# copied at 55 GB/s, pieces of 32 KiB: engine 4, kernel 51-53; of 1 MiB: 50; of 4 MiB: 54.
+# The GPU's copy engine takes pieces of at least this size that are contiguous in both caches. For smaller ones the 8 us
+# that it needs to start a copy count more, and one kernel moves all of them over the bus. On an H200, where pinned
+# memory is copied at 55 GB/s: pieces of 32 KiB, engine 4 GB/s, kernel 51-53; of 1 MiB, engine 50; of 4 MiB, engine 54.
 _ENGINE_BYTES = 1 << 20
 # Programs of that kernel: 16 keep the bus busy, and leave the GPU to others.
 _SWAP_PROGRAMS = 32
@@ -46,10 +47,10 @@ def copy_blocks(caches: Sequence[PagedKVCache], src_to_dst: BlockPairs) -> None:
 def swap_blocks(
     source: PagedKVCache, target: PagedKVCache, src_to_dst: BlockPairs, *, stream: "torch.cuda.Stream | None" = None
 ) -> None:
-    """Copies blocks from one cache to another, all layers of them; what the source held stays there.
+    """Copies blocks from one cache to another, all layers of them; the source keeps its own.
 
-    Between a GPU and a host cache in page-locked memory nothing waits: the copy is done when the stream has come past
-    it, and until then the source's blocks must stay as they are. With pageable memory the host waits.
+    Between a GPU and a host cache in page-locked memory nothing waits: the stream completes the copy, and until then
+    the source's blocks must not change. With pageable memory the host waits.
 
     Args:
         stream: of the GPU; None: the current one.
@@ -68,6 +69,24 @@ def swap_blocks(
     if len(pairs):
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             _move(source, target, pairs)
+
+
+def convert_kv(
+    source_KBNHC: Tensor, target_KBNHC: Tensor, *, scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> None:
+    """Writes one layer's numbers into another layer of the same shape and any layout, in its dtype.
+
+    Args:
+        scale, v_scale: float32 scalars on the device for the fp8 side: of keys or latents, and of values. None is 1; if
+            both sides are fp8, they share the scales.
+    """
+    if source_KBNHC.is_cuda:
+        convert(source_KBNHC, target_KBNHC, scale=scale, v_scale=v_scale)
+        return
+    both = is_fp8(source_KBNHC) and is_fp8(target_KBNHC)
+    for k, scale_k in zip(range(source_KBNHC.shape[0]), (None, None) if both else (scale, v_scale), strict=False):
+        numbers = dequantize(source_KBNHC[k], scale_k, torch.float32)
+        target_KBNHC[k].copy_(quantize(numbers, scale_k, target_KBNHC.dtype))
 
 
 def _move(source: PagedKVCache, target: PagedKVCache, pairs: NDArray[np.int64]) -> None:
@@ -119,7 +138,7 @@ def _geometry(cache: PagedKVCache) -> tuple[str, int]:
 
 
 def _adjacent(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Pairs whose blocks follow each other on both sides, as (first source, first target, number)."""
+    """Runs of pairs whose blocks follow each other on both sides, as (first source, first target, number)."""
     ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]
     follows = (np.diff(ordered, axis=0) == 1).all(axis=1)
     begins = np.flatnonzero(np.concatenate(([True], ~follows)))
@@ -127,7 +146,7 @@ def _adjacent(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _singles(runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The pairs of `_adjacent` again."""
+    """The pairs of such runs; the inverse of `_adjacent`."""
     counts = runs[:, 2]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     singles: NDArray[np.int64] = np.repeat(runs[:, :2], counts, axis=0) + within[:, None]
@@ -135,7 +154,7 @@ def _singles(runs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _pieces(source_OBX: Tensor, target_OBX: Tensor, runs: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What lies together in both, source and target."""
+    """Source and target of each run, once for each piece of memory outside of the blocks."""
     for outside in range(source_OBX.shape[0]):
         for first, to, count in runs.tolist():
             yield source_OBX[outside, first : first + count], target_OBX[outside, to : to + count]

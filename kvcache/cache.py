@@ -1,7 +1,4 @@
-"""A node's paged KV cache: one allocation, seen through one strided view whatever the layout.
-
-Knows nothing of requests, of which blocks are free, or of who writes what.
-"""
+"""A node's paged KV cache: one allocation, seen through one strided view whatever the layout."""
 
 import math
 
@@ -24,7 +21,7 @@ class PagedKVCache:
     """The cache of one node, zeroed.
 
     Args:
-        pinned: in page-locked memory of the CPU, which a GPU copies from and to while the host goes on; needs a GPU.
+        pinned: page-locked memory of the CPU, so that a GPU's copies do not block the host; needs a GPU.
 
     Attributes:
         storage: the allocation, contiguous, its axes in the layout's order.
@@ -62,7 +59,7 @@ class PagedKVCache:
 
     @property
     def by_block(self) -> Tensor:
-        """The same bytes as [what lies outside of the blocks, block, bytes that lie together in a block]."""
+        """The same bytes as [axes outside of the block axis, block, contiguous bytes of a block]."""
         outside = math.prod(self.storage.shape[: self.shape.layout.axes.index("B")])
         return self.memory.view(outside, self.shape.num_blocks, -1)
 

@@ -1,8 +1,8 @@
-"""The order in memory of a cache's axes, its names, and how a node comes to its layout. Pure values; no torch.
+"""The order in memory of a cache's axes, its names, and how a node chooses its layout. Pure values; no torch.
 
-Axes: L layer, K key/value pair, B block, N token in block, H kv head, C channel. The logical order that all code
-indexes by is always L K B N H C; a layout only says in which order these lie in memory, outermost first. MLA keeps
-axes K and H at size 1, which is why one gather serves every cache.
+Axes: L layer, K key/value pair, B block, N token in block, H kv head, C channel. All code indexes in the logical order
+L K B N H C; a layout is only the order in memory, outermost first. MLA keeps axes K and H at size 1, so that one gather
+serves every cache.
 """
 
 from enum import Enum
@@ -35,7 +35,7 @@ class KVCacheLayout(Enum):
 GQA_LAYOUTS = (KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.BLNHC, KVCacheLayout.BLHNC)
 MLA_LAYOUTS = (KVCacheLayout.LBNC, KVCacheLayout.BLNC)
 
-# MLA has no head axis: names that differ only in its place mean the same there, and the other way round.
+# MLA has no head axis: for it, names that differ only in that axis mean the same layout, and the reverse.
 _FOR_MLA = {
     KVCacheLayout.NHD: KVCacheLayout.LBNC,
     KVCacheLayout.HND: KVCacheLayout.LBNC,
@@ -64,8 +64,8 @@ def parse_layout(name: str, *, mla: bool) -> KVCacheLayout:
 class LayoutChoice:
     """One node's layout and where it came from.
 
-    Precedence: programmatic override, then the environment's, then what the transport or backend prefers, then NHD.
-    The caller reads the environment (`baton.config`); this object holds the answer, so that no global has to.
+    Precedence: programmatic override, then the environment's, then the transport's or backend's preference, then NHD.
+    The caller reads the environment (`baton.config`); this object replaces a global.
     """
 
     def __init__(self, *, mla: bool, environment: str | None = None, preferred: KVCacheLayout | None = None) -> None:
@@ -75,7 +75,7 @@ class LayoutChoice:
         self._override: KVCacheLayout | None = None
 
     def set_kv_cache_layout(self, layout: KVCacheLayout | str | None) -> None:
-        """Overrides the layout from the program; None takes the override back."""
+        """Overrides the layout from the program; None removes the override. Library API."""
         name = layout.name if isinstance(layout, KVCacheLayout) else layout
         self._override = None if name is None else parse_layout(name, mla=self._mla)
 

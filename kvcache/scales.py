@@ -1,6 +1,6 @@
-"""The scales of an fp8 cache: a stored number times its scale is the key or value that it stands for.
+"""The scales of an fp8 cache: a stored number times its scale is the key or value.
 
-Per tensor, as checkpoints have them; given with the weights, or calculated once from the first batch.
+One per tensor, as in checkpoints; given with the weights, or calculated once from the first batch.
 """
 
 import torch
@@ -16,8 +16,8 @@ V_RANGE = 100.0
 class KVScales(nn.Module):
     """Attributes:
     q_scale, k_scale, v_scale: float32 scalars on the device of the layer.
-    calculate: the next batch sets them; turns itself off. Nodes that do so disagree about what a byte of the cache
-        stands for, so KV that goes from node to node needs scales that are given.
+    calculate: the next batch sets the scales, and this to False. Two nodes calculate different scales, so KV that
+        travels between nodes needs given ones.
     """
 
     q_scale: Tensor
@@ -38,8 +38,8 @@ class KVScales(nn.Module):
         return self.q_scale, self.k_scale, self.v_scale
 
     def calc_kv_scales(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Sets the scales from what one batch holds, without waiting for the device; only once. Zeros alone, such as
-        those of a warm-up, have scale 1."""
+        """Sets the scales from one batch, once, without waiting for the device. A batch of zeros, such as a warm-up's,
+        gives scale 1."""
         for scale, values, wanted in (
             (self.q_scale, q, Q_RANGE),
             (self.k_scale, k, K_RANGE),

@@ -12,6 +12,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(FP8_DTYPES, 1)}
 
+# Cuts of a request's tokens fall on multiples of this, so that they hit no block of a usual size in its middle: a
+# gather copies runs of a block's tokens.
+ALIGN_TOKENS = 64
+
 
 class KVKind(StrEnum):
     """GQA: a key and a value per kv head. MLA: one latent plus one rotary part per token, shared by all heads."""
@@ -55,14 +59,14 @@ class KVCacheSpec:
         return self.num_layers * self.bytes_per_token_layer
 
     def first_read(self, layer: int, token: int) -> int:
-        """The first token whose KV in this layer is read when the KV of token `token` or a later one is computed."""
+        """The first token whose KV in this layer is read to compute the KV of token `token` or a later one."""
         window = self.windows[layer] if self.windows else 0
         return max(0, token - window + 1) if window else 0
 
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """How one node keeps its KV: may differ between any two nodes.
+    """How one node keeps its KV; any two nodes may differ.
 
     Raises:
         ConfigError: a size below 1.

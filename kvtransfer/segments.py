@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple, Self
 
 from baton.errors import ConfigError, InternalError
-from kvcache.spec import KVCacheSpec
+from kvcache.spec import ALIGN_TOKENS, KVCacheSpec
 
 SENDER_BITS = 12
 LEASE_BITS = 36
@@ -24,9 +24,6 @@ WARM_UP = (1 << NUMBER_BITS) - 1
 # These mark the two directions of a round trip; their sender field is unused. Segments have lower numbers.
 PING, PONG = WARM_UP - 1, WARM_UP - 2
 SEGMENTS_MAX = PONG
-
-# Inner cuts fall on multiples of it, so that they do not split blocks of usual sizes: a gather copies whole runs.
-_ALIGN_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -261,5 +258,5 @@ def check_segment_bytes(spec: KVCacheSpec, segment_bytes: int) -> None:
 def _next_cut(start: int, tokens_each: int, token_stop: int) -> int:
     if token_stop - start <= tokens_each:
         return token_stop
-    aligned = (start + tokens_each) // _ALIGN_TOKENS * _ALIGN_TOKENS
+    aligned = (start + tokens_each) // ALIGN_TOKENS * ALIGN_TOKENS
     return aligned if aligned > start else start + tokens_each

@@ -26,9 +26,9 @@ from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from baton.errors import ConfigError
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import GQA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.tokens import WriteIndex
 
 _MAX_HEAD_SIZE = 256
 _HOPPER = 9  # the first number of its compute capability
@@ -49,7 +49,6 @@ class BlocksparseMetadata(AttentionMetadata):
 
 
 class BlocksparseBuilder(DecodesFirstBuilder[BlocksparseMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, *, block_size: int, num_kv_heads: int, num_sms: int) -> None:

@@ -17,9 +17,9 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import GQA_LAYOUTS
 from kvcache.spec import KVKind
+from kvcache.tokens import WriteIndex
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class FlashAttnMetadata(AttentionMetadata):
 
 
 class FlashAttnBuilder(DecodesFirstBuilder[FlashAttnMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, block_size: int) -> None:

@@ -18,9 +18,9 @@ from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import GQA_LAYOUTS
 from kvcache.spec import FP8_DTYPES, KVKind
+from kvcache.tokens import WriteIndex
 
 # Their keys are the call's own, of which no cache has changed the scale.
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -42,8 +42,6 @@ class FlashInferMetadata(AttentionMetadata):
 
 
 class FlashInferBuilder(DecodesFirstBuilder[FlashInferMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
-
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = wrappers
 

@@ -21,9 +21,9 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from kvcache.cache import TORCH_DTYPES
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import KVKind
+from kvcache.tokens import WriteIndex
 
 LATENT_RANK = 512
 ROTARY_DIM = 64
@@ -39,8 +39,6 @@ class FlashInferMLAMetadata(MLAMetadata):
 
 
 class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
-
     def __init__(self, needs: AttentionNeeds, *, workspace_tokens: int) -> None:
         flashinfer_mla = importlib.import_module("flashinfer.mla")
         partial_results = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=needs.device)

@@ -20,9 +20,9 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from kvcache.cache import TORCH_DTYPES
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.tokens import WriteIndex
 
 # Queries whose scores are in memory at once; with the workspace this bounds them whatever prompt and context.
 _PIECE_TOKENS = 256

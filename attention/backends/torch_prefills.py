@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention.backends.torch_sight import Sight, unseen_by_pattern
 from attention.backends.torch_softmax import needs_softmax, softmax_attention
 from attention.parameters import AttentionParameters
-from kvcache.cache_ops import TokenIndex, gather_tokens
+from kvcache.access import gather_tokens
+from kvcache.tokens import TokenIndex
 
 # Queries per call: bounds the mask, and the scores above the diagonal that are computed in vain.
 _PIECE_TOKENS = 256

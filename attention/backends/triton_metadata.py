@@ -25,7 +25,7 @@ from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from kvcache.cache import TORCH_DTYPES
-from kvcache.cache_ops import WriteIndex
+from kvcache.tokens import WriteIndex
 
 
 class DecodePlans:
@@ -84,7 +84,6 @@ class TritonAttentionMetadata(AttentionMetadata):
 
 
 class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:

@@ -20,9 +20,9 @@ from attention.mla_context import plan_context_chunks, plan_prefill
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
 from baton.errors import InternalError
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
+from kvcache.tokens import WriteIndex
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
     """A decode step's metadata are views of the common metadata, and the kernel splits its work on the device: there is
     nothing to refill for a captured graph."""
 
-    full_cudagraph_supported: ClassVar[bool] = True
     plans_on_device: ClassVar[bool] = True
 
     def __init__(self, *, block_size: int, workspace_tokens: int, batch_invariant: bool = False) -> None:

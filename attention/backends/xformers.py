@@ -22,9 +22,9 @@ from attention.metadata import (
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
+from kvcache.tokens import WriteIndex
 
 _SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
 _FLASH_BLOCK_MULTIPLE = 256
@@ -57,8 +57,6 @@ class XFormersMetadata(AttentionMetadata):
 
 
 class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
-    full_cudagraph_supported: ClassVar[bool] = True
-
     def __init__(self, block_size: int, *, decodes_with_xformers: bool) -> None:
         self._block_size = block_size
         self._decodes_with_xformers = decodes_with_xformers

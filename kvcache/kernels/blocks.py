@@ -1,8 +1,8 @@
-"""Whole blocks from place to place, and a layer's numbers from one dtype to another; the twins are the CPU's halves of
-`kvcache.block_ops` and `kvcache.fp8.convert_kv`.
+"""Copies of whole blocks, and a layer's conversion to another dtype; the twins are the CPU halves of
+`kvcache.block_ops`.
 
-Legend: O what lies outside of the blocks in memory (layers times keys and values, or nothing), B blocks, X bytes of a
-block that lie together, P pairs, R rows, N H C token in a block, head, channel.
+Legend: O axes outside of the block axis in memory (layers times keys and values, or none), B blocks, X contiguous bytes
+of a block, P pairs, R rows, N H C token in a block, head, channel.
 """
 
 from math import gcd
@@ -16,18 +16,18 @@ from tritonlib.launch import interpreted
 
 _TILE_WORDS = 4096
 _NUM_WARPS = 4
-# Elements that one program converts, and those of a row at most.
+# Elements that one program converts, and the most in a row.
 _TILE_ELEMENTS = 4096
 _ROW_ELEMENTS = 1024
 
 
 def copy(source_OBX: Tensor, target_OBX: Tensor, pairs_P2: Tensor, *, num_programs: int | None = None) -> None:
-    """Copies blocks: for each pair its first number's of the source to its second one's of the target.
+    """Copies blocks: for each pair, the source's first block to the target's second.
 
     Args:
         source_OBX, target_OBX: uint8; on a GPU, or one of them in page-locked memory of the CPU.
         pairs_P2: int64, on the GPU; no block is written twice, nor read and written.
-        num_programs: how many share the work: few leave multiprocessors to others, None is as many as there is work.
+        num_programs: how many share the work. Few leave multiprocessors to other kernels; None: one per tile.
     """
     num_outside, _, block_bytes = source_OBX.shape
     strides = (source_OBX.stride(0), source_OBX.stride(1), target_OBX.stride(0), target_OBX.stride(1))

@@ -1,7 +1,6 @@
-"""Reading tokens out of one layer of the paged cache into adjacent memory; the twin is the CPU's half of
-`gather_tokens`.
+"""Reading tokens of one layer of the paged cache into adjacent memory; the twin is the CPU half of `gather_tokens`.
 
-A program takes consecutive rows, pieces of one token's adjacent channels, all of one size.
+A program takes consecutive rows; a row is a piece of one token's adjacent channels, and all have one size.
 
 Legend: S tokens to read, R requests, K key and value, H heads, C channels, B N a block and a token in it, P rows, E
 elements of a row.
@@ -14,7 +13,7 @@ from torch import Tensor
 from tritonlib.fp8 import from_fp8, scale_of
 from tritonlib.launch import interpreted
 
-# Elements that one program moves, and those of a row at most.
+# Elements that one program moves, and the most in a row.
 _TILE = 2048
 _ROW = 1024
 _NUM_WARPS = 1
@@ -23,7 +22,7 @@ _NUM_WARPS = 1
 def gather_slots(
     kv_layer: Tensor, slots_S: Tensor, *, out_KSHC: Tensor, scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> None:
-    """Copies the tokens of these slots, int64, in their order; where the cache is fp8, `number * scale`.
+    """Copies the tokens of these slots, int64, in their order; from an fp8 cache, `number * scale`.
 
     Args:
         out_KSHC: any strides, channels adjacent; numbers become of its dtype.
@@ -157,7 +156,7 @@ def _gather_kernel(
 
 @triton.jit
 def _request_of(start_loc_ptr, num_reqs, tokens_P):
-    """The request that each token is of, by bisection."""
+    """Each token's request, by bisection."""
     low_P = tl.zeros_like(tokens_P)
     high_P = low_P + num_reqs
     span = num_reqs

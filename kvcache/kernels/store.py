@@ -1,4 +1,4 @@
-"""Writing a batch's new tokens into one layer of the cache; the twin is the CPU's half of `store_kv`.
+"""Writing a batch's new tokens into one layer of the cache; the twin is the CPU half of `store_kv`.
 
 Legend: T tokens, H heads, C channels, B N a block and a token in it.
 """
@@ -13,7 +13,7 @@ from tritonlib.launch import interpreted
 # Elements that one program writes: 16 bytes of bf16 in each of 128 threads, twice over.
 _TILE = 2048
 _NUM_WARPS = 4
-# Below this many elements programs get smaller, so that more multiprocessors have one.
+# Below this many elements programs are smaller, so that more multiprocessors have one.
 _SMALL = 1 << 21
 
 
@@ -27,15 +27,15 @@ def store(
     first_scale: Tensor | None = None,
     second_scale: Tensor | None = None,
 ) -> None:
-    """Writes row t of both sources to slot_mapping[t] of a layer, by `number / scale` where that is fp8.
+    """Writes row t of both sources to slot_mapping[t] of a layer; to an fp8 layer, `number / scale`.
 
-    Rows and slots past the shorter of the two are left alone, and so are rows with a negative slot. Keys and values,
-    or latents and rotary parts: any two sources with as many heads, each with its channels adjacent.
+    Skips rows and slots past the shorter of the two, and rows with a negative slot. The sources are keys and values, or
+    latents and rotary parts: any two with as many heads, channels adjacent.
 
     Args:
         kv_layer: [K, B, N, H, C].
         slot_mapping: int64.
-        second_offset: elements from where the first source's number goes to where the second one's goes.
+        second_offset: elements in the layer between the first source's place and the second's.
         first_scale, second_scale: float32 scalars; None is 1.
     """
     num_tokens = min(first_THC.shape[0], slot_mapping.shape[0])

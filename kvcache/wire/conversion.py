@@ -1,8 +1,6 @@
-"""A request's tokens from the paged cache to wire order in another dtype: what one node keeps as it was computed, for
-a node that keeps it in 8 bits.
+"""A request's tokens from the paged cache to wire order in another dtype, for a node that keeps KV in 8 bits.
 
-The numbers become bit for bit those that the other cache would hold had they been stored there. Knows nothing of
-requests and transfers.
+The converted numbers are bit for bit those that the other cache would hold if it had stored them itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +12,23 @@ from torch import Tensor
 
 from kvcache.cache import TORCH_DTYPES, PagedKVCache
 from kvcache.fp8 import FP8, quantize
-from kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from kvcache.spec import ALIGN_TOKENS, DTYPE_BYTES, KVCacheSpec
 from kvcache.wire.digest import digest_on_device
-from kvcache.wire.gather_scatter import check_places, gather_to_wire
+from kvcache.wire.gather_scatter import gather_to_wire
 from kvcache.wire.kernels import conversion as kernels
+from kvcache.wire.places import check_places
 
-# What the CPU gathers at a time, to be still in a cache near by when it is converted.
+# The CPU gathers this much at a time, so that it is still in a near cache when it is converted.
 _TILE_BYTES = 1 << 19
-# Inner cuts fall on multiples of it, as those of segments do: a gather copies runs.
-_ALIGN_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Converter:
-    """What a cache's numbers become; from `open_converter`, for one cache.
+    """The dtype and scales of one cache's payloads; made by `open_converter`.
 
     Attributes:
-        spec: of what is gathered: the cache's own, in the other dtype.
-        scales_LK: of a payload in 8 bits, float32, on the cache's device; None is 1.
+        spec: the cache's, in the payload's dtype.
+        scales_LK: for a payload in 8 bits, float32, on the cache's device; None is 1.
     """
 
     spec: KVCacheSpec
@@ -43,12 +40,11 @@ class Converter:
 
 
 def open_converter(cache: PagedKVCache, dtype: str, scales: Sequence[float] = ()) -> Converter:
-    """Slow on a GPU, where it compiles the kernel and waits; on a stream of its own, so that any thread may call it
-    while others use the GPU.
+    """Slow on a GPU: it compiles the kernel and waits, on its own stream, so any thread may call it.
 
     Args:
-        dtype: of any cache.
-        scales: of a dtype of 8 bits, of each layer those of keys and values, or of latents; without them all are 1.
+        dtype: of the payload; any dtype of a cache.
+        scales: for a dtype of 8 bits, by layer, of keys and values or of latents; none: all are 1.
     """
     spec = cache.spec
     assert spec.dtype in DTYPE_BYTES, "a cache in 8 bits is not converted"
@@ -81,7 +77,7 @@ def gather_converted(
     """As `gather_to_wire`, in the converter's dtype, for which `out` must be aligned.
 
     Args:
-        between: on a CPU, called again and again, by callers who have something else to keep going.
+        between: on a CPU, called after each tile, so that callers can keep other work going.
     """
     places = check_places(
         cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, out.numel(), spec=converter.spec
@@ -139,7 +135,7 @@ def _tiles(spec: KVCacheSpec, tokens: tuple[int, int], *, num_heads: int) -> Ite
     start, token_stop = tokens
     while start < token_stop:
         stop = start + tokens_each
-        aligned = stop // _ALIGN_TOKENS * _ALIGN_TOKENS
+        aligned = stop // ALIGN_TOKENS * ALIGN_TOKENS
         stop = min(token_stop, aligned if aligned > start else stop)
         yield start, stop
         start = stop

@@ -1,7 +1,7 @@
 """The digest of a payload: a 64-bit number that damage, loss or reordering of KV changes.
 
-It is a function of the payload's bytes alone, so neither layout nor block size matters. It is no defence against
-someone who forges KV on purpose: its weights are public.
+It depends on the payload's bytes alone, not on layout or block size. Its weights are public, so it does not protect
+against deliberate forgery.
 
 Definition. Let the payload, zero-padded to whole rows of ROW_BYTES, be a matrix of little-endian 32-bit words, and
 
@@ -9,14 +9,14 @@ Definition. Let the payload, zero-padded to whole rows of ROW_BYTES, be a matrix
     digest = LENGTH_WEIGHT * length_bytes + sum over i of row(i) * R(i) + sum over j of column(j) * C(j)  (mod 2**64)
     row(i) = mix(2**63 + i) | 1,  column(j) = 2 * (mix(j) | 1)             (mix: splitmix64's finalizer; mod 2**64)
 
-Nothing is multiplied per word: plain additions in any order, so a kernel that gathers tile by tile adds up what it
-holds in registers.
+A word costs additions only, in any order and no multiplication, so a kernel that gathers tile by tile adds up the words
+in its registers.
 
 What it detects. A change within one word always shows: its lowest changed bit stays the lowest in the row's part, and
-moves up by one in the column's. Any other error that does not cancel in every row and in every column at once (rows,
-tails, tokens or segments swapped, shifted, zeroed, repeated, torn) goes unseen for about one in 2**33 choices of
-weights at worst, one in 2**64 for most. What always goes unseen are contrived patterns that cancel both ways, such as
-equal errors of alternating sign on the corners of a rectangle.
+moves up by one in the column's. Any other error that does not cancel in every row and every column at once (rows,
+tails, tokens or segments that are swapped, shifted, zeroed, repeated or torn) stays undetected for about one in 2**33
+choices of weights at worst, and one in 2**64 for most errors. Contrived patterns that cancel both ways, such as equal
+errors of alternating sign on the corners of a rectangle, are never detected.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,11 @@ _MASK = (1 << 64) - 1
 def digest(payload: Tensor, *, between: Callable[[], object] | None = None) -> int:
     """The digest of a contiguous uint8 tensor on the CPU; unsigned, 64 bits.
 
-    Two passes of additions, tile by tile so that the second one finds the tile in the cache: 8 GB/s on one core of a
-    2.5 GHz Xeon for 4 MB, where a copy takes place at 11.5 and a sum with one multiplication per word at 2.2.
+    Two passes of additions, tile by tile, so that the second pass finds the tile in the CPU's cache. 4 MB on one core
+    of a 2.5 GHz Xeon: 8 GB/s, where a copy reaches 11.5 and a sum with one multiplication per word 2.2.
 
     Args:
-        between: called after each tile, by callers who have something else to keep going.
+        between: called after each tile, so that callers can keep other work going.
     """
     data, running = payload.numpy(), RunningDigest()
     for start in range(0, data.size, _TILE_BYTES):
@@ -54,7 +54,7 @@ def digest(payload: Tensor, *, between: Callable[[], object] | None = None) -> i
 
 
 class RunningDigest:
-    """The digest of a payload that comes piece by piece, each of whole rows but the last one."""
+    """The digest of a payload that comes in pieces; every piece but the last has whole rows."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -70,7 +70,7 @@ class RunningDigest:
 
     @property
     def total(self) -> int:
-        """Of what was added; unsigned, 64 bits."""
+        """The digest of the pieces so far; unsigned, 64 bits."""
         total = LENGTH_WEIGHT * self._num_bytes + _weigh(self._of_columns, column_weights())
         if self._of_rows:
             rows = np.concatenate(self._of_rows)
@@ -81,11 +81,11 @@ class RunningDigest:
 def digest_on_device(payload: Tensor, *, out: Tensor | None = None, add: int = 0) -> Tensor:
     """The digest of a contiguous uint8 tensor as an int64 scalar on its device: the same 64 bits, as a signed number.
 
-    On a GPU nothing waits for it.
+    On a GPU the host does not wait.
 
     Args:
-        out: the scalar to use; or any 8 contiguous bytes.
-        add: to the digest, mod 2**64.
+        out: the scalar to write, or any 8 contiguous bytes.
+        add: is added to the digest, mod 2**64.
     """
     if out is None:
         out = torch.empty((), dtype=torch.int64, device=payload.device)
@@ -102,7 +102,7 @@ def leave(total: int, out: Tensor) -> None:
 
 
 def constant_term(length_bytes: int, add: int = 0) -> int:
-    """What of a digest depends on no word of the payload: its length's part and what is added; a signed number."""
+    """The part of a digest that depends on no word of the payload: length and addend. A signed number."""
     total = (LENGTH_WEIGHT * length_bytes + add) & _MASK
     return total - (1 << 64) if total >> 63 else total
 

@@ -1,7 +1,7 @@
 """A request's tokens between the paged cache and wire order [layer, k/v, token, head, channel], for every layout.
 
-Knows nothing of requests and transfers: blocks and ranges in, bytes out. On a CPU as runs, as in `kvcache.cache_ops`;
-on a GPU one kernel, for which the host waits nowhere.
+Blocks and ranges in, bytes out: on a CPU as runs, as in `kvcache.tokens`; on a GPU by one kernel, for which the host
+never waits.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.errors import InternalError
 from kvcache.cache import PagedKVCache
-from kvcache.spec import KVCacheSpec
 from kvcache.wire.digest import COLUMNS, ROW_BYTES, RunningDigest, constant_term, digest_on_device, leave
 from kvcache.wire.kernels.gather_scatter import gather_and_digest, move
-from kvcache.wire.kernels.places import WirePlaces
+from kvcache.wire.places import WirePlaces, check_places
 
-# What the CPU gathers at a time, to be still in its second-level cache when it is digested.
+# The CPU gathers this much at a time, so that it is still in the second-level cache when it is digested.
 _TILE_BYTES = 1 << 19
 
 
@@ -39,20 +37,20 @@ def gather_to_wire(
 ) -> None:
     """Copies a request's tokens [token_start, token_stop) into `out` in wire order [layer, k/v, token, head, channel].
 
-    4 MB out of a 96 MB cache on one core of a 2.5 GHz Xeon: 7-9 GB/s in every layout at 4 KiB per token and layer,
-    5.4-8.7 at 512 bytes; copying 4 MB that lie together: 12. On an H200 8192 tokens of Llama 8B or DeepSeek: 93-98 % of
-    the bytes per second that a copy of as many reaches, in every layout; 4 MB take 3 us (without a digest).
+    Measured: 4 MB out of a 96 MB cache on one core of a 2.5 GHz Xeon, 7-9 GB/s in every layout at 4 KiB per token and
+    layer, 5.4-8.7 at 512 bytes, where a copy of 4 contiguous MB reaches 12. On an H200, 8192 tokens of Llama 8B or
+    DeepSeek, 93-98 % of the bytes per second of a plain copy in every layout; 4 MB take 3 us (without a digest).
 
     Args:
-        block_ids: int64; block_ids[i] holds the request's tokens [i * block_size, (i + 1) * block_size). Of a cache on
-            a GPU they may be on the CPU, at the price of a copy, or on the GPU, where they cannot be checked without
-            waiting for it: what is outside of the cache is then neither read nor written, and the payload has zeros.
-        out: contiguous uint8 of exactly the payload's size; may start at any byte, on a GPU better at one of 16.
+        block_ids: int64; block_ids[i] holds the request's tokens [i * block_size, (i + 1) * block_size). For a cache on
+            a GPU they may be on the CPU, at the price of a copy, or on the GPU, where a check would have to wait:
+            blocks outside the cache are then neither read nor written, and the payload has zeros in their place.
+        out: contiguous uint8 of exactly the payload's size; any start, on a GPU best a multiple of 16 bytes.
         block_ids_cpu: the same as `block_ids`, for the check.
-        digest_out: int64 scalar on the cache's device, or any 8 contiguous bytes, that gets the payload's digest, as a
-            signed number; on a GPU it costs far less than a digest afterwards.
-        digest_add: to the digest, mod 2**64.
-        between: on a CPU called again and again, by callers who have something else to keep going.
+        digest_out: int64 scalar on the cache's device, or any 8 contiguous bytes; receives the payload's digest as a
+            signed number. On a GPU this costs far less than a digest afterwards.
+        digest_add: is added to the digest, mod 2**64.
+        between: on a CPU, called after each tile, so that callers can keep other work going.
 
     Raises:
         InternalError: a block outside of the cache, a range outside of the blocks, or an `out` of another size.
@@ -91,10 +89,11 @@ def scatter_from_wire(
     payload: Tensor,
     block_ids_cpu: Tensor | None = None,
 ) -> None:
-    """Copies a payload of `gather_to_wire`, from a cache of any other layout and block size, into this request's
-    tokens; every other slot stays as it is. Same arguments and errors, with the payload in place of `out`.
+    """Copies a payload of `gather_to_wire`, from a cache of any layout and block size, into this request's tokens.
 
-    Measured likewise: 6-10 GB/s at 4 KiB per token and layer, 5-9 at 512 bytes; on an H200 93-97 % of a copy.
+    Every other slot stays as it is. Same arguments and errors, with the payload in place of `out`.
+
+    Measured in the same way: 6-10 GB/s at 4 KiB per token and layer, 5-9 at 512 bytes; on an H200 93-97 % of a copy.
     """
     places = check_places(cache, block_ids, block_ids_cpu, token_start, token_stop, layers, heads, payload.numel())
     if cache.storage.is_cuda:
@@ -116,14 +115,15 @@ def _gather_on_cpu(
     digest_add: int,
     between: Callable[[], object] | None,
 ) -> None:
-    """Tile by tile where there is something to do between them, so that a digest finds its tile in the cache."""
+    """Tile by tile where each tile is followed by a digest or by `between`: the digest then finds its tile in the CPU's
+    cache."""
     runs, run_bytes = _wire_runs(places, block_ids)
     rows = torch.from_numpy(runs)
     table = memory.as_strided((memory.numel() - run_bytes + 1, run_bytes), (1, 1))
     if digest_out is None and between is None:
         torch.index_select(table, 0, rows, out=out.view(-1, run_bytes))
         return
-    # Whole rows of the digest's.
+    # A tile is whole rows of the digest's matrix.
     aligned = ROW_BYTES // gcd(ROW_BYTES, run_bytes)
     tile_runs = max(1, _TILE_BYTES // (aligned * run_bytes)) * aligned
     running = RunningDigest()
@@ -142,8 +142,8 @@ def _wire_runs(places: WirePlaces, block_ids: Tensor) -> tuple[NDArray[np.int64]
     """First byte of each run in the cache, in wire order, and the bytes of a run."""
     block_size, token_start = places.block_size, places.token_start
     token_stop = token_start + places.num_tokens
-    # Tokens that follow each other in a block make one run where all their heads are taken; the greatest number that
-    # divides block and range alike keeps all runs equal.
+    # Consecutive tokens of a block make one run if all their heads are taken. The greatest number that divides both
+    # block and range keeps all runs equal.
     adjacent = places.num_heads == 1 and places.stride_N == places.run
     together = gcd(block_size, token_start, token_stop) if adjacent else 1
     first_block = token_start // block_size
@@ -155,75 +155,3 @@ def _wire_runs(places: WirePlaces, block_ids: Tensor) -> tuple[NDArray[np.int64]
     layers_L = np.arange(places.num_parts // places.kv_factor) * places.stride_L + places.first
     parts_P = np.add.outer(layers_L, np.arange(places.kv_factor) * places.stride_K).reshape(-1, 1)
     return (parts_P + np.add.outer(tokens_T, heads_H).reshape(-1)).reshape(-1), places.run * together
-
-
-def places_of(cache: PagedKVCache, token_start: int, token_stop: int, layers: range, heads: range) -> WirePlaces:
-    """Where a request's runs lie in its blocks; the ranges are right."""
-    spec, shape = cache.spec, cache.shape
-    stride_L, stride_K, stride_B, stride_N, stride_H, _ = (stride * spec.itemsize for stride in cache.view.stride())
-    run = spec.head_dim * spec.itemsize
-    heads_adjacent = len(heads) == 1 or stride_H == run
-    return WirePlaces(
-        first=layers.start * stride_L + heads.start * stride_H,
-        run=run * len(heads) if heads_adjacent else run,
-        stride_L=stride_L * layers.step,
-        stride_K=stride_K,
-        stride_B=stride_B,
-        stride_N=stride_N,
-        stride_H=stride_H,
-        num_parts=len(layers) * spec.kv_factor,
-        kv_factor=spec.kv_factor,
-        num_tokens=token_stop - token_start,
-        num_heads=1 if heads_adjacent else len(heads),
-        token_start=token_start,
-        block_size=shape.block_size,
-        num_blocks=shape.num_blocks,
-    )
-
-
-def check_places(
-    cache: PagedKVCache,
-    block_ids: Tensor,
-    block_ids_cpu: Tensor | None,
-    token_start: int,
-    token_stop: int,
-    layers: range,
-    heads: range,
-    payload_bytes: int,
-    *,
-    spec: KVCacheSpec | None = None,
-) -> WirePlaces:
-    """Where a request's runs lie. A wrong reference must end as an error, never as a read or write somewhere else.
-
-    Args:
-        spec: of the payload; the cache's if not given.
-
-    Raises:
-        InternalError
-    """
-    spec, shape = spec or cache.spec, cache.shape
-    tokens_held = block_ids.numel() * shape.block_size
-    if not 0 <= token_start < token_stop <= tokens_held:
-        raise InternalError(
-            f"tokens [{token_start}, {token_stop}) of a request whose blocks hold {tokens_held}", field="token_stop"
-        )
-    for name, chosen, size in (("layers", layers, spec.num_layers), ("heads", heads, spec.num_kv_heads)):
-        if (chosen.step != 1 and name == "heads") or not 0 <= chosen.start < chosen.stop or chosen[-1] >= size:
-            raise InternalError(f"{name} are {chosen} of {size}", field=name, value=chosen)
-    _check_blocks(block_ids, block_ids_cpu, shape.num_blocks)
-    per_token = len(layers) * spec.kv_factor * len(heads) * spec.head_dim * spec.itemsize
-    expected_bytes = (token_stop - token_start) * per_token
-    if payload_bytes != expected_bytes:
-        raise InternalError(f"the payload has {payload_bytes} bytes and not {expected_bytes}", field="payload")
-    return places_of(cache, token_start, token_stop, layers, heads)
-
-
-def _check_blocks(block_ids: Tensor, block_ids_cpu: Tensor | None, num_blocks: int) -> None:
-    known = block_ids if block_ids_cpu is None else block_ids_cpu
-    if known.numel() != block_ids.numel():
-        raise InternalError(f"{block_ids.numel()} block ids, {known.numel()} on the CPU", field="block_ids_cpu")
-    if known.is_cuda:
-        return
-    lowest, highest = (int(extreme) for extreme in torch.aminmax(known))
-    if lowest < 0 or highest >= num_blocks:
-        raise InternalError(f"block ids from {lowest} to {highest} of {num_blocks}", field="block_ids")

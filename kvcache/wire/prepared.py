@@ -1,8 +1,7 @@
-"""Prepared kernels for gather and scatter on a GPU, for callers that move one segment after another.
+"""Prepared kernels for gather, scatter and digest on a GPU, for callers that move one segment after another.
 
-What is equal for all segments is computed once, so a segment costs the host little more than one launch.
-
-Knows nothing of requests and transfers. Nothing is allocated once a stream was used, and nobody waits.
+What is equal for all segments is computed once, so a segment costs the host little more than one launch. After a
+stream's first use nothing is allocated, and the host never waits.
 """
 
 from dataclasses import dataclass
@@ -12,19 +11,20 @@ from torch import Tensor
 
 from kvcache.cache import PagedKVCache
 from kvcache.wire.digest import COLUMNS, ROW_BYTES, constant_term, digest_on_device
-from kvcache.wire.gather_scatter import gather_to_wire, places_of, scatter_from_wire
+from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 from kvcache.wire.kernels.digest import new_scratch, prepare_digest, programs_at_once, programs_for
 from kvcache.wire.kernels.gather_scatter import cut_to_move, prepare_gather_and_digest, prepare_move
+from kvcache.wire.places import places_of
 from tritonlib.launch import PreparedKernel, current_stream
 
 
 class DeviceWire:
-    """One cache's moves. Made and used by one thread, whose current device is the cache's; compiles its kernels.
+    """One cache's prepared kernels. One thread makes and uses it; that thread's current device is the cache's.
 
-    Memory that is given may be longer than what is used of it, which is its beginning, and block ids more: so callers
-    keep the same tensors for one segment after the other. Otherwise arguments and errors are those of
-    `kvcache.wire.gather_scatter`, except that block ids are not checked: blocks outside the cache are neither read nor
-    written, and a payload has zeros in their place.
+    Memory and block ids may be longer than a segment needs, which uses their beginning, so that callers keep the same
+    tensors for all segments. Otherwise arguments and errors are those of `kvcache.wire.gather_scatter`, except that
+    block ids are not checked: blocks outside the cache are neither read nor written, and a payload has zeros in their
+    place.
 
     Methods launch on `stream`; None is the thread's current one.
     """
@@ -133,7 +133,7 @@ class DeviceWire:
         digest_add: int = 0,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """As `digest_on_device`, of so many bytes of any memory of the device; `out` as `digest_out` of `gather`."""
+        """As `digest_on_device`, for the first bytes of any memory of the device; `out` as `digest_out` of `gather`."""
         if num_bytes > payload.numel() or (payload.data_ptr() | num_bytes) % PreparedKernel.ALIGN_BYTES:
             with torch.cuda.stream(stream):
                 digest_on_device(payload[:num_bytes], out=out, add=digest_add)
@@ -152,7 +152,7 @@ class DeviceWire:
     def _usual_moves(
         self, block_ids: Tensor, token_start: int, num_tokens: int, layers: range, heads: range, payload: Tensor
     ) -> "_Moves | None":
-        """Unless something is wrong, or the payload starts where the prepared kernels do not take it."""
+        """None if an argument is wrong, or the payload's address does not suit the prepared kernels."""
         spec = self._cache.spec
         if (
             0 <= token_start < token_start + num_tokens <= block_ids.numel() * self._cache.shape.block_size
@@ -184,15 +184,15 @@ class DeviceWire:
 
 @dataclass(frozen=True, eq=False)
 class _Moves:
-    """Of a cache's tokens with some of their heads.
+    """The prepared kernels for some of a cache's heads.
 
     Attributes:
         gather_and_digest: None where a payload must be digested afterwards.
         token_layer_bytes: of one token in one layer.
         token_rows: rows of one token in one layer's keys.
         tile_rows: of `gather` and `scatter`.
-        places: what kernels are told behind the rows and the first token: the number of blocks, the first byte, and
-            the strides from one layer, key or value, block, token and head to the next.
+        places: the kernels' arguments after the rows and the first token: the number of blocks, the first byte, and the
+            strides from one layer, key or value, block, token and head to the next.
     """
 
     gather: PreparedKernel
@@ -205,7 +205,7 @@ class _Moves:
     places: tuple[int, ...]
 
     def numbers(self, token_start: int, num_tokens: int, layers: range) -> tuple[int, ...]:
-        """A payload's, for the kernels."""
+        """A payload's arguments for the kernels."""
         num_blocks, first, stride_L, *strides = self.places
         rows = num_tokens * self.token_rows
         return (

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvcache.access import store_kv, store_latent
 from kvcache.cache import PagedKVCache
-from kvcache.cache_ops import WriteIndex, store_kv, store_latent
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
+from kvcache.tokens import WriteIndex
 from kvcache.wire.conversion import Converter, open_converter
 from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire

@@ -1,8 +1,8 @@
-"""A request's tokens out of the paged cache in wire order, in another dtype; the twin is the CPU's half of
+"""A request's tokens out of the paged cache in wire order, in another dtype; the twin is the CPU half of
 `kvcache.wire.conversion`.
 
-Each number is read once and written once. Rows are those of `kvcache.wire.kernels.gather_scatter`, with numbers in
-place of words.
+Each number is read once and written once. Rows are as in `kvcache.wire.kernels.gather_scatter`, but of numbers, not
+words.
 
 Legend: R rows, W numbers of a row, L layers, K key and value.
 """
@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcache.wire.kernels.gather_scatter import NUMBERS, locate
-from kvcache.wire.kernels.places import WirePlaces, cut_rows
+from kvcache.wire.kernels.rows import cut_rows
+from kvcache.wire.places import WirePlaces
 from tritonlib.fp8 import to_fp8
 from tritonlib.launch import interpreted
 from tritonlib.rounding import round_to
 
-# Numbers of a row at most, those that a program converts, and its warps.
+# The most numbers in a row, the numbers that a program converts, and its warps.
 _TUNING = (512, 2048, 1)
 
 
@@ -32,14 +33,13 @@ def gather_converted(
 ) -> None:
     """Copies a payload out of the cache, in the payload's dtype.
 
-    Blocks outside of the cache are not read; a payload has zeros in their place.
+    Blocks outside of the cache are not read; the payload has zeros in their place.
 
     Args:
         numbers: the whole cache, [numbers], float32, bfloat16 or float16.
         payload: [numbers], adjacent, of any dtype of a cache.
         block_ids: int64, of the whole request.
-        scales_LK: float32, of the layers of `places`, for a payload in 8 bits: what is written is the number divided by
-            it. None is 1.
+        scales_LK: float32, of the layers of `places`, for a payload in 8 bits: numbers are divided by it. None is 1.
     """
     row_numbers, tile_numbers, num_warps = tuning
     cut = cut_rows(places, numbers.element_size(), row_numbers, tile_numbers)

@@ -1,10 +1,10 @@
-"""The digest of `kvcache.wire.digest` on a GPU: of a payload in memory, and the parts with which another kernel digests
-what it holds in registers.
+"""The digest of `kvcache.wire.digest` on a GPU: a kernel for payloads in memory, and parts for kernels that digest what
+they hold in registers.
 
-All in one launch: a program weighs the sum of each of its rows, adds up the columns of all of them in registers, and
-leaves both in memory of its own. The last program of a group adds up what the group has left, and the last of these
-what the groups have, weighs, and writes the digest. (Atomic additions to one memory for all cost 17 us, more than
-gathering 4 MB.) All sums wrap, so their order is free.
+All in one launch: a program weighs the sum of each of its rows, adds up its rows' columns in registers, and writes both
+to memory of its own. The last program of a group adds up the group's sums, and the last group adds up those of all
+groups, weighs them and writes the digest. (Atomic additions to shared memory locations cost 17 us, more than gathering
+4 MB.) All sums wrap, so their order is free.
 """
 
 import torch
@@ -17,15 +17,15 @@ from tritonlib.launch import PreparedKernel
 # Rows that a program takes at a time, and its warps.
 _ROWS = 16
 _NUM_WARPS = 8
-# Fewer programs where each would have less: every one leaves a whole row of column sums.
+# The fewest rows of a program: each writes a whole row of column sums.
 _ROWS_PER_PROGRAM_MIN = 8
 _PROGRAMS_PER_SM = 2
-# How many programs leave their sums to one of them, and how many groups of as many there may be.
+# Programs in a group, and the most groups.
 _GROUP = 16
 _MOST_GROUPS = 32
 # Rows whose sums a program holds until it weighs them.
 _HELD_ROWS = 256
-# What a kernel that digests must know of its scratch memory.
+# What a kernel that digests needs to know about its scratch memory.
 CONSTANTS = {"HELD_ROWS": _HELD_ROWS, "GROUP": _GROUP, "MOST_GROUPS": _MOST_GROUPS}
 
 
@@ -44,8 +44,8 @@ def programs_for(num_rows: int, at_once: int) -> int:
 def new_scratch(columns: int, device: torch.device) -> Tensor:
     """Memory for digests that follow each other on one stream, int32.
 
-    Rows of `columns` numbers: how many programs of each group are ready, and how many groups, which a digest finds and
-    leaves at zero; what each program's rows weigh, int64; each group's sums; each program's sums.
+    Rows of `columns` numbers: how many programs of each group and how many groups are ready, zero before and after a
+    digest; each program's weighed rows, int64; each group's sums; each program's sums.
     """
     assert columns >= 2 * _GROUP * _MOST_GROUPS
     rows = 2 + _MOST_GROUPS + programs_at_once(device)
@@ -73,7 +73,7 @@ def digest_payload(payload: Tensor, *, columns: int, constant_term: int, out: Te
 
 
 def prepare_digest(columns: int, device: torch.device) -> PreparedKernel:
-    """As `digest_payload`, of payloads whose sizes too are multiples of `PreparedKernel.ALIGN_BYTES`.
+    """Prepared `digest_payload`, for payloads whose sizes too are multiples of `PreparedKernel.ALIGN_BYTES`.
 
     Arguments of a launch: payload, scratch, out, payload's bytes, constant term.
     """
@@ -131,33 +131,33 @@ def _digest_kernel(
 
 @triton.jit
 def own_memory(scratch_ptr, COLUMNS: tl.constexpr, MOST_GROUPS: tl.constexpr):
-    """Where a program leaves its columns' sums; until then its rows' sums are held there."""
+    """Where a program writes its columns' sums; until then it holds its rows' sums there."""
     return scratch_ptr + (2 + MOST_GROUPS + tl.program_id(0)) * COLUMNS
 
 
 @triton.jit
 def held_until(first_tile, num_tiles, ROWS: tl.constexpr, HELD_ROWS: tl.constexpr):
-    """The tile at which a program must weigh what it holds of `first_tile` and later ones."""
+    """The tile at which a program must weigh the row sums that it holds since `first_tile`."""
     return tl.minimum(num_tiles, first_tile + HELD_ROWS // ROWS * tl.num_programs(0))
 
 
 @triton.jit
 def hold(sums_R, own_ptr, held, ROWS: tl.constexpr):
-    """Writes the sums of a tile's rows behind those of the tiles before, of `held` rows, and gives how many are held
-    now. Weighed tile by tile, every thread would weigh all of them."""
+    """Appends a tile's row sums to the `held` ones in memory; returns how many are held now. They are not weighed tile
+    by tile because every thread would then weigh all of them."""
     tl.store(own_ptr + held + tl.arange(0, ROWS), _wrapped(sums_R))
     return held + ROWS
 
 
 @triton.jit
 def weigh(own_ptr, held, first_tile, ROWS: tl.constexpr, HELD_ROWS: tl.constexpr):
-    """The sums of rows that are held, of `first_tile` and the program's next ones, weighed; int64."""
+    """The held row sums, of `first_tile` and the program's later tiles, weighed; int64."""
     held_R = tl.arange(0, HELD_ROWS)
     rows_R = (first_tile + held_R // ROWS * tl.num_programs(0)).to(tl.int64) * ROWS + held_R % ROWS
     weights_R = _mix(rows_R.to(tl.uint64) + (1 << 63)) | 1
     tl.debug_barrier()
     sums_R = tl.load(own_ptr + held_R, mask=held_R < held, other=0)
-    # What is held next must not come before this is read.
+    # The next tile's sums must not overwrite these before they are read.
     tl.debug_barrier()
     return _low_half(sums_R) * weights_R.to(tl.int64, bitcast=True)
 
@@ -174,11 +174,11 @@ def finish(
     GROUP: tl.constexpr,
     MOST_GROUPS: tl.constexpr,
 ):
-    """Leaves a program's sums, or writes the digest where all others have left theirs.
+    """Writes a program's sums; the last program of all writes the digest.
 
     Args:
         of_columns, columns: the sums of a program's columns, and which these are.
-        of_rows_R: what `weigh` gave, added up.
+        of_rows_R: the sum of the results of `weigh`.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     group, num_groups = program // GROUP, tl.cdiv(num_programs, GROUP)
@@ -218,7 +218,7 @@ def _add_up(rows_ptr, num_rows, COLUMNS: tl.constexpr, MOST_ROWS: tl.constexpr):
     columns_C = tl.arange(0, COLUMNS)
     sums_C = tl.zeros([COLUMNS], tl.int32)
     for row in tl.static_range(MOST_ROWS):
-        # NOTE: from the second-level cache, because the first one's lines may be of a digest before.
+        # NOTE: from the second-level cache, because the first level may still have the lines of an earlier digest.
         sums_C += tl.load(rows_ptr + row * COLUMNS + columns_C, mask=row < num_rows, other=0, cache_modifier=".cg")
     return sums_C
 

@@ -1,9 +1,9 @@
-"""A request's tokens between the paged cache and wire order [layer, k/v, token, head, channel]; the twins are the CPU's
+"""A request's tokens between the paged cache and wire order [layer, k/v, token, head, channel]; the twins are the CPU
 halves of `gather_to_wire` and `scatter_from_wire`.
 
-The payload is cut into rows, pieces of one token's adjacent bytes, all of one size; a program takes consecutive rows,
-works out where each lies in the cache, and moves them. So the payload's side is one stream whatever the layout, and a
-gathered tile is whole rows of the digest's matrix, which is why the digest costs additions only.
+The payload is cut into rows, pieces of one token's adjacent bytes, all of one size. A program takes consecutive rows,
+computes where each lies in the cache, and moves them. So the payload's side is one stream whatever the layout, and a
+gathered tile is whole rows of the digest's matrix: the digest costs additions only.
 
 Legend: R rows, W words of a row.
 """
@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcache.wire.kernels import digest
-from kvcache.wire.kernels.places import Cut, WirePlaces, cut_rows
+from kvcache.wire.kernels.rows import Cut, cut_rows
+from kvcache.wire.places import WirePlaces
 from tritonlib.launch import PreparedKernel
 
-# Words of a row at most, words that a program moves at a time, and its warps.
+# The most words in a row, the words that a program moves at a time, and its warps.
 _TUNING = (512, 2048, 1)
 # With a digest few programs of many tiles each, because each leaves a row of column sums.
 _DIGEST_TUNING = (512, 8192, 8)
@@ -86,7 +87,7 @@ def gather_and_digest(
 
 
 def prepare_move(places: WirePlaces, device: torch.device, *, to_cache: bool) -> PreparedKernel:
-    """As `move`, for all payloads that differ from these places in layers, tokens and the first head only.
+    """Prepared `move`, for all payloads that differ from these places only in layers, tokens and the first head.
 
     Arguments of a launch, as many programs as the cut has tiles: memory, payload, block ids, the cut's.
     """
@@ -96,9 +97,9 @@ def prepare_move(places: WirePlaces, device: torch.device, *, to_cache: bool) ->
 
 
 def prepare_gather_and_digest(places: WirePlaces, device: torch.device, *, columns: int) -> PreparedKernel:
-    """As `gather_and_digest`, likewise.
+    """Prepared `gather_and_digest`, for the same payloads.
 
-    Arguments of a launch, as many programs as `digest.programs_for` says: memory, payload, block ids, scratch, digest,
+    Arguments of a launch, with `digest.programs_for` programs: memory, payload, block ids, scratch, digest,
     constant term, the cut's.
     """
     constants = {**cut_to_digest(places).constants, "COLUMNS": columns, **digest.CONSTANTS}
@@ -106,21 +107,21 @@ def prepare_gather_and_digest(places: WirePlaces, device: torch.device, *, colum
     return PreparedKernel(_gather_and_digest_kernel, device, examples, constants, num_warps=_DIGEST_TUNING[2])
 
 
-# Any numbers, for a cut's arguments.
+# Examples of a cut's arguments: any numbers.
 _EXAMPLES = (1,) * 10
 
 
 def cut_to_move(places: WirePlaces) -> Cut:
-    """As `prepare_move` cuts."""
+    """The cut of `prepare_move`."""
     return cut_rows(places, gcd(4, places.unit_bytes), *_TUNING[:2])
 
 
 def cut_to_digest(places: WirePlaces) -> Cut:
-    """As `prepare_gather_and_digest` cuts."""
+    """The cut of `prepare_gather_and_digest`."""
     return cut_rows(places, 4, *_DIGEST_TUNING[:2])
 
 
-# Not specialised, so that a kernel is compiled for a cache's shape and not for a payload's; how they divide, UNIT says.
+# Not specialised, so that a kernel is compiled for a cache's shape, not for each payload's. UNIT is how they divide.
 NUMBERS = [
     "num_rows",
     "rows_of_part",
@@ -295,7 +296,7 @@ def locate(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Where each row of a tile lies in the cache behind the first, in words, and whether it lies there at all."""
+    """Where each row of a tile lies, in words from the cache's first, and whether it lies in the cache at all."""
     first_row = tile.to(tl.int64) * ROWS
     # The 64-bit division once per tile; rows count from the tile's part.
     rows_R = (first_row % rows_of_part).to(tl.int32) + tl.arange(0, ROWS)

@@ -13,6 +13,7 @@ from baton.errors import InternalError
 from kvcache.layout import GQA_LAYOUTS, KVCacheLayout
 from kvcache.spec import KVKind
 from tests.conformance.attention.batches import LONG, Batch
+from tests.conformance.attention.captured import check_memory_stays_in_place, check_which_batches_replay
 from tests.conformance.attention.gqa import LAYER, Shape, backend_of, gqa_case
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import backend_name, backends_here, main_dtype
@@ -21,6 +22,7 @@ from tests.conformance.attention.settings import SETTINGS, Setting
 from tests.device import DEVICE
 
 BACKENDS = backends_here(KVKind.GQA)
+WITH_CUDA_GRAPHS = [backend for backend in BACKENDS if backend.capabilities.cudagraph]
 COMBINATIONS = [(backend, *combination) for backend in BACKENDS for combination in combinations(backend)]
 LAYOUTS = [
     (backend, layout) for backend in BACKENDS for layout in GQA_LAYOUTS if layout in backend.capabilities.layouts
@@ -140,10 +142,15 @@ def test_long_contexts_split_over_many_programs(backend: BackendClass, name: str
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
-def test_backend_and_builder_agree_about_cuda_graphs(backend: BackendClass) -> None:
+def test_decodes_replay_in_cuda_graphs_where_these_are_declared_and_prefills_never(backend: BackendClass) -> None:
     shape = Shape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities))
-    builder = backend_of(backend, PLAIN, shape).builder
-    assert builder.full_cudagraph_supported is backend.capabilities.cudagraph
+    check_which_batches_replay(backend_of(backend, PLAIN, shape), shape.block_size)
+
+
+@pytest.mark.parametrize("backend", WITH_CUDA_GRAPHS, ids=name_of)
+def test_a_captured_steps_memory_stays_in_place(backend: BackendClass) -> None:
+    shape = Shape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities))
+    check_memory_stays_in_place(backend_of(backend, PLAIN, shape), shape.block_size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)

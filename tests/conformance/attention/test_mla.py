@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVKind
 from tests.conformance.attention.batches import LONG
+from tests.conformance.attention.captured import check_memory_stays_in_place, check_which_batches_replay
 from tests.conformance.attention.mla import DEEPSEEK, LAYER, TINY, MLAShape, mla_backend_of, mla_case
 from tests.conformance.attention.oracle import relative_error
 from tests.conformance.attention.platform_backends import backend_name, backends_here, dtypes_here, main_dtype
@@ -21,6 +22,7 @@ from tests.conformance.attention.selected import batches_of, block_sizes_of, lat
 from tests.device import DEVICE
 
 BACKENDS = backends_here(KVKind.MLA)
+WITH_CUDA_GRAPHS = [backend for backend in BACKENDS if backend.capabilities.cudagraph]
 COMBINATIONS = [(backend, *combination) for backend in BACKENDS for combination in latent_combinations(backend)]
 # Decodes round the query once more, when W_UK has gone into it.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 2e-3}
@@ -80,10 +82,15 @@ def test_the_size_of_the_workspace_changes_nothing(backend: BackendClass, worksp
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
-def test_backend_and_builder_agree_about_cuda_graphs(backend: BackendClass) -> None:
+def test_decodes_replay_in_cuda_graphs_where_these_are_declared_and_prefills_never(backend: BackendClass) -> None:
     shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities), dims=DIMS)
-    builder = mla_backend_of(backend, shape).builder
-    assert builder.full_cudagraph_supported is backend.capabilities.cudagraph
+    check_which_batches_replay(mla_backend_of(backend, shape), shape.block_size)
+
+
+@pytest.mark.parametrize("backend", WITH_CUDA_GRAPHS, ids=name_of)
+def test_a_captured_steps_memory_stays_in_place(backend: BackendClass) -> None:
+    shape = MLAShape(block_size=block_sizes_of(backend)[0], dtype=main_dtype(backend.capabilities), dims=DIMS)
+    check_memory_stays_in_place(mla_backend_of(backend, shape), shape.block_size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)

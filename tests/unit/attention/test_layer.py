@@ -22,10 +22,10 @@ from attention.parameters import AttentionParameters, AttentionType, per_layer_p
 from attention.platform import Platform
 from baton.errors import ConfigError, InternalError
 from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.cache_ops import WriteIndex
 from kvcache.layout import KVCacheLayout
 from kvcache.scales import KVScales
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.tokens import WriteIndex
 
 HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 8, 4, 0.3
 NEEDS = AttentionNeeds(KVKind.GQA, "cpu", "float32", DIM, BLOCK, KVCacheLayout.NHD)

@@ -16,9 +16,10 @@ from torch.nn.functional import rms_norm
 from attention.kernels.rotary.heads import rotate_qkv
 from attention.kernels.rotary.latents import rotate_latents
 from attention.rotation import HeadNorms, Rotation
+from kvcache.access import store_kv, store_latent
 from kvcache.cache import PagedKVCache
-from kvcache.cache_ops import WriteIndex, store_kv, store_latent
 from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
+from kvcache.tokens import WriteIndex
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import block_sizes, copy_of, new_cache, spec_of
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache.fp8 import convert_kv, dequantize, quantize
+from kvcache.block_ops import convert_kv
+from kvcache.fp8 import dequantize, quantize
 from kvcache.kernels.blocks import convert
 from kvcache.layout import KVCacheLayout
 from tests.device import DEVICE

@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InternalError
+from kvcache.access import store_kv, store_latent
 from kvcache.cache import TORCH_DTYPES, PagedKVCache
-from kvcache.cache_ops import WriteIndex, store_kv, store_latent
 from kvcache.layout import MLA_LAYOUTS, KVCacheLayout
 from kvcache.spec import DTYPE_BYTES, FP8_DTYPES, KV_DTYPE_BYTES, KVKind
+from kvcache.tokens import WriteIndex
 from kvcache.wire.conversion import Converter, gather_converted, open_converter
 from kvcache.wire.digest import digest
-from kvcache.wire.gather_scatter import gather_to_wire, places_of
+from kvcache.wire.gather_scatter import gather_to_wire
 from kvcache.wire.kernels import conversion as kernels
+from kvcache.wire.places import places_of
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import NUM_LAYERS, block_sizes, copy_of, layouts, new_cache, spec_of
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from baton.errors import InternalError
+from kvcache.access import gather_tokens, store_kv, store_latent
 from kvcache.cache import PagedKVCache
-from kvcache.cache_ops import TokenIndex, WriteIndex, gather_tokens, store_kv, store_latent
 from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.tokens import TokenIndex, WriteIndex
 from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire, scatter_from_wire
 

@@ -1,5 +1,5 @@
-"""Assignments brought into the order of their experts and cut into tiles of one expert each. The host learns nothing
-of it: it knows only how many tiles there can be at most.
+"""Sorts assignments by expert and cuts them into tiles of one expert each. The result stays on the device: the host
+knows only the largest possible number of tiles.
 
 Legend: T token, K choice of a token, S = T*K assignment, P place in the order, E expert, L tile, C assignment
 of a part, H chunk of assignments.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
-# Up to here every program counts all assignments itself, which saves a launch.
+# Up to this many assignments every program counts all of them itself, which saves a launch.
 _COUNTED_BY_EACH = 4096
 _PART = 128
 _CHUNK = 1024

@@ -1,9 +1,9 @@
 """Products of quantized activations with fp8 weights. Tensor cores sum 128 channels; those sums are scaled and added up
 in float32, for the cores themselves keep too few bits of long sums.
 
-For few tokens the weights are the tall side of each tile and the channels are cut among several programs, of which the
-last to arrive adds up what all found, always in the same order. Programs do not overlap the kernel in front: they
-would wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.quantization.fp8.multiply`.
+For few tokens the weights are the tall side of each tile and several programs share the channels; the last one to
+arrive adds up all partial sums, always in the same order. Programs do not overlap the kernel before them: they would
+wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.quantization.fp8.multiply`.
 
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """
@@ -19,15 +19,15 @@ from models.quantization.config import FP8_BLOCK
 from tritonlib.fp8 import from_fp8
 from tritonlib.launch import bound, interpreted
 
-# Of fp8 numbers, a load of 16 bytes.
+# fp8 numbers in a load of 16 bytes.
 ALIGNMENT = 16
-# How many programs should share the work of few tokens, per multiprocessor: as many as it holds, of tiles of 64 rows
-# and of taller ones. And how many channels each gets at least.
+# Programs per multiprocessor that share the work of few tokens, as many as it holds: with tiles of 64 rows, and with
+# taller ones. Then the fewest channels of a program.
 _PROGRAMS_PER_SM = 3
 _TALL_PROGRAMS_PER_SM = 2
 _CHANNELS_PER_SPLIT = 512
 _MAX_SPLIT_TOKENS = 256
-# Tiles of tokens that share what is read of the weights, so that programs side by side find both in the L2 cache.
+# Tiles of tokens that run next to each other with the same weights, so programs find both in the L2 cache.
 _GROUPED_TILES = 8
 
 

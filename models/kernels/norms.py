@@ -27,7 +27,7 @@ def rms_norm(x_TD: Tensor, norm: RowNorm) -> Tensor:
 def add_rms_norm(stream_TD: Tensor, update_TD: Tensor, norm: RowNorm, *, update_norm: RowNorm | None = None) -> Tensor:
     """Adds `update_TD`, by its own norm if it has one, to `stream_TD` in place; what `norm` makes of the sum [T, D].
 
-    Rounds to the tensors' dtype wherever separate calls would: behind the update's norm, the sum and the norm.
+    Rounds to the tensors' dtype wherever separate calls would: after the update's norm, the sum and the norm.
     """
     out_TD = torch.empty_like(stream_TD, memory_format=torch.contiguous_format)
     _launch(update_TD, stream_TD, update_norm, norm, out_TD)

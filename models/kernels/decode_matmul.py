@@ -236,7 +236,7 @@ def multiply_few_rows(
     await_predecessors(OVERLAP)
     sum_NM = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(bound(first, INTERPRETED), bound(stop, INTERPRETED)):
-        # What lies past the last row, token or channel is read as 0.
+        # Numbers past the last row, token or channel are read as 0.
         weight_NK = weight_map.load([tile * ROWS, step * DEPTH])
         x_MK = x_map.load([0, step * DEPTH])
         if INTERPRETED:

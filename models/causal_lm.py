@@ -1,8 +1,8 @@
 """A decoder-only language model around one family's layers: embedding, layers, last norm, head.
 
-The residual stream is one tensor that is changed in place: a layer returns what is to be added to it, because the norm
-that reads the sum adds in the same pass. Knows no family and no request. Shapes: T token of the batch, D hidden
-channel, R row that wants logits, V vocabulary.
+The residual stream is one tensor that is changed in place. A layer returns its update instead of adding it, because
+the next norm adds and normalizes in one pass. Shapes: T token of the batch, D hidden channel, R row whose logits are
+computed, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,8 @@ from models.rotary import Rotary
 
 
 class DecoderLayer(Joint):
-    """Attention and an MLP, each behind a norm and added to the residual stream. Families make the parts.
-
-    Those give a rank's part of a sum.
-    """
+    """Attention and an MLP, each after a norm and added to the residual stream. Families make the parts, which return
+    a rank's part of a sum."""
 
     input_layernorm: RMSNorm
     self_attn: nn.Module
@@ -42,7 +40,7 @@ class DecoderLayer(Joint):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
+        """Adds the update of the layer before and that of its own attention to the stream; returns its MLP's."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
         normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, attended_TD)
@@ -50,7 +48,7 @@ class DecoderLayer(Joint):
 
 
 class Decoder(nn.Module):
-    """What most checkpoints keep under `model.`."""
+    """The part of a model that most checkpoints keep under `model.`."""
 
     def __init__(
         self, config: ModelConfig, layers: Sequence[nn.Module], *, norm: nn.Module, dtype: torch.dtype
@@ -62,16 +60,18 @@ class Decoder(nn.Module):
 
 
 class CausalLM(Joint):
-    """Module paths equal the tensor names of checkpoints, apart from `FusedLinear` and `Experts`, which name theirs,
-    and from `checkpoint_prefixes`. Families whose layers are called otherwise have their own `forward`.
+    """A whole model. Families whose layers take other arguments override `forward`.
+
+    Module paths equal the tensor names of checkpoints, except in `FusedLinear` and `Experts`, which name their own
+    tensors.
 
     Args:
-        norm: behind the last layer; None is an RMS norm.
+        norm: after the last layer; None: an RMS norm.
 
     Attributes:
-        checkpoint_prefixes: what paths begin with here, and in checkpoints.
-        config: the rank's, where several compute the model together.
-        vocab_size: the whole model's.
+        checkpoint_prefixes: prefixes of module paths, and what checkpoints have in their place.
+        config: of this rank, where several ranks compute the model together.
+        vocab_size: of the whole model.
         rotary: None where the config has no rotary embedding.
     """
 
@@ -96,7 +96,7 @@ class CausalLM(Joint):
 
         Args:
             positions_T: below `config.max_context_tokens`.
-            metadata: what the attention backend that the model was loaded with planned for this batch.
+            metadata: this batch's plan, by the attention backend that the model was loaded with.
         """
         assert self.rotary is not None
         rotation = self.rotary(positions_T)
@@ -108,7 +108,7 @@ class CausalLM(Joint):
         return self.model.norm.add_and_norm(stream_TD, update_TD)
 
     def join(self, parallel: TensorParallel, *, vocab_size: int) -> None:
-        """Makes a model of one rank's config a part of one that the ranks compute together.
+        """Makes this model, of one rank's config, a part of the model that all ranks compute together.
 
         Args:
             vocab_size: of the whole model.
@@ -119,15 +119,14 @@ class CausalLM(Joint):
                 module.parallel = parallel
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R,V], float32, of the rows that are to be sampled: the same bits on every rank, so that each can
-        sample by itself."""
+        """Logits [R,V], float32, of the rows to sample: the same bits on every rank, so each rank samples by itself."""
         head = self.model.embed_tokens.as_head if self.lm_head is None else self.lm_head
         logits_RV: Tensor = self._of_all_ranks(head(hidden_RD)) if self.parallel.size > 1 else head(hidden_RD).float()
         cap = self.config.final_logits_soft_cap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
     def _of_all_ranks(self, logits_RV: Tensor) -> Tensor:
-        """All ranks' logits side by side, float32, without the padding."""
+        """All ranks' logits in one tensor, float32, without the padding."""
         out_RV = logits_RV.new_empty(len(logits_RV), self.vocab_size, dtype=torch.float32)
         ranks = self.parallel.all_gather(logits_RV)
         for own_RV, rank_RV in zip(out_RV.split(logits_RV.shape[1], dim=1), ranks, strict=False):

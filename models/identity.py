@@ -1,4 +1,4 @@
-"""Which model a node serves, in digests that two nodes compare before they share KV. No torch."""
+"""Which model a node serves, as digests that two nodes compare before they share KV."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _SAMPLES = 4
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """`name` is for people; the rest is compared."""
+    """`name` is for people; nodes compare the other fields."""
 
     name: str
     architecture: str
@@ -26,8 +26,9 @@ class ModelIdentity:
 def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "safetensors") -> ModelIdentity:
     """The identity of the checkpoint in `directory`.
 
-    Reads headers and at most 4 KiB of each tensor: training moves every tensor all over, so no two trained revisions
-    agree on these; a hand edit of a few rows can go unseen. How tensors are spread over files does not matter.
+    Reads headers and at most 4 KiB of each tensor. Training changes every part of every tensor, so two trained
+    revisions never agree on these bytes; a hand edit of a few rows can go unseen. How tensors are spread over files
+    does not matter.
 
     Raises:
         ConfigError: the weights cannot be read.
@@ -37,7 +38,7 @@ def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "
 
 
 def config_digest(config: ModelConfig) -> str:
-    """SHA-256, hex, over the fields that we read: the same for every spelling of the same model."""
+    """SHA-256, hex, over the fields that we read: equal for every spelling of the same model."""
     return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()
 
 
@@ -51,7 +52,7 @@ def _weights_digest(directory: Path) -> str:
 
 
 def _samples(tensor: StoredTensor) -> list[bytes]:
-    """The whole of a small tensor, else windows from its first to its last byte at equal distances."""
+    """All bytes of a small tensor, else windows at equal distances from its first byte to its last."""
     size_bytes = tensor.stop - tensor.start
     try:
         with tensor.file.open("rb", buffering=0) as file:

@@ -1,7 +1,8 @@
-"""The parts that model families share. Parameters are left as allocated: the loader fills every one.
+"""Norms, embedding and gated MLP, which model families share. Parameters are allocated and not initialized: the loader
+fills every one.
 
-Knows no family and no configuration: sizes come as arguments. On a GPU one kernel does what several calls of torch do
-on a CPU, with the same roundings. Shapes: T token, D hidden channel, I channel of an MLP.
+On a GPU one kernel does what several calls of torch do on a CPU, with the same roundings. Shapes: T token, D hidden
+channel, I channel of an MLP.
 """
 
 from collections.abc import Callable
@@ -32,10 +33,11 @@ class RMSNorm(nn.Module):
     def add_and_norm(
         self, stream_TD: Tensor, update_TD: Tensor | None, *, update_norm: "RMSNorm | None" = None
     ) -> Tensor:
-        """Adds the update, by `update_norm` if there is one, to the residual stream in place; returns the sum's norm.
+        """Adds the update to the residual stream in place and returns the normalized sum.
 
         Args:
-            update_TD: None: nothing to add yet, in front of the first layer.
+            update_TD: None before the first layer, where there is nothing to add yet.
+            update_norm: applied to the update before it is added.
         """
         if update_TD is None:
             return self.forward(stream_TD)
@@ -59,7 +61,7 @@ class LayerNorm(nn.Module):
 
 
 class Embedding(Joint):
-    """Each rank has as many rows, of consecutive ids."""
+    """Token embedding. Every rank has the same number of rows, of consecutive ids."""
 
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Embedding(Joint):
         return self.parallel.all_reduce(rows_TD.masked_fill_(elsewhere_T.unsqueeze(-1), 0))
 
     def as_head(self, x_TD: Tensor) -> Tensor:
-        """Logits of this rank's ids, where a model ties its head to its embedding."""
+        """Logits of this rank's ids, for a model whose head is tied to its embedding."""
         return self.multiply(x_TD, self.weight, None)
 
 
@@ -96,7 +98,11 @@ def gelu_tanh_and_multiply(gate_up_TI: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """`activate` takes gate and up side by side."""
+    """An MLP whose first product gives gate and up.
+
+    Args:
+        activate: takes both in one tensor, the gate's channels first.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""Linear layers as checkpoints hold them, alone or several as one. Parameters are left as allocated: the loader fills
-every one. Knows no family.
+"""Linear layers: one of a checkpoint's, or several that read the same input and are computed as one.
+
+Parameters are allocated and not initialized: the loader fills every one.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ class Linear(nn.Linear):
         return self.multiply(input, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
-        """Drawing billions of numbers that loading overwrites takes minutes."""
+        """Does nothing: drawing billions of numbers, which loading overwrites, takes minutes."""
 
 
 class FusedLinear(Linear):
@@ -45,7 +46,7 @@ class FusedLinear(Linear):
         self.parts = parts
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
-        """(tensor name in the checkpoint, relative to this layer's parent; the rows that it fills)."""
+        """(Tensor name in the checkpoint, relative to this layer's parent; the rows of this layer that it fills.)"""
         sizes = [rows for _, rows in self.parts]
         for parameter_name, parameter in self.named_parameters():
             for (part, _), view in zip(self.parts, torch.split(parameter.data, sizes), strict=True):

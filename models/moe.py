@@ -1,6 +1,6 @@
-"""Mixture of experts: routing, and the experts as batched tensors.
+"""Mixture of experts: the router, and the experts as batched tensors.
 
-Knows no family. Shapes: T token, D hidden channel, E expert, G group, K chosen expert of a token, S = T*K assignment,
+Shapes: T token, D hidden channel, E expert, G group, K chosen expert of a token, S = T*K assignment,
 I intermediate channel, R row of some expert, A row of the input.
 """
 
@@ -18,21 +18,21 @@ from models.layers import GatedMLP, silu_and_multiply
 from models.linear import Multiply
 from models.quantization.fp8 import dequantize_blocks
 
-# Up to so many tokens, experts that every token goes through are computed by the routed ones' launches, unless their
-# first product reads more than this: by themselves, such products are as fast. Decode steps of DeepSeek-V2-Lite on an
-# H200 take so 14 % less at 1 token, 4 % at 8, 5 % at 32, 3 % at 64, 1 % at 96, and from there on between 1 % less and
-# as long; a layer of DeepSeek-V3's size takes 1.4 % longer at 1 token.
+# Up to this many tokens, the launches of routed experts also compute the shared ones, unless the shared experts' first
+# product reads more than the bytes below: such products are as fast in launches of their own. Decode steps of
+# DeepSeek-V2-Lite on an H200 take 14 % less time this way at 1 token, 4 % at 8, 5 % at 32, 3 % at 64, 1 % at 96, and 0
+# to 1 % less beyond; a layer of DeepSeek-V3's size takes 1.4 % longer at 1 token.
 _MAX_TOKENS_IN_ONE_LAUNCH = 96
 _MAX_BYTES_IN_ONE_LAUNCH = 32 << 20
 
 
 class Router(nn.Module):
-    """Chooses experts and their weights. float32 whatever the model's dtype: close scores must not tie.
+    """Chooses experts and their weights, in float32 whatever the model's dtype: close scores must not tie.
 
     Attributes:
-        choice: the config's, as the kernels take it.
+        choice: the config's rule, as the kernels take it.
         multiply: on a CPU, as in `models.linear.Linear`.
-        batch_invariant: on a GPU, a token's weights are the same to the last bit in whatever batch.
+        batch_invariant: on a GPU, a token's weights have the same bits in every batch.
     """
 
     def __init__(self, size: int, moe: MoEConfig) -> None:
@@ -80,7 +80,7 @@ class Router(nn.Module):
         return weights_TK * self.moe.weight_scale, experts_TK
 
     def _rank(self, scores_TE: Tensor) -> Tensor:
-        """What the best experts are chosen by: `scores_TE`, corrected, with all groups but the best ruled out."""
+        """The scores that rank experts: `scores_TE`, corrected, and -inf in all groups but the best."""
         if self.e_score_correction_bias is not None:
             scores_TE = scores_TE + self.e_score_correction_bias
         if self.moe.num_groups == self.moe.groups_per_token:
@@ -97,8 +97,8 @@ class Router(nn.Module):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """torch's own has other last bits where it takes numbers one by one, so that a token's would depend on how many
-    there are."""
+    """torch's own sigmoid rounds differently where it takes numbers one by one, so a token's score would depend on how
+    many tokens there are."""
     return torch.exp(-x).add_(1).reciprocal_()
 
 
@@ -109,7 +109,7 @@ class Experts(nn.Module):
         gate_up_proj_scale_inv: where `gate_up_proj` is fp8, float32 [E, rows, columns] of blocks of 128x128 numbers,
             the gate's rows before the up's; a weight is number * scale. As is `down_proj_scale_inv`.
         multiply: on a CPU, as in `models.linear.Linear`.
-        batch_invariant: on a GPU, a token's result is the same to the last bit in whatever batch.
+        batch_invariant: on a GPU, a token's result has the same bits in every batch.
     """
 
     def __init__(self, num_experts: int, size: int, intermediate_size: int, *, dtype: torch.dtype) -> None:
@@ -150,7 +150,7 @@ class Experts(nn.Module):
         shared: SharedWeights | None = None,
         plus_TD: Tensor | None = None,
     ) -> Tensor:
-        """What `forward` does on a GPU, without the host waiting for anything; with the `shared` experts besides."""
+        """`forward` on a GPU, with the `shared` experts in the same launches. The host waits for nothing."""
         return run_gated_experts(
             x_TD,
             weights_TK,
@@ -172,15 +172,15 @@ class Experts(nn.Module):
 
 
 def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """What each chosen expert makes of its token [T,K,D], on a CPU: the host reads how many tokens each expert has.
+    """The outputs [T,K,D] of each token's experts, on a CPU: the host reads how many tokens each expert has.
 
-    Brings each expert's tokens together, so that every expert's weights are read once and copied never. Gathering the
-    chosen experts' weights into one batched product saves calls but copies the weights: measured on a CPU it was 10 to
-    30 % faster up to 200,000 gathered numbers, and 1.3 to 9 times slower above.
+    Tokens are sorted by expert, so every expert's weights are read once and never copied. Gathering the chosen experts'
+    weights into one batched product saves calls but copies the weights: measured on a CPU it was 10 to 30 % faster up
+    to 200,000 gathered numbers, and 1.3 to 9 times slower above.
 
     Args:
         x_AD: one row per token, or one per assignment.
-        one: what an expert, by its number, makes of some rows.
+        one: computes the outputs of an expert, given by its number, for some rows.
     """
     if not len(experts_TK):
         return x_AD.new_empty(*experts_TK.shape, x_AD.shape[1])
@@ -219,8 +219,11 @@ class MoE(nn.Module):
         return out_TD
 
     def shared_weights(self, num_tokens: int) -> SharedWeights | None:
-        """The shared experts' weights, if the routed ones' launches compute these too: of few tokens, where they are
-        small, a multiple of a routed one's size (one rank's part of them may not be), and as plain as those."""
+        """The shared experts' weights if the launches of routed experts also compute them, else None.
+
+        They do for few tokens, where the shared experts are small, are a multiple of a routed expert's size (one rank's
+        part of them may not be), and have no bias, scales or activation that routed experts do not have.
+        """
         experts, mlp = self.experts, self.shared_experts
         if mlp is None or num_tokens > _MAX_TOKENS_IN_ONE_LAUNCH or experts.batch_invariant:
             return None
@@ -238,5 +241,5 @@ class MoE(nn.Module):
 
 
 def _is_plain(multiply: Multiply) -> bool:
-    """Whether it only multiplies, by whatever method."""
+    """Whether it multiplies unquantized numbers and does nothing else."""
     return multiply is linear or isinstance(multiply, DecodeMultiply)

@@ -62,7 +62,7 @@ def attention_needs(
     device: torch.device | str,
     shape: KVCacheShape,
     kv_dtype: str = "",
-    max_num_reqs: int = 256,
+    max_num_reqs: int,
     batch_invariant: bool = False,
 ) -> AttentionNeeds:
     """What a backend must support to serve the model over a cache of `shape`.

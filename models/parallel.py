@@ -1,8 +1,8 @@
-"""One rank among several that compute one model together: what it holds of the model, and how the ranks' results meet.
+"""Tensor parallelism: which part of a model each rank holds, and how the ranks' results are combined.
 
 A rank has some query heads with their kv heads, some channels of every MLP and of every expert, and some rows of the
-vocabulary; all else is whole on each. Experts are cut by channels, not dealt out whole, so that all ranks have equal
-work whatever tokens choose. Knows configs; no module, no file, and not who starts the ranks.
+vocabulary; everything else is whole on each rank. Experts are split by channels instead of among ranks, so all ranks
+have equal work whatever tokens choose.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from baton.errors import ConfigError
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from models.quantization.config import FP8_BLOCK, Granularity
 
-_MOST_RANKS = 64  # that an error names
-# Rows of the vocabulary come in multiples of this, which products on a GPU want; the last rank's are padded.
+_MOST_RANKS = 64  # largest number of ranks that an error proposes
+# Each rank's rows of the vocabulary are a multiple of this, for products on a GPU; the last rank's are padded.
 _VOCABULARY_ROWS = 16
 
 
@@ -39,10 +39,10 @@ class TensorParallel:
             raise ConfigError(f"rank is {self.rank} of {self.size}", field="rank", value=self.rank, allowed=allowed)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place: the same bits on each, which is why all choose the same experts.
+        """The sum over ranks, in place, with the same bits on each rank, so all ranks choose the same experts.
 
         Args:
-            x: contiguous. On a GPU the sum can be part of a CUDA graph, once one was computed outside of any.
+            x: contiguous. On a GPU the sum can be part of a CUDA graph once one was computed outside of graphs.
         """
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
@@ -51,7 +51,7 @@ class TensorParallel:
     def all_gather(self, x: Tensor) -> Tensor:
         """[rank, *x.shape]."""
         out = x.new_empty(self.size, *x.shape)
-        # One function under two names: torch 2.13 warns of the older one.
+        # One function with two names: torch 2.13 warns about the older one.
         gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
         gather(out.flatten(0, 1), x.contiguous(), group=self.group)
         return out
@@ -64,31 +64,32 @@ class TensorParallel:
         """
         if self.size == 1:
             return value
-        told = torch.tensor(value, dtype=torch.int64, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self.group)
-        return int(told.item())
+        smallest = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
+        return int(smallest.item())
 
 
 SINGLE = TensorParallel()
 
 
 class Joint(nn.Module):
-    """A module whose forward brings the ranks' results together.
+    """A module whose forward combines the ranks' results.
 
     Attributes:
-        parallel: those ranks; set on all such modules of a model at once, by `CausalLM.join`.
+        parallel: the ranks; `CausalLM.join` sets it on all such modules of a model.
     """
 
     parallel: TensorParallel = SINGLE
 
 
 def query_heads(num_heads: int, parallel: TensorParallel) -> range:
-    """As many on each rank; of one kv head ranks may have one more than others."""
+    """A rank's query heads. All ranks have the same number, or of a single kv head's some have one more."""
     return _equal_part(num_heads, parallel)
 
 
 def kv_heads(num_kv_heads: int, parallel: TensorParallel) -> range:
-    """One, which several ranks hold, where there are fewer than ranks. Of MLA's one latent: that, on every rank."""
+    """A rank's kv heads. With fewer heads than ranks, several ranks hold the same one; MLA's one latent is on every
+    rank."""
     if num_kv_heads >= parallel.size:
         return _equal_part(num_kv_heads, parallel)
     head = parallel.rank * num_kv_heads // parallel.size
@@ -96,10 +97,10 @@ def kv_heads(num_kv_heads: int, parallel: TensorParallel) -> range:
 
 
 def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range:
-    """Of an MLP's intermediate channels.
+    """A rank's intermediate channels of an MLP.
 
     Args:
-        block: channels that share a scale, and stay together: ranks then differ by at most one block.
+        block: number of channels that share a scale and stay together; ranks then differ by at most one block.
     """
     if block is None:
         return _equal_part(size, parallel)
@@ -109,23 +110,23 @@ def channels(size: int, parallel: TensorParallel, *, block: int | None) -> range
 
 
 def vocabulary_rows(vocab_size: int, parallel: TensorParallel) -> range:
-    """The tokens whose rows the rank holds; its padding follows them."""
+    """The tokens whose rows the rank holds, before its padding."""
     rows = padded_rows(vocab_size, parallel)
     return range(min(parallel.rank * rows, vocab_size), min((parallel.rank + 1) * rows, vocab_size))
 
 
 def padded_rows(vocab_size: int, parallel: TensorParallel) -> int:
-    """How many rows of the vocabulary each rank has memory for."""
+    """Rows of the vocabulary in each rank's memory, padding included."""
     if parallel.size == 1:
         return vocab_size
     return -(-vocab_size // (parallel.size * _VOCABULARY_ROWS)) * _VOCABULARY_ROWS
 
 
 def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
-    """The model of one rank, as a config of its own: with that rank's heads, channels and (padded) vocabulary.
+    """The config of one rank's model: with the rank's heads, channels and padded vocabulary.
 
     Raises:
-        ConfigError: the model cannot be split so; names the numbers of ranks that can.
+        ConfigError: the model cannot be split over that many ranks; names the numbers that can.
     """
     if parallel.size == 1:
         return config
@@ -149,13 +150,13 @@ def local_config(config: ModelConfig, parallel: TensorParallel) -> ModelConfig:
 
 
 def channel_block(config: ModelConfig) -> int | None:
-    """How many intermediate channels must stay together."""
+    """Number of intermediate channels that share a scale and must stay together; None: channels have no scales."""
     quantization = config.quantization
     return FP8_BLOCK if quantization is not None and quantization.weights is Granularity.BLOCK else None
 
 
 def refuse_batch_invariance(parallel: TensorParallel) -> None:
-    """Raises ConfigError: which rank's part is added first depends on how many bytes are summed, so on the batch."""
+    """Raises ConfigError for several ranks: the order in which their parts are summed depends on the batch's size."""
     if parallel.size > 1:
         raise ConfigError(
             f"batch_invariant is on, and the model is split over {parallel.size} ranks",
@@ -188,7 +189,7 @@ def _local_pattern(
 ) -> BlocksparseParams | None:
     if pattern is None:
         return None
-    # NOTE: it numbers kv heads through all ranks, also where several ranks hold the same one.
+    # NOTE: a pattern numbers kv heads over all ranks, also where several ranks hold the same head.
     assert not pattern.homo_head_group, "no family has its stripes by kv head"
     return replace(
         pattern,
@@ -208,11 +209,11 @@ def _local_moe(moe: MoEConfig, parallel: TensorParallel, block: int | None) -> M
 
 
 def _problem(config: ModelConfig, size: int) -> str | None:
-    """Why the model cannot be split over so many ranks."""
+    """Why the model cannot be split over `size` ranks; None if it can."""
     if size == 1:
         return None
     attention, block = config.attention, channel_block(config)
-    if not _deals_heads(attention, size, block):
+    if not _splits_heads(attention, size, block):
         return f"it has {attention.num_heads} query heads"
     if isinstance(attention, GQAConfig) and attention.num_kv_heads % size and size % attention.num_kv_heads:
         return f"it has {attention.num_kv_heads} kv heads"
@@ -226,9 +227,9 @@ def _problem(config: ModelConfig, size: int) -> str | None:
     return None
 
 
-def _deals_heads(attention: GQAConfig | MLAConfig, size: int, block: int | None) -> bool:
-    """Whether the query heads can be dealt out: in equal numbers; where there is one kv head, which every rank has, in
-    unequal ones too, unless scales or patterns go by equal parts. Falcon-7B has 71 heads."""
+def _splits_heads(attention: GQAConfig | MLAConfig, size: int, block: int | None) -> bool:
+    """Whether ranks can share the query heads: in equal numbers, or with a single kv head, which every rank has, in
+    unequal ones, unless scales or patterns need equal parts. Falcon-7B has 71 heads."""
     if attention.num_heads % size == 0:
         return True
     one_kv_head = isinstance(attention, GQAConfig) and attention.num_kv_heads == 1 and not any(attention.blocksparse)
@@ -236,7 +237,7 @@ def _deals_heads(attention: GQAConfig | MLAConfig, size: int, block: int | None)
 
 
 def _head_channels(attention: GQAConfig | MLAConfig, size: int) -> dict[str, int]:
-    """What one of so many ranks has of the projections that are cut between heads."""
+    """One rank's channels of the projections that are split between heads."""
     num_heads = attention.num_heads // size
     if isinstance(attention, GQAConfig):
         num_kv_heads = max(1, attention.num_kv_heads // size)

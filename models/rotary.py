@@ -1,6 +1,6 @@
 """Rotary position embedding: positions to angles, once per forward.
 
-Knows no family; `attention.rotation` applies them. Shapes: T token, P pair of channels.
+`attention.rotation` applies them. Shapes: T token, P pair of channels.
 """
 
 import math
@@ -14,7 +14,8 @@ from models.kernels.rotary import angles
 
 
 class Rotary(nn.Module):
-    """Turns positions into angles: in float32, for each batch anew, because tables of the longest contexts are GBs."""
+    """Computes the angles of a batch's positions in float32. It keeps no table: those of the longest contexts take
+    gigabytes."""
 
     frequencies: Tensor
 
@@ -22,7 +23,8 @@ class Rotary(nn.Module):
         super().__init__()
         self.interleaved = rope.interleaved
         self.scale = rope.scaling.rotary_scale if isinstance(rope.scaling, YarnScaling) else 1.0
-        # NOTE: of the host's powers on every device: a GPU's differ in the last bit, which late positions multiply.
+        # NOTE: computed on the host for every device: a GPU's powers differ in the last bit, and late positions
+        # multiply that difference.
         with torch.device("cpu"):
             frequencies = inverse_frequencies(rope)
         self.register_buffer("frequencies", frequencies.to(torch.get_default_device()), persistent=False)
@@ -53,7 +55,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Turns per original context decide: few are stretched, many kept, between them a linear blend."""
+    """Pairs that turn rarely in the original context are stretched, those that turn often are kept, and those between
+    are blended linearly."""
     turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     width = scaling.high_freq_factor - scaling.low_freq_factor or 0.001  # a step, when both are the same
     kept = (turns - scaling.low_freq_factor) / width
@@ -61,7 +64,7 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: YarnScaling, *, dim: int, theta: float) -> Tensor:
-    """Blends over channel pairs between the pair that turns `beta_fast` times and the one that turns `beta_slow`."""
+    """Blends linearly between the pair that turns `beta_fast` times and the pair that turns `beta_slow` times."""
 
     def pair_that_turns(times: float) -> float:
         return dim * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))

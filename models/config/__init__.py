@@ -1,1 +1,1 @@
-"""A checkpoint's config.json as plain values. Needs no torch."""
+"""A checkpoint's config.json as plain values, read without torch."""

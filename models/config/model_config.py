@@ -16,8 +16,8 @@ class GQAConfig:
     """Grouped-query attention; tuples have one entry per layer.
 
     Attributes:
-        sliding_windows: how many tokens each layer sees; None for all.
-        scale: what scores are multiplied by.
+        sliding_windows: number of tokens that each layer sees; None: all.
+        scale: factor of the scores.
         attention_chunk_sizes: of layers that see only their own chunk; () when no layer does.
         logits_soft_cap: scores become cap * tanh(score / cap).
         sinks: every head has one more logit in its softmax.
@@ -93,12 +93,12 @@ class ModelConfig:
 
     Attributes:
         norm_eps: of RMS norms, and of layer norms in the families that have those.
-        dtype: what it was saved as.
-        rope: None where positions come in otherwise.
+        dtype: of the saved weights.
+        rope: None for models without rotary embedding.
         local_rope: of the layers with a sliding window, where they have their own.
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
-        mtp_layers: how many layers are stored behind the last.
-        quantization: which weights are fp8; None where none are.
+        mtp_layers: number of layers that checkpoints store after the last, for multi-token prediction.
+        quantization: None where weights are not quantized.
         switches: what only one family has: a frozen dataclass of its own.
     """
 
@@ -124,7 +124,7 @@ class ModelConfig:
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt plus output: with YaRN its stretched context, which not every file repeats as the maximum."""
+        """Longest prompt plus output: with YaRN the stretched context, which not every file repeats as the maximum."""
         scaling = None if self.rope is None else self.rope.scaling
         if isinstance(scaling, YarnScaling):
             return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
@@ -132,7 +132,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by; larger for latent attention whose context YaRN stretches."""
+        """Factor of attention scores. YaRN's stretched context makes that of latent attention larger."""
         attention = self.attention
         if isinstance(attention, GQAConfig):
             return attention.scale

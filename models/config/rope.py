@@ -48,7 +48,7 @@ class YarnScaling:
 
     @property
     def rotary_scale(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -57,7 +57,7 @@ class YarnScaling:
 
     @property
     def softmax_scale(self) -> float:
-        """What MLA multiplies the softmax scale with: the part that covers all dimensions, on query and on key."""
+        """Factor of MLA's softmax scale: the part that covers all dimensions, of queries and of keys."""
         return self._mscale(self.mscale_all_dim) ** 2
 
     def _mscale(self, weight: float) -> float:

@@ -1,7 +1,6 @@
-"""Owns the demo models' corpus: English prose out of the Python standard library (PSF licence) that runs this script.
+"""The demo models' corpus: English prose from the standard library (PSF licence) of the Python that runs this script.
 
 Sources are docstrings and comments of its .py files (tests too), docstrings of its C modules, and pydoc's topics.
-It must not know tokens or models.
 """
 
 import argparse
@@ -96,7 +95,7 @@ def texts_of_c_module(name: str) -> list[str]:
 
 
 def c_modules() -> list[str]:
-    """Names of the C modules that this interpreter has built in or beside its library."""
+    """Names of the C modules that are built into this interpreter or lie next to its library."""
     folder = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
     beside = {path.name.split(".")[0] for path in folder.glob("*.*")}
     names = beside | set(sys.builtin_module_names)
@@ -144,7 +143,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 class Seen:
-    """Remembers word runs, so that a paragraph that repeats an earlier one is told from a new one."""
+    """Remembers word runs, to find paragraphs that repeat earlier ones."""
 
     def __init__(self) -> None:
         self._shingles: set[tuple[str, ...]] = set()
@@ -188,7 +187,7 @@ def documents(texts: list[str], seen: Seen) -> Iterator[str]:
 
 
 def held_out(name: str) -> bool:
-    """Whether a source is kept from training: whole sources are, so that the loss on them is honest."""
+    """Whether a source is held out from training. Whole sources are held out, so the loss on them is honest."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
 
 

@@ -1,6 +1,6 @@
-"""Owns the recipe of the demo models: tokenizer, shapes, training, and the folder in Hugging Face layout.
+"""The recipe of the demo models: tokenizer, shapes, training, and the folder in Hugging Face layout.
 
-It reads what corpus.py wrote. It must not know how that text was found, nor how Baton serves a model.
+It reads the corpus that `corpus.py` wrote.
 """
 
 import argparse
@@ -139,7 +139,7 @@ class Text:
 
 
 def add_dropout(model: nn.Module, probability: float) -> None:
-    """Drops parts of the embeddings and of what each sublayer adds, which the architectures themselves do not."""
+    """Adds dropout of the embeddings and of each sublayer's output, which the architectures do not have."""
 
     def drop(module: nn.Module, _: object, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -198,7 +198,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def optimizer_of(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices alone."""
+    """AdamW with weight decay for matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -206,7 +206,7 @@ def optimizer_of(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 
 
 def train(model: nn.Module, training: Text, held_out: Text, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Trains, leaves the weights to keep in the model, and returns the losses of documents on the way."""
+    """Trains the model, leaves the last or best weights in it, and returns the losses of documents during training."""
     balance = RouterBalance(model, getattr(model.config, "num_experts_per_tok", 1))
     add_dropout(model, options.dropout)
     optimizer = optimizer_of(model, options.weight_decay)

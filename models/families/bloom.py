@@ -1,8 +1,7 @@
-"""BLOOM: distances in the scores (ALiBi), no other positions; layer norms, one of them behind the embedding.
+"""BLOOM: distances in the scores (ALiBi) and no other positions; layer norms, one of them after the embedding.
 
-Reads top to bottom: attention, MLP, layer, model; Falcon shares the attention's projection and the MLP, Phi-3-small
-the former. Shapes: T token, D hidden channel, H query head, K kv head, G query heads of a kv head, X = G + 2, C head
-channel.
+Falcon shares the attention's projection and the MLP, Phi-3-small the projection. Shapes: T token, D hidden channel, H
+query head, K kv head, G query heads of a kv head, X = G + 2, C head channel.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from models.parallel import Joint
 
 
 class GroupedQKV(Linear):
-    """Queries, keys and values in one product, as checkpoints have them: kv head by kv head, its queries first."""
+    """Queries, keys and values in one product, as checkpoints have them: for each kv head its queries, key, value."""
 
     def __init__(self, size: int, gqa: GQAConfig, *, dtype: torch.dtype) -> None:
         super().__init__(size, (gqa.num_heads + 2 * gqa.num_kv_heads) * gqa.head_dim, dtype=dtype, bias=gqa.qkv_bias)
@@ -62,7 +61,11 @@ class BloomAttention(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """`approximate` is what torch's gelu takes."""
+    """An MLP of two layers with gelu between.
+
+    Args:
+        approximate: argument of torch's gelu.
+    """
 
     def __init__(self, size: int, intermediate_size: int, *, dtype: torch.dtype, bias: bool, approximate: str) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ class BloomForCausalLM(CausalLM):
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, kv_cache: PagedKVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        del positions_T  # the attention knows the distances
+        del positions_T  # ALiBi computes distances in the attention
         hidden_TD: Tensor = self.embedding_norm(self.model.embed_tokens(token_ids_T))
         for layer in self.model.layers:
             hidden_TD = layer(hidden_TD, kv_cache, metadata)

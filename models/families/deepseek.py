@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3: latent attention, and a mixture of experts behind the first dense layers.
+"""DeepSeek V2 and V3: latent attention, and a mixture of experts after the first dense layers.
 
-Reads top to bottom: attention, layer, model. Shapes: T token, D hidden channel, H head, N channel without position,
-R rotary channel, C latent channel, V value channel.
+Shapes: T token, D hidden channel, H head, N channel without position, R rotary channel, C latent channel, V value
+channel.
 """
 
 import torch
@@ -18,7 +18,7 @@ from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
 
-# NOTE: the norms of the two latents use this whatever rms_norm_eps the config names; so were the models trained.
+# NOTE: the norms of the two latents use this whatever `rms_norm_eps` is, because the models were trained so.
 _LATENT_NORM_EPS = 1e-6
 
 

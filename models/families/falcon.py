@@ -1,7 +1,6 @@
-"""Falcon of all three generations: with ALiBi or rotary embedding, attention and MLP in sequence or side by side.
+"""Falcon of all three generations: with ALiBi or rotary embedding, attention and MLP in sequence or in parallel.
 
-Reads top to bottom: attention, layer, model; the projection and the MLP are BLOOM's. Shapes: T token, D hidden channel,
-H query head, K kv head, C head channel.
+The projection and the MLP are BLOOM's. Shapes: T token, D hidden channel, H query head, K kv head, C head channel.
 """
 
 from collections.abc import Mapping
@@ -54,10 +53,10 @@ class FalconAttention(nn.Module):
 
 
 def _scaled_slopes(gqa: GQAConfig) -> Tensor:
-    """[H] float32. The reference adds the distances before it scales the scores, and rounds the slopes to bfloat16.
+    """[H] float32. The reference adds distances before it scales the scores, and rounds the slopes to bfloat16.
 
-    NOTE: it also rounds slope times position to bfloat16, which is no function of the distance: where slope times
-    position needs more than 8 bits its scores differ from these by up to one part in 512 of that product.
+    NOTE: it also rounds slope times position to bfloat16, which is not a function of the distance: where that product
+    needs more than 8 bits, its scores differ from these by up to one part in 512 of the product.
     """
     return torch.tensor(gqa.alibi_slopes, dtype=torch.bfloat16).float() * gqa.scale
 
@@ -93,7 +92,7 @@ class FalconLayer(Joint):
             return x_TD + self.parallel.all_reduce(self.mlp(self.post_attention_layernorm(x_TD)))
         if self.ln_mlp is not None:
             normed_TD = self.ln_mlp(x_TD)
-        return x_TD + self.parallel.all_reduce(attended_TD + self.mlp(normed_TD))  # ranks wait once for both
+        return x_TD + self.parallel.all_reduce(attended_TD + self.mlp(normed_TD))  # one sum over ranks for both
 
 
 class FalconForCausalLM(CausalLM):

@@ -13,7 +13,12 @@ from models.config.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class FalconSwitches:
-    """`parallel`: attention and MLP read the same input. `num_norms`: of that input; 2 means one for each of them."""
+    """Which norms a layer has.
+
+    Attributes:
+        parallel: attention and MLP read the same input.
+        num_norms: of that input; 2: one for the attention and one for the MLP.
+    """
 
     parallel: bool
     num_norms: int
@@ -45,7 +50,7 @@ class _FalconFields(RotaryFields):
     layer_norm_epsilon: Positive = 1e-5
 
     def used_kv_heads(self) -> int:
-        """`num_kv_heads` counts only where the other fields leave it open."""
+        """The field `num_kv_heads` counts only in the newest generation."""
         if self.new_decoder_architecture:
             return self.num_kv_heads or self.num_attention_heads
         return 1 if self.multi_query else self.num_attention_heads

@@ -1,8 +1,7 @@
-"""Gemma-2 and the text model of Gemma-3: norms around both halves of a layer, windows in some layers.
+"""Gemma-2 and the text model of Gemma-3: norms before and after both halves of a layer, windows in some layers.
 
-Reads top to bottom: norm, layer, model; the attention is Llama's, with the switches of the config. Gemma-2 caps its
-scores; Gemma-3 norms queries and keys, and turns them faster where there is a window. Shapes: T token, D hidden
-channel.
+The attention is Llama's. Gemma-2 caps its scores; Gemma-3 has norms on queries and keys, and rotates them faster in
+layers with a window. Shapes: T token, D hidden channel.
 """
 
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ from models.rotary import Rotary
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Its weights are around 0, and 1 is added to them: in float32, where no digit is lost."""
+    """An RMS norm whose weights are stored minus 1. The 1 is added in float32, which loses no digit."""
 
     weight_offset: ClassVar[int] = 1
 
@@ -58,10 +57,10 @@ class GemmaLayer(Joint):
         *,
         next_norm: GemmaRMSNorm,
     ) -> Tensor:
-        """Adds both halves of the layer to the stream, in place.
+        """Adds both halves of the layer to the stream in place, and returns `next_norm` of the stream.
 
         Args:
-            normed_TD: what this layer's first norm makes of the stream; the result is what `next_norm` makes of it.
+            normed_TD: this layer's first norm of the stream.
         """
         attended_TD = self.parallel.all_reduce(self.self_attn(normed_TD, rotation, kv_cache, metadata))
         normed_TD = self.pre_feedforward_layernorm.add_and_norm(
@@ -82,7 +81,7 @@ class GemmaForCausalLM(CausalLM):
         norm = GemmaRMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         super().__init__(config, layers, dtype=dtype, norm=norm)
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
-        # NOTE: rounded to the model's dtype, as it was in training: 55.5 and not 55.4256 for 3072 channels in bfloat16.
+        # NOTE: rounded to the model's dtype, as in training: 55.5 and not 55.4256 for 3072 channels in bfloat16.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
     def forward(
@@ -95,6 +94,6 @@ class GemmaForCausalLM(CausalLM):
         norms: list[Any] = [*(layer.input_layernorm for layer in self.model.layers), self.model.norm]
         normed_TD: Tensor = norms[0](stream_TD)
         for layer, next_norm in zip(self.model.layers, norms[1:], strict=True):
-            turned = local_rotation if layer.slides else rotation
-            normed_TD = layer(normed_TD, stream_TD, turned, kv_cache, metadata, next_norm=next_norm)
+            layer_rotation = local_rotation if layer.slides else rotation
+            normed_TD = layer(normed_TD, stream_TD, layer_rotation, kv_cache, metadata, next_norm=next_norm)
         return normed_TD

@@ -87,8 +87,8 @@ class _Gemma3Fields(_GemmaFields):
     rope_local_base_freq: Positive
 
     def ropes(self, *, dim: int) -> tuple[RopeConfig, RopeConfig]:
-        """Of the layers that see everything, and of those with a window: newer files have a table for each; in older
-        ones `rope_scaling` is of the former only."""
+        """The rotary embeddings of layers without and with a window. Newer files have a table for each; in older files
+        `rope_scaling` is for layers without a window."""
         table = self.rope_table()
         local = ConfigFile(table.where, {})
         if self.rope_parameters is not None:

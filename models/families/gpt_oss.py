@@ -1,7 +1,7 @@
 """gpt-oss: attention with sinks, a window in every other layer, and experts with biases and a clamped activation.
 
-Reads top to bottom: experts, layer, model; the attention is Llama's, with the switches of the config. Shapes: T token,
-D hidden channel, K chosen expert of a token, I intermediate channel, R row of some expert.
+The attention is Llama's. Shapes: T token, D hidden channel, K chosen expert of a token, I intermediate channel, R row
+of some expert.
 """
 
 import torch
@@ -20,7 +20,7 @@ from models.moe import Router, run_experts, sigmoid, weighted_sum
 
 
 class GptOssExperts(nn.Module):
-    """As checkpoints have them: all experts in one tensor, inputs first, gates at even channels and ups at odd ones.
+    """Experts as checkpoints have them: all in one tensor, inputs first, gates at even channels and ups at odd ones.
 
     Attributes: as in `models.moe.Experts`.
     """
@@ -42,7 +42,7 @@ class GptOssExperts(nn.Module):
         return weighted_sum(run_experts(x_TD, experts_TK, len(self.gate_up_proj), self._one), weights_TK)
 
     def run_grouped(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """What `forward` does on a GPU, without the host waiting for anything."""
+        """`forward` on a GPU; the host waits for nothing."""
         return run_gated_experts(
             x_TD,
             weights_TK,

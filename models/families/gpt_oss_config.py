@@ -14,7 +14,8 @@ from models.config.model_config import ModelConfig, MoEConfig, Scoring, TopKMeth
 
 @dataclass(frozen=True)
 class GptOssSwitches:
-    """The experts' activation: gate and up are clamped to `swiglu_limit`; sigmoid(`swiglu_alpha` * gate) gates."""
+    """The experts' activation: gate * sigmoid(`swiglu_alpha` * gate) * (up + 1), with gate and up clamped to
+    `swiglu_limit`."""
 
     swiglu_limit: float
     swiglu_alpha: float
@@ -72,7 +73,7 @@ class _GptOssFields(RotaryFields):
             experts_per_token=per_token,
             intermediate_size=self.intermediate_size,
             shared_intermediate_size=0,
-            # A softmax over the chosen alone is the softmax over all, normalized over the chosen.
+            # A softmax over the chosen experts is the softmax over all, normalized over the chosen ones.
             scoring=Scoring.SOFTMAX,
             method=TopKMethod.GREEDY,
             num_groups=1,

@@ -1,6 +1,6 @@
-"""Llama and the families that differ from it by a switch: Mistral, Qwen2, Qwen3.
+"""Llama and the families that differ from it by switches of their configs: Mistral, Qwen2, Qwen3.
 
-Reads top to bottom: attention, layer, model. Shapes: T token, D hidden channel, H query head, C head channel.
+Shapes: T token, D hidden channel, H query head, C head channel.
 """
 
 import torch
@@ -18,10 +18,10 @@ from models.linear import FusedLinear, Linear
 
 
 class LlamaAttention(nn.Module):
-    """As Gemma and gpt-oss have it too.
+    """Grouped-query attention with rotary embedding; also that of Gemma and gpt-oss.
 
     Args:
-        norm: of queries and keys, where the model has them.
+        norm: class of the norms of queries and keys, in models that have them.
     """
 
     def __init__(

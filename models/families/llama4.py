@@ -1,8 +1,8 @@
-"""The text model of Llama-4: most layers turn queries and keys and see only their chunk, the others see everything and
-have no positions. Experts take their input scaled by the router.
+"""The text model of Llama-4: most layers have a rotary embedding and see only their chunk, the others see all tokens
+and have no positions. The router's weights multiply the experts' inputs.
 
-Reads top to bottom: attention, experts, layer, model. Shapes: T token, D hidden channel, H query head, K kv head or
-chosen expert, X heads of several kinds side by side, C head channel, E expert, I intermediate channel, R row.
+Shapes: T token, D hidden channel, H query head, K kv head or chosen expert, X heads of queries and keys in one tensor,
+C head channel, E expert, I intermediate channel, R row.
 """
 
 import torch
@@ -77,7 +77,7 @@ class Llama4Attention(nn.Module):
 
 
 class Llama4Experts(nn.Module):
-    """As checkpoints have them: all experts in one tensor, inputs first, gate and up side by side.
+    """Experts as checkpoints have them: all in one tensor, inputs first, all gates before all ups.
 
     Attributes: as in `models.moe.Experts`.
     """
@@ -99,7 +99,7 @@ class Llama4Experts(nn.Module):
     def run_grouped(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, plus_TD: Tensor | None = None
     ) -> Tensor:
-        """What `forward` does on a GPU, without the host waiting for anything."""
+        """`forward` on a GPU; the host waits for nothing."""
         return run_gated_experts(
             x_TD,
             weights_TK,
@@ -161,7 +161,7 @@ class Llama4Layer(Joint):
         kv_cache: PagedKVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Adds `update_TD` of the layer before to the stream, and its own attention's; its MLP's is the result."""
+        """Adds the update of the layer before and that of its own attention to the stream; returns its MLP's."""
         normed_TD = self.input_layernorm.add_and_norm(stream_TD, update_TD)
         attended_TD = self.self_attn(normed_TD, rotation, temperature_T11, kv_cache, metadata)
         normed_TD = self.post_attention_layernorm.add_and_norm(stream_TD, self.parallel.all_reduce(attended_TD))
@@ -195,6 +195,6 @@ class Llama4ForCausalLM(CausalLM):
 
 
 def _temperature(positions_T: Tensor, tuning: TemperatureTuning) -> Tensor:
-    """float32 [T,1,1]: later queries are sharper, against the growing number of keys."""
+    """Factors of queries, float32 [T,1,1]: larger at later positions, which have more keys."""
     steps_T = torch.floor((positions_T.float() + 1) / tuning.floor_tokens)
     return (1 + tuning.scale * torch.log1p(steps_T))[:, None, None]

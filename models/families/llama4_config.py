@@ -21,7 +21,13 @@ class TemperatureTuning:
 
 @dataclass(frozen=True)
 class Llama4Switches:
-    """`temperature` is of the layers without rotary embedding, `qk_norm` of those with."""
+    """What differs between layers.
+
+    Attributes:
+        rope_layers: whether each layer has a rotary embedding.
+        qk_norm: of queries and keys in the layers that have one.
+        temperature: in the layers that have none.
+    """
 
     rope_layers: tuple[bool, ...]
     qk_norm: bool
@@ -54,7 +60,7 @@ class _Llama4Fields(RotaryFields):
     no_rope_layers: Integers = ()
     no_rope_layer_interval: Count = 4
     attention_chunk_size: Count | None
-    # Files of the first release have a 4 here; as they were read then, null and 0 mean off.
+    # Files of the first release have a 4 here. Null and 0 mean off, as in that release's code.
     attn_temperature_tuning: bool | CountOrZero | None = True
     floor_scale: Count = 8192
     attn_scale: float = 0.1
@@ -64,7 +70,7 @@ class _Llama4Fields(RotaryFields):
     num_experts_per_tok: Count
 
     def rope_layers(self) -> tuple[bool, ...]:
-        """`no_rope_layers` has, against its name, a 1 for each layer with rotary embedding."""
+        """`no_rope_layers` has, contrary to its name, a 1 for each layer with a rotary embedding."""
         num_layers, flags = self.num_hidden_layers, self.no_rope_layers
         if not flags:
             return tuple((index + 1) % self.no_rope_layer_interval > 0 for index in range(num_layers))

@@ -1,7 +1,7 @@
-"""Phi-3-small: block-sparse and dense attention by turns, a gated MLP of its own, and muP's multipliers.
+"""Phi-3-small: block-sparse and dense attention in alternating layers, its own gated MLP, and muP's multipliers.
 
-Reads top to bottom: attention, MLP, layer, model; the attention's projection is BLOOM's. Shapes: T token, D hidden
-channel, H query head, K kv head, C head channel, I MLP channel, R row that wants logits, V vocabulary.
+The attention's projection is BLOOM's. Shapes: T token, D hidden channel, H query head, K kv head, C head channel, I MLP
+channel, R row whose logits are computed, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class Phi3SmallAttention(nn.Module):
 
 
 def gegelu(gate_up: Tensor, limit: float | None) -> Tensor:
-    """quick gelu of the even channels of the last axis, times one plus the odd ones; both are clamped before."""
+    """Quick gelu of the even channels of the last axis, times one plus the odd channels; both are clamped first."""
     gate_TI, up_TI = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
     if limit is not None:
         gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)

@@ -14,7 +14,7 @@ from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.rope import LinearScaling, RopeConfig
 
-# The vocabulary of the published checkpoints, and its ids that no text becomes; config.json does not say so.
+# The vocabulary of the published checkpoints, and its ids that no text is encoded to, which config.json does not name.
 _PUBLISHED_VOCAB_SIZE = 100_352
 _PUBLISHED_UNUSED_TOKENS = (100_256, 100_264, 100_265, *range(100_267, 100_276), *range(100_277, 100_352))
 _UNSUPPORTED = Cure("this feature is not supported; choose another checkpoint")
@@ -22,10 +22,11 @@ _UNSUPPORTED = Cure("this feature is not supported; choose another checkpoint")
 
 @dataclass(frozen=True)
 class Phi3SmallSwitches:
-    """muP's multipliers, with `gegelu_limit` the clamp of the MLP's gate and up; None for no clamp.
+    """muP's multipliers, and what else only this family has.
 
     Attributes:
-        unused_tokens: ids that are in the vocabulary and that no text becomes: they are never sampled.
+        gegelu_limit: clamp of the MLP's gate and up; None: no clamp.
+        unused_tokens: ids of the vocabulary that no text is encoded to. They are never sampled.
     """
 
     embedding_multiplier: float

@@ -1,4 +1,1 @@
-"""Triton kernels of the layers. Each stands beside its wrapper; the twin in plain torch is what a CPU runs.
-
-Knows tensors and sizes; no family, no configuration, no cache.
-"""
+"""Triton kernels of the layers, next to the functions that launch them. Their twins in plain torch run on a CPU."""

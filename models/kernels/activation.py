@@ -1,6 +1,6 @@
 """The activation of gated MLPs: f(gate) * up, with f(gate) rounded to the tensor's dtype as between two calls.
 
-The twins are in `models.layers`. Legend: T rows, I channels of the gate, and of the up behind it.
+The twins are in `models.layers`. Legend: T rows, I channels of the gate, and of the up after it.
 """
 
 import triton
@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
-# Of gate and of up, that one program reads: twice 16 bytes of bf16 of each per thread.
+# Channels of gate and of up that one program reads: twice 16 bytes of bf16 of each per thread.
 _TILE = 2048
 _NUM_WARPS = 4
 

@@ -1,5 +1,5 @@
-"""Products of few rows, which take as long as reading the weight does: `x @ weight.T + bias` in 16 bits, summed in
-float32 and rounded once.
+"""Products of few rows, which take as long as reading the weight: `x @ weight.T + bias` in 16 bits, summed in float32
+and rounded once.
 
 A library starts its kernels one after the other, so memory idles between them and while each begins. Here each kernel
 is started while the one before it runs, brings its first weights to the L2 cache and only then waits for its input.
@@ -26,31 +26,31 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
-# More tokens than this are the library's.
+# The library multiplies more tokens than this.
 MAX_TOKENS = 64
-# Up to so many, all weights; of more, only the largest, such as a head's.
+# Up to this many tokens, weights of all sizes; beyond, only the largest, such as a head's.
 _MAX_TOKENS_OF_MOST = 32
 _LARGEST_BYTES = 256 << 20
-# Products of less take less than 10 us. The library's are faster, but for those that are cut into several parts a tile:
-# in a step of DeepSeek-V2-Lite of one token, 3648 x 2048 takes 2 us less so.
+# Products that read less take less than 10 us. The library's are faster, except where several programs share a tile: in
+# a step of DeepSeek-V2-Lite of one token, 3648 x 2048 takes 2 us less that way.
 _SHORT_BYTES = 32 << 20
 _MIN_BYTES = 2 << 20
-# The fewest rows of a tile: as many counters a weight needs at most.
+# Fewest rows of a tile; a weight needs one counter for this many rows.
 _MIN_TILE_ROWS = 64
-# A program that has fewer steps than this spends its time on beginning and ending.
+# A program with fewer steps than this spends its time on beginning and ending.
 _MIN_STEPS = 4
 _DTYPES = (torch.bfloat16, torch.float16)
-# Partial sums that are on their way at once while they are added up.
+# Partial sums that are in flight at once while they are added up.
 _AT_ONCE = tl.constexpr(4)
 
 
 class Tile(NamedTuple):
-    """What programs compute.
+    """The part of the result that one program computes.
 
     Attributes:
-        tokens: of the result; holds all there are.
-        rows: of the weight, `depth` channels at a time, `num_stages` of which are on their way.
-        splits: so many programs share each tile, at most one a step.
+        tokens: of the result; at least all of the batch's.
+        rows: of the weight, read `depth` channels at a time; `num_stages` such reads are in flight.
+        splits: number of programs that share each tile, at most one for each step.
         prefetched: steps whose weights go to the L2 cache early, a power of two or 0.
     """
 
@@ -64,7 +64,8 @@ class Tile(NamedTuple):
 
 
 def choose(num_tokens: int, rows: int, channels: int, num_sms: int) -> Tile | None:
-    """None: the library is as fast. Each multiprocessor has 100 to 160 KiB of weights on their way."""
+    """The tile for a product; None where the library is as fast. Each multiprocessor has 100 to 160 KiB of weights in
+    flight."""
     num_bytes = rows * channels * 2
     if num_tokens > MAX_TOKENS or num_bytes < _MIN_BYTES:
         return None
@@ -77,7 +78,7 @@ def choose(num_tokens: int, rows: int, channels: int, num_sms: int) -> Tile | No
 
 
 def _of_many_rows(num_tokens: int, tiles: int, num_sms: int) -> Tile:
-    """Tiles fill the GPU, two or three to a multiprocessor. Nothing is prefetched: it would come too early."""
+    """Tiles that fill the GPU, two or three to a multiprocessor. Nothing is prefetched: it would come too early."""
     if num_tokens > 16:
         return Tile(32, 64, 128, num_warps=4, num_stages=4)
     # 384 tiles are faster three at a time, all at once: 50.8 us instead of 52.8.
@@ -86,7 +87,7 @@ def _of_many_rows(num_tokens: int, tiles: int, num_sms: int) -> Tile:
 
 
 def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> Tile | None:
-    """A program has a multiprocessor to itself, and shares its tile with others where there are fewer tiles."""
+    """One program for each multiprocessor; programs share tiles where there are fewer tiles."""
     num_bytes = tiles * 64 * channels * 2
     depth = 256 if num_tokens <= 16 and 2 * tiles <= num_sms else 128
     steps = triton.cdiv(channels, depth)
@@ -94,17 +95,17 @@ def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> Ti
     is_short = num_bytes < _SHORT_BYTES
     if is_short and 4 * tiles > num_sms and (depth == 128 or splits == 1):
         return None
-    # One multiprocessor reads 30 bytes a nanosecond, so the memory's 4.2 TB/s take all of them.
+    # One multiprocessor reads 30 bytes a nanosecond, so it takes all of them to use the memory's 4.2 TB/s.
     if num_bytes > 2 * _SHORT_BYTES and splits * tiles < 0.9 * num_sms:
         return None
     if num_tokens > 16:
         return Tile(32, 64, 128, num_warps=4, num_stages=8, splits=splits, prefetched=4)
     if depth == 128:
         return Tile(16, 64, 128, num_warps=4, num_stages=10, prefetched=2)
-    # A projection behind attention of few tokens, during which memory idles, may come to L2 as a whole: its 32 MiB fit
-    # into 50 MB. More tokens' keys and values, 4 MB for 1024 of them, would drive it out.
+    # Memory idles during attention of few tokens, so the projection that follows may come to L2 as a whole: its 32 MiB
+    # fit into 50 MB. The keys and values of more tokens, 4 MB for 1024 of them, would evict it.
     whole = num_tokens <= 8 and num_bytes <= _SHORT_BYTES and steps // splits >= 8
-    # All of few steps are on their way at once anyway.
+    # Few steps are all in flight at once anyway.
     prefetched = 1 if steps // splits <= 5 else 8 if whole else 4
     return Tile(16, 64, 256, num_warps=4, num_stages=5, splits=splits, prefetched=prefetched)
 
@@ -114,7 +115,7 @@ class DecodeMultiply:
     """A `models.linear.Multiply` of one weight. Launches must not overlap.
 
     Attributes:
-        arrived: int32 zeros, one for every 64 rows of the weight; every launch leaves zeros.
+        arrived: int32 zeros, one for every 64 rows of the weight. Every launch leaves zeros.
     """
 
     arrived: Tensor
@@ -122,8 +123,8 @@ class DecodeMultiply:
 
     @classmethod
     def for_weight(cls, weight_NK: Tensor) -> "DecodeMultiply | None":
-        """None where nothing is gained over `linear`: not a Hopper GPU, another dtype, rows that it cannot copy, or a
-        size that is the library's however few the tokens."""
+        """None where the library is as fast for any number of tokens, on other GPUs than Hopper, and for dtypes and
+        strides that the kernel cannot read."""
         if weight_NK.device.type != "cuda" or torch.cuda.get_device_capability(weight_NK.device) != (9, 0):
             return None
         if not _copyable(weight_NK) or not weight_NK.is_contiguous():
@@ -149,11 +150,11 @@ def new_counters(weight_NK: Tensor) -> Tensor:
 
 
 def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, arrived: Tensor, tile: Tile) -> Tensor:
-    """The kernel. Sums of a tile that several programs share are added up in the order of the programs, so that the
-    same call has the same bits every time; another number of tokens may have others.
+    """Launches the kernel. Programs that share a tile add up their sums in a fixed order, so the same call gives the
+    same bits every time; another number of tokens may give others.
 
     Args:
-        x_MK: at most `tile.tokens` rows, which are adjacent in memory or 16 bytes' multiples apart.
+        x_MK: at most `tile.tokens` rows, adjacent in memory or a multiple of 16 bytes apart.
     """
     num_tokens, channels = x_MK.shape
     rows = weight_NK.shape[0]
@@ -190,7 +191,7 @@ def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, arrived: Te
 
 
 def _copyable(matrix: Tensor) -> bool:
-    """Whether the copy engine reads it."""
+    """Whether the copy engine (TMA) can read it."""
     return (
         matrix.dtype in _DTYPES
         and matrix.dim() == 2
@@ -223,9 +224,9 @@ def multiply_few_rows(
 ):
     """One program's share of a tile's steps.
 
-    Without `partial_ptr` it has all of them. With it, each of the tile's `splits` programs leaves a partial sum, and
-    the last one adds them up in the order of the programs.
-    PREFETCHED: so many steps' weights go to the L2 cache before this program waits for the kernel before it.
+    Without `partial_ptr` it has all of them. With it, each of the tile's `splits` programs writes a partial sum, and
+    the last one to arrive adds them up in the order of the programs.
+    PREFETCHED: number of steps whose weights go to the L2 cache before this program waits for the kernel before it.
     """
     tile, part = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, stop = _share(part, tl.cdiv(num_channels, DEPTH), splits)
@@ -235,7 +236,7 @@ def multiply_few_rows(
     await_predecessors(OVERLAP)
     sum_NM = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(bound(first, INTERPRETED), bound(stop, INTERPRETED)):
-        # What lies past the last row, token or channel is read as 0.
+        # Numbers past the last row, token or channel are read as 0.
         weight_NK = weight_map.load([tile * ROWS, step * DEPTH])
         x_MK = x_map.load([0, step * DEPTH])
         if INTERPRETED:
@@ -259,7 +260,7 @@ def multiply_few_rows(
 
 @triton.jit
 def _share(part, steps, splits):
-    """The first step of a part, and the one behind its last; parts differ by one step at most."""
+    """The first step of a part, and the step after its last; parts differ by one step at most."""
     least = steps // splits
     larger = steps % splits
     first = part * least + tl.minimum(part, larger)
@@ -278,7 +279,7 @@ def _prefetch(
     DEPTH: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
-    """The first steps of a program. Weights depend on no kernel."""
+    """Brings the weights of a program's first steps to L2. Weights depend on no earlier kernel."""
     rows_N = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1)
     columns_P = tl.minimum(first + tl.arange(0, PREFETCHED), stop - 1) * DEPTH
     bytes_P = tl.minimum(num_channels - columns_P, DEPTH) * 2

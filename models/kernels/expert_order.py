@@ -1,5 +1,5 @@
-"""Assignments brought into the order of their experts and cut into tiles of one expert each. The host learns nothing
-of it: it knows only how many tiles there can be at most.
+"""Sorts assignments by expert and cuts them into tiles of one expert each. The result stays on the device: the host
+knows only the largest possible number of tiles.
 
 Legend: T token, K choice of a token, S = T*K assignment, P place in the order, E expert, L tile, C assignment
 of a part, H chunk of assignments.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritonlib.launch import await_predecessors, bound, interpreted, overlap, start_dependents
 
-# Up to here every program counts all assignments itself, which saves a launch.
+# Up to this many assignments every program counts all of them itself, which saves a launch.
 _COUNTED_BY_EACH = 4096
 _PART = 128
 _CHUNK = 1024
@@ -27,9 +27,9 @@ class ExpertOrder:
     """Assignments in the order of their experts; those of one expert stay in the order of their tokens.
 
     Attributes:
-        order_P: int32, the assignment in each place; None where that is the place itself, with a tile for each.
-        tiles_3L: int32, of each tile its expert, its first place, and where its expert's places end; the expert of a
-            tile that is not needed is -1. Without `order_P` [1,L], the experts alone, of any integer type.
+        order_P: int32, the assignment in each place. None: each assignment is in its own place and has its own tile.
+        tiles_3L: int32, each tile's expert, its first place, and the end of its expert's places; the expert of an
+            unused tile is -1. Without `order_P` [1,L], only the experts, of any integer type.
     """
 
     order_P: Tensor | None
@@ -41,19 +41,20 @@ class ExpertOrder:
 
 
 def num_tiles_max(num_assignments: int, num_experts: int, tile_tokens: int) -> int:
-    """How many tiles suffice whatever is assigned to whom: each expert that has any may have one that is not full."""
+    """Number of tiles that suffices for any choice: each chosen expert may have one tile that is not full."""
     return (num_assignments + min(num_assignments, num_experts) * (tile_tokens - 1)) // tile_tokens
 
 
 def order_by_expert(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) -> ExpertOrder:
-    """Queues the sorting; a single token's experts, which differ, need none."""
+    """The order of the assignments. A single token's experts, which differ, need no sorting."""
     if len(experts_TK) == 1:
         return ExpertOrder(None, experts_TK)
     return sort_assignments(experts_TK, num_experts=num_experts, tile_tokens=tile_tokens)
 
 
 def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) -> ExpertOrder:
-    """
+    """Launches the sorting.
+
     Args:
         experts_TK: contiguous, at least one, each in [0, num_experts).
     """
@@ -100,7 +101,7 @@ def sort_assignments(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) 
 
 @triton.jit(do_not_specialize=["num_assignments"])
 def _count(experts, counts, num_assignments, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
-    """How many assignments each expert has in a chunk."""
+    """Counts each expert's assignments in a chunk."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     assignments_C = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -127,7 +128,7 @@ def _place(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Finds the places of a chunk of assignments, and writes some of the tiles."""
+    """Writes the places of a chunk of assignments, and some of the tiles."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     first = tl.program_id(0) * CHUNK
@@ -166,7 +167,7 @@ def _count_all(experts, num_assignments, first, EXPERTS: tl.constexpr, INTERPRET
 
 @triton.jit
 def _add_counts(counts, num_chunks, EXPERTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """What `_count_all` gives, from the counts of all chunks."""
+    """The result of `_count_all`, from the counts of all chunks."""
     STEP: tl.constexpr = 32
     totals_E = tl.zeros([EXPERTS], tl.int32)
     before_E = tl.zeros([EXPERTS], tl.int32)

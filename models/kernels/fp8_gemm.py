@@ -1,9 +1,9 @@
 """Products of quantized activations with fp8 weights. Tensor cores sum 128 channels; those sums are scaled and added up
 in float32, for the cores themselves keep too few bits of long sums.
 
-For few tokens the weights are the tall side of each tile and the channels are cut among several programs, of which the
-last to arrive adds up what all found, always in the same order. Programs do not overlap the kernel in front: they
-would wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.quantization.fp8.multiply`.
+For few tokens the weights are the tall side of each tile and several programs share the channels; the last one to
+arrive adds up all partial sums, always in the same order. Programs do not overlap the kernel before them: they would
+wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.quantization.fp8.multiply`.
 
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """
@@ -19,20 +19,24 @@ from models.quantization.config import FP8_BLOCK
 from tritonlib.fp8 import from_fp8
 from tritonlib.launch import bound, interpreted
 
-# Of fp8 numbers, a load of 16 bytes.
+# fp8 numbers in a load of 16 bytes.
 ALIGNMENT = 16
-# How many programs should share the work of few tokens, per multiprocessor: as many as it holds, of tiles of 64 rows
-# and of taller ones. And how many channels each gets at least.
+# Programs per multiprocessor that share the work of few tokens, as many as it holds: with tiles of 64 rows, and with
+# taller ones. Then the fewest channels of a program.
 _PROGRAMS_PER_SM = 3
 _TALL_PROGRAMS_PER_SM = 2
 _CHANNELS_PER_SPLIT = 512
 _MAX_SPLIT_TOKENS = 256
-# Tiles of tokens that share what is read of the weights, so that programs side by side find both in the L2 cache.
+# Tiles of tokens that run next to each other with the same weights, so programs find both in the L2 cache.
 _GROUPED_TILES = 8
 
 
 class Tile(NamedTuple):
-    """What one program computes. `weights_first`: the weight's rows are the tall side of the product."""
+    """The part of the result that one program computes.
+
+    Attributes:
+        weights_first: the weight's rows are the tall side of the product.
+    """
 
     tokens: int
     rows: int
@@ -49,7 +53,7 @@ class Weight(NamedTuple):
         scale_RC: float32, contiguous; one column, or one for every 128 channels.
         rows_per_scale: output channels that share a row of scales.
         bias: [N] or None.
-        arrived: int32 zeros, as many as `num_counters`; every launch leaves zeros. Launches that share them must not
+        arrived: int32 zeros, `num_counters` of them. Every launch leaves zeros; launches that share them must not
             overlap.
     """
 
@@ -61,13 +65,14 @@ class Weight(NamedTuple):
 
 
 def num_counters(rows: int) -> int:
-    """How many counters a weight of so many output channels needs: one for each tile that is split."""
+    """Number of counters of a weight with `rows` output channels: one for each tile that is split."""
     tiles: int = _MAX_SPLIT_TOKENS // 64 * triton.cdiv(rows, 128)
     return tiles
 
 
 def choose_tile(num_tokens: int, rows: int, num_sms: int, *, blocked: bool) -> Tile:
-    """For up to 64 tokens, which cost what reading the weight does, tiles that all run at once; for more, measured."""
+    """The tile for a product. Up to 64 tokens take the time to read the weight, so their tiles all run at once; those
+    for more tokens were measured."""
     if num_tokens > _MAX_SPLIT_TOKENS and not blocked:
         return Tile(128, 128, weights_first=False, num_warps=8, num_stages=4)
     if num_tokens > 64:
@@ -82,7 +87,7 @@ def choose_tile(num_tokens: int, rows: int, num_sms: int, *, blocked: bool) -> T
 
 
 def choose_splits(tile: Tile, num_tokens: int, rows: int, channels: int, num_sms: int) -> int:
-    """How many programs share a tile's channels."""
+    """Number of programs that share a tile's channels."""
     if num_tokens > _MAX_SPLIT_TOKENS:
         return 1
     tiles: int = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
@@ -91,19 +96,7 @@ def choose_splits(tile: Tile, num_tokens: int, rows: int, channels: int, num_sms
     return max(1, min(wanted, channels // _CHANNELS_PER_SPLIT))
 
 
-def multiply(x_TK: Tensor, x_scale_TC: Tensor, weight: Weight, *, dtype: torch.dtype, batch_invariant: bool) -> Tensor:
-    """[T, N] in `dtype` of quantized activations.
-
-    Args:
-        x_TK: e4m3, contiguous.
-        x_scale_TC: float32, one column or, where the weight has as many, one for every 128 channels; tokens adjacent in
-            memory.
-        batch_invariant: a token's bits do not depend on the others: the channels are never split.
-    """
-    return launch(x_TK, x_scale_TC, weight, dtype=dtype, batch_invariant=batch_invariant)
-
-
-def launch(
+def multiply(
     x_TK: Tensor,
     x_scale_TC: Tensor,
     weight: Weight,
@@ -113,7 +106,15 @@ def launch(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """The kernel; `tile` and `splits` are for those who measure them."""
+    """[T, N] in `dtype` of quantized activations.
+
+    Args:
+        x_TK: e4m3, contiguous.
+        x_scale_TC: float32, one column or, where the weight has as many, one for every 128 channels; tokens adjacent in
+            memory.
+        batch_invariant: a token's bits do not depend on other tokens: the channels are never split.
+        tile, splits: None: those that are chosen for the shapes. Tests and measurements pass others.
+    """
     num_tokens, channels = x_TK.shape
     rows = weight.stored_NK.shape[0]
     blocked = weight.scale_RC.shape[1] > 1
@@ -197,7 +198,7 @@ def _multiply_kernel(
     tokens_T = (first_T + tile % group_tiles % grouped) * TOKENS + tl.arange(0, TOKENS)
     first_row = tile % group_tiles // grouped * ROWS
     rows_N = first_row + tl.arange(0, ROWS)
-    # Rows beyond the end are read as the last one and never written: loads need no mask.
+    # Rows past the end are read as the last one and never written, so loads need no mask.
     read_T = tl.minimum(tokens_T, num_tokens - 1)
     read_N = tl.minimum(rows_N, num_rows - 1)
     channels_K = tl.arange(0, BLOCK)

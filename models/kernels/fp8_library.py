@@ -1,6 +1,6 @@
-"""Products of quantized activations with fp8 weights by the library that torch brings: what it takes, how it wants
-scales, and from how many tokens on it is faster than `fp8_gemm`. It never waits for the device and can be captured, but
-a token's bits depend on how many there are.
+"""Products of quantized activations with fp8 weights by torch's library: which weights it takes, the layout of scales,
+and from how many tokens on it is faster than `fp8_gemm`. It never waits for the device and can be captured, but a
+token's bits depend on the number of tokens.
 
 Legend: P tokens and padding, N output channels, K input channels, C columns of scales.
 """
@@ -16,19 +16,19 @@ TOKENS = 4
 # Both sizes of a weight must be. With blocks, a column of the weight's scales must be aligned so, too.
 _ALIGNMENT = 16
 _ALIGNED_COLUMNS = _ALIGNMENT // 4
-# cuBLAS has scales of blocks since then, on Hopper alone.
+# First CUDA version whose cuBLAS takes scales of blocks, on Hopper only.
 _MIN_CUDA = (12, 9)
-# Up to 32 tokens ours wins, and up to 64 for weights with a scale per row. With blocks it wins up to 64 only where few
-# rows leave most multiprocessors to the splits of channels that the library does not make. H200, us for 64 tokens, with
-# quantizing, ours and the library's: 4096 rows of 14336 channels 36 and 43, 2112 of 7168 19 and 24; 7168 of 16384 62
-# and 50, 28672 of 4096 41 and 38.
+# Our kernel is faster up to 32 tokens, and up to 64 for weights with a scale per row. With blocks it is faster up to 64
+# only for weights of few rows, where it splits channels over programs and the library does not. On an H200, us for 64
+# tokens, with quantizing, ours and the library's: 4096 rows of 14336 channels 36 and 43, 2112 of 7168 19 and 24; 7168
+# of 16384 62 and 50, 28672 of 4096 41 and 38.
 _MIN_TOKENS = 65
 _MIN_TOKENS_OF_MANY_ROWS = 33
 _MANY_ROWS = 5120
 
 
 def takes(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether it has this product, on a GPU that multiplies fp8."""
+    """Whether the library has this product, on a GPU that multiplies fp8."""
     rows, channels = weight.stored_NK.shape
     if dtype is not torch.bfloat16 or rows % _ALIGNMENT or channels % _ALIGNMENT:
         return False
@@ -43,7 +43,7 @@ def takes(weight: Weight, dtype: torch.dtype) -> bool:
 
 
 def has_blocks(device: torch.device) -> bool:
-    """Whether it multiplies with one scale for every 128 channels of a token and for every block of a weight."""
+    """Whether the library takes one scale for every 128 channels of a token and for every block of a weight."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     major, minor = torch.version.cuda.split(".")[:2]
@@ -51,13 +51,13 @@ def has_blocks(device: torch.device) -> bool:
 
 
 def is_faster(num_tokens: int, weight: Weight) -> bool:
-    """Than ours; by shapes alone."""
+    """Whether the library is faster than our kernel; depends on shapes alone."""
     many_rows = weight.rows_per_scale == FP8_BLOCK and weight.stored_NK.shape[0] > _MANY_ROWS
     return num_tokens >= (_MIN_TOKENS_OF_MANY_ROWS if many_rows else _MIN_TOKENS)
 
 
 def multiply(x_PK: Tensor, x_scale_PC: Tensor, weight: Weight, *, dtype: torch.dtype) -> Tensor:
-    """[P, N] in `dtype`, of a weight that it takes.
+    """[P, N] in `dtype`, of a weight that the library takes.
 
     Args:
         x_PK: e4m3, contiguous; with blocks, P a multiple of `TOKENS`.
@@ -70,7 +70,7 @@ def multiply(x_PK: Tensor, x_scale_PC: Tensor, weight: Weight, *, dtype: torch.d
         scale_b=weight.scale_RC.T,
         bias=weight.bias,
         out_dtype=dtype,
-        # Sums of more than 128 channels are kept in float32 outside of the tensor cores.
+        # False: sums of more than 128 channels are kept in float32 outside of the tensor cores.
         use_fast_accum=False,
     )
     return out_PN

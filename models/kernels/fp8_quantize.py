@@ -1,5 +1,5 @@
 """Activations in fp8, for products with fp8 weights: one scale per token, one for every 128 of its channels, or one
-that is known. A token's numbers depend on nothing else in the batch. The twin, for a CPU, is
+for all from the checkpoint. A token's numbers depend on nothing else in the batch. The twin, for a CPU, is
 `models.quantization.fp8`.
 
 Legend: T tokens, P those and padding, K channels, C columns of scales.
@@ -48,7 +48,7 @@ def quantize_static(x_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def launch_blocks(x_TK: Tensor, *, power_of_two: bool, multiple_of: int = 1) -> tuple[Tensor, Tensor]:
-    """The kernel of `quantize_blocks`."""
+    """Launches the kernel of `quantize_blocks`."""
     num_tokens, channels = x_TK.shape
     padded = triton.cdiv(num_tokens, multiple_of) * multiple_of
     columns = triton.cdiv(channels, FP8_BLOCK)
@@ -74,7 +74,7 @@ def launch_blocks(x_TK: Tensor, *, power_of_two: bool, multiple_of: int = 1) -> 
 
 
 def launch_tokens(x_TK: Tensor, scale: Tensor | None, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """The kernel of `quantize_tokens`, and with a scale that of `quantize_static`."""
+    """Launches the kernel of `quantize_tokens`, and with a scale that of `quantize_static`."""
     tokens, channels = x_TK.shape
     stored_TK = torch.empty(tokens, channels, dtype=fp8.E4M3, device=x_TK.device)
     scale_T1 = torch.empty(tokens, 1, dtype=torch.float32, device=x_TK.device)

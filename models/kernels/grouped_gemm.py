@@ -1,9 +1,9 @@
-"""A layer's experts on a GPU: three launches behind the order, and nothing that the host waits for.
+"""A layer's experts on a GPU: three launches after `order_by_expert`, and the host waits for nothing.
 
-The rows of x are found inside of the first product, which also applies the activation; the second one applies the
-routing weights and writes each assignment to a place of its own; the third launch adds up a token's experts in the
-order of its choices. Experts that every token goes through may be part of the same launches: their rows lie behind
-those of the assignments. Tiles follow from the shapes that the host knows.
+The first product finds its rows of x through the order and applies the activation. The second one applies the routing
+weights and writes each assignment to a row of its own, and the third launch adds up a token's experts in the order of
+its choices. Shared experts, through which every token goes, may be part of the same launches: their rows follow those
+of the assignments. Tiles depend on shapes alone, which the host knows: what the router chose stays on the device.
 
 An expert's weights are read once per tile of its tokens, from memory the first time and then from L2. Few tokens per
 expert: small tiles, so that many programs stream weights at once; many: large ones, for the tensor cores.
@@ -23,11 +23,11 @@ from models.kernels.expert_order import ExpertOrder, order_by_expert
 from models.kernels.grouped_gemm_kernel import grouped_down, grouped_gate_up, sum_choices
 from tritonlib.launch import interpreted, overlap
 
-# From tiles of so many tokens on the copy engine (TMA) reads the rows of the second product, which lie in order.
+# With tiles of this many tokens or more, the copy engine (TMA) reads the second product's rows, which lie in order.
 _ROWS_BY_MAP = 128
-# Channels of the rows of shared weights that go to the L2 cache while the kernels in front run, a power of two. A step
-# of DeepSeek-V2-Lite of one token takes 1.2 % longer without; with more of them, or with routed experts' as soon as
-# these are known, it takes longer too.
+# Channels of each row of shared weights that go to the L2 cache while earlier kernels run, a power of two. A step of
+# DeepSeek-V2-Lite of one token takes 1.2 % longer without them; prefetching more, or the routed experts' weights as
+# soon as these are known, takes longer too.
 _GATE_UP_PREFETCHED = 1024
 _DOWN_PREFETCHED = 512
 
@@ -38,9 +38,9 @@ class ExpertWeights:
 
     Attributes:
         weights_ENC: either of the last axes may be the contiguous one.
-        bias_EN: of the model's type, contiguous.
-        scales: float32 [E, rows, columns], contiguous, where the weights are fp8: a number is weight * scale. Rows and
-            columns cover equal parts of N (for gate and up, of each half) and C: all of it, or 128.
+        bias_EN: in the model's dtype, contiguous.
+        scales: float32 [E, rows, columns], contiguous, where the weights are fp8: a weight is number * scale. One row
+            covers all of N (of gate and up: of each half) or 128 channels of it; one column, all of C or 128.
     """
 
     weights_ENC: Tensor
@@ -55,10 +55,10 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """X experts that every token goes through, each of a routed one's size and with silu, side by side as one MLP.
+    """X experts that every token goes through, each of a routed expert's size and with silu, stored as one MLP.
 
     Attributes:
-        gate_up_NC: [2*X*I, D], all gates before all ups; contiguous, as is the other.
+        gate_up_NC: [2*X*I, D], all gates before all ups. Both are contiguous.
         down_NC: [D, X*I].
     """
 
@@ -84,7 +84,7 @@ SILU = Activation()
 
 @dataclass(frozen=True)
 class Tiles:
-    """One product's. Channels are those of the output (of gate and of up each), inputs those of a step."""
+    """Tile sizes of one product. `channels` of the output (of gate and of up each), `inputs` of one step."""
 
     tokens: int
     channels: int
@@ -95,14 +95,14 @@ class Tiles:
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """Both products of a layer; they share the order, and so the tokens of a tile."""
+    """Tiles of both products of a layer, which share the order and so the tokens of a tile."""
 
     gate_up: Tiles
     down: Tiles
 
 
-# By tokens of a tile. Buffers fill at most half of a multiprocessor's shared memory, so that two programs share it and
-# one loads while the other begins or ends; only the largest tiles take all of it.
+# By tokens of a tile. Buffers fill at most half of a multiprocessor's shared memory: two programs share it, and one
+# loads while the other begins or ends. Only the largest tiles take all of it.
 _HALF_PRECISION = (
     ExpertTiles(Tiles(16, 64, 128, 4, 3), Tiles(16, 64, 128, 4, 4)),
     ExpertTiles(Tiles(32, 64, 64, 4, 5), Tiles(32, 64, 128, 4, 4)),
@@ -147,15 +147,15 @@ def run_gated_experts(
     shared: SharedWeights | None = None,
     plus_TD: Tensor | None = None,
 ) -> Tensor:
-    """Each token through its experts, summed by weight, and through the shared ones, plus `plus_TD`.
+    """The weighted sum of each token's experts, plus its shared experts, plus `plus_TD`.
 
     Args:
         x_TD: channels contiguous.
         weights_TK: float32.
         experts_TK: of any integer type; contiguous, as the weights are. A token's experts differ.
-        weights_on_input: the weights multiply what the experts get, not what they give.
+        weights_on_input: the weights multiply the experts' inputs instead of their outputs.
         batch_invariant: one shape of tiles for every number of tokens.
-        shared: only beside experts with silu.
+        shared: only together with routed experts that use silu.
     """
     assert shared is None or activation == SILU
     num_tokens, choices = experts_TK.shape
@@ -324,7 +324,7 @@ def _part(scales: Tensor | None, axis: int, size: int, *, halves: int = 1) -> in
 
 
 def _copy_map(weights_ENC: Tensor, block_n: int, block_c: int) -> TensorDescriptor | None:
-    """For the bulk tensor copy engine (TMA), which wants multiples of 16 bytes; None where they are not."""
+    """A descriptor for the copy engine (TMA), or None where strides or address are no multiples of 16 bytes."""
     stored, block = weights_ENC, [1, block_n, block_c]
     if stored.stride(2) != 1:
         stored, block = stored.transpose(1, 2), [1, block_c, block_n]

@@ -1,8 +1,8 @@
 """The products of rows with the weights of their experts, as Triton kernels; `grouped_gemm` says what they are for.
 
 Weights stand in the rows of a product and tokens in its columns: the tensor cores' rows come in 64s, their columns in
-8s, so that an expert with few tokens costs hardly more than reading it. Shared experts, which have all tokens, need
-neither order nor routing: their programs are the first, and bring weights to L2 while the routing still runs. Legend:
+8s, so an expert with few tokens costs hardly more than reading its weights. Shared experts, which have all tokens, need
+neither order nor routing: their programs come first and bring weights to L2 while the routing still runs. Legend:
 M row of a tile (one assignment each, or a token), N output channel, K input channel, Q numbers of gate and up, P piece
 of a row.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tritonlib.launch import await_predecessors, start_dependents
 
-# Tiles that share weights or inputs run at about the same time, so that L2 has these.
+# Tiles that share weights or inputs run at about the same time, so L2 holds these.
 _GROUP_TILES = tl.constexpr(8)
 # Channels of a row that one instruction asks for.
 _PIECE = tl.constexpr(256)
@@ -55,8 +55,8 @@ def grouped_gate_up(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out[place] = gated activation of an expert's gate and up; rows of x are found through the order. Behind these
-    rows, those of the SHARED experts, each over all tokens: their gates before their ups in the rows of `shared`."""
+    """out[place] = gated activation of an expert's gate and up; rows of x are found through the order. The rows of the
+    SHARED experts follow, each over all tokens: `shared` has their gates before their ups."""
     start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     shared_programs = SHARED * blocks * tl.cdiv(num_tokens, BLOCK_M)
@@ -144,7 +144,7 @@ def _gate_and_up(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Products with a block of an expert's rows from the `first` on, and with those HALF of all rows behind them."""
+    """Products with a block of an expert's rows from the `first` on, and with the rows HALF of all rows later."""
     gate_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, IN, BLOCK_K):
@@ -208,8 +208,8 @@ def grouped_down(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out[assignment] = an expert's product with x[place], by the assignment's weight; behind these rows, those of the
-    SHARED experts, which lie side by side in the columns of `shared`. With `x_map`, a descriptor of x in blocks of
+    """out[assignment] = an expert's product with x[place], times the assignment's weight. The rows of SHARED experts
+    follow; `shared` has those experts in its columns, one after the other. With `x_map`, a descriptor of x in blocks of
     BLOCK_M rows, the rows of a tile are read by it."""
     start_dependents(OVERLAP)
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
@@ -283,7 +283,7 @@ def _down(
     for start in range(0, IN, BLOCK_K):
         if x_map is None:
             x_KM = inputs(x_ptrs_M, exists_M, start, IN, BLOCK_K)
-        else:  # past the expert's places stand the next one's, whose products are not stored
+        else:  # past the expert's places are the next expert's, whose products are not stored
             x_KM = tl.trans(x_map.load([first_place, start]))
         down_NK = weight_tile(
             weights, weights_map, expert, first, start, stride_N, stride_K, OUT, IN, INPUTS_FIRST, BLOCK_N, BLOCK_K
@@ -307,7 +307,7 @@ def sum_choices(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A token's experts, always in the order of its choices, then the shared ones, and what it has besides."""
+    """Sums a token's experts, always in the order of its choices, then the shared ones, then its row of `plus`."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -324,7 +324,7 @@ def sum_choices(
 
 @triton.jit
 def tile_and_block(program, num_tiles, BLOCKS: tl.constexpr):
-    """Of one of the programs that compute routed experts: its tile, and its block of output channels."""
+    """A program's tile and its block of output channels, among the programs that compute routed experts."""
     group = program // (_GROUP_TILES * BLOCKS)
     first_tile = group * _GROUP_TILES
     group_tiles = tl.minimum(num_tiles - first_tile, _GROUP_TILES)
@@ -334,7 +334,7 @@ def tile_and_block(program, num_tiles, BLOCKS: tl.constexpr):
 
 @triton.jit
 def places(tiles, tile, num_tiles, EACH: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, places, which of them are the expert's). EACH: every assignment is a tile."""
+    """(expert, places, whether each place is the expert's). EACH: every assignment is a tile."""
     expert = tl.load(tiles + tile).to(tl.int32)
     if EACH:
         first = tile
@@ -356,8 +356,8 @@ def assignments(order, places_M, exists_M):
 
 @triton.jit
 def shared_tile(num_tokens, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of one of the programs that compute shared experts, the first of all: (expert, block of output channels, tokens,
-    which of them there are). Programs of the same weights stand side by side."""
+    """(expert, block of output channels, tokens, whether each token exists) of a program that computes shared experts.
+    These programs come first, those with the same weights next to each other."""
     token_tiles = tl.cdiv(num_tokens, BLOCK_M)
     tile, column = tl.program_id(0) % token_tiles, tl.program_id(0) // token_tiles
     tokens_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -366,8 +366,8 @@ def shared_tile(num_tokens, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(row_ptrs_N, channels: tl.constexpr, PREFETCHED: tl.constexpr):
-    """Asks for so many channels of rows to be brought into L2, a power of two. Rows begin at multiples of 16 bytes, and
-    have a multiple of 16 bytes. Not for the interpreter."""
+    """Brings PREFETCHED channels of rows, a power of two, to L2. Rows begin at multiples of 16 bytes and have a
+    multiple of 16 bytes. Not for the interpreter."""
     PIECE: tl.constexpr = PREFETCHED if PREFETCHED < _PIECE else _PIECE
     columns_P = tl.minimum(tl.arange(0, PREFETCHED // PIECE), (channels - 1) // PIECE) * PIECE
     bytes_P = tl.minimum(channels - columns_P, PIECE) * (row_ptrs_N.dtype.element_ty.primitive_bitwidth // 8)
@@ -406,7 +406,7 @@ def weight_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of an expert's weights, 0 past their end. The copy engine's map has [E,N,K]; INPUTS_FIRST: [E,K,N]."""
+    """A tile of an expert's weights, 0 past their end. The map is of [E,N,K], with INPUTS_FIRST of [E,K,N]."""
     if weights_map is not None:
         if INPUTS_FIRST:
             tile_NK = tl.trans(tl.reshape(weights_map.load([expert, column, row]), [BLOCK_K, BLOCK_N]))

@@ -1,11 +1,11 @@
-"""Products in which a row's result has the same bits whatever other rows there are, and however many.
+"""Products in which a row's result has the same bits whatever the other rows are, and however many.
 
-On a GPU each number of the result is one chain over K in one float32 accumulator, from 0 up: the instruction of the
-tensor cores adds 16 products at a time to it (of float32 an fma one), and which those are does not depend on how many
-rows and columns a tile has. So the tile may follow the number of rows, for reading at 1 row and for arithmetic at
-8192, as long as all tiles are made of one instruction: 64 rows of a warpgroup on Hopper, also for 1 row, and K is
-never split. That the hardware keeps this, for every tile that there is, is what `tests/gpu/test_batch_invariant.py`
-proves. On a CPU rows go to the library in blocks of a fixed number, because it chooses its method by their number.
+On a GPU each number of the result is one sum over K in one float32 accumulator, in order. The tensor cores' instruction
+adds 16 products at a time (an fma of float32: one), and which ones does not depend on a tile's rows and columns. So the
+tile may depend on the number of rows, for fast reading at 1 row and fast arithmetic at 8192, as long as all tiles use
+one instruction: 64 rows of a warpgroup on Hopper, also for 1 row, and K is never split.
+`tests/gpu/test_batch_invariant.py` proves for every tile that the hardware does so. A CPU's library chooses its method
+by the number of rows, so rows go to it in blocks of a fixed number.
 
 Legend: M rows, N columns, K what is summed over, H heads.
 """
@@ -22,16 +22,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonlib.launch import bound, interpreted
 
-# Rows that a CPU's library gets at once. One row costs 3 to 5 times as much as alone, 256 rows 2 to 3 times.
+# Rows in each call of a CPU's library. One row costs 3 to 5 times as much as alone, 256 rows 2 to 3 times.
 _CPU_ROWS = 16
-# Tiles that follow each other take the same columns for this many tiles of rows, so that weights stay in the L2 cache.
+# Consecutive tiles have the same columns for this many tiles of rows, so weights stay in the L2 cache.
 _GROUP_M = 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Attributes:
-    rows, columns: of the result, by one program; `depth` of K at a time, `num_stages` of which are in flight.
+    """The part of the result that one program computes.
+
+    Attributes:
+        depth: of K, read at a time; `num_stages` such reads are in flight.
     """
 
     rows: int
@@ -41,23 +43,23 @@ class Tile:
     num_stages: int
 
 
-# NOTE: all in multiples of 64 rows for a warpgroup of 4 warps: with fewer the compiler takes another instruction, whose
-# sums may round otherwise.
+# NOTE: each warpgroup of 4 warps has a multiple of 64 rows: with fewer rows the compiler takes another instruction,
+# whose sums may round differently.
 _NARROW = Tile(64, 64, 128, num_warps=4, num_stages=6)
 _HIGH = Tile(128, 64, 128, num_warps=8, num_stages=4)
 _WIDE = Tile(64, 128, 64, num_warps=4, num_stages=4)
 _LARGE = Tile(128, 256, 64, num_warps=8, num_stages=4)
 _SQUARE = Tile(128, 128, 64, num_warps=8, num_stages=4)
 TILES = (_NARROW, _HIGH, _WIDE, _LARGE, _SQUARE)
-# From so many rows on arithmetic is what takes time, whatever the columns.
+# From this many rows on arithmetic takes most of the time, whatever the columns.
 _MANY_ROWS = 1024
-# Of any strides and dtypes; products of float32 are unrolled into registers, and spill unless tiles are small.
+# For any strides and dtypes. Products of float32 are unrolled into registers, which spill unless tiles are small.
 _STRIDED = Tile(64, 64, 64, num_warps=4, num_stages=3)
 _STRIDED_FLOAT32 = Tile(32, 32, 32, num_warps=4, num_stages=2)
 
 
 def multiply_invariant(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, [..., N], of one dtype: sums in float32, the bias included, and rounded once on a GPU."""
+    """`x @ weight.T + bias`, [..., N], in one dtype. On a GPU sums, with the bias, are in float32 and rounded once."""
     x_MK = x.reshape(-1, x.shape[-1])
     out_MN = x.new_empty(x_MK.shape[0], weight_NK.shape[0])
     if x_MK.shape[0]:
@@ -71,7 +73,7 @@ def multiply_invariant(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = Non
 
 
 def multiply_heads_invariant(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> None:
-    """Each head's `x @ weight` into `out`, of any strides; a row is what is the same alone and among others."""
+    """Writes each head's `x @ weight` to `out`, at any strides; a row's result does not depend on other rows."""
     if x_HMK.shape[1] == 0:
         return
     if x_HMK.is_cuda:
@@ -82,7 +84,7 @@ def multiply_heads_invariant(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor)
 
 def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> None:
     num_rows = x_HMK.shape[1]
-    # A copy even of whole blocks: what the library does may depend on where a row lies.
+    # Copied even where blocks are whole: the library's method may depend on a row's address.
     padded_HMK = pad(x_HMK, (0, 0, 0, -num_rows % _CPU_ROWS)).contiguous()
     for start in range(0, num_rows, _CPU_ROWS):
         product_HMN = torch.bmm(padded_HMK[:, start : start + _CPU_ROWS].contiguous(), weight_HKN)
@@ -92,9 +94,8 @@ def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> N
 
 @lru_cache(maxsize=4096)  # microseconds of the host otherwise, for each product of each layer
 def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
-    """What was fastest on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest tile of which every
-    multiprocessor gets one at most, else one that is wide enough to read the rows seldom. Free to follow the number of
-    rows; see the module's docstring."""
+    """The fastest tile on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest one of which every
+    multiprocessor gets at most one, else one that is wide enough to read the rows seldom."""
 
     def count(tile: Tile) -> int:
         tiles: int = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
@@ -114,8 +115,8 @@ def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
 def multiply_in_tiles(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, tile: Tile | None = None
 ) -> None:
-    """By the kernel that reads whole tiles with the copy engine; by the one for any strides where that cannot, which
-    dtype and sizes alone decide."""
+    """Launches the kernel that reads whole tiles with the copy engine (TMA), or the one for any strides where the first
+    cannot, which depends on dtype and sizes alone."""
     if not _has_tiles(weight_NK):
         weight_HKN = weight_NK.t().unsqueeze(0)
         multiply_strided(x_MK.unsqueeze(0), weight_HKN, bias_N, out_MN.unsqueeze(0))
@@ -144,7 +145,7 @@ def multiply_in_tiles(
 
 
 def _has_tiles(matrix: Tensor) -> bool:
-    """Whether the copy engine can read it, and in numbers that the tensor cores multiply."""
+    """Whether the copy engine can read it and the tensor cores multiply its dtype."""
     return (
         matrix.element_size() == 2
         and matrix.stride(1) == 1
@@ -208,7 +209,7 @@ def _multiply_tiles(
     GROUP_M: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile. What lies past the last row, column or channel is read as 0."""
+    """One tile. Numbers past the last row, column or channel are read as 0."""
     start_m, start_n = _find_tile(num_rows, num_columns, BLOCK_M, BLOCK_N, GROUP_M)
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start_k in tl.range(0, bound(depth, INTERPRETED), BLOCK_K):
@@ -222,7 +223,7 @@ def _multiply_tiles(
 
 
 def multiply_strided(x_HMK: Tensor, weight_HKN: Tensor, bias_N: Tensor | None, out_HMN: Tensor) -> None:
-    """The kernel for several heads at once, any strides and any dtype; always the same tile of each dtype."""
+    """Launches the kernel for several heads, any strides and any dtype; each dtype always has the same tile."""
     num_heads, num_rows, num_columns = out_HMN.shape
     tile = _STRIDED_FLOAT32 if x_HMK.dtype == torch.float32 else _STRIDED
     _multiply_strided[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns), num_heads)](

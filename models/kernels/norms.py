@@ -1,7 +1,7 @@
-"""RMS norms: alone, and with the addition to the residual stream in front of them.
+"""RMS norms, alone or together with the addition to the residual stream before them.
 
-The twins are in `models.layers`. A row's result depends on nothing but that row: its program and the order of its sum
-follow from the row's size. Legend: T tokens, D channels.
+The twins are in `models.layers`. A row's result depends on that row only: its size alone decides the program and the
+order of its sum. Legend: T tokens, D channels.
 """
 
 import torch
@@ -13,7 +13,7 @@ from attention.rotation import RowNorm
 from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
-# Of a row per thread: two loads of 16 bytes of bf16.
+# Channels of a row per thread: two loads of 16 bytes of bf16.
 _CHANNELS_PER_THREAD = 16
 
 
@@ -25,9 +25,9 @@ def rms_norm(x_TD: Tensor, norm: RowNorm) -> Tensor:
 
 
 def add_rms_norm(stream_TD: Tensor, update_TD: Tensor, norm: RowNorm, *, update_norm: RowNorm | None = None) -> Tensor:
-    """Adds `update_TD`, by its own norm if it has one, to `stream_TD` in place; what `norm` makes of the sum [T, D].
+    """Adds `update_TD`, or its norm by `update_norm`, to `stream_TD` in place. Returns `norm` of the sum [T, D].
 
-    Rounds to the tensors' dtype wherever separate calls would: behind the update's norm, the sum and the norm.
+    Rounds to the tensors' dtype wherever separate calls would: after the update's norm, the sum and the norm.
     """
     out_TD = torch.empty_like(stream_TD, memory_format=torch.contiguous_format)
     _launch(update_TD, stream_TD, update_norm, norm, out_TD)
@@ -81,7 +81,7 @@ def _norm(
     row = tl.program_id(0).to(tl.int64)
     channels_D = tl.arange(0, BLOCK)
     mask_D = channels_D < SIZE
-    # All loads first: one wait for memory, which is most of the time of a few rows.
+    # All loads first: few rows then wait for memory once, which is most of their time.
     weight_D = tl.load(weight_ptr + channels_D, mask=mask_D, other=0.0)
     if update_weight_ptr is not None:
         update_weight_D = tl.load(update_weight_ptr + channels_D, mask=mask_D, other=0.0)

@@ -1,4 +1,4 @@
-"""Positions to angles, once per forward. The twin is in `models.rotary`. Legend: T tokens, P pairs of channels."""
+"""Angles of a batch's positions. The twin is in `models.rotary`. Legend: T tokens, P pairs of channels."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
-"""Routing: each token's scores over all experts, and which experts it goes to with what weight.
+"""Routing: each token's scores over all experts, its chosen experts and their weights.
 
-Two launches: products of float32 precision over parts of the channels, with x in its own type, then one program per
-token that adds the parts and chooses. Legend: T token, D hidden channel, E expert, G group, X expert of a group,
+Two launches: products in float32 precision over parts of the channels, with x in its own dtype, then one program for
+each token that adds the parts and chooses. Legend: T token, D hidden channel, E expert, G group, X expert of a group,
 K choice of a token, P part of the channels.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 
-# Channels of a part: few tokens have too few products to keep the GPU busy otherwise. Many have parts that are worth
-# writing down and adding up again.
+# Channels of a part. Few tokens need short parts to keep the GPU busy; many tokens do with long ones, because each part
+# is written to memory and added up again.
 _SHORT_PART = 256
 _LONG_PART = 1024
 _MANY_TOKENS = 1024
@@ -26,8 +26,8 @@ class Choice:
     """How experts are chosen by their scores.
 
     Attributes:
-        by_logits: scores rise with logits, and are not corrected.
-        groups_by_two: a group is worth the sum of its two best experts, else its best.
+        by_logits: experts are ranked by logits, which scores rise with; only where scores are not corrected.
+        groups_by_two: groups are ranked by the sum of their two best experts, else by the best one.
     """
 
     experts_per_token: int
@@ -49,7 +49,7 @@ def route(
     correction_E: Tensor | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(weights [T,K] float32, experts [T,K] int32), the best first. Of equal experts the first is taken.
+    """(weights [T,K] float32, experts [T,K] int32), the best first. Among equal scores the first expert is chosen.
 
     Args:
         weight_ED: float32, as are the biases.
@@ -60,7 +60,7 @@ def route(
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, *, short_parts: bool) -> Tensor:
-    """float32 [P,T,E], to be summed over P."""
+    """Parts of logits, float32 [P,T,E]; their sum over P is the logits."""
     num_tokens, channels = x_TD.shape
     num_experts = len(weight_ED)
     part = _SHORT_PART if short_parts else _LONG_PART
@@ -144,8 +144,8 @@ def _logits(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some tokens, some experts and one part. With OVERLAP a part is a single step, whose weights are read before the
-    kernel in front has ended."""
+    """A block of tokens and experts, and one part. With OVERLAP a part is a single step, whose weights are read before
+    the previous kernel has ended."""
     start_dependents(OVERLAP)
     tokens_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -170,8 +170,8 @@ def _logits(
 
 @triton.jit
 def _add_product(logits_TE, rest_TE, x_TD, weight_DE, INTERPRETED: tl.constexpr):
-    """x as bfloat16 is exact, and three numbers of bfloat16 hold a float32: three products on the tensor cores. These
-    round every sum towards zero, so that the small products, which lose hardly anything, are summed by themselves."""
+    """bfloat16 holds x exactly, and three bfloat16 numbers hold a float32 weight: three products on the tensor cores.
+    These round every sum towards zero, so the small products are summed apart, where they lose hardly anything."""
     if x_TD.dtype == tl.bfloat16 and not INTERPRETED:
         high_DE = weight_DE.to(tl.bfloat16)
         below_DE = weight_DE - high_DE.to(tl.float32)
@@ -208,8 +208,8 @@ def _choose(
     NORMALIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token. What was taken, and what there is not, ranks -inf; so does what is no number, since it must not become
-    the number of an expert that there is not."""
+    """One token. Chosen experts and padding rank -inf. So does NaN: it must not give the number of an expert that does
+    not exist."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -240,8 +240,8 @@ def _choose(
     weights_K = tl.zeros([BLOCK_K], tl.float32)
     experts_K = tl.zeros([BLOCK_K], tl.int32)
     for choice in tl.static_range(CHOSEN):
-        # NOTE: not an argmax of all: that takes a reshape, and Triton lets the reshape in front of any reduction put
-        # numbers into another order, which gives wrong places as soon as a thread holds several numbers.
+        # NOTE: no argmax over both axes: it needs a reshape, and Triton lets a reshape before a reduction reorder
+        # numbers, which gives wrong places once a thread holds several numbers.
         best = tl.min(tl.where(ranked_GX == tl.max(ranked_GX), experts_GX, EXPERTS))
         is_best_GX = experts_GX == best
         experts_K = tl.where(choices_K == choice, best, experts_K)

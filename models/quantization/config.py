@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 from models.config.fields import Fields, Table, Texts
 from models.config.file import ConfigFile
 
-FP8_BLOCK = 128  # rows and columns of a weight that share a scale, and channels of a token that do
+FP8_BLOCK = 128  # rows and columns of a weight, or channels of a token, that share a scale
 
 _FIELD = "quantization_config"
 _CURE = "this quantization is not supported; choose the checkpoint in bfloat16, or one in fp8 (e4m3)"
@@ -24,7 +24,7 @@ _REGEX = "re:"
 
 
 class Granularity(StrEnum):
-    """What shares a scale: a whole tensor, an output channel, or a block of 128 by 128."""
+    """The part of a weight that shares a scale: the tensor, an output channel, or a block of 128 by 128."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
@@ -36,11 +36,11 @@ class Fp8Config:
     """Linear layers are stored in e4m3, apart from the head, routers and those named.
 
     Attributes:
-        weights: what shares a scale; stored number times scale is the weight.
-        static_inputs: every layer's inputs have one scale, in the checkpoint; else each token gets its own when it is
+        weights: the part of a weight that shares a scale; stored number times scale is the weight.
+        static_inputs: the checkpoint has one scale for each layer's inputs. Else each token gets a scale when it is
             computed, or one for every 128 channels where weights have blocks.
         power_of_two_inputs: scales of inputs are rounded up to powers of two, as those of the weights were.
-        unquantized: names of modules that are stored as they were, `re:` before regular expressions.
+        unquantized: names of modules that are not quantized; regular expressions begin with `re:`.
     """
 
     weights: Granularity
@@ -56,7 +56,7 @@ class Fp8Config:
 def _matches(pattern: str, name: str) -> bool:
     if pattern.startswith(_REGEX):
         return re.match(pattern.removeprefix(_REGEX), name) is not None
-    # A whole name, a module that it is in, or its end: all three are published.
+    # The whole name, a module that contains it, or its end: publishers use all three.
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
 
 
@@ -64,7 +64,7 @@ def read_quantization(file: ConfigFile) -> Fp8Config | None:
     """None for a checkpoint that is not quantized.
 
     Raises:
-        ConfigError: it is, in another way than those understood.
+        ConfigError: it is quantized in a way that is not understood.
     """
     if file.raw(_FIELD) is None:
         return None

@@ -1,7 +1,6 @@
-"""fp8 weights and activations in plain torch: what the kernels must equal, and what runs where there are none.
+"""fp8 weights and activations in plain torch: the twins of the kernels, which run where there are no kernels.
 
-Knows no layer. Legend: T token, P those and padding, N output channel, K input channel, R row of scales, C column of
-scales.
+Legend: T token, P token or padding, N output channel, K input channel, R row of scales, C column of scales.
 """
 
 import torch
@@ -11,7 +10,7 @@ from models.quantization.config import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-SMALLEST = 1e-10  # what the largest of some numbers counts as at least, so that zeros have a scale with a reciprocal
+SMALLEST = 1e-10  # lower bound of the largest number that a scale is made of, so zeros get a scale with a reciprocal
 
 
 def dequantize_blocks(weight_NK: Tensor, scale_RC: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -20,7 +19,7 @@ def dequantize_blocks(weight_NK: Tensor, scale_RC: Tensor, *, dtype: torch.dtype
 
 
 def dequantize_rows(weight_NK: Tensor, scale_RC: Tensor, *, rows_per_scale: int, dtype: torch.dtype) -> Tensor:
-    """fp8 weights times scales that so many rows share.
+    """fp8 weights times their scales, each of which `rows_per_scale` rows share.
 
     Args:
         scale_RC: one column, or one for every 128 columns of the weight.
@@ -55,7 +54,7 @@ def quantize_tokens(x_TK: Tensor, *, power_of_two: bool = False) -> tuple[Tensor
 
 
 def quantize_static(x_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, K], scales [T, 1] float32) by one scale that is known; larger numbers saturate."""
+    """(e4m3 [T, K], scales [T, 1] float32) by one given scale; larger numbers saturate."""
     return _to_e4m3(x_TK.float() * scale.reciprocal()), scale.expand(x_TK.shape[0], 1).contiguous()
 
 
@@ -74,8 +73,8 @@ def multiply(x_TK: Tensor, x_scale_TC: Tensor, weight_NK: Tensor, scale_RC: Tens
 def _scales(largest: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Scales and their reciprocals."""
     largest = largest.clamp(min=SMALLEST)
-    # NOTE: a tensor, because torch divides by a number on a GPU, and a number by a tensor anywhere, by way of a rounded
-    # reciprocal. Many a bfloat16 lies in the very middle of two fp8 numbers, where the last bit of a scale decides.
+    # NOTE: a tensor, because torch uses a rounded reciprocal to divide by a number on a GPU, and to divide a number by
+    # a tensor anywhere. Many bfloat16 numbers lie exactly between two fp8 numbers: the last bit of a scale decides.
     wanted = torch.full_like(largest, E4M3_MAX)
     if not power_of_two:
         return largest / wanted, wanted / largest

@@ -1,8 +1,8 @@
 """Linear layers whose weights stay in fp8.
 
-What is computed: on a GPU that multiplies fp8, activations are rounded to fp8 as the checkpoint says (each token's 128
-channels where weights have blocks; each token, or by a scale that the checkpoint has, elsewhere), for batches of every
-size; elsewhere weights are brought to the activations' dtype, which are not rounded. Knows no family and no file.
+On a GPU that multiplies fp8, activations are rounded to fp8 as the checkpoint says, for batches of every size: one
+scale for 128 channels of a token where weights have blocks, else one for each token, or one from the checkpoint for
+all. Elsewhere weights are dequantized to the activations' dtype, and activations are not rounded.
 
 Legend: T token, N output channel, K input channel, R C rows and columns of scales.
 """
@@ -20,19 +20,19 @@ from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 
 
 class Fp8Linear(FusedLinear):
-    """One or several of a checkpoint's linear layers.
+    """One of a checkpoint's linear layers, or several as one.
 
-    The parts' own scales are kept: as rows of scales, each of which as many output channels share as is right for all
-    parts.
+    Each part keeps its own scales. They become rows of scales, each for a number of output channels that divides every
+    part.
 
     Args:
-        replaced: the layer in the model's dtype, whose bias is taken over; its weight is not looked at.
-        name: what checkpoints call it if it is one; of several, each has its own.
+        replaced: the layer in the model's dtype. Its bias is kept, its weight is not read.
+        name: the checkpoint's name of a single layer; the parts of a fused one have names of their own.
 
     Attributes:
-        batch_invariant: a token's bits must not depend on the rest of the batch; `multiply` sees to that where weights
-            are dequantized.
-        scale_RC: None until `finish`, and behind `dequantize_`.
+        batch_invariant: a token's bits must not depend on the rest of the batch. Where weights are dequantized,
+            `multiply` ensures that.
+        scale_RC: None until `finish`, and after `dequantize_`.
     """
 
     def __init__(self, replaced: Linear, name: str, config: Fp8Config, *, device: torch.device | str) -> None:
@@ -57,21 +57,21 @@ class Fp8Linear(FusedLinear):
         return torch.empty(shapes[self.config.weights], dtype=torch.float32, device="cpu")
 
     def checkpoint_scales(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """(the part's name in the checkpoint; the memory of its weight's scales, and of its input's if it has one)."""
+        """(Name of the part in the checkpoint; memory of its weight's scales; memory of its input's scale, or None)."""
         for (part, _), scale, input_scale in zip(self.parts, self._scales, self._input_scales, strict=True):
             yield part, scale, input_scale if self.config.static_inputs else None
 
     def finish(self) -> None:
-        """Makes of the parts' scales, which are filled, what products need."""
+        """Turns the parts' filled scales into the form that products need."""
         device = self.weight.device
         sizes = [rows for _, rows in self.parts]
-        # Parts begin at sums of sizes: what divides those and a block never has rows of two scales.
+        # Parts begin at sums of sizes. A divisor of all these and of a block never spans rows of two scales.
         shared = math.gcd(FP8_BLOCK, *sizes[:-1]) if self.config.weights is Granularity.BLOCK else 1
         self.rows_per_scale = shared
         self.scale_RC = torch.cat([self._rows_of_scales(*each) for each in zip(sizes, self._scales, strict=True)])
         self.scale_RC = self.scale_RC.to(device)
         if self.config.static_inputs:
-            # All parts read one input, so calibration saw the same for all; the largest holds whatever any of them saw.
+            # All parts read one input, so calibration saw the same numbers for each; the largest scale fits them all.
             self.input_scale = torch.stack(self._input_scales).amax().to(device)
         self._scales, self._input_scales = [], []
         if multiplies_fp8(device) and self.in_features % fp8_gemm.ALIGNMENT == 0:
@@ -88,7 +88,7 @@ class Fp8Linear(FusedLinear):
         return repeated[: -(-rows // self.rows_per_scale)]
 
     def dequantize_(self) -> None:
-        """Becomes a layer in the model's dtype, for those whose weights are read otherwise than by products."""
+        """Becomes a layer in the model's dtype, for code that reads its weights other than by products."""
         self.weight = nn.Parameter(self.dequantized(self.dtype), requires_grad=False)
         self.scale_RC = self.input_scale = self._product = None
 
@@ -115,7 +115,7 @@ class Fp8Linear(FusedLinear):
         return fp8_gemm.multiply(stored_TK, scale_TC, weight, dtype=x_TK.dtype, batch_invariant=self.batch_invariant)
 
     def _quantize(self, x_TK: Tensor, *, multiple_of: int) -> tuple[Tensor, Tensor]:
-        """Of blocks, so many tokens; of others, those there are."""
+        """Activations in fp8 and their scales. With blocks, the number of tokens is padded to a multiple."""
         power_of_two = self.config.power_of_two_inputs
         if self.config.weights is Granularity.BLOCK:
             return fp8_quantize.quantize_blocks(x_TK, power_of_two=power_of_two, multiple_of=multiple_of)
@@ -125,6 +125,6 @@ class Fp8Linear(FusedLinear):
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device's tensor cores take e4m3 and its multiprocessors hold our tiles: Hopper, and its successor in
-    data centers. Ada and its kin have less shared memory."""
+    """Whether the device's tensor cores take e4m3 and its multiprocessors hold our tiles: Hopper and data-center
+    Blackwell. Ada's multiprocessors have less shared memory."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -1,6 +1,6 @@
-"""Gives a model the layers that its checkpoint's quantization asks for, before memory for any weight is taken.
+"""Replaces a model's layers by the quantized ones of its checkpoint, before memory for any weight is allocated.
 
-Knows which layers exist, and what checkpoints call scales; no family and no file's contents.
+Also maps the checkpoint's names of scales to the memory that they fill, and finishes the layers after loading.
 """
 
 import math
@@ -22,7 +22,7 @@ from models.quantization.config import FP8_BLOCK, Fp8Config, Granularity
 from models.quantization.fp8_linear import Fp8Linear
 from models.weights.checkpoint import StoredTensor
 
-# As DeepSeek and transformers, and as AutoFP8 and compressed-tensors.
+# Spellings of DeepSeek and transformers, and of AutoFP8 and compressed-tensors.
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _MAX_NAMED = 4
@@ -32,11 +32,11 @@ CheckpointName = Callable[[str], str]
 
 @contextmanager
 def weights_unallocated() -> Iterator[None]:
-    """Models built in here have no memory for the weights that `quantize` may replace.
+    """Models built in this context have no memory for the weights that `quantize` may replace.
 
     NOTE: torch keeps such hooks per process: build no other model at the same time.
     """
-    # What a hook returns is registered instead; torch's annotation says None.
+    # torch registers what a hook returns in place of the parameter; its annotation says None.
     handle = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]
     try:
         yield
@@ -55,14 +55,14 @@ def _is_replaceable(module: nn.Module, name: str) -> bool:
 
 
 def quantize(model: CausalLM, config: ModelConfig, checkpoint_name: CheckpointName, device: torch.device | str) -> None:
-    """Replaces what `config.quantization` covers by layers in fp8, and allocates the rest; fills nothing.
+    """Replaces the layers that `config.quantization` covers by layers in fp8, and allocates the others. Fills nothing.
 
     Args:
         model: built within `weights_unallocated`.
-        checkpoint_name: what a module's path is called in checkpoints.
+        checkpoint_name: maps a module's path to its name in checkpoints.
 
     Raises:
-        ConfigError: the quantization covers half of a fused layer, or experts in a way that we do not compute.
+        ConfigError: the quantization covers a part of a fused layer, or experts in a way that we do not compute.
     """
     quantization = config.quantization
     assert quantization is not None
@@ -73,7 +73,7 @@ def quantize(model: CausalLM, config: ModelConfig, checkpoint_name: CheckpointNa
         elif isinstance(module, Linear) and _covers(quantization, module, checkpoint_name(path)):
             name = path.rpartition(".")[2]
             replacements[module] = Fp8Linear(module, name, quantization, device=device)
-    # A layer can be in several places, such as MLA's projection of latents.
+    # A layer can have several parents, such as MLA's projection of latents.
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in replacements:
@@ -113,7 +113,7 @@ def _quantize_experts(experts: Experts, quantization: Fp8Config, name: str, devi
     blocks, blocks_of_size = -(-rows // 2 // FP8_BLOCK), -(-size // FP8_BLOCK)
     for parameter, scales in (("gate_up_proj", (2 * blocks, blocks_of_size)), ("down_proj", (blocks_of_size, blocks))):
         weight = torch.empty_like(getattr(experts, parameter), dtype=fp8.E4M3, device=device)
-        # On the host until all are read: there are tens of thousands of small ones.
+        # On the host until all are read: there are tens of thousands of small tensors.
         scale = torch.empty(num_experts, *scales, dtype=torch.float32, device="cpu")
         setattr(experts, parameter, nn.Parameter(weight, requires_grad=False))
         setattr(experts, f"{parameter}_scale_inv", nn.Parameter(scale, requires_grad=False))
@@ -122,7 +122,7 @@ def _quantize_experts(experts: Experts, quantization: Fp8Config, name: str, devi
 def weight_scale_views(
     model: CausalLM, stored: Mapping[str, StoredTensor], checkpoint_name: CheckpointName
 ) -> dict[str, Tensor]:
-    """For each scale's name in a checkpoint, the memory that it fills, on the host."""
+    """For each scale's name in a checkpoint, the host memory that it fills."""
     views: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, Fp8Linear):
@@ -151,13 +151,14 @@ def _expert_scales(experts: Experts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _spelled(module: str, spellings: tuple[str, ...], stored: Mapping[str, StoredTensor]) -> str:
-    """The name in the checkpoint, or the first that it could be."""
+    """The scale's name in the checkpoint, or its first possible name where the checkpoint has none."""
     names = [f"{module}.{spelling}" for spelling in spellings]
     return next((name for name in names if name in stored), names[0])
 
 
 def _shaped_as(tensor: StoredTensor | None, scale: Tensor) -> Tensor:
-    """Checkpoints keep one number as [] or as [1], and one per row as [rows] or as [rows, 1]: of all ranks' rows."""
+    """A view of `scale` with the tensor's axes: checkpoints keep one number as [] or [1], and one per row of all ranks
+    as [rows] or [rows, 1]."""
     if tensor is None or len(tensor.shape) > 2 or (scale.dim() == 2 and scale.shape[1] > 1):
         return scale
     if len(tensor.shape) == 1 and scale.dim() == 2:
@@ -166,10 +167,13 @@ def _shaped_as(tensor: StoredTensor | None, scale: Tensor) -> Tensor:
 
 
 def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
-    """Hands the scales, which are read, to the layers; what MLA takes apart is dequantized.
+    """Gives the layers their scales after loading, and dequantizes the layers that MLA splits.
+
+    Args:
+        views: the filled memory of all scales, by their names in the checkpoint.
 
     Raises:
-        ConfigError: a scale cannot be one.
+        ConfigError: a scale is not a finite number above 0.
     """
     wrong = [name for name, view in views.items() if not bool((view.isfinite() & (view > 0)).all())]
     if wrong:
@@ -188,7 +192,7 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
                 on_device = getattr(module, name).to(module.gate_up_proj.device)
                 setattr(module, name, nn.Parameter(on_device, requires_grad=False))
     for module in model.modules():
-        # Its parts are absorbed into queries and outputs, in the model's dtype.
+        # MLA absorbs its parts into queries and outputs, in the model's dtype.
         if isinstance(module, MLAAttention) and isinstance(module.kv_b_proj, Fp8Linear):
             module.kv_b_proj.dequantize_()
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors lie: its files and their safetensors headers. Reads no weights, needs no torch."""
+"""Where a checkpoint's tensors lie: its files and their safetensors headers. Reads no weights."""
 
 import json
 import math
@@ -37,8 +37,8 @@ class StoredTensor:
     "BF16".
 
     Attributes:
-        run_bytes, gap_bytes: of a part of a tensor: behind as many bytes of it come as many that are not. 0: it lies in
-            one piece.
+        run_bytes, gap_bytes: for a part of a tensor, the length of each run of its bytes and of the gap after the run.
+            0: it lies in one piece.
     """
 
     name: str
@@ -51,7 +51,7 @@ class StoredTensor:
     gap_bytes: int = 0
 
     def part(self, dim: int, part: range) -> "StoredTensor":
-        """The entries of that range along axis `dim`, of a tensor that lies in one piece."""
+        """The entries of the range along axis `dim`, of a tensor that lies in one piece."""
         assert not self.gap_bytes, "a part of a part"
         shape = (*self.shape[:dim], len(part), *self.shape[dim + 1 :])
         entry_bytes = math.prod(self.shape[dim + 1 :]) * _DTYPE_BYTES[self.dtype]
@@ -93,7 +93,7 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """What the largest tensor that is not quantized is stored as, in config.json's spelling; None where there is none.
+    """The dtype of the largest tensor that is not quantized, in config.json's spelling; None where there is none.
 
     Raises:
         ConfigError: as `read_checkpoint`.
@@ -138,7 +138,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_places(path: Path, tensors: Mapping[str, StoredTensor], *, data_start: int, size_bytes: int) -> None:
-    """Tensors lie side by side, each as large as its shape says, from the header to the end of the file."""
+    """Checks that tensors follow each other, each as large as its shape says, from the header to the file's end."""
     stop = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
         tensor_bytes = math.prod(tensor.shape) * _DTYPE_BYTES.get(tensor.dtype, 0)

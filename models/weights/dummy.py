@@ -1,6 +1,6 @@
 """Weights drawn at random, for benchmarks and tests: the same in every process on the same kind of device.
 
-Norms are 1, all else is normal with the spread that models of these families are initialized with. Knows no file.
+Norms are 1; all other numbers are normal with the deviation that models of these families are initialized with.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,24 +13,24 @@ from models.quantization.fp8 import E4M3, E4M3_MAX
 _SEED = 0
 _STD = 0.02
 _NORMS = ("norm.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
-_STORED_STD = 64.0  # of fp8 numbers: seven deviations fit below 448
-_INPUT_SCALE = 1 / 16  # inputs up to 28 fit, which is many times what follows a norm
+_STORED_STD = 64.0  # deviation of fp8 numbers: seven of them fit below 448
+_INPUT_SCALE = 1 / 16  # inputs up to 28 fit, many times the output of a norm
 _FP8_NUMBERS_AT_ONCE = 1 << 26
 
 
 def fill_at_random(model: nn.Module) -> None:
-    """Fills all parameters, whole ones at once: one call for each expert would take seconds."""
+    """Fills all parameters, each by one call: one call for each expert would take seconds."""
     generator: torch.Generator | None = None
     for module_path, module in model.named_modules():
         generator = _fill(module_path, module, generator)
 
 
 def fill_part_at_random(whole: nn.Module, take: Callable[[str, nn.Module], None], device: torch.device | str) -> None:
-    """Draws what `fill_at_random` fills the whole model with, module by module: there need not be memory for more.
+    """Draws the numbers of `fill_at_random` module by module, so memory is needed for one module at a time.
 
     Args:
-        whole: on the meta device, and so in the end.
-        take: called with the path of each module and the module, whose own parameters are filled for that long.
+        whole: the whole model, on the meta device before and after.
+        take: called with each module's path and the module, whose own parameters are filled during the call.
     """
     generator: torch.Generator | None = None
     for path, module in whole.named_modules():
@@ -51,7 +51,7 @@ def fill_scales(weight_scales: Mapping[str, Tensor]) -> None:
 
 
 def _fill(path: str, module: nn.Module, generator: torch.Generator | None) -> torch.Generator | None:
-    """The module's own parameters; returns the generator, which the first of all makes."""
+    """Fills the module's own parameters. Returns the generator, which the first parameter of all creates."""
     for name, parameter in module.named_parameters(recurse=False):
         numbers = parameter.data
         if generator is None:
@@ -68,7 +68,7 @@ def _fill(path: str, module: nn.Module, generator: torch.Generator | None) -> to
 
 
 def _fill_fp8(numbers: Tensor, generator: torch.Generator) -> None:
-    """In pieces, since no more memory than that is free for the numbers before they are rounded."""
+    """Fills in pieces: there is little free memory for the numbers before they are rounded."""
     for part in numbers.view(-1).split(_FP8_NUMBERS_AT_ONCE):
         drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
         drawn.normal_(std=_STORED_STD, generator=generator).clamp_(-E4M3_MAX, E4M3_MAX)

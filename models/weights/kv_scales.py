@@ -1,6 +1,6 @@
-"""The scales of an fp8 cache: which layers have them, and what published checkpoints call them.
+"""The scales of an fp8 cache: which layers have them, and their names in published checkpoints.
 
-Knows no files. Scales that are calculated from a batch are not for served models: two nodes would disagree.
+Served models do not calculate scales from a batch: two nodes would disagree.
 """
 
 import math
@@ -15,14 +15,14 @@ from baton.errors import ConfigError
 from kvcache.scales import KVScales
 from models.weights.checkpoint import StoredTensor
 
-# Of layer `self_attn` and kind k: as llm-compressor, as vLLM's own module names, and as ModelOpt.
+# Spellings of llm-compressor, of vLLM's module names, and of ModelOpt.
 _SPELLINGS = ("{layer}.{kind}_scale", "{layer}.attn.{kind}_scale", "{layer}.{kind}_proj.{kind}_scale")
 _KINDS = ("q", "k", "v")
 _SCALE = re.compile(r"\.[qkv]_scale$")
 
 
 def add_scales(model: nn.Module) -> None:
-    """Gives every attention layer scales of its own, 1 until they are filled."""
+    """Gives every attention layer its own scales, which are 1 until they are filled."""
     for _, layer in _attention_layers(model):
         layer.use_scales(KVScales())
 
@@ -30,12 +30,12 @@ def add_scales(model: nn.Module) -> None:
 def scale_views(
     model: nn.Module, stored: Mapping[str, StoredTensor], checkpoint_name: Callable[[str], str]
 ) -> dict[str, Tensor]:
-    """For each scale's name in a checkpoint, the memory that it fills; nothing for layers that have none there.
+    """For each scale's name in a checkpoint, the memory that it fills; nothing for layers without scales there.
 
-    A layer whose keys have a scale also needs that of its values, so both are named; latents have that of keys alone.
+    A layer with a scale for its keys also needs one for its values, so both are named. Latents have only the keys'.
 
     Args:
-        checkpoint_name: what a module's path begins with there.
+        checkpoint_name: maps a module's path to its name in checkpoints.
     """
     views = {}
     for path, layer in _attention_layers(model):
@@ -55,13 +55,13 @@ def scale_views(
 
 
 def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """A checkpoint for a cache that keeps KV as it was computed."""
+    """The tensors that a model needs whose cache keeps KV as computed."""
     return {name: tensor for name, tensor in stored.items() if not _SCALE.search(name)}
 
 
 def kv_scales(model: nn.Module) -> tuple[float, ...]:
-    """Of a model over an fp8 cache, by layer of the cache, the scales of keys and values, or of latents; nothing of
-    another one. Waits for the device."""
+    """The scales of a model's fp8 cache, layer by layer: of keys and values, or of latents. Empty for other caches. The
+    host waits for the device."""
     by_layer: dict[int, tuple[float, ...]] = {}
     for _, layer in _attention_layers(model):
         if layer.scales is None:
@@ -75,7 +75,7 @@ def kv_scales(model: nn.Module) -> tuple[float, ...]:
 
 
 def check_scales(views: Mapping[str, Tensor]) -> None:
-    """Raises ConfigError for a scale that no cache can be read with."""
+    """Raises ConfigError for a scale that is not a finite number above 0."""
     for name, view in views.items():
         value = view.item()
         if not (math.isfinite(value) and value > 0):

@@ -1,7 +1,7 @@
 """Makes a model and fills its parameters: from safetensors files, or at random for benchmarks and tests.
 
-Owns the way from a checkpoint's tensor names to parameters. Nothing is read before all names, shapes and dtypes are
-known to fit.
+Maps a checkpoint's tensor names to parameters. Weights are read only after all names, shapes and dtypes are found to
+fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -59,15 +59,15 @@ def load_model(
 ) -> CausalLM:
     """The model of `config` on `device`, ready for inference; weights are in `dtype`, or in fp8 as `config` says.
 
-    Of several ranks: one rank's part of it, of whose tensors nothing else is read.
+    With several ranks, it makes one rank's part and reads only that part of the tensors.
 
     Args:
-        config: the whole model's.
-        kv_dtype: of the cache; "" means `dtype`. One of fp8 has the checkpoint's scales, or 1 where there are none.
+        config: of the whole model.
+        kv_dtype: of the cache; "" means `dtype`. An fp8 cache takes the checkpoint's scales, or 1 where it has none.
         load_format: "safetensors" reads `directory`; "dummy" draws the same weights in every process on the same
-            kind of device, and for a rank its part of them.
+            kind of device, and each rank keeps its part of them.
         batch_invariant: a token's results have the same bits whatever else is in its batch.
-        progress: called time and again with the bytes read so far and the bytes in all.
+        progress: called repeatedly with the bytes read so far and the bytes in all.
 
     Raises:
         ConfigError: a value is unknown, the model cannot be split so, or the checkpoint is damaged or does not fit
@@ -119,7 +119,7 @@ def load_model(
             module.process_weights_after_loading()
     if batch_invariant:
         make_batch_invariant(model)
-    elif parallel.size == 1:  # ranks' narrower weights were not measured
+    elif parallel.size == 1:  # not measured for the narrower weights of several ranks
         use_decode_products(model)
     return model
 
@@ -127,7 +127,7 @@ def load_model(
 def _build(
     config: ModelConfig, *, backend: AttentionBackend, dtype: torch.dtype, device: torch.device | str
 ) -> CausalLM:
-    """The model with its parameters allocated, and none of them twice, in two dtypes."""
+    """The model with its parameters allocated, each in its final dtype from the start."""
     quantized = config.quantization is not None
     model_class: ModelClass = resolve_name(FAMILIES[config.architecture].model)
     with torch.device(device), weights_unallocated() if quantized else nullcontext():
@@ -155,7 +155,7 @@ def _checkpoint_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of the module's own parameters."""
+    """(Name in the checkpoint, memory that it fills) for each of the module's own parameters."""
     match module:
         case FusedLinear():
             parent = path.rpartition(".")[0]
@@ -168,7 +168,7 @@ def _module_views(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tuple[StoredTensor, Tensor]]:
-    """What is to be read to where."""
+    """The stored tensor, or the rank's parts of it, each with the memory that it fills."""
     if share is None:
         yield stored, view
         return
@@ -177,7 +177,7 @@ def _cut(stored: StoredTensor, view: Tensor, share: Share | None) -> Iterator[tu
 
 
 def _held(view: Tensor, share: Share) -> Iterator[tuple[range, Tensor]]:
-    """Each range of the share, and the memory for it; fills the rest of the view with zeros."""
+    """Each range of the share with its memory. Fills the rest of the view with zeros."""
     filled = 0
     for part in share.ranges:
         yield part, view.narrow(share.dim, filled, len(part))
@@ -186,7 +186,7 @@ def _held(view: Tensor, share: Share) -> Iterator[tuple[range, Tensor]]:
 
 
 def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -> None:
-    """Copies a rank's part of the parameters that the whole model's module at `path` has to `model`'s."""
+    """Copies a rank's part of the parameters of the whole model's module at `path` to `model`."""
     views = dict(_module_views(path, model.get_submodule(path)))
     for name, tensor in _module_views(path, whole):
         share = shares.of(name)
@@ -198,9 +198,9 @@ def _take_shares(model: CausalLM, shares: Shares, path: str, whole: nn.Module) -
 
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """The language model's part of a model that also sees, by the names that it has when it is alone.
+    """The tensors of a multimodal model's language model, by their names without the other models.
 
-    Publishers put `language_model.` in front of those; since transformers 4.52 some files have it behind `model.`.
+    Publishers prefix those with `language_model.`; since transformers 4.52 some files have it after `model.`.
     """
     if not any(name.startswith(tuple(_LANGUAGE_MODEL)) for name in stored):
         return stored
@@ -212,7 +212,7 @@ def _language_model(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTe
 
 
 def _with_prefixes_of(views: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """BLOOM was published without the `transformer.` that its names begin with when saved today."""
+    """Adds the prefix `transformer.`, which BLOOM was published without and has when it is saved today."""
     prefixed = any(name.startswith(_TRANSFORMER) for name in views)
     if not prefixed or any(name.startswith(_TRANSFORMER) for name in stored):
         return stored
@@ -220,7 +220,7 @@ def _with_prefixes_of(views: Mapping[str, Tensor], stored: Mapping[str, StoredTe
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Tensors that published checkpoints hold and that this model does not need."""
+    """Whether published checkpoints hold the tensor although this model does not need it."""
     if name.endswith("rotary_emb.inv_freq"):  # saved by transformers before 4.32; computed here
         return True
     if name == _HEAD:  # a second copy of a tied embedding; `_check_tied_head` checks that it is one

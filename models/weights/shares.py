@@ -1,8 +1,7 @@
 """Which part of each of a checkpoint's tensors one rank holds: one table for all families.
 
-Names are as in checkpoints; of families that have another prefix there, paths of our modules are known too. A tensor
-that is not in the table is whole on every rank. What ranks hold adds up: the bias of a product whose results are summed
-over ranks is held by the first one, and is zero elsewhere. No torch.
+Names are as in checkpoints, or paths of our modules for families with another prefix there. A tensor that is not in the
+table is whole on every rank. Where ranks' results are summed, the first rank holds the bias and the others have zeros.
 """
 
 import re
@@ -21,23 +20,23 @@ _SCALE = re.compile(r"\.weight_scale(_inv)?$")
 
 @dataclass(frozen=True)
 class Share:
-    """Of a tensor that has `size` entries along axis `dim`: those in `ranges`, one range behind the other. The memory
-    for them may be longer than they are: zeros follow."""
+    """The entries in `ranges`, one after the other, of a tensor with `size` entries along axis `dim`. The memory for a
+    share may be longer: zeros follow the entries."""
 
     dim: int
     size: int
     ranges: tuple[range, ...]
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tensor, where that of the memory for this share is `shape`."""
+        """The shape of the whole tensor, where the memory for this share has `shape`."""
         return *shape[: self.dim], self.size, *shape[self.dim + 1 :]
 
 
 class Shares:
-    """What one rank holds of the checkpoint of a model.
+    """The parts of a model's checkpoint that one rank holds.
 
     Args:
-        config: the whole model's, which `local_config` could split.
+        config: of the whole model, which `local_config` could split.
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
@@ -51,7 +50,7 @@ class Shares:
         return share if share is None or weight == name else self._of_scale(share, name)
 
     def _of_scale(self, share: Share, name: str) -> Share | None:
-        """Of the scales of a weight of which the rank has that share."""
+        """The share of a weight's scales, given the share of the weight."""
         if self._granularity is Granularity.CHANNEL:
             return share if share.dim == 0 else None
         if self._granularity is Granularity.TENSOR:
@@ -64,8 +63,7 @@ class Shares:
 
 
 def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
-    """Names without the layer and its number, and with a `*` for an expert's number; of two shares of one name the
-    last counts."""
+    """Names without the layer and its number, and with `*` for an expert's number. The last share of a name counts."""
     rows = Share(0, config.vocab_size, (vocabulary_rows(config.vocab_size, parallel),))
     for vocabulary in ("model.embed_tokens", "transformer.word_embeddings", "lm_head"):
         yield f"{vocabulary}.weight", rows
@@ -114,14 +112,14 @@ def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel
 
 
 def _queries_keys_values(gqa: GQAConfig, parallel: TensorParallel) -> Share:
-    """Of a tensor that has all three, kv head by kv head: its queries, its keys, its values."""
+    """The share of a tensor with all three: for each kv head its queries, its keys, its values."""
     heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
     group = gqa.num_heads // gqa.num_kv_heads + 2
     if len(heads) == len(sharing) * (group - 2):
         parts = [_times(sharing, group)]
     else:  # ranks share a kv head: each has some of its queries, and all of its keys and values
-        before, behind = 2 * sharing.start, sharing.stop * group
-        parts = [range(heads.start + before, heads.stop + before), range(behind - 2, behind)]
+        before, stop = 2 * sharing.start, sharing.stop * group
+        parts = [range(heads.start + before, heads.stop + before), range(stop - 2, stop)]
     return Share(0, gqa.num_kv_heads * group * gqa.head_dim, tuple(_times(part, gqa.head_dim) for part in parts))
 
 
@@ -147,7 +145,7 @@ def _mlp(where: str, part: Share, of_first: Share) -> Iterator[tuple[str, Share]
 
 
 def _plain_mlp(part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
-    """Of two layers."""
+    """An MLP of two layers."""
     for what in ("weight", "bias"):
         yield f"mlp.dense_h_to_4h.{what}", part
     yield "mlp.dense_4h_to_h.weight", _as_inputs(part)
@@ -155,8 +153,8 @@ def _plain_mlp(part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
 
 
 def _experts_in_one(moe: MoEConfig, part: range, of_first: Share) -> Iterator[tuple[str, Share]]:
-    """Of checkpoints that keep all of a layer's experts in one tensor, inputs first: gpt-oss has gates and ups by
-    turns, Llama-4 side by side."""
+    """Shares of tensors with all of a layer's experts, inputs first: gpt-oss alternates gates and ups, Llama-4 has all
+    gates before all ups."""
     size = moe.intermediate_size
     side_by_side = (part, range(size + part.start, size + part.stop))
     yield "mlp.experts.gate_up_proj", _by_turns(Share(2, size, (part,)))
@@ -172,7 +170,7 @@ def _as_inputs(outputs: Share) -> Share:
 
 
 def _by_turns(part: Share) -> Share:
-    """Of gates and ups, of which it is that part, in one tensor by turns."""
+    """The share of a tensor that alternates gates and ups, given the part of each."""
     return Share(part.dim, 2 * part.size, tuple(_times(each, 2) for each in part.ranges))
 
 

@@ -1,7 +1,7 @@
-"""Reads tensors from files into memory that is there already, as fast as the disk gives them.
+"""Reads tensors from files into allocated memory, as fast as the disk allows.
 
-Several threads read in the order of the files, large tensors in pieces; each piece goes straight to its place, or on a
-GPU through two pinned buffers per thread, so that one is filled while the other is copied. Knows no model.
+Several threads read in the order of the files, large tensors in pieces. Each piece goes straight to its place, or on a
+GPU through two pinned buffers per thread: one is filled while the other is copied.
 """
 
 import os
@@ -30,16 +30,16 @@ TORCH_DTYPES = MappingProxyType(
         "F8_E4M3": torch.float8_e4m3fn,
     }
 )
-# Of 0.84 GB, cold, two busy cores spend 0.64 s on this; plain reads into memory that was used before take 0.47 s. Tried
-# and left: huge pages for the targets, 0.75 s; their pages mapped before each read, 0.70 s; O_DIRECT through a buffer,
-# 0.56 s, but more time in all; conversion in parts that stay in a core's cache, 0.58 s where it takes 0.51 s.
+# For 0.84 GB, cold, two busy cores spend 0.64 s here; plain reads into memory that was used before take 0.47 s. Tried
+# and rejected: huge pages for the targets, 0.75 s; their pages mapped before each read, 0.70 s; O_DIRECT through a
+# buffer, 0.56 s, but more time in all; conversion in parts that stay in a core's cache, 0.58 s where it takes 0.51 s.
 _PIECE_BYTES = 16 << 20
 _LONG_RUN_BYTES = 64 << 10
 _MAX_THREADS = 8
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file that belong in `target`, as numbers of `dtype`; but not those in gaps, as of a `StoredTensor`."""
+    """Bytes of a file that belong in `target`, as numbers of `dtype`, except those in gaps (see `StoredTensor`)."""
 
     file: Path
     start: int
@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
     gap_bytes: int = 0
 
     def without_gaps(self, buffer: Tensor) -> Tensor:
-        """Of `num_bytes` that were read: the numbers, in the target's shape."""
+        """The numbers among `num_bytes` bytes that were read, in the target's shape."""
         numbers = buffer.view(self.dtype)
         if not self.gap_bytes:
             return numbers.view(self.target.shape)
@@ -73,7 +73,7 @@ def read_into(
     pieces = deque(piece for stored, target in in_order for piece in _cut(stored, target))
     bytes_total, bytes_read = sum(piece.num_bytes for piece in pieces), 0
     for device in {target.device for _, target in in_order if target.is_cuda}:
-        torch.cuda.synchronize(device)  # whatever uses the targets' memory is done before other streams write there
+        torch.cuda.synchronize(device)  # all uses of the targets' memory end before other streams write there
     finished: SimpleQueue[int | None] = SimpleQueue()
     num_threads = min(_MAX_THREADS, len(pieces))
     with ThreadPoolExecutor(num_threads or 1, thread_name_prefix="weights") as threads:
@@ -118,8 +118,9 @@ def _cut(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
 
 
 def _cut_runs(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
-    """Short runs are read together with what lies between them, and the ranks of a host share what its kernel read. One
-    of two ranks read 0.64 GB so in 1.1 s, from a cold disk, and 0.48 GB by a call for each run in 3.7 s."""
+    """Cuts a part of a tensor into pieces. Short runs are read together with the gaps between them, and the ranks of a
+    host share its page cache: one of two ranks read 0.64 GB this way in 1.1 s from a cold disk, and 0.48 GB with one
+    call for each run in 3.7 s."""
     runs = target.view(-1, stored.run_bytes // TORCH_DTYPES[stored.dtype].itemsize)
     row_bytes, start = stored.run_bytes + stored.gap_bytes, stored.start
     if stored.run_bytes >= _LONG_RUN_BYTES:
@@ -135,7 +136,7 @@ def _cut_runs(stored: StoredTensor, target: Tensor) -> Iterator[_Piece]:
 
 
 def _read_all(pieces: deque[_Piece], finished: "SimpleQueue[int | None]") -> None:
-    """One thread's work: pieces until there are none; None says that it ends."""
+    """One thread's work: reads pieces until there are none, then puts None."""
     try:
         with closing(_Reader()) as reader:
             while pieces:
@@ -185,7 +186,7 @@ class _Reader:
         return buffer
 
     def close(self) -> None:
-        """Waits for what is on its way to the GPU."""
+        """Waits for copies to the GPU that are in flight."""
         if self._ring is not None:
             self._ring.close()
         if self._file is not None:
@@ -215,23 +216,23 @@ class _Reader:
 
 @dataclass
 class _Slot:
-    """Pinned memory, and the event behind the last copy from it."""
+    """Pinned memory, and the event after the last copy from it."""
 
     memory: Tensor
     copied: torch.cuda.Event
 
 
 class _PinnedRing:
-    """Two buffers that a GPU copies from while the host goes on, and the stream that it does so in."""
+    """Two buffers from which a GPU copies while the host goes on, and the stream of these copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # NOTE: an event is of the device that is current where it is first recorded, so each belongs to one ring.
+        # NOTE: an event belongs to the device that is current when it is first recorded, so each belongs to one ring.
         self._slots = deque(_Slot(_pinned(_PIECE_BYTES), torch.cuda.Event(blocking=True)) for _ in range(2))
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Memory that the GPU is done with, the longest-used first."""
+        """The buffer whose copy began first, after that copy has ended."""
         self._slots.rotate()
         slot = self._slots[0]
         slot.copied.synchronize()
@@ -244,7 +245,7 @@ class _PinnedRing:
         numbers = numbers.view(target.shape)
         with torch.cuda.stream(self._stream):
             if numbers.dtype != target.dtype:
-                numbers = numbers.to(self._device, non_blocking=True)  # converted there: the host would have to wait
+                numbers = numbers.to(self._device, non_blocking=True)  # converted on the GPU: on the host it would wait
             target.copy_(numbers, non_blocking=True)
             self._slots[0].copied.record(self._stream)
 

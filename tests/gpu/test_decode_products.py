@@ -1,5 +1,5 @@
 """The product for few rows on a GPU, at the shapes of served models: near float64, the same bits every time, captured
-or not, behind other kernels or alone; and layers get it when a model is loaded."""
+or not, after other kernels or alone; and layers get it when a model is loaded."""
 
 import json
 import random
@@ -80,7 +80,7 @@ def test_products_are_as_near_to_float64_as_the_librarys(rows: int, channels: in
     for num_tokens in TOKENS:
         if choose(num_tokens, rows, channels, product.num_sms) is None:
             continue
-        # Rows of a wider matrix, as behind a fused projection.
+        # Rows of a wider matrix, as after a fused projection.
         x = torch.randn(num_tokens, channels + 64, device=DEVICE, dtype=torch.bfloat16)[:, :channels]
         out = product(x, weight, bias)
         exact = torch.cat([linear(x.double(), part.double()) for part in weight.split(16384)], dim=1) + bias.double()

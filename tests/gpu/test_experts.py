@@ -126,7 +126,7 @@ def test_the_router_chooses_as_on_a_cpu(moe: MoEConfig, num_tokens: int) -> None
     weights_TK, experts_TK = router(x_TD.cpu())
     actual_TK, actual_experts_TK = router.to("cuda")(x_TD)
     same_T = (actual_experts_TK.cpu().sort(1).values == experts_TK.sort(1).values).all(1)
-    assert same_T.float().mean() > 0.998  # scores may be closer than float32 tells apart
+    assert same_T.float().mean() > 0.998  # scores may be closer than float32 can resolve
     torch.testing.assert_close(actual_TK.cpu().sum(1)[same_T], weights_TK.sum(1)[same_T], rtol=1e-4, atol=1e-5)
 
 

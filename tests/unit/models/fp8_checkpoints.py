@@ -1,4 +1,4 @@
-"""Tiny checkpoints in fp8 beside the same in float32, its weights rounded alike: what a loader must make of the first.
+"""Pairs of tiny checkpoints: one in fp8, and one in float32 with the weights that the first one stands for.
 
 Quantizes by loops over blocks, on purpose unlike the code under test.
 """

@@ -27,7 +27,8 @@ def backend_for(
     config: ModelConfig, dtype: str = "float32", kv_dtype: str = "", *, device: str = "cpu"
 ) -> AttentionBackend:
     shape = cache_shape(config)
-    return select_backend(attention_needs(config, dtype=dtype, device=device, shape=shape, kv_dtype=kv_dtype))
+    needs = attention_needs(config, dtype=dtype, device=device, shape=shape, kv_dtype=kv_dtype, max_num_reqs=256)
+    return select_backend(needs)
 
 
 class PagedDriver:

@@ -1,4 +1,4 @@
-"""Batch-invariant mode on a CPU: a request's logits in float32 have the same bits alone and in any company."""
+"""Batch-invariant mode on a CPU: a request's logits in float32 have the same bits alone and in any batch."""
 
 from dataclasses import replace
 from pathlib import Path

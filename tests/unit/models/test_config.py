@@ -84,11 +84,11 @@ def test_original_context_defaults_to_the_maximum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
-def test_original_context_beside_the_table_counts(tmp_path: Path, spelling: str) -> None:
+def test_original_context_next_to_the_table_counts(tmp_path: Path, spelling: str) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     inside = read_config(write(tmp_path, LLAMA | {spelling: rope | {"original_max_position_embeddings": 512}}))
-    beside = read_config(write(tmp_path, LLAMA | {spelling: rope, "original_max_position_embeddings": 512}))
-    assert beside == inside
+    outside = read_config(write(tmp_path, LLAMA | {spelling: rope, "original_max_position_embeddings": 512}))
+    assert outside == inside
     unstretched = LLAMA | {"original_max_position_embeddings": 512}
     assert read_config(write(tmp_path, unstretched)) == read_config(write(tmp_path, LLAMA))
 

@@ -1,4 +1,4 @@
-"""The product for few rows: beside torch's in float64, its kernel in the interpreter."""
+"""The product for few rows equals torch's in float64; its kernel runs in the interpreter."""
 
 import pytest
 import torch

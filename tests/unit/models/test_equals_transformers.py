@@ -1,4 +1,4 @@
-"""Logits over the paged cache equal transformers', in fp32, for every family and however the prompt is cut."""
+"""Logits over the paged cache equal transformers' in fp32, for every family and every split of the prompt."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts beside their twins: a sort, the routers and experts as a CPU computes them."""
+"""The kernels of mixtures of experts equal their twins: a sort, and the routers and experts of a CPU."""
 
 from typing import Any
 
@@ -229,7 +229,7 @@ def test_tiles_of_every_size_in_half_precision(num_tokens: int, tile_tokens: int
         *((136, 72, num_tokens, torch.bfloat16, 0.015) for num_tokens in (1, 20, 90)),
     ],
 )
-def test_experts_of_every_token_run_beside_the_chosen_ones(
+def test_shared_experts_run_together_with_the_chosen_ones(
     size: int, intermediate_size: int, num_tokens: int, dtype: torch.dtype, bound: float, num_shared: int
 ) -> None:
     torch.manual_seed(0)

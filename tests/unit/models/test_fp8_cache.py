@@ -1,4 +1,4 @@
-"""Models over a cache in 8 bits: near to what they compute over a whole one, with the checkpoint's scales or with 1."""
+"""Models over an fp8 cache compute nearly the logits of an exact cache, with the checkpoint's scales or with 1."""
 
 import shutil
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tests.unit.models.tiny import VOCAB_SIZE, save_tiny
 
 E4M3, E5M2 = FP8_DTYPES
 TOKENS = torch.randint(VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(4)).tolist()
-# Bits of a number that the format keeps behind its first: rounding moves it by half of the last one at most.
+# Bits of a number that the format keeps after its first: rounding moves it by half of the last one at most.
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 SPELLINGS = ["{layer}.{kind}_scale", "{layer}.attn.{kind}_scale", "{layer}.{kind}_proj.{kind}_scale"]
 # No powers of two, and of every layer and kind another, so that no mistake rounds to the same bytes.

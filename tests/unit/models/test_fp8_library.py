@@ -1,4 +1,4 @@
-"""Which fp8 products are the library's, and that it gets scales in the layouts which it reads."""
+"""The library computes the fp8 products that it is faster at, and gets scales in the layouts that it reads."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""The kernels of norms, activations and angles compute what their twins do, number for number where rounding lets them.
+"""The kernels of norms, activations and angles equal their twins, number for number where rounding allows it.
 
 Legend: T tokens, D channels, I channels of an MLP.
 """

@@ -1,4 +1,4 @@
-"""Loading: every tensor arrives where it belongs, in the dtype asked for; what does not fit is named."""
+"""Loading: every tensor goes to its parameter in the wanted dtype; errors name tensors that do not fit."""
 
 import json
 import shutil

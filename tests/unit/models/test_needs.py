@@ -1,4 +1,4 @@
-"""What a model asks of an attention backend and of the cache."""
+"""What a model needs of an attention backend and of the cache."""
 
 from dataclasses import replace
 from pathlib import Path

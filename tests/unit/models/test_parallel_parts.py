@@ -73,7 +73,7 @@ def test_channels_are_cut_in_equal_parts_or_between_blocks(size: int, block: int
 
 
 @pytest.mark.parametrize(
-    ("values", "size", "told", "allowed"),
+    ("values", "size", "message", "allowed"),
     [
         (LLAMA, 3, "it has 4 query heads", ("1", "2", "4")),
         (LLAMA, 8, "it has 4 query heads", ("1", "2", "4")),
@@ -86,15 +86,15 @@ def test_channels_are_cut_in_equal_parts_or_between_blocks(size: int, block: int
     ],
 )
 def test_a_number_of_ranks_that_cannot_be_is_refused_with_those_that_can(
-    values: Mapping[str, Any], size: int, told: str, allowed: tuple[str, ...], tmp_path: Path
+    values: Mapping[str, Any], size: int, message: str, allowed: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         local_config(read(tmp_path, values), TensorParallel(0, size))
     assert (refused.value.field, refused.value.allowed) == ("tensor_parallel_size", allowed)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda gqa: replace(gqa, num_heads=12, num_kv_heads=6), "it has 6 kv heads"),
         (lambda gqa: replace(gqa, num_heads=8, num_kv_heads=4, head_dim=40), "channels of queries are no multiple"),
@@ -102,11 +102,11 @@ def test_a_number_of_ranks_that_cannot_be_is_refused_with_those_that_can(
     ],
 )
 def test_heads_that_do_not_come_out_even_are_refused(
-    change: Callable[[GQAConfig], GQAConfig], told: str, tmp_path: Path
+    change: Callable[[GQAConfig], GQAConfig], message: str, tmp_path: Path
 ) -> None:
     config = read(tmp_path, IN_BLOCKS)
     config = replace(config, attention=change(attention_of(config)), intermediate_size=1024)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         local_config(config, TensorParallel(0, 4))
 
 
@@ -160,7 +160,7 @@ def rows_of_one_tensor(values: Mapping[str, Any], name: str, size: int, director
 
 
 def test_a_rank_s_rows_of_queries_keys_and_values_in_one_tensor(tmp_path: Path) -> None:
-    """Of Falcon-40B each kv head has 16 query heads, its keys and its values, one behind the other."""
+    """In Falcon-40B each kv head has 16 query heads, then its keys, then its values."""
     name = "transformer.h.3.self_attention.query_key_value.weight"
     in_four = rows_of_one_tensor(FALCON_40B, name, 4, tmp_path)
     assert in_four == [[range(36 * rank, 36 * (rank + 1))] for rank in range(4)], "two kv heads with all of theirs"

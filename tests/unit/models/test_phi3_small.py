@@ -91,7 +91,7 @@ def reference_logits(tensors: Mapping[str, Tensor], tokens: list[int]) -> Tensor
 @pytest.mark.parametrize("name", ["TORCH_SDPA", "BLOCKSPARSE_FLASH_ATTN"])
 def test_logits_equal_the_published_model_through_chunks_and_decodes(checkpoint: Path, name: str) -> None:
     config = read_config(checkpoint)
-    needs = attention_needs(config, dtype="float32", device="cpu", shape=cache_shape(config))
+    needs = attention_needs(config, dtype="float32", device="cpu", shape=cache_shape(config), max_num_reqs=8)
     made = {backend.capabilities.name: backend for backend in (TorchSDPA, BlocksparseFlashAttention)}[name]
     backend: AttentionBackend = made(needs, Platform("cpu", triton_interpreted=True), context_workspace_tokens=1)
     model = load_model(checkpoint, config, backend=backend, dtype="float32", device="cpu")

@@ -1,4 +1,4 @@
-"""quantization_config as publishers write it: what is understood, and that all else is refused by name."""
+"""quantization_config as publishers write it: what is understood, and errors that name everything else."""
 
 import json
 from pathlib import Path
@@ -164,7 +164,7 @@ def test_modules_are_left_out_by_name_by_end_and_by_pattern(name: str, covered: 
     assert Fp8Config(Granularity.BLOCK, False, unquantized=left_out).covers(name) is covered
 
 
-def test_the_digest_tells_quantizations_apart_but_not_spellings(tmp_path: Path) -> None:
+def test_the_digest_differs_between_quantizations_and_not_between_spellings(tmp_path: Path) -> None:
     def digest(quantization: dict[str, Any] | None) -> str:
         read(tmp_path, quantization)
         return config_digest(read_config(tmp_path))

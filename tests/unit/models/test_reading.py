@@ -1,4 +1,4 @@
-"""Tensors read in pieces by several threads arrive whole, wherever they go; what cannot be read is named."""
+"""Tensors that several threads read in pieces arrive whole, on any device; errors name files that cannot be read."""
 
 from pathlib import Path
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.error_detail import from_detail
 from baton.errors import BatonError, DeadlineExceeded, InternalError
-from baton.rpc.status import from_detail
 from decode_node.driver import DecodeDriver
 from engine.build import Built
 from node.assembly import Node

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from baton.error_detail import from_detail
 from baton.errors import Cancelled, DataLoss, Draining, NoNode, Overloaded
-from baton.rpc.status import from_detail
 from node.assembly import Node
 from node.waiting import until
 from prefill_node.driver import PrefillDriver

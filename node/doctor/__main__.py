@@ -45,8 +45,8 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="baton doctor", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=8, help="number of peers of a node here (default: 8)")
-    parser.add_argument("--min-gb-per-s", type=float, default=0.3, help="slowest acceptable link (default: 0.3)")
+    parser.add_argument("--pairs", type=int, required=True, help="number of peers of a node here")
+    parser.add_argument("--min-gb-per-s", type=float, required=True, help="slowest acceptable link")
     given = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True)
     failed = 0

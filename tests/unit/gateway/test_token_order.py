@@ -1,4 +1,4 @@
-"""Tokens come from two nodes, over two connections, more than once: the client gets each of them once and in order."""
+"""Tokens come from two nodes over two connections, some of them twice. The client gets each of them once, in order."""
 
 import pytest
 from hypothesis import given

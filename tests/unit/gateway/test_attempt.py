@@ -7,7 +7,7 @@ from tests.unit.gateway.fleets import SmallFleet
 
 
 def attempt(**facts: object) -> Attempt:
-    """One with a call whose node was heard at 5 s, on a decode node that was heard at 3 s."""
+    """An attempt with a call to a node whose last status came at 5 s, on a decode node whose last one came at 3 s."""
     fleet = SmallFleet(1, 1)
     fleet.connect("p1", 5.0)
     fleet.connect("d1", 3.0)

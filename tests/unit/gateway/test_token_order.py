@@ -66,7 +66,7 @@ def test_whatever_the_order_and_the_repeats_each_is_given_once(order_of: list[in
         try:
             given_indices += indices(order.offer(step_token(index), hold=True))
         except InternalError:
-            # Only a gap behind held tokens may be one, and it ends the request.
+            # Raised only for a gap after tokens that were held; it ends the request.
             break
     assert given_indices == sorted(set(given_indices))
     assert order.token_ids[: len(given_indices)] == [100 + index for index in given_indices]

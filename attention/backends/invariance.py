@@ -1,9 +1,9 @@
 """What all backends do when a request's result must have the same bits alone and in any batch.
 
 Decodes split their keys at fixed places, counted from a request's first key. Prefills run one kernel with one tile
-size, over the cache alone. A request of one new token is always a decode, so it must come first. The scheduler cuts prompts
-into chunks, and results depend on that cut. Decodes and prefills sum in different orders: a decoded token that is
-computed again with a prompt (preemption, another node, an answer that begins the next prompt) has other bits there.
+size, over the cache alone. A request of one new token is always a decode, so it must come first. The scheduler cuts
+prompts into chunks, and results depend on that cut. Decodes and prefills sum in different orders: a decoded token that
+is computed again with a prompt (preemption, another node, an answer that begins the next prompt) has other bits there.
 """
 
 import numpy as np

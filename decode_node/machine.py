@@ -3,28 +3,53 @@
 One `DecodeMachine` per process: it finds the request that an event is about, and queues requests that wait for blocks.
 """
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable
+from typing import assert_never
 
-from decode_node.commands import Command
-from decode_node.events import Event
-
-
-@dataclass(frozen=True)
-class DecodeRules:
-    """What the machine needs to know of its node.
-
-    Attributes:
-        lease_s: how long a lease may stay open.
-        local_prefill_tokens: a prompt with fewer uncached tokens is prefilled here.
-        waiting_max: how many requests may wait for blocks.
-    """
-
-    name: str
-    address: str
-    incarnation: int
-    lease_s: float
-    local_prefill_tokens: int
-    waiting_max: int
+from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.errors import BatonError, InvalidRequest
+from baton.errors import Draining as DrainingError
+from baton.rpc.status import from_detail, to_detail
+from decode_node.admission import BlockQueue
+from decode_node.commands import Command, EndSession, OpenLease, Send
+from decode_node.deadlines import Deadlines
+from decode_node.decode_task import (
+    DecodeTask,
+    Filled,
+    LeaseNews,
+    LeftToThisNode,
+    Lost,
+    Phase,
+    Renewed,
+    handed_over,
+)
+from decode_node.events import (
+    Aborted,
+    Admitted,
+    Closing,
+    Draining,
+    EngineRefused,
+    Event,
+    HandOverReceived,
+    LeaseClosed,
+    LeaseFailed,
+    LeaseFilled,
+    LeaseOpened,
+    PeerLost,
+    QuietReceived,
+    Reserved,
+    SegmentRefused,
+    SessionClosed,
+    SessionMessage,
+    SessionOpened,
+    StepDone,
+    TimePassed,
+)
+from decode_node.rules import DecodeRules
+from engine.events import StepEvents
+from engine.request import EngineRequest
+from protos.baton.v1 import decode_pb2 as pb
 
 
 class DecodeMachine:
@@ -32,22 +57,219 @@ class DecodeMachine:
 
     def __init__(self, rules: DecodeRules) -> None:
         self.rules = rules
-
-    def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Reacts to one event. `now_s` never decreases."""
-        raise NotImplementedError
+        self._sessions: set[int] = set()
+        self._by_key: dict[tuple[int, int], DecodeTask] = {}
+        self._by_engine_id: dict[str, DecodeTask] = {}
+        self._by_lease: dict[int, DecodeTask] = {}
+        self._lease_numbers = itertools.count(1)
+        self._queue = BlockQueue(waiting_max=rules.waiting_max)
+        self._deadlines = Deadlines()
+        self._draining = False
+        self._closing = False
 
     @property
     def deadline_s(self) -> float | None:
         """When `TimePassed` is due; None: no timer runs."""
-        raise NotImplementedError
+        return self._deadlines.first_s
 
     @property
     def busy(self) -> bool:
         """Whether any request is live."""
-        raise NotImplementedError
+        return bool(self._by_key)
 
     @property
     def waiting(self) -> int:
         """Requests that wait for blocks."""
-        raise NotImplementedError
+        return len(self._queue)
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Reacts to one event. `now_s` never decreases."""
+        match event:
+            case StepDone(events=events):
+                return self._step_done(events, now_s)
+            case SessionOpened(session=session):
+                self._sessions.add(session)
+                return []
+            case SessionMessage(session=session, message=message):
+                return self._session_message(session, message, now_s)
+            case SessionClosed(session=session):
+                self._sessions.discard(session)
+                return self._cancel(task for task in self._by_key.values() if task.session == session)
+            case HandOverReceived(message=hand_over):
+                return self._lease_news(handed_over(hand_over), now_s)
+            case QuietReceived(message=quiet):
+                if not quiet.HasField("error"):
+                    return []
+                return self._lease_news(Lost(quiet.lease, from_detail(quiet.error)), now_s)
+            case PeerLost(name=name, leases=leases):
+                lost = [Lost(lease, BatonError(f"{name} is gone")) for lease in leases]
+                return [command for each in lost for command in self._lease_news(each, now_s)]
+            case SegmentRefused(lease=lease, error=error):
+                return self._lease_news(Lost(lease, error), now_s)
+            case LeaseFilled(totals=totals):
+                return self._lease_news(Filled(totals.number), now_s)
+            case LeaseOpened(lease=lease):
+                return self._of_lease(lease, lambda task: task.lease_opened(now_s))
+            case LeaseClosed(totals=totals):
+                return self._of_lease(totals.number, lambda task: task.lease_closed(totals, now_s))
+            case LeaseFailed(lease=lease, error=error):
+                return self._of_lease(lease, lambda task: task.lease_failed(error))
+            case Reserved(engine_id=engine_id, reservation=reservation):
+                return self._of_request(engine_id, lambda task: task.reserved(reservation, now_s))
+            case EngineRefused(engine_id=engine_id, error=error):
+                return self._of_request(engine_id, lambda task: task.refused(error))
+            case Admitted(engine_id=engine_id, finish_reason=finish_reason):
+                return self._of_request(engine_id, lambda task: task.admitted(finish_reason))
+            case Aborted(engine_id=engine_id):
+                return [*self._of_request(engine_id, DecodeTask.aborted), *self._reserve_first()]
+            case TimePassed():
+                return self._time_passed(now_s)
+            case Draining():
+                self._draining = True
+                return []
+            case Closing():
+                self._draining = self._closing = True
+                return [*self._cancel(self._by_key.values()), *self._end_sessions()]
+        assert_never(event)
+
+    # ---- from gateways
+
+    def _session_message(self, session: int, message: pb.SessionRequest, now_s: float) -> list[Command]:
+        match message.WhichOneof("message"):
+            case "submit":
+                return self._submit(session, message.submit, now_s)
+            case "renew":
+                renew = message.renew
+                renewed = Renewed(renew.failed_lease, tuple(renew.output_token_ids))
+                return self._of_key(session, renew.key, lambda task: task.handle(renewed, now_s))
+            case "here":
+                here = message.here
+                left = LeftToThisNode(here.failed_lease, tuple(here.output_token_ids))
+                return self._of_key(session, here.key, lambda task: task.handle(left, now_s))
+            case "cancel":
+                return self._of_key(session, message.cancel.key, DecodeTask.cancel)
+        return []
+
+    def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
+        try:
+            request = self._new_request(session, submit)
+            self._queue.enter(request.request_id, queue_s=submit.queue_s)
+        except BatonError as error:
+            failed = pb.SessionResponse(failed=pb.Failed(key=submit.key, error=to_detail(error)))
+            released = pb.SessionResponse(released=pb.Released(key=submit.key))
+            return [Send(session, failed), Send(session, released)]
+        task = DecodeTask(session, submit, request, rules=self.rules, lease_numbers=self._lease_numbers, now_s=now_s)
+        self._by_key[session, submit.key] = self._by_engine_id[task.engine_id] = task
+        commands = self._reserve_first() if self._queue.first == task.engine_id else []
+        return self._after(task, commands)
+
+    def _new_request(self, session: int, submit: pb.SubmitRequest) -> EngineRequest:
+        """Raises:
+        Draining: this node takes no new request.
+        InvalidRequest: the key is in use, or a sampling parameter is out of range.
+        """
+        if self._draining:
+            raise DrainingError(f"{self.rules.name} is draining", cure="send the request to another decode node")
+        if (session, submit.key) in self._by_key:
+            raise InvalidRequest(f"request {submit.key} is here already", field="key", value=submit.key)
+        return EngineRequest(
+            request_id=f"{session}.{submit.key}",
+            prompt=tuple(submit.prompt_token_ids),
+            output=tuple(submit.output_token_ids),
+            sampling=sampling_from_proto(submit.sampling),
+            cache_salt=submit.cache_salt,
+        )
+
+    def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:
+        # The latest first: blocks are then not reserved for a request that is cancelled next.
+        return [command for task in reversed(list(tasks)) for command in self._after(task, task.cancel())]
+
+    # ---- from the engine
+
+    def _step_done(self, events: StepEvents, now_s: float) -> list[Command]:
+        """One message per session with all its tokens of the step; then what ended requests give back."""
+        steps: dict[int, pb.SessionResponse] = {}
+        finished: list[DecodeTask] = []
+        tasks, decoding = self._by_engine_id, Phase.DECODING  # looked up once, not for every token
+        for request_id, token, finish_reason, stop_reason in events.tokens:
+            task = tasks.get(request_id)
+            if task is None or task.phase is not decoding:
+                continue
+            prefill_s = None
+            if task.prefill_started_s is not None:
+                prefill_s, task.prefill_started_s = now_s - task.prefill_started_s, None
+            message = steps.get(task.session)
+            if message is None:
+                message = steps[task.session] = pb.SessionResponse(step=pb.Step())
+            message.step.tokens.add(
+                key=task.key,
+                token=token_to_proto(token),
+                finish_reason=finish_reason_to_proto(finish_reason),
+                stop_reason=stop_reason,
+                prefill_s=prefill_s,
+            )
+            if finish_reason is not None:
+                finished.append(task)
+        commands: list[Command] = [Send(session, message) for session, message in steps.items()]
+        for task in finished:
+            commands += self._after(task, task.finished())
+        for failed in events.failed:
+            if (task := tasks.get(failed.request_id)) is not None:
+                commands += self._after(task, task.engine_failed(failed.error))
+        return commands
+
+    # ---- time
+
+    def _time_passed(self, now_s: float) -> list[Command]:
+        return [
+            command
+            for engine_id in reversed(self._deadlines.due(now_s))
+            for command in self._of_request(engine_id, lambda task: task.time_passed(now_s))
+        ]
+
+    # ---- tables
+
+    def _of_key(self, session: int, key: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+        task = self._by_key.get((session, key))
+        return [] if task is None else self._after(task, react(task))
+
+    def _of_request(self, engine_id: str, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+        task = self._by_engine_id.get(engine_id)
+        return [] if task is None else self._after(task, react(task))
+
+    def _of_lease(self, lease: int, react: Callable[[DecodeTask], list[Command]]) -> list[Command]:
+        task = self._by_lease.get(lease)
+        if task is None:
+            return []
+        commands = react(task)
+        if task.lease != lease:
+            del self._by_lease[lease]
+        return self._after(task, commands)
+
+    def _lease_news(self, news: LeaseNews, now_s: float) -> list[Command]:
+        return self._of_lease(news.lease, lambda task: task.handle(news, now_s))
+
+    def _after(self, task: DecodeTask, commands: list[Command]) -> list[Command]:
+        """Brings the tables up to date with a request that has reacted to an event."""
+        for command in commands:
+            if isinstance(command, OpenLease):
+                self._by_lease[command.grant.number] = task
+        self._deadlines.set(task.engine_id, task.deadline_s)
+        if task.phase is Phase.OVER:
+            del self._by_key[task.session, task.key]
+            del self._by_engine_id[task.engine_id]
+            return [*commands, *self._end_sessions()]
+        if task.phase is not Phase.WAITING and self._queue.leave(task.engine_id):
+            return [*commands, *self._reserve_first()]
+        return commands
+
+    def _reserve_first(self) -> list[Command]:
+        """Asks for the blocks of the first request that waits for some."""
+        return [] if self._queue.first is None else self._by_engine_id[self._queue.first].reserve()
+
+    def _end_sessions(self) -> list[Command]:
+        """Ends every stream once the process ends and nothing is held for any gateway."""
+        if not self._closing or self._by_key:
+            return []
+        sessions, self._sessions = sorted(self._sessions), set()
+        return [EndSession(session) for session in sessions]

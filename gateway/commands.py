@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,16 @@ class CallPrefill:
 
 @dataclass(frozen=True)
 class CancelPrefill:
-    """End a Prefill call. Nothing more is wanted of it."""
+    """End a Prefill call that still runs."""
 
     call: int
 
 
 @dataclass(frozen=True)
 class LoseNode:
-    """The node owes an answer and has given no sign of life for too long: treat it as unreachable."""
+    """The node owes an answer and has given no sign of life for too long: `Fleet.lost`."""
 
+    role: common_pb2.Role.ValueType
     address: str
     reason: str
 

@@ -35,7 +35,7 @@ class DecodeReplied:
 
 @dataclass(frozen=True)
 class SessionLost:
-    """The session with the decode node is gone."""
+    """The session with the decode node is gone. The fleet knows the node as lost before the machine gets this."""
 
     attempt: int
     reason: str

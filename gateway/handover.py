@@ -20,9 +20,9 @@ from baton.types import LocalPolicy, SamplingParams
 from gateway.cluster import Cluster
 from gateway.leg import DecodeRefused, Leg, LegLost, Patience
 from gateway.node import DecodeNode, PrefillNode
+from gateway.old_receipt import ReceiptDraft
+from gateway.old_reply import Finish, Reply
 from gateway.prefill_call import PrefillFailed, PrefillSaid
-from gateway.receipt import ReceiptDraft
-from gateway.reply import Finish, Reply
 from gateway.router import Wanted
 from gateway.tokens import TokenOrder
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2

@@ -1,18 +1,18 @@
-"""Collects what becomes of one request, and writes its receipt. Pure."""
+"""Collects what happens to one request, and writes its receipt. Pure."""
 
 from baton.types import Path, Receipt
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
 class ReceiptDraft:
-    """Filled in as the nodes speak. What a hand-over that failed had brought is overwritten by the one that did not."""
+    """Filled in by the nodes' answers. A later hand-over overwrites what a failed one has left."""
 
     def __init__(self) -> None:
         self.attempts = 0
         self.cached_tokens = 0
         self._path = Path.LOCAL
         self._path_why = ""
-        self._troubles: list[str] = []
+        self._failures: list[str] = []
         self._prefill_node = ""
         self._decode_node = ""
         self._transport = ""
@@ -21,14 +21,14 @@ class ReceiptDraft:
         self._decode_queue_s = 0.0
         self._forget_prefill()
 
-    def trouble(self, what: str) -> None:
-        """Something failed and is being made up for."""
-        self._troubles.append(what)
+    def failed(self, what: str) -> None:
+        """Something failed, and the request is tried again."""
+        self._failures.append(what)
 
     @property
-    def troubles(self) -> str:
+    def failures(self) -> str:
         """What has failed so far, as one sentence."""
-        return ", then ".join(self._troubles)
+        return ", then ".join(self._failures)
 
     def reserved(self, decode_node: str, message: decode_pb2.Reserved) -> None:
         self._decode_node = decode_node
@@ -37,8 +37,7 @@ class ReceiptDraft:
         self._decode_queue_s = message.queue_s
 
     def calling(self, prefill_node: str, transport: str, kv_converted: str) -> None:
-        """A prefill node is about to be called; `transport` is what the pair has been using, and `kv_converted` what
-        becomes of KV on its way."""
+        """A prefill node is about to be called. `transport` is the pair's, `kv_converted` how the pair converts KV."""
         self.attempts += 1
         self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
         self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
@@ -70,11 +69,11 @@ class ReceiptDraft:
         return self._path
 
     def finish(self, *, first_token_s: float, total_s: float) -> Receipt:
-        """What the prefill node could not say itself any more is taken from the decode node and the ticket."""
+        """Where the prefill node's own count is missing, the decode node's and the ticket's are used."""
         sent, admitted = self._sent, self._admitted
         return Receipt(
             path=self._path,
-            why=", then ".join([*self._troubles, self._path_why]),
+            why=", then ".join([*self._failures, self._path_why]),
             prefill_node=self._prefill_node,
             decode_node=self._decode_node,
             prompt_tokens_sent=sent.tokens_sent or self._ticket.token_stop - self._ticket.token_start,

@@ -1,65 +1,535 @@
 """One request on its way through the nodes: events in, commands out. Pure: no clock, task or socket.
 
-Chooses a decode node, has a prefill node serve its ticket, passes tokens on in order, and starts over where a node is
-lost, so that the client sees every token exactly once.
+    choose a decode node, submit      again whenever a decode node refuses or is lost
+      ticket: call a prefill node     again, or on the decode node itself, whenever a hand-over fails
+        tokens                        until the output ends
+          the last message            after the prefill node's own count, for the receipt
+
+Prefill and decode node answer on different connections, so nothing is assumed about the order of their events.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
-from gateway.commands import Command
-from gateway.events import Event
+from baton.convert import sampling_to_proto
+from baton.errors import (
+    BatonError,
+    DataLoss,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    NoNode,
+    Overloaded,
+    PeerRefused,
+    UnknownLease,
+)
+from baton.rpc.status import from_detail
+from baton.types import LocalPolicy, Path, SamplingParams, Usage
+from gateway.attempt import Attempt, PrefillCall
+from gateway.commands import (
+    AskDecode,
+    CallPrefill,
+    CancelPrefill,
+    Command,
+    Finish,
+    LeaveDecode,
+    LoseNode,
+    Respond,
+    SubmitToDecode,
+)
+from gateway.events import (
+    Cancelled,
+    DecodeReplied,
+    DecodeReply,
+    Event,
+    FleetChanged,
+    PrefillEnded,
+    PrefillReplied,
+    SessionLost,
+    Started,
+    TimePassed,
+)
+from gateway.fleet import Fleet, FleetNode
+from gateway.receipt import ReceiptDraft
+from gateway.reply import Detokenizing, OutputEnd, Reply
 from gateway.router import Wanted
-from protos.baton.v1 import common_pb2
+from gateway.token_order import TokenOrder
+from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+
+# How long a finished request's receipt may wait for the prefill node's count of what it sent.
+_RECEIPT_WAIT_S = 1.0
+
+_POLICIES = {
+    LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
+    LocalPolicy.PREFER: decode_pb2.LOCAL_POLICY_PREFER,
+    LocalPolicy.LOCAL: decode_pb2.LOCAL_POLICY_LOCAL,
+}
 
 
-class FleetNode(Protocol):
-    """What a request needs to know of one node."""
+@dataclass(frozen=True)
+class Request:
+    """One checked request.
 
-    address: str
-    heard_at_s: float
-    peers: dict[int, common_pb2.PeerState]
+    Attributes:
+        started_at_s: when the client's call began, on the clock of `now_s`.
+        timeout_s: from then to its deadline.
+    """
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    cache_salt: str
+    started_at_s: float
+    timeout_s: float
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def incarnation(self) -> int: ...
-
-    @property
-    def model(self) -> tuple[str, ...]: ...
-
-    def note_sent(self, num_tokens: int) -> None: ...
+    def deadline_s(self) -> float:
+        return self.started_at_s + self.timeout_s
 
 
-class Fleet(Protocol):
-    """The nodes that the gateway knows, as they are at this moment. `gateway.fleet` has the real one, also pure."""
+@dataclass(frozen=True)
+class Rules:
+    """The gateway's settings that decide about one request; `baton.config.GatewaySettings` describes them."""
 
-    def pick_decode(self, wanted: Wanted) -> FleetNode | None: ...
-
-    def pick_prefill(self, decode: FleetNode, wanted: Wanted) -> FleetNode | None: ...
-
-    def node(self, address: str) -> FleetNode | None: ...
-
-    def explain(self) -> str: ...
+    local_policy: LocalPolicy
+    max_attempts: int
+    queue_s: float
+    prefill_stall_s: float
+    decode_stall_s: float
 
 
 class RequestMachine:
-    """One request from its check to its last message.
+    """One request from its check to its last message."""
 
-    `handle` takes all events that are there at once, so that tokens which came together leave in one message.
-    """
+    def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
+        self._request = request
+        self._rules = rules
+        self._fleet = fleet
+        self._reply = Reply(request.request_id, request.sampling, detokenizer)
+        self._receipt = ReceiptDraft()
+        self._order = TokenOrder()
+        self._attempt: Attempt | None = None
+        self._num_attempts = self._num_calls = 0
+        self._model: tuple[str, ...] | None = None  # that it began on
+        self._refusals: dict[int, BatonError] = {}  # by decode node's incarnation
+        self._losses = 0  # decode nodes lost in a row, without a token between
+        self._losing: set[int] = set()  # incarnations that a `LoseNode` not yet executed is about
+        self._first_token_at_s: float | None = None
+        self._end: OutputEnd | None = None
+        self._receipt_waits_until_s = 0.0
+        self._over = False
+        self._now_s = request.started_at_s
+        self._commands: list[Command] = []
+        # Stop strings are the gateway's business: nodes see no text.
+        self._sampling = sampling_to_proto(request.sampling)
+        del self._sampling.stop[:]
+
+    # ---- what the shell sees
 
     def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
-        """Reacts to events in their order. `now_s` never decreases."""
-        raise NotImplementedError
+        """Reacts to events in their order, at `now_s`, which never decreases.
+
+        Give it all events that are there: tokens of one call leave in one message.
+        """
+        self._now_s = now_s
+        commands: list[Command] = []
+        self._commands = commands
+        self._losing.clear()
+        if self._over:
+            return commands
+        try:
+            for event in events:
+                self._react(event)
+                if self._over:
+                    return commands
+            self._check_attempt()
+            if not self._over and now_s >= self._request.deadline_s:
+                self._finish(deadline_exceeded(self._request.timeout_s, self._receipt.failures))
+        except BatonError as error:
+            self._finish(error)
+        self._respond_with_tokens()
+        return commands
 
     @property
     def deadline_s(self) -> float | None:
-        """When `TimePassed` is due: the request's own deadline, or an earlier end of somebody's patience."""
-        raise NotImplementedError
+        """When `TimePassed` is due: the request's deadline or the end of a shorter wait. None: the request is over."""
+        if self._over:
+            return None
+        if self._attempt is None:
+            return self._request.deadline_s
+        return min(self._request.deadline_s, self._wait_ends_at_s(self._attempt))
 
     @property
     def waits_for_fleet(self) -> bool:
-        """Whether `FleetChanged` could help."""
-        raise NotImplementedError
+        """Whether it waits for a decode node, so that `FleetChanged` could help."""
+        return self._attempt is None and not self._over
+
+    @property
+    def path(self) -> Path:
+        """Where the prompt was prefilled, as far as is known."""
+        return self._receipt.path
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._reply.completion_tokens
+
+    @property
+    def failures(self) -> str:
+        """What has failed so far, as one sentence."""
+        return self._receipt.failures
+
+    # ---- events
+
+    def _react(self, event: Event) -> None:
+        attempt = self._attempt
+        match event:
+            case DecodeReplied(number, message):
+                if attempt is not None and number == attempt.number:
+                    self._decode_replied(attempt, message)
+            case PrefillReplied(number, reply):
+                if attempt is not None and attempt.call is not None and number == attempt.call.number:
+                    self._prefill_replied(attempt, attempt.call, reply)
+            case PrefillEnded(number, error):
+                if attempt is not None and attempt.call is not None and number == attempt.call.number:
+                    self._prefill_ended(attempt, attempt.call, error)
+            case SessionLost(number, reason):
+                if attempt is not None and number == attempt.number and self._end is None:
+                    self._lose_attempt(attempt, reason)
+            case Started() | FleetChanged():
+                if attempt is None:
+                    self._choose_decode_node()
+            case Cancelled(error):
+                self._finish(error)
+            case TimePassed():
+                pass  # `handle` looks at the time after every batch of events
+
+    def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
+        match message:
+            case decode_pb2.StepToken():
+                attempt.waiting_since_s = self._now_s
+                attempt.ended_by_node |= bool(message.finish_reason)
+                if message.HasField("prefill_s"):
+                    self._receipt.prefilled(message.prefill_s)
+                self._pass_on(attempt, message)
+            case decode_pb2.Released():
+                # The request goes on if this comes first: the first token may also be the last one, and still be on
+                # its way from the prefill node.
+                attempt.ended_by_node = True
+            case decode_pb2.Failed():
+                attempt.ended_by_node = True
+                if self._end is None:
+                    self._decode_failed(attempt, from_detail(message.error))
+            case decode_pb2.Admitted():
+                # NOTE: this may also answer a request for another ticket: a hand-over that was given up has succeeded.
+                attempt.waiting_since_s = self._now_s
+                attempt.answered = attempt.admitted = True
+                self._receipt.admitted(message)
+                self._check_first_token(attempt)
+            case decode_pb2.Reserved() if not attempt.answered:
+                attempt.waiting_since_s = self._now_s
+                attempt.answered = True
+                attempt.lease = message.ticket.lease.number
+                self._receipt.reserved(attempt.node.name, message)
+                self._call_prefill_node(attempt, message.ticket)
+            case decode_pb2.Accepted() if not attempt.answered:
+                attempt.waiting_since_s = self._now_s
+                attempt.answered = True
+                self._receipt.accepted(attempt.node.name, message)
+            case decode_pb2.HandOverFailed():
+                call = attempt.call
+                if message.lease == attempt.lease and call is not None and not attempt.admitted and self._end is None:
+                    self._hand_over_failed(attempt, call.node.name, from_detail(message.error))
+
+    def _prefill_replied(self, attempt: Attempt, call: PrefillCall, reply: prefill_pb2.PrefillEvent) -> None:
+        attempt.waiting_since_s = call.heard_at_s = self._now_s
+        match reply.WhichOneof("event"):
+            case "scheduled":
+                call.scheduled = True
+                self._receipt.scheduled(reply.scheduled)
+            case "first_token":
+                first = reply.first_token
+                attempt.first_token_passed = True
+                self._receipt.prefilled(first.prefill_s)
+                step_token = decode_pb2.StepToken(
+                    token=first.token, finish_reason=first.finish_reason, stop_reason=first.stop_reason
+                )
+                self._pass_on(attempt, step_token)
+            case "sent":
+                call.sent = True
+                self._receipt.sent(reply.sent)
+
+    def _prefill_ended(self, attempt: Attempt, call: PrefillCall, error: BatonError | None) -> None:
+        call.running = False
+        if call.sent or self._end is not None:
+            return
+        if attempt.admitted:  # so the call is needed for the first token alone
+            self._check_first_token(attempt)
+            return
+        error = error or InternalError("the prefill node ended the call before everything was sent")
+        self._hand_over_failed(attempt, call.node.name, error)
+
+    # ---- decode nodes
+
+    def _choose_decode_node(self) -> None:
+        """Submits to a decode node. A request that has begun waits for one, until its deadline.
+
+        Raises:
+            BatonError: there is none for a new request, or all have refused it.
+        """
+        node = self._fleet.pick_decode(self._wanted())
+        if node is not None:
+            self._submit(node)
+            return
+        begun = self._losses > 0 or bool(self._order.token_ids)
+        for refusal in self._refusals.values():
+            if isinstance(refusal, Overloaded) or not begun:
+                raise refusal
+        if not begun:
+            cure = "see `baton status`, and try again"
+            raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
+
+    def _submit(self, node: FleetNode) -> None:
+        self._num_attempts += 1
+        self._attempt = Attempt(self._num_attempts, node, len(self._order.token_ids), self._now_s)
+        self._model = node.model
+        wanted = self._wanted()
+        node.note_sent(wanted.num_tokens)
+        submission = decode_pb2.SubmitRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt,
+            output_token_ids=self._order.token_ids,
+            sampling=self._sampling,
+            cache_salt=self._request.cache_salt,
+            policy=_POLICIES[self._rules.local_policy],
+            prefill_available=self._fleet.pick_prefill(node, wanted) is not None,
+            budget_s=self._remaining_s,
+            queue_s=min(self._rules.queue_s, self._remaining_s),
+        )
+        self._commands.append(SubmitToDecode(self._num_attempts, node.address, submission))
+
+    def _decode_failed(self, attempt: Attempt, error: BatonError) -> None:
+        """The decode node's error means: not there, not there any more, or nowhere.
+
+        Raises:
+            BatonError: nowhere.
+        """
+        if isinstance(error, Overloaded | Draining):
+            self._refusals[attempt.node.incarnation] = error
+            self._receipt.failed(f"{attempt.node.name} did not take it ({error.message})")
+            self._leave(attempt)
+            self._choose_decode_node()
+        # NOTE: our own deadline ends the request elsewhere; a node's DeadlineExceeded is about its lease.
+        elif isinstance(error, DataLoss | UnknownLease | PeerRefused | DeadlineExceeded):
+            self._lose_attempt(attempt, str(error))
+        else:
+            raise error
+
+    def _lose_attempt(self, attempt: Attempt, reason: str) -> None:
+        """This decode node will not finish the request: another one continues, or the same one anew.
+
+        Raises:
+            BatonError: too many in a row, or as for the choice.
+        """
+        name = attempt.node.name
+        self._losses = 1 if len(self._order.token_ids) > attempt.num_given else self._losses + 1
+        self._receipt.failed(f"{name} was lost ({reason})")
+        self._leave(attempt)
+        if self._losses > self._rules.max_attempts:
+            what = f"{self._losses} decode nodes in a row were lost, the last one {name}: {reason}"
+            raise NoNode(what, cure="see the nodes' logs")
+        self._choose_decode_node()
+
+    def _leave(self, attempt: Attempt) -> None:
+        self._drop_call(attempt)
+        self._commands.append(LeaveDecode(attempt.number, cancel=not attempt.ended_by_node))
+        self._attempt = None
+        self._order.forget_early()
+
+    # ---- prefill nodes
+
+    def _call_prefill_node(self, attempt: Attempt, ticket: common_pb2.Ticket) -> None:
+        """Has a prefill node serve the ticket."""
+        node = self._pick_prefill(attempt)
+        if node is None:
+            error = NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
+            self._hand_over_failed(attempt, "", error)
+            return
+        attempt.excluded.add(node.incarnation)
+        pair = node.peers[attempt.node.incarnation]
+        self._receipt.calling(node.name, pair.transport, pair.kv_converted)
+        self._num_calls += 1
+        attempt.call = PrefillCall(self._num_calls, node, self._now_s)
+        attempt.first_token_passed = False
+        request = prefill_pb2.PrefillRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt,
+            output_token_ids=self._order.token_ids,
+            sampling=self._sampling,
+            cache_salt=self._request.cache_salt,
+            ticket=ticket,
+        )
+        node.note_sent(len(self._request.prompt) + len(self._order.token_ids))
+        self._commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=self._remaining_s))
+
+    def _hand_over_failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> None:
+        """Asks for a ticket for another prefill node, or the decode node to prefill the prompt itself.
+
+        Args:
+            prefill_node: empty when none could be called at all.
+
+        Raises:
+            BatonError: the failure is the client's doing, or policy strict has nobody left to ask.
+        """
+        self._drop_call(attempt)
+        if isinstance(error, InvalidRequest | DeadlineExceeded):
+            raise error
+        strict = self._rules.local_policy is LocalPolicy.STRICT
+        if prefill_node:
+            attempt.failed_calls += 1
+            attempt.last_error = error
+            self._receipt.failed(f"{prefill_node} failed ({error.message})")
+        elif strict:
+            raise _nobody_left(attempt, error)
+        attempt.answered = False
+        attempt.waiting_since_s = self._now_s
+        # NOTE: under strict a ticket is asked for even when nobody is left to take it: the prefill node may only have
+        # failed because the decode node is gone, and this is how that is found out.
+        message = (
+            decode_pb2.RenewTicket if strict or self._pick_prefill(attempt) is not None else decode_pb2.PrefillHere
+        )
+        question = message(failed_lease=attempt.lease, output_token_ids=self._order.token_ids)
+        self._commands.append(AskDecode(attempt.number, question))
+
+    def _pick_prefill(self, attempt: Attempt) -> FleetNode | None:
+        """The prefill node for the next call; None when calls or nodes are used up."""
+        max_calls = {
+            LocalPolicy.STRICT: self._rules.max_attempts,
+            LocalPolicy.PREFER: max(1, self._rules.max_attempts - 1),  # the last attempt is the decode node's
+            LocalPolicy.LOCAL: 0,
+        }[self._rules.local_policy]
+        if attempt.failed_calls >= max_calls:
+            return None
+        return self._fleet.pick_prefill(attempt.node, self._wanted(attempt.excluded))
+
+    def _drop_call(self, attempt: Attempt) -> None:
+        if attempt.call is not None and attempt.call.running:
+            self._commands.append(CancelPrefill(attempt.call.number))
+        attempt.call = None
+
+    # ---- tokens
+
+    def _pass_on(self, attempt: Attempt, step_token: decode_pb2.StepToken) -> None:
+        if self._end is not None:
+            return
+        for due in self._order.offer(step_token, hold=attempt.first_token_owed):
+            self._end = self._reply.add(due)
+            if self._end is not None:
+                self._receipt_waits_until_s = self._now_s + _RECEIPT_WAIT_S
+                return
+
+    def _check_first_token(self, attempt: Attempt) -> None:
+        if attempt.first_token_lost and self._end is None:
+            self._lose_attempt(attempt, "the first token was lost with its prefill node")
+
+    def _respond_with_tokens(self) -> None:
+        message = self._reply.take()
+        if message is None:
+            return
+        if self._first_token_at_s is None:
+            self._first_token_at_s = self._now_s
+        self._commands.append(Respond(message))
+
+    # ---- waits
+
+    def _check_attempt(self) -> None:
+        """After a batch of events: whether the output is complete, or somebody owes an answer for too long."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if self._end is not None:
+            if not attempt.awaits_sent or self._now_s >= self._receipt_waits_until_s:
+                self._complete(attempt, self._end)
+        elif attempt.ended_by_node and not attempt.first_token_owed:
+            self._lose_attempt(attempt, "it released the request unfinished")
+        elif self._now_s >= self._wait_ends_at_s(attempt):
+            self._stalled(attempt)
+
+    def _wait_ends_at_s(self, attempt: Attempt) -> float:
+        if self._end is not None:
+            return self._receipt_waits_until_s
+        return attempt.stalls_at_s(
+            prefill_stall_s=self._rules.prefill_stall_s,
+            decode_stall_s=self._rules.decode_stall_s,
+            queue_s=self._rules.queue_s,
+        )
+
+    def _stalled(self, attempt: Attempt) -> None:
+        """Gives up the node that owes the next answer."""
+        if not attempt.prefill_node_owes:
+            reason = f"no sign of life for {self._rules.decode_stall_s:g} s"
+            self._commands.append(LoseNode(common_pb2.ROLE_DECODE, attempt.node.address, reason))
+            self._losing.add(attempt.node.incarnation)
+            self._lose_attempt(attempt, reason)
+            return
+        call = attempt.call
+        assert call is not None
+        reason = f"no sign of life for {self._rules.prefill_stall_s:g} s"
+        self._commands.append(LoseNode(common_pb2.ROLE_PREFILL, call.node.address, reason))
+        self._commands.append(CancelPrefill(call.number))
+        self._prefill_ended(attempt, call, NoNode(reason))
+
+    @property
+    def _remaining_s(self) -> float:
+        return max(0.0, self._request.deadline_s - self._now_s)
+
+    # ---- the end
+
+    def _complete(self, attempt: Attempt, end: OutputEnd) -> None:
+        self._leave(attempt)
+        self._respond_with_tokens()
+        usage = Usage(
+            prompt_tokens=len(self._request.prompt),
+            completion_tokens=self._reply.completion_tokens,
+            cached_tokens=min(self._receipt.cached_tokens, len(self._request.prompt)),
+        )
+        assert self._first_token_at_s is not None, "an output ends with a token"
+        started_at_s = self._request.started_at_s
+        receipt = self._receipt.finish(
+            first_token_s=self._first_token_at_s - started_at_s, total_s=self._now_s - started_at_s
+        )
+        self._commands.append(Respond(self._reply.last(end, usage, receipt)))
+        self._finish(None)
+
+    def _finish(self, error: BatonError | None) -> None:
+        if self._attempt is not None:
+            self._leave(self._attempt)
+        self._respond_with_tokens()
+        self._over = True
+        self._commands.append(Finish(error))
+
+    def _wanted(self, excluded_prefill: Set[int] = frozenset()) -> Wanted:
+        return Wanted(
+            num_tokens=len(self._request.prompt) + len(self._order.token_ids),
+            policy=self._rules.local_policy,
+            model=self._model,
+            excluded_decode=self._refusals.keys() | self._losing,
+            excluded_prefill=excluded_prefill | self._losing,
+        )
+
+
+def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:
+    """The error of a request whose time is up; `failures`: what had failed until then."""
+    why = f" ({failures})" if failures else ""
+    return DeadlineExceeded(
+        f"the request was not finished within its {timeout_s:.3g} s{why}", cure="allow it more time"
+    )
+
+
+def _nobody_left(attempt: Attempt, error: BatonError) -> BatonError:
+    """The error of a request that no prefill node could serve."""
+    last = attempt.last_error
+    if last is None or isinstance(last, Overloaded | DataLoss):
+        return last or error
+    what = f"{attempt.failed_calls} prefill attempt(s) failed, the last one: {last}"
+    return NoNode(what, cure="see the nodes' logs")

@@ -16,8 +16,8 @@ from baton.types import Path, Usage
 from gateway.cluster import Cluster
 from gateway.handover import HandOver, Request
 from gateway.model import ServedModel
-from gateway.receipt import ReceiptDraft
-from gateway.reply import Reply, Write
+from gateway.old_receipt import ReceiptDraft
+from gateway.old_reply import Reply, Write
 from gateway.validate import check_prompt, check_prompt_given, check_sampling
 from protos.baton.v1 import generation_pb2 as pb
 

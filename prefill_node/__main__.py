@@ -5,18 +5,12 @@ from baton.config import PrefillSettings, read_settings
 
 def main() -> None:
     settings = read_settings(PrefillSettings, "prefill_node")
-    # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at once.
+    # Importing torch takes seconds, so --help and a wrong flag are answered before that.
     from node.process import run_node
-    from prefill_node.node import PrefillNode
     from prefill_node.service import PrefillService
     from protos.baton.v1 import common_pb2
 
-    run_node(
-        "prefill_node",
-        settings,
-        common_pb2.ROLE_PREFILL,
-        lambda node, settings: PrefillService(PrefillNode(node, settings)),
-    )
+    run_node("prefill_node", settings, common_pb2.ROLE_PREFILL, PrefillService)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class SendKV:
 
 @dataclass(frozen=True)
 class StopSending:
-    """End whatever is queued or in flight for a lease. Answered by `BecameQuiet`, after a `SendFailed` for a job under
-    way."""
+    """End whatever is queued or in flight for a lease. Answered by `BecameQuiet` or `StopFailed`; a job under way is
+    answered before that, or never."""
 
     call: int
     peer: int

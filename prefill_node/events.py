@@ -76,7 +76,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class SendFailed:
-    """Answers `SendKV`: the job failed, or `StopSending` ended it."""
+    """Answers `SendKV`: the job failed, and nothing of it is in flight."""
 
     call: int
     error: BatonError
@@ -87,6 +87,14 @@ class BecameQuiet:
     """Answers `StopSending`: nothing of the lease is in flight and nothing reads its blocks."""
 
     call: int
+
+
+@dataclass(frozen=True)
+class StopFailed:
+    """Answers `StopSending`: the transfer has ended, and whether anything is still in flight is unknown."""
+
+    call: int
+    error: BatonError
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ Event = (
     | Sent
     | SendFailed
     | BecameQuiet
+    | StopFailed
     | Aborted
     | LeaseEnded
     | PeerLost

@@ -1,39 +1,109 @@
-"""The prefill node's side of every hand-over: events in, commands out. Pure: no clock, task, socket or tensor.
+"""All Prefill calls of one node: which call an event concerns. Pure: no clock, task, socket or tensor.
 
-KV of a chunk is sent while the next chunk computes. A call ends only after its blocks are free and nothing of its lease
-is in flight.
+`prefill_task` has the states of one call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from prefill_node.commands import Command
-from prefill_node.events import Event
+from baton import errors
+from baton.errors import BatonError
+from engine.events import StepEvents
+from prefill_node.commands import Command, EndCall
+from prefill_node.events import (
+    Aborted,
+    BecameQuiet,
+    CallCancelled,
+    Called,
+    Closing,
+    Draining,
+    EngineRefused,
+    Event,
+    LeaseEnded,
+    PeerLost,
+    SendFailed,
+    Sent,
+    StepDone,
+    StopFailed,
+)
+from prefill_node.prefill_task import EngineEvent, Phase, PrefillTask, TaskEvent
 
 
 @dataclass(frozen=True)
 class PrefillRules:
-    """What the machine needs to know of its node."""
+    """What the machine needs to know of its node: its name in errors, and the model's number of layers."""
 
     name: str
     num_layers: int
 
 
 class PrefillMachine:
-    """All Prefill calls of one prefill node."""
+    """The table of calls."""
 
     def __init__(self, rules: PrefillRules) -> None:
-        self.rules = rules
-
-    def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Reacts to one event. `now_s` never decreases."""
-        raise NotImplementedError
-
-    @property
-    def deadline_s(self) -> float | None:
-        """When a timer event would be due. No call has one of its own: gateways end calls that take too long."""
-        return None
+        self._rules = rules
+        self._tasks: dict[int, PrefillTask] = {}
+        self._draining = False
 
     @property
     def busy(self) -> bool:
         """Whether any call is live."""
-        raise NotImplementedError
+        return bool(self._tasks)
+
+    def refusal(self) -> BatonError | None:
+        """Why a new call is refused now, whatever it asks for; None: calls are taken."""
+        if self._draining:
+            return errors.Draining(f"{self._rules.name} is draining", cure="send the request to another prefill node")
+        return None
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Reacts to one event. `now_s` never decreases. Events of calls that have ended are ignored."""
+        match event:
+            case Called():
+                return self._start(event, now_s)
+            case StepDone(events=step):
+                return self._step(step, now_s)
+            case EngineRefused() | Sent() | SendFailed() | BecameQuiet() | StopFailed() | Aborted():
+                return self._pass_on(event.call, event, now_s)
+            case CallCancelled(call=call):
+                return self._fail(errors.Cancelled("the gateway cancelled the call"), lambda task: task.call == call)
+            case LeaseEnded(peer=peer, lease=lease):
+                error = errors.Cancelled("the decode node took the lease back")
+                # Every decode node numbers its leases from 1.
+                return self._fail(error, lambda task: (task.peer.number, task.lease) == (peer, lease))
+            case PeerLost(peer=peer, error=lost):
+                return self._fail(lost, lambda task: task.peer.number == peer)
+            case Draining():
+                self._draining = True
+                return []
+            case Closing():
+                self._draining = True
+                cure = "the gateway redoes the prefill elsewhere"
+                return self._fail(errors.Draining(f"{self._rules.name} is shutting down", cure=cure), lambda _: True)
+
+    def _start(self, called: Called, now_s: float) -> list[Command]:
+        if (refusal := self.refusal()) is not None:
+            return [EndCall(called.call, refusal)]
+        try:
+            task = PrefillTask(called, num_layers=self._rules.num_layers)
+        except BatonError as error:
+            return [EndCall(called.call, error)]
+        self._tasks[called.call] = task
+        return task.start(now_s)
+
+    def _step(self, step: StepEvents, now_s: float) -> list[Command]:
+        # Chunks come before tokens: a call's KV is all computed when its first token is sampled.
+        events: list[EngineEvent] = [*step.layers, *step.started, *step.chunks, *step.tokens, *step.failed]
+        return [command for event in events for command in self._pass_on(int(event.request_id), event, now_s)]
+
+    def _pass_on(self, call: int, event: TaskEvent, now_s: float) -> list[Command]:
+        task = self._tasks.get(call)
+        if task is None:
+            return []
+        commands = task.handle(event, now_s)
+        if task.phase is Phase.ENDED:
+            del self._tasks[call]
+        return commands
+
+    def _fail(self, error: BatonError, concerns: Callable[[PrefillTask], bool]) -> list[Command]:
+        return [command for task in self._tasks.values() if concerns(task) for command in task.fail(error)]

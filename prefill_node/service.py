@@ -1,51 +1,60 @@
-"""The Prefill service: hands each call to whom it concerns."""
+"""The Prefill service, and the prefill role of a node process (`node.process.Role`)."""
 
 import grpc
 
+from baton.config import PrefillSettings
 from baton.errors import BatonError
 from baton.rpc.status import abort
-from prefill_node.node import PrefillNode
+from node.assembly import Node
+from node.waiting import until
+from prefill_node.call_driver import CallDriver
+from prefill_node.events import Closing, Draining
 from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from protos.baton.v1 import prefill_pb2 as pb
 
 SERVICE_NAME = "baton.v1.Prefill"
 
+_CLOSE_TIMEOUT_S = 5.0
+
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """The prefill role of a node process."""
+    """Everything that one prefill node serves."""
 
     service_name = SERVICE_NAME
 
-    def __init__(self, node: PrefillNode) -> None:
-        self._node = node
+    def __init__(self, node: Node, settings: PrefillSettings) -> None:
+        self._driver = CallDriver(node, settings)
 
     async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillEvent]
     ) -> None:
         try:
-            await self._node.prefill(request, context.write)
+            await self._driver.prefill(request, context.write)
         except BatonError as error:
             await abort(context, error)
 
     async def Connect(
         self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext[pb.ConnectRequest, common_pb2.PeerState]
     ) -> common_pb2.PeerState:
-        return await self._node.connect(request.decode_address)
+        return await self._driver.peers.connect(request.decode_address)
 
-    # ---- the role (node.process.Role)
+    # ---- the role
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
-        self._node.fill_status(status)
+        status.peers.extend(self._driver.peers.states())
 
     @property
     def busy(self) -> bool:
-        return self._node.busy
+        return self._driver.busy
 
     def stop_admission(self) -> None:
-        self._node.stop_admission()
+        self._driver.deliver(Draining())
 
     async def close(self) -> None:
-        await self._node.close()
+        """Ends what still runs, with a typed error for each call, and closes every connection to a decode node."""
+        self._driver.deliver(Closing())
+        await until(lambda: not self._driver.busy, timeout_s=_CLOSE_TIMEOUT_S)
+        await self._driver.peers.close()

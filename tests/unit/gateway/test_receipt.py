@@ -1,7 +1,7 @@
 """The receipt tells the way that the request took in the end, and what failed before."""
 
 from baton.types import Path
-from gateway.receipt import ReceiptDraft
+from gateway.old_receipt import ReceiptDraft
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.types import Path, Receipt, SamplingParams, Usage
-from gateway.reply import Finish, Reply
+from gateway.old_reply import Finish, Reply
 from gateway.text import Detokenizer
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb

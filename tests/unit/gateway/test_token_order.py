@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InternalError
-from gateway.tokens import TokenOrder
+from gateway.token_order import TokenOrder
 from protos.baton.v1 import common_pb2, decode_pb2
 
 
-def said(index: int) -> decode_pb2.StepToken:
+def step_token(index: int) -> decode_pb2.StepToken:
     return decode_pb2.StepToken(token=common_pb2.Token(token_id=100 + index, index=index))
 
 
@@ -19,43 +19,43 @@ def indices(tokens: list[decode_pb2.StepToken]) -> list[int]:
 
 def test_tokens_in_order_pass_at_once() -> None:
     order = TokenOrder()
-    assert [indices(order.offer(said(index), hold=False)) for index in range(3)] == [[0], [1], [2]]
-    assert order.given == [100, 101, 102]
+    assert [indices(order.offer(step_token(index), hold=False)) for index in range(3)] == [[0], [1], [2]]
+    assert order.token_ids == [100, 101, 102]
 
 
 def test_a_token_that_was_given_is_dropped() -> None:
     order = TokenOrder()
-    order.offer(said(0), hold=False)
-    assert order.offer(said(0), hold=False) == []
-    assert order.given == [100]
+    order.offer(step_token(0), hold=False)
+    assert order.offer(step_token(0), hold=False) == []
+    assert order.token_ids == [100]
 
 
 def test_the_decode_node_may_be_faster_than_the_first_token() -> None:
     order = TokenOrder()
-    assert order.offer(said(1), hold=True) == []
-    assert order.offer(said(2), hold=True) == []
-    assert indices(order.offer(said(0), hold=False)) == [0, 1, 2]
+    assert order.offer(step_token(1), hold=True) == []
+    assert order.offer(step_token(2), hold=True) == []
+    assert indices(order.offer(step_token(0), hold=False)) == [0, 1, 2]
 
 
 def test_a_missing_token_that_nobody_will_send_is_an_error() -> None:
     order = TokenOrder()
     with pytest.raises(InternalError, match="token 1 of the output came when 0 was due"):
-        order.offer(said(1), hold=False)
+        order.offer(step_token(1), hold=False)
 
 
 def test_a_gap_among_early_tokens_is_an_error() -> None:
     order = TokenOrder()
-    order.offer(said(1), hold=True)
-    order.offer(said(3), hold=True)
+    order.offer(step_token(1), hold=True)
+    order.offer(step_token(3), hold=True)
     with pytest.raises(InternalError, match="token 3 of the output came when 2 was due"):
-        order.offer(said(0), hold=False)
+        order.offer(step_token(0), hold=False)
 
 
 def test_early_tokens_of_a_lost_node_are_forgotten() -> None:
     order = TokenOrder()
-    order.offer(said(1), hold=True)
+    order.offer(step_token(1), hold=True)
     order.forget_early()
-    assert indices(order.offer(said(0), hold=False)) == [0]
+    assert indices(order.offer(step_token(0), hold=False)) == [0]
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(0, 5), max_size=6))
@@ -64,9 +64,9 @@ def test_whatever_the_order_and_the_repeats_each_is_given_once(order_of: list[in
     given_indices = []
     for index in [*repeats, *order_of]:
         try:
-            given_indices += indices(order.offer(said(index), hold=True))
+            given_indices += indices(order.offer(step_token(index), hold=True))
         except InternalError:
             # Only a gap behind held tokens may be one, and it ends the request.
             break
     assert given_indices == sorted(set(given_indices))
-    assert order.given[: len(given_indices)] == [100 + index for index in given_indices]
+    assert order.token_ids[: len(given_indices)] == [100 + index for index in given_indices]

@@ -1,0 +1,402 @@
+"""One request on the decode node, from its submission to `Released`: this side of the hand-over, top to bottom. Pure.
+
+waiting ──► opening ──► filling ──► closing ──┬─ all KV is here ──────► decoding
+   │           ▲                              ├─ RenewTicket ─┐             ▲
+   │           └────────── extending ◄────────┼───────────────┘             │
+   └─ prefilled here ─────────────────────────┴─ PrefillHere ───────────────┘
+any of these ── finished, failed, cancelled ──► ending ──► over
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from baton.convert import token_from_proto
+from baton.errors import BatonError, DeadlineExceeded, Overloaded
+from baton.rpc.status import to_detail
+from baton.types import FinishReason, TokenOutput
+from decode_node.admission import no_room
+from decode_node.commands import (
+    Abort,
+    Admit,
+    CloseLease,
+    Command,
+    ExtendReserved,
+    OpenLease,
+    PrefillHere,
+    Reserve,
+    Send,
+    SendLeaseEnded,
+)
+from decode_node.rules import DecodeRules
+from engine.request import EngineRequest, Reservation
+from kvtransfer.leases import LeaseGrant, LeaseTotals
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
+
+
+class Phase(Enum):
+    WAITING = "waits for blocks"
+    OPENING = "its lease is being opened"
+    FILLING = "waits for its KV"
+    CLOSING = "its lease is being closed"
+    EXTENDING = "waits for blocks for the tokens that it was given elsewhere"
+    DECODING = "runs in the engine"
+    ENDING = "gives back what it holds"
+    OVER = "holds nothing"
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """The prefill node has sent all KV of the lease. `finished`: the first token was also the last one."""
+
+    lease: int
+    first: TokenOutput
+    finished: bool
+    sampled_ago_s: float
+
+
+@dataclass(frozen=True)
+class Filled:
+    """All KV of the lease is in its blocks."""
+
+    lease: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """KV of the lease was refused, or its sender is gone."""
+
+    lease: int
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """The gateway wants a new lease in place of this one; `output` is all tokens given so far."""
+
+    lease: int
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LeftToThisNode:
+    """The gateway wants the prompt prefilled here; `output` is all tokens given so far."""
+
+    lease: int
+    output: tuple[int, ...]
+
+
+LeaseNews = HandedOver | Filled | Lost | Renewed | LeftToThisNode
+
+
+class DecodeTask:
+    """What one request holds (blocks, at most one lease, a place in the batch) and what it waits for.
+
+    Every method returns the commands that follow. The request begins in the queue for blocks.
+
+    Args:
+        submit: the gateway's message; `request` is what the engine gets of it.
+        lease_numbers: of all requests of the node; each number is drawn once.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        submit: pb.SubmitRequest,
+        request: EngineRequest,
+        *,
+        rules: DecodeRules,
+        lease_numbers: Iterator[int],
+        now_s: float,
+    ) -> None:
+        self.session = session
+        self.key = submit.key
+        self.engine_id = request.request_id
+        self.phase = Phase.WAITING
+        self.prefill_started_s: float | None = None  # while a prefill here has sampled no token yet
+        self._request = request
+        self._policy = submit.policy
+        self._prefill_available = submit.prefill_available
+        self._rules = rules
+        self._lease_numbers = lease_numbers
+        self._submitted_s = now_s
+        self._budget_s = submit.budget_s if submit.HasField("budget_s") else None
+        self._budget_deadline_s = None if self._budget_s is None else now_s + self._budget_s
+        self._max_queue_s = submit.queue_s if submit.HasField("queue_s") else 0.0
+        self._queued_s = 0.0
+        self._phase_deadline_s = now_s + self._max_queue_s if self._max_queue_s > 0 else None
+        self._reserving = False  # an answer of the engine is outstanding
+        self._reservation: Reservation | None = None
+        self.lease: int | None = None
+        self._early: list[LeaseNews] = []
+        self._handed_over: HandedOver | None = None
+        self._handed_over_s = 0.0
+        self._filled = False
+        self._loss_reported = False
+        self._lease_closing = False
+        self._decision: HandedOver | Renewed | LeftToThisNode | None = None
+
+    # ---- waiting for blocks
+
+    def reserve(self) -> list[Command]:
+        """It is this request's turn. Does nothing while an earlier attempt is unanswered."""
+        if self._reserving:
+            return []
+        self._reserving = True
+        return [Reserve(self._request)]
+
+    def reserved(self, reservation: Reservation, now_s: float) -> list[Command]:
+        """The engine holds the blocks: of a new request, or of one that goes on after tokens given elsewhere."""
+        self._reserving = False
+        self._reservation = reservation
+        match self.phase:
+            case Phase.WAITING:
+                self._queued_s = now_s - self._submitted_s
+                why = self._why_here(reservation)
+                return self._prefill_here(self._request.output, why, now_s) if why else self._open_lease()
+            case Phase.EXTENDING:
+                return self._open_lease()
+            case Phase.ENDING:
+                return self._give_back()
+        return []
+
+    def refused(self, error: BatonError) -> list[Command]:
+        """The engine did not do what was asked last."""
+        was_reserving, self._reserving = self._reserving, False
+        if self.phase is Phase.ENDING:
+            return self._give_back() if was_reserving else []
+        if self.phase is Phase.WAITING and isinstance(error, Overloaded) and self._max_queue_s > 0:
+            return []  # asked again when blocks have become free
+        return self.fail(error)
+
+    def _why_here(self, reservation: Reservation) -> str:
+        """Why this node should prefill the request itself; empty when a prefill node should."""
+        if self._policy == pb.LOCAL_POLICY_STRICT:
+            return ""
+        if self._policy == pb.LOCAL_POLICY_LOCAL:
+            return "the policy is local"
+        if not self._prefill_available:
+            return "no prefill node is available"
+        uncached = self._num_tokens - reservation.cached_tokens
+        threshold = self._rules.local_prefill_tokens
+        if uncached < threshold:
+            return f"{uncached} uncached prompt tokens, under the threshold of {threshold}"
+        return ""
+
+    # ---- receiving KV under a lease
+
+    def _open_lease(self) -> list[Command]:
+        assert self._reservation is not None
+        self._enter(Phase.OPENING)
+        self.lease = next(self._lease_numbers)
+        self._handed_over, self._filled, self._loss_reported, self._lease_closing = None, False, False, False
+        grant = LeaseGrant(
+            number=self.lease,
+            block_ids=self._reservation.block_ids,
+            token_start=self._reservation.cached_tokens,
+            token_stop=self._num_tokens,
+            resume_at=self._reservation.resume_at,
+        )
+        return [OpenLease(grant)]
+
+    def lease_opened(self, now_s: float) -> list[Command]:
+        """Every rank accepts KV for the lease: the gateway gets its ticket."""
+        if self.phase is Phase.ENDING:
+            return [self._close()]
+        self._enter(Phase.FILLING, deadline_s=now_s + self._rules.lease_s)
+        commands: list[Command] = [self._send(pb.SessionResponse(reserved=self._ticket()))]
+        early, self._early = self._early, []
+        for news in early:
+            commands += self.handle(news, now_s)
+        return commands
+
+    def handle(self, news: LeaseNews, now_s: float) -> list[Command]:
+        """Reacts to news of the lease; ignores what is about an earlier one, or comes too late to matter."""
+        if news.lease != self.lease:
+            return []
+        if self.phase is Phase.OPENING:
+            # A lease without tokens is filled before it is known to be open, and the ticket goes first.
+            self._early.append(news)
+            return []
+        if self.phase is not Phase.FILLING:
+            return []
+        match news:
+            case HandedOver():
+                self._handed_over, self._handed_over_s = news, now_s
+            case Filled():
+                self._filled = True
+            case Lost(lease=lease, error=error):
+                return self._report_loss(lease, error)
+            case Renewed() | LeftToThisNode():
+                return self._decide(news)
+        first = self._handed_over
+        if first is None or not (self._filled or first.finished):
+            return []
+        waited_s = now_s - self._handed_over_s
+        return self._decide(replace(first, sampled_ago_s=first.sampled_ago_s + waited_s))
+
+    def _report_loss(self, lease: int, error: BatonError) -> list[Command]:
+        """The gateway decides: it renews the ticket, leaves the prompt to this node, or cancels."""
+        if self._loss_reported:
+            return []
+        self._loss_reported = True
+        failed = pb.HandOverFailed(key=self.key, lease=lease, error=to_detail(error))
+        return [self._send(pb.SessionResponse(hand_over_failed=failed))]
+
+    def _decide(self, decision: HandedOver | Renewed | LeftToThisNode) -> list[Command]:
+        self._enter(Phase.CLOSING)
+        self._decision = decision
+        return [self._close()]
+
+    def lease_closed(self, totals: LeaseTotals, now_s: float) -> list[Command]:
+        """Nothing is written to the blocks any more, so they may be used as decided."""
+        self.lease = None
+        if self.phase is Phase.ENDING:
+            return self._give_back()
+        match self._decision:
+            case HandedOver(finished=True):
+                return self._end()
+            case HandedOver(first=first, sampled_ago_s=transfer_s):
+                self._enter(Phase.DECODING)
+                admitted = pb.Admitted(
+                    key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
+                )
+                return [self._send(pb.SessionResponse(admitted=admitted)), Admit(self.engine_id, first)]
+            case Renewed(output=output):
+                self._enter(Phase.EXTENDING)
+                self._request = replace(self._request, output=output)
+                self._reserving = True
+                return [ExtendReserved(self.engine_id, output)]
+            case LeftToThisNode(output=output):
+                return self._prefill_here(output, "no prefill node could do it", now_s)
+        raise AssertionError(f"lease {totals.number} was closed without a decision")
+
+    def lease_failed(self, error: BatonError) -> list[Command]:
+        """The transfer could not open or close the lease.
+
+        A lease that failed to open may be open on some ranks, so it is closed. One that failed to close is gone.
+        """
+        commands = self.fail(error)
+        if not self._lease_closing:
+            return [*commands, self._close()]
+        self.lease = None
+        return [*commands, *self._give_back()]
+
+    # ---- computing here
+
+    def _prefill_here(self, output: tuple[int, ...], why: str, now_s: float) -> list[Command]:
+        assert self._reservation is not None
+        self._enter(Phase.DECODING)
+        self.prefill_started_s = now_s
+        accepted = pb.Accepted(
+            key=self.key, why=why, cached_tokens=self._reservation.cached_tokens, queue_s=self._queued_s
+        )
+        return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
+
+    def admitted(self, finish_reason: FinishReason | None) -> list[Command]:
+        """The request decodes, unless its first token was also its last one."""
+        return [] if finish_reason is None else self.finished()
+
+    def finished(self) -> list[Command]:
+        """The last token has been sent."""
+        return self._end() if self.phase is Phase.DECODING else []
+
+    def engine_failed(self, error: BatonError) -> list[Command]:
+        """The engine gave the request up. A request that waits for its KV learns it from `Admit`, which is refused."""
+        return self.fail(error) if self.phase is Phase.DECODING else []
+
+    # ---- the end
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `time_passed` is due."""
+        if self.phase in (Phase.ENDING, Phase.OVER):
+            return None
+        deadlines = [at_s for at_s in (self._budget_deadline_s, self._phase_deadline_s) if at_s is not None]
+        return min(deadlines, default=None)
+
+    def time_passed(self, now_s: float) -> list[Command]:
+        """The request's deadline has come."""
+        if self._budget_deadline_s is not None and now_s >= self._budget_deadline_s:
+            return self.fail(DeadlineExceeded(f"the request's {self._budget_s:g} s are over"))
+        if self.phase is Phase.WAITING:
+            return self.fail(no_room(self._max_queue_s))
+        return self.fail(
+            DeadlineExceeded(f"the prompt's KV did not arrive within the lease's {self._rules.lease_s:g} s")
+        )
+
+    def fail(self, error: BatonError) -> list[Command]:
+        """Ends the request with an error for the gateway, unless it is ending already."""
+        if self.phase in (Phase.ENDING, Phase.OVER):
+            return []
+        failed = pb.Failed(key=self.key, error=to_detail(error))
+        return [self._send(pb.SessionResponse(failed=failed)), *self._end()]
+
+    def cancel(self) -> list[Command]:
+        """Ends the request because nobody wants it any more, unless it is ending already."""
+        return [] if self.phase in (Phase.ENDING, Phase.OVER) else self._end()
+
+    def _end(self) -> list[Command]:
+        """Prefill nodes stop, the lease is closed once it is open, and only then are the blocks given back."""
+        was = self.phase
+        self._enter(Phase.ENDING)
+        if self.lease is None:
+            return self._give_back()
+        commands: list[Command] = [SendLeaseEnded(self.lease)]
+        return [*commands, self._close()] if was is Phase.FILLING else commands
+
+    def _close(self) -> CloseLease:
+        assert self.lease is not None
+        self._lease_closing = True
+        return CloseLease(self.lease)
+
+    def _give_back(self) -> list[Command]:
+        # A reservation that is on its way must arrive first: aborting before it would leave its blocks held.
+        return [] if self._reserving else [Abort(self.engine_id)]
+
+    def aborted(self) -> list[Command]:
+        """The engine holds nothing for the request: nothing is left to give back."""
+        if self.phase is not Phase.ENDING:
+            return []
+        self._enter(Phase.OVER)
+        return [self._send(pb.SessionResponse(released=pb.Released(key=self.key)))]
+
+    # ---- parts
+
+    @property
+    def _num_tokens(self) -> int:
+        return len(self._request.prompt) + len(self._request.output)
+
+    def _enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
+        self.phase, self._phase_deadline_s = phase, deadline_s
+
+    def _ticket(self) -> pb.Reserved:
+        assert self._reservation is not None
+        assert self.lease is not None
+        ticket = common_pb2.Ticket(
+            lease=common_pb2.Lease(
+                number=self.lease, incarnation=self._rules.incarnation, remaining_s=self._rules.lease_s
+            ),
+            decode_node=self._rules.name,
+            decode_address=self._rules.address,
+            token_start=self._reservation.cached_tokens,
+            token_stop=self._num_tokens,
+            resume_at=self._reservation.resume_at,
+        )
+        return pb.Reserved(
+            key=self.key, ticket=ticket, cached_tokens=self._reservation.cached_tokens, queue_s=self._queued_s
+        )
+
+    def _send(self, message: pb.SessionResponse) -> Send:
+        return Send(self.session, message)
+
+
+def handed_over(message: pb.HandOver) -> HandedOver:
+    """A prefill node's message as news of its lease."""
+    return HandedOver(
+        lease=message.lease,
+        first=token_from_proto(message.first_token),
+        finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
+        sampled_ago_s=message.sampled_ago_s,
+    )

@@ -1,0 +1,280 @@
+"""The table of all nodes that this gateway knows, and what may be asked of it. Pure: no clock, task or socket.
+
+A node is reachable from its first status until its connection is lost. Calls that record something return what the
+shell has to do about it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from baton.types import LocalPolicy
+from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
+from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
+
+Role: TypeAlias = common_pb2.Role.ValueType
+
+_NEVER_CONNECTED = "not connected yet"
+_UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line for the operator, if `warning` one that needs attention."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class DropSession:
+    """A decode node is lost or was restarted: end the session with it, and with that all requests on it."""
+
+    address: str
+    reason: str
+
+
+FleetCommand = LogLine | DropSession
+
+
+class FleetNode:
+    """One node: its last status, its peers, and what this gateway has sent to it since that status."""
+
+    def __init__(self, role: Role, address: str) -> None:
+        self.role = role
+        self.address = address
+        self.reachable = False
+        self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
+        self.status = node_pb2.NodeStatus()
+        self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
+        self.heard_at_s = 0.0  # last message on any connection
+        self.retired = False  # no longer listed: finishes what runs, then is removed
+        self._view = _UNKNOWN
+        self._picks = self._requests_since = self._tokens_since = 0
+
+    @property
+    def name(self) -> str:
+        return self.status.info.name or self.address
+
+    @property
+    def incarnation(self) -> int:
+        return self.status.info.incarnation
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """Architecture and digests: requests continue only on nodes that are equal in all of them."""
+        return self._view.model
+
+    @property
+    def open(self) -> bool:
+        """Whether it may get new requests."""
+        return self.reachable and not (self.detail or self.status.draining or self.retired)
+
+    @property
+    def never_connected(self) -> bool:
+        return self.detail == _NEVER_CONNECTED
+
+    def view(self) -> NodeView:
+        return replace(
+            self._view,
+            open=self.open,
+            requests_since=self._requests_since,
+            tokens_since=self._tokens_since,
+            picks=self._picks,
+        )
+
+    def note_sent(self, num_tokens: int) -> None:
+        """A request has been sent to it."""
+        self._picks += 1
+        self._requests_since += 1
+        self._tokens_since += num_tokens
+
+    def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
+        self.status = status
+        self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
+        self.reachable, self.detail = True, detail
+        self._requests_since = self._tokens_since = 0
+        self._view = _to_view(self.address, status, self.peers)
+
+    def take_peer(self, state: common_pb2.PeerState) -> None:
+        if state.incarnation:
+            self.peers[state.incarnation] = state
+            self._view = _to_view(self.address, self.status, self.peers)
+
+    def explain(self) -> str:
+        """Why it may not be found for a request."""
+        if self.detail:
+            return f"{self.name} cannot be used ({self.detail})"
+        if self.status.draining:
+            return f"{self.name} is draining"
+        refused = [
+            f"{peer.name} refused ({', '.join(item.field for item in peer.mismatches)})"
+            for peer in self.peers.values()
+            if peer.mismatches
+        ]
+        return f"{self.name}: {', '.join(refused)}" if refused else f"{self.name} is there"
+
+
+class Fleet:
+    """All nodes.
+
+    Args:
+        model: name, architecture and config digest of the model that this gateway serves.
+        max_context_tokens: the model's own limit.
+        policy: where prompts may be prefilled.
+    """
+
+    def __init__(self, model: common_pb2.ModelIdentity, max_context_tokens: int, policy: LocalPolicy) -> None:
+        self.prefills: dict[str, FleetNode] = {}  # by address
+        self.decodes: dict[str, FleetNode] = {}
+        self._model = model
+        self._max_context_tokens = max_context_tokens
+        self._policy = policy
+
+    # ---- what is recorded
+
+    def add(self, role: Role, address: str) -> FleetNode:
+        """A node at an address that is new."""
+        node = self._of(role)[address] = FleetNode(role, address)
+        return node
+
+    def remove(self, role: Role, address: str) -> None:
+        del self._of(role)[address]
+
+    def status_received(
+        self, role: Role, address: str, status: node_pb2.NodeStatus, now_s: float
+    ) -> list[FleetCommand]:
+        """The node has sent its status."""
+        node = self._of(role)[address]
+        node.heard_at_s = now_s
+        info = status.info
+        if info.role != role:
+            return self._wrong_role(node, info.role)
+        foreign = self._foreign(info.model)
+        commands: list[FleetCommand] = []
+        restarted = info.incarnation != node.incarnation
+        if restarted or not node.reachable:
+            shape = info.cache_shape
+            commands.append(LogLine(f"{info.name}: connected, {address}, KV {shape.layout} x {shape.block_size}"))
+            if foreign:
+                commands.append(LogLine(f"{info.name} gets no requests: {foreign}", warning=True))
+        if restarted:
+            commands += _drop_session(node, "it was restarted")
+        node.take_status(status, foreign)
+        return commands
+
+    def lost(self, role: Role, address: str, reason: str) -> list[FleetCommand]:
+        """The node is silent, or its connection broke: unreachable until its next status."""
+        node = self._of(role)[address]
+        commands: list[FleetCommand] = []
+        if node.reachable:
+            commands.append(LogLine(f"{node.name}: lost, {reason}", warning=True))
+        elif node.never_connected:
+            commands.append(LogLine(f"{address}: unreachable, retrying: {reason}", warning=True))
+        node.reachable, node.detail = False, reason
+        return [*commands, *_drop_session(node, reason)]
+
+    def heard(self, role: Role, address: str, now_s: float) -> None:
+        """The node has sent something on any connection, which is a sign of life."""
+        self._of(role)[address].heard_at_s = now_s
+
+    # ---- choices for one request
+
+    def pick_decode(self, wanted: Wanted) -> FleetNode | None:
+        """The decode node that fits the request best; None: there is none."""
+        prefills = [node.view() for node in self.prefills.values()]
+        picked = pick_decode([node.view() for node in self.decodes.values()], prefills, wanted)
+        return None if picked is None else self.decodes[picked.address]
+
+    def pick_prefill(self, decode: FleetNode, wanted: Wanted) -> FleetNode | None:
+        """The prefill node, paired with the decode node, that fits the request best; None: there is none."""
+        picked = pick_prefill([node.view() for node in self.prefills.values()], decode.view(), wanted)
+        return None if picked is None else self.prefills[picked.address]
+
+    # ---- the whole
+
+    def nodes(self) -> Iterator[FleetNode]:
+        yield from self.prefills.values()
+        yield from self.decodes.values()
+
+    def reachable_pairs(self) -> list[tuple[FleetNode, FleetNode]]:
+        """Every prefill node with every decode node, where both are reachable."""
+        decodes = [decode for decode in self.decodes.values() if decode.reachable]
+        return [(prefill, decode) for prefill in self.prefills.values() if prefill.reachable for decode in decodes]
+
+    def serves(self) -> bool:
+        """Whether a request would find its nodes now."""
+        if self._policy is not LocalPolicy.STRICT:
+            return any(node.open for node in self.decodes.values())
+        return any(
+            decode.incarnation in prefill.view().ready_peers
+            for prefill, decode in self.reachable_pairs()
+            if prefill.open and decode.open
+        )
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt plus output that some decode node can hold; the model's own limit while none is known."""
+        known = [node.view().max_context_tokens for node in self.decodes.values() if not node.detail]
+        return min(self._max_context_tokens, max(known, default=self._max_context_tokens))
+
+    def explain(self) -> str:
+        """Why no node may be found for a request, node by node."""
+        return "; ".join(node.explain() for node in self.nodes()) or "no address of a node is known"
+
+    def report(self) -> list[generation_pb2.NodeReport]:
+        reports = []
+        for node in self.nodes():
+            report = generation_pb2.NodeReport(address=node.address, reachable=node.reachable, detail=node.detail)
+            report.status.CopyFrom(node.status)
+            del report.status.peers[:]
+            report.status.peers.extend(node.peers.values())
+            reports.append(report)
+        return reports
+
+    # ----
+
+    def _of(self, role: Role) -> dict[str, FleetNode]:
+        return self.prefills if role == common_pb2.ROLE_PREFILL else self.decodes
+
+    def _wrong_role(self, node: FleetNode, role: Role) -> list[FleetCommand]:
+        wrong = f"it is no {_role_name(node.role)} node but a {_role_name(role)} node"
+        if node.detail == wrong:
+            return []
+        node.reachable, node.detail = False, wrong
+        return [LogLine(f"{node.address} is not used: {wrong}", warning=True), *_drop_session(node, wrong)]
+
+    def _foreign(self, theirs: common_pb2.ModelIdentity) -> str:
+        """Why the node cannot serve this gateway's model; empty when it can."""
+        ours = self._model
+        if theirs.config_digest == ours.config_digest:
+            return ""
+        return (
+            f"it serves {theirs.name} ({theirs.architecture}, config digest {theirs.config_digest[:12]}), this gateway "
+            f"{ours.name} ({ours.architecture}, config digest {ours.config_digest[:12]}); start both with one model"
+        )
+
+
+def _drop_session(node: FleetNode, reason: str) -> list[FleetCommand]:
+    return [DropSession(node.address, reason)] if node.role == common_pb2.ROLE_DECODE else []
+
+
+def _role_name(role: Role) -> str:
+    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+
+
+def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:
+    info = status.info
+    ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
+    return NodeView(
+        address=address,
+        incarnation=info.incarnation,
+        model=(info.model.architecture, info.model.config_digest, info.model.weights_digest),
+        open=True,
+        max_context_tokens=info.max_context_tokens,
+        block_size=info.cache_shape.block_size,
+        blocks_free=status.blocks_free,
+        requests=status.requests_running + status.requests_waiting,
+        tokens_waiting=status.tokens_waiting,
+        ready_peers=frozenset(ready),
+    )

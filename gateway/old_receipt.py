@@ -1,0 +1,100 @@
+"""Collects what becomes of one request, and writes its receipt. Pure."""
+
+from baton.types import Path, Receipt
+from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+
+
+class ReceiptDraft:
+    """Filled in as the nodes speak. What a hand-over that failed had brought is overwritten by the one that did not."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.cached_tokens = 0
+        self._path = Path.LOCAL
+        self._path_why = ""
+        self._troubles: list[str] = []
+        self._prefill_node = ""
+        self._decode_node = ""
+        self._transport = ""
+        self._kv_converted = ""
+        self._ticket = common_pb2.Ticket()
+        self._decode_queue_s = 0.0
+        self._forget_prefill()
+
+    def trouble(self, what: str) -> None:
+        """Something failed and is being made up for."""
+        self._troubles.append(what)
+
+    @property
+    def troubles(self) -> str:
+        """What has failed so far, as one sentence."""
+        return ", then ".join(self._troubles)
+
+    def reserved(self, decode_node: str, message: decode_pb2.Reserved) -> None:
+        self._decode_node = decode_node
+        self._ticket = message.ticket
+        self.cached_tokens = message.cached_tokens
+        self._decode_queue_s = message.queue_s
+
+    def calling(self, prefill_node: str, transport: str, kv_converted: str) -> None:
+        """A prefill node is about to be called; `transport` is what the pair has been using, and `kv_converted` what
+        becomes of KV on its way."""
+        self.attempts += 1
+        self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
+        self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
+        self._forget_prefill()
+
+    def accepted(self, decode_node: str, message: decode_pb2.Accepted) -> None:
+        self.attempts += 1
+        self._path, self._path_why = Path.LOCAL, f"prompt prefilled on {decode_node}: {message.why}"
+        self._decode_node, self._prefill_node, self._transport, self._kv_converted = decode_node, "", "", ""
+        self.cached_tokens = message.cached_tokens
+        self._decode_queue_s = message.queue_s
+        self._ticket = common_pb2.Ticket()
+        self._forget_prefill()
+
+    def scheduled(self, message: prefill_pb2.PrefillScheduled) -> None:
+        self._scheduled = message
+
+    def prefilled(self, prefill_s: float) -> None:
+        self._prefill_s = prefill_s
+
+    def sent(self, message: prefill_pb2.PrefillSent) -> None:
+        self._sent = message
+
+    def admitted(self, message: decode_pb2.Admitted) -> None:
+        self._admitted = message
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def finish(self, *, first_token_s: float, total_s: float) -> Receipt:
+        """What the prefill node could not say itself any more is taken from the decode node and the ticket."""
+        sent, admitted = self._sent, self._admitted
+        return Receipt(
+            path=self._path,
+            why=", then ".join([*self._troubles, self._path_why]),
+            prefill_node=self._prefill_node,
+            decode_node=self._decode_node,
+            prompt_tokens_sent=sent.tokens_sent or self._ticket.token_stop - self._ticket.token_start,
+            bytes_sent=sent.bytes_sent or admitted.bytes_received,
+            segments=sent.segments or admitted.segments,
+            transport=sent.transport or self._transport,
+            queue_s=self._decode_queue_s + self._scheduled.queue_s,
+            prefill_s=self._prefill_s,
+            transfer_s=admitted.transfer_s,
+            first_token_s=first_token_s,
+            total_s=total_s,
+            attempts=self.attempts,
+            prefill_cached_tokens=self._scheduled.cached_tokens,
+            segment_bytes=sent.segment_bytes,
+            kv_converted=sent.kv_converted or self._kv_converted,
+            layer_groups=sent.layer_groups,
+        )
+
+    def _forget_prefill(self) -> None:
+        self._scheduled = prefill_pb2.PrefillScheduled()
+        self._prefill_s = 0.0
+        self._sent = prefill_pb2.PrefillSent()
+        self._admitted = decode_pb2.Admitted()

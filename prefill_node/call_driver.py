@@ -1,0 +1,179 @@
+"""Drives all Prefill calls: delivers events to the machine, and executes its commands on engine, transfer and peers."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+
+from baton.config import PrefillSettings
+from baton.errors import BatonError, InternalError
+from engine.request import EngineRequest
+from kvtransfer.layer_groups import choose_layers_per_group
+from kvtransfer.leases import LeaseTotals
+from kvtransfer.records import SegmentRefused, SendJob
+from node.assembly import Listener, Node
+from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
+from prefill_node.decode_peers import DecodePeer, DecodePeers
+from prefill_node.events import (
+    Aborted,
+    BecameQuiet,
+    CallCancelled,
+    Called,
+    EngineRefused,
+    Event,
+    SendFailed,
+    Sent,
+    StepDone,
+    StopFailed,
+)
+from prefill_node.machine import PrefillMachine, PrefillRules
+from prefill_node.response_stream import ResponseStream, Write
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import prefill_pb2 as pb
+
+log = logging.getLogger("baton")
+
+
+class CallDriver:
+    """All methods run on the event loop.
+
+    Attributes:
+        peers: the decode nodes that calls send KV to.
+    """
+
+    def __init__(self, node: Node, settings: PrefillSettings) -> None:
+        self._engine = node.engine
+        self._transfer = node.transfer
+        self._spec = node.description.spec
+        self._max_chunk_tokens = node.limits.max_batch_tokens
+        self._layer_groups = settings.layer_groups
+        self._machine = PrefillMachine(PrefillRules(node.name, node.description.spec.num_layers))
+        self.peers = DecodePeers(node, timeout_s=settings.connect_timeout_s, deliver=self.deliver)
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, ResponseStream] = {}
+        self._sends: dict[int, asyncio.Task[None]] = {}
+        # What runs for calls must outlive their handlers, which gRPC cancels: so no task group owns these tasks.
+        self._tasks: set[asyncio.Task[None]] = set()
+        node.listen(
+            Listener(
+                on_step=lambda step: self.deliver(StepDone(step)), on_filled=_no_lease_here, on_refused=_no_lease_here
+            )
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is live, or has responses to write."""
+        return self._machine.busy or bool(self._streams)
+
+    async def prefill(self, request: pb.PrefillRequest, write: Write) -> None:
+        """Serves one call; returns when everything has been sent and written, and its blocks are free.
+
+        Raises:
+            BatonError: why it cannot be served.
+        """
+        if (refusal := self._machine.refusal()) is not None:
+            raise refusal
+        peer = await self.peers.for_ticket(request.ticket)
+        call = next(self._numbers)
+        stream = self._streams[call] = ResponseStream()
+        self.deliver(Called(call, request, peer.facts, self._layers_per_group(peer, request.ticket)))
+        try:
+            await stream.write_all(write)
+        finally:
+            self.deliver(CallCancelled(call))  # does nothing to a call that has ended
+            try:
+                await stream.ended()
+            finally:
+                del self._streams[call]
+
+    def _layers_per_group(self, peer: DecodePeer, ticket: common_pb2.Ticket) -> int:
+        """How many layers of the call's largest chunk are sent together, over that peer's link."""
+        if not self._layer_groups or peer.link is None:
+            return self._spec.num_layers
+        chunk_tokens = max(0, min(self._max_chunk_tokens, ticket.token_stop - ticket.token_start))
+        chunk_bytes = chunk_tokens * self._spec.bytes_per_token
+        return choose_layers_per_group(
+            peer.link, turn_s=peer.turn_s, chunk_bytes=chunk_bytes, num_layers=self._spec.num_layers
+        )
+
+    # ---- events to the machine, and its commands
+
+    def deliver(self, event: Event) -> None:
+        """Gives the machine one event, and executes what it wants done."""
+        commands = deque(self._machine.handle(event, time.monotonic()))
+        while commands:
+            answer = self._execute(commands.popleft())
+            if answer is not None:
+                commands.extend(self._machine.handle(answer, time.monotonic()))
+
+    def _execute(self, command: Command) -> Event | None:
+        """Returns the answer to a command that is answered at once."""
+        match command:
+            case Submit(request=request):
+                return self._submit(request)
+            case Abort(call=call):
+                self._spawn(self._abort(call), name=f"abort-{call}")
+            case SendKV(call=call, job=job):
+                self._sends[call] = self._spawn(self._send(call, job), name=f"send-{call}")
+            case StopSending(call=call, peer=peer, lease=lease):
+                self._spawn(self._stop_sending(call, peer, lease), name=f"stop-sending-{call}")
+            case SendToPeer(peer=peer, message=message):
+                self.peers.send(peer, message)
+            case Respond(call=call, event=response):
+                if stream := self._streams.get(call):
+                    stream.put(response)
+            case EndCall(call=call, error=error):
+                self._sends.pop(call, None)
+                if stream := self._streams.get(call):
+                    stream.end(error)
+        return None
+
+    def _submit(self, request: EngineRequest) -> EngineRefused | None:
+        try:
+            self._engine.submit(request)
+        except Exception as error:  # noqa: BLE001  the gateway gets it
+            return EngineRefused(int(request.request_id), _typed(error))
+        return None
+
+    async def _abort(self, call: int) -> None:
+        await self._engine.abort(str(call))
+        self.deliver(Aborted(call))
+
+    async def _send(self, call: int, job: SendJob) -> None:
+        try:
+            segments = await self._transfer.send(job)
+        except Exception as error:  # noqa: BLE001  the gateway gets it
+            self.deliver(SendFailed(call, _typed(error)))
+        else:
+            self.deliver(Sent(call, segments))
+
+    async def _stop_sending(self, call: int, peer: int, lease: int) -> None:
+        # A job that has not begun yet would begin after the lease has become quiet.
+        if sending := self._sends.get(call):
+            sending.cancel()
+            await asyncio.wait([sending])
+        try:
+            await self._transfer.quiet(peer, lease)
+        except Exception as error:  # noqa: BLE001  the gateway gets it
+            self.deliver(StopFailed(call, _typed(error)))
+        else:
+            self.deliver(BecameQuiet(call))
+
+    def _spawn(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _typed(error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    log.error("a prefill call failed", exc_info=error)
+    return InternalError(f"the prefill node failed: {type(error).__name__}: {error}", cure="see the node's log")
+
+
+def _no_lease_here(event: LeaseTotals | SegmentRefused) -> None:
+    raise AssertionError(f"a prefill node gives no leases: {event}")

@@ -1,0 +1,335 @@
+"""This node's connections to decode nodes: one Pair stream per peer, from the handshake to its last message.
+
+Gateways ask for connections before traffic, and a ticket makes a missing one. A peer lives as long as its stream: when
+the stream ends, its endpoints are closed, what is in flight to it is cancelled, and its calls fail.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from statistics import median
+
+import grpc
+
+from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error
+from kvtransfer.conversion import KVConversion, conversion_of
+from kvtransfer.link import LinkSpeed
+from kvtransfer.plan import PlanRefused, agree, links_between
+from kvtransfer.ranked import MOST_RANKS, RankedTransfer
+from node.assembly import Node
+from node.describe import (
+    describe_conversion,
+    describe_measure,
+    describe_mismatches,
+    from_addresses,
+    from_info,
+    from_warm_ups,
+    to_addresses,
+    to_measure,
+    to_mismatches,
+)
+from node.link_floor import below_floor
+from prefill_node.events import LeaseEnded, PeerFacts, PeerLost
+from protos.baton.v1 import common_pb2, decode_pb2_grpc
+from protos.baton.v1 import decode_pb2 as pb
+
+log = logging.getLogger("baton")
+
+_TURNS = 7
+_TURN_EVERY_S = 0.01
+_LOST_PEERS_KEPT = 32
+
+Call = grpc.aio.StreamStreamCall[pb.PairRequest, pb.PairResponse]
+Deliver = Callable[[LeaseEnded | PeerLost], None]
+
+
+class DecodePeer:
+    """One decode node, for the life of one Pair stream. Connects at once.
+
+    Args:
+        number: this node's own for the peer: the first of the numbers for the peer's ranks.
+        timeout_s: for the handshake.
+        deliver: gets `LeaseEnded`, and `PeerLost` once.
+
+    Attributes:
+        state: what this node's status reports of the peer.
+        link: as measured in the handshake; None until then.
+        turn_s: median time from the event loop to the threads that send over the peer's links, and back.
+    """
+
+    def __init__(self, node: Node, address: str, number: int, *, timeout_s: float, deliver: Deliver) -> None:
+        self.number = number
+        self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
+        self.link: LinkSpeed | None = None
+        self.turn_s = 0.0
+        self._node = node
+        self._timeout_s = timeout_s
+        self._deliver = deliver
+        self._sender_number = 0
+        self._max_context_tokens: int | None = None
+        self._conversion: KVConversion | None = None
+        self._outbox: asyncio.Queue[pb.PairRequest] = asyncio.Queue()
+        self._settled = asyncio.Event()
+        self._task = asyncio.create_task(self._live(), name=f"peer-{address}")
+
+    @property
+    def ready(self) -> bool:
+        return self.state.phase == common_pb2.PEER_PHASE_READY
+
+    @property
+    def over(self) -> bool:
+        return self.state.phase in (common_pb2.PEER_PHASE_LOST, common_pb2.PEER_PHASE_REFUSED)
+
+    @property
+    def facts(self) -> PeerFacts:
+        """What a call needs to know of a peer that is ready."""
+        return PeerFacts(
+            number=self.number,
+            sender_number=self._sender_number,
+            transport=self.state.transport,
+            kv_converted=self.state.kv_converted,
+            max_context_tokens=self._max_context_tokens,
+        )
+
+    async def settled(self) -> common_pb2.PeerState:
+        """The peer's state once the handshake is over."""
+        await self._settled.wait()
+        return self.state
+
+    def send(self, message: pb.PairRequest) -> None:
+        """Queues a message. Nothing is sent after the stream has ended."""
+        self._outbox.put_nowait(message)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _live(self) -> None:
+        try:
+            async with connect(self.state.address, keepalive_s=self._node.settings.keepalive_s) as channel:
+                call = decode_pb2_grpc.DecodeStub(channel).Pair()
+                async with asyncio.timeout(self._timeout_s):
+                    ready = await self._handshake(call)
+                if ready:
+                    await self._exchange(call)
+        except* (grpc.aio.AioRpcError, BatonError, TimeoutError) as failed:
+            self.state.detail = self._describe(failed.exceptions[0])
+        finally:
+            await self._end()
+
+    # ---- the handshake: agree on a plan, connect every link, measure
+
+    async def _handshake(self, call: Call) -> bool:
+        """Whether the peer is ready; False when one of the two nodes refuses, with the reasons in the state."""
+        accepted = await self._introduce(call)
+        if accepted is None:
+            return False
+        await self._connect_links(call, accepted)
+        if not await self._measure(call):
+            return False
+        self.state.phase = common_pb2.PEER_PHASE_READY
+        self._settled.set()
+        return True
+
+    async def _introduce(self, call: Call) -> pb.PairAccepted | None:
+        await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info)))
+        response = await _read(call, self.state.address)
+        refused = response.WhichOneof("message") == "refused"
+        info = response.refused.info if refused else response.accepted.info
+        self.state.name, self.state.incarnation = info.name, info.incarnation
+        self._max_context_tokens = info.max_context_tokens
+        try:
+            plan = agree(self._node.description, from_info(info))
+        except PlanRefused as error:
+            self._refuse(to_mismatches(error.mismatches))
+            return None
+        if refused:
+            self._refuse(list(response.refused.mismatches))
+            return None
+        self.state.kv_converted = plan.conversion
+        self._conversion = conversion_of(plan, response.accepted.kv_scales)
+        return response.accepted
+
+    async def _connect_links(self, call: Call, accepted: pb.PairAccepted) -> None:
+        """Connects every link. The decode node connects first, because it must be able to receive before this node
+        sends."""
+        self._sender_number = accepted.sender_number
+        transfer = self._node.transfer
+        flows = links_between(self._node.description, from_info(accepted.info))
+        addresses = from_addresses(await transfer.listen(self.number, flows, sends=True))
+        await call.write(pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
+        await _read(call, self.state.name)
+        await transfer.connect(
+            self.number,
+            to_addresses(accepted.worker_addresses),
+            message_bytes=accepted.message_bytes,
+            conversion=self._conversion,
+        )
+
+    async def _measure(self, call: Call) -> bool:
+        """Sends the warm-up messages that the decode node times; False when the link is too slow for one of the two."""
+        transfer = self._node.transfer
+        warm = await transfer.warm_up(self.number, self._sender_number)
+        await call.write(pb.PairRequest(warmed_up=from_warm_ups(warm)))
+        response = await _read(call, self.state.name)
+        if response.WhichOneof("message") == "refused":
+            self._refuse(list(response.refused.mismatches))
+            return False
+        measure = to_measure(response.ready)
+        self.state.transport = measure.transport
+        self.state.gigabytes_per_s = measure.gigabytes_per_s
+        self.state.latency_s = measure.latency_s
+        if mismatch := below_floor(self._node, measure):
+            self._refuse(to_mismatches((mismatch,)))
+            await self._send_refusal(call)
+            return False
+        await transfer.use_link(self.number, measure.speed)
+        self.turn_s = await _turn_s(transfer, self.number)
+        self.link = measure.speed
+        described = describe_measure(measure) + describe_conversion(self.state.kv_converted)
+        log.info("connected to %s over %s", self.state.name, described)
+        return True
+
+    def _refuse(self, mismatches: list[common_pb2.Mismatch]) -> None:
+        self.state.phase = common_pb2.PEER_PHASE_REFUSED
+        self.state.mismatches.extend(mismatches)
+        log.warning("cannot work with %s: %s", self.state.name, describe_mismatches(mismatches))
+
+    async def _send_refusal(self, call: Call) -> None:
+        """Returns once the decode node has received it: closing the channel would overtake the message."""
+        refused = pb.PairRefused(info=self._node.info, mismatches=self.state.mismatches)
+        await call.write(pb.PairRequest(refused=refused))
+        await call.read()
+
+    # ---- after the handshake
+
+    async def _exchange(self, call: Call) -> None:
+        """Reads and writes until the peer ends the stream."""
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(self._write_all(call))
+            # NOTE: not `async for`: a grpc call refuses to mix that with read().
+            while isinstance(response := await call.read(), pb.PairResponse):
+                if response.WhichOneof("message") == "lease_ended":
+                    self._deliver(LeaseEnded(self.number, response.lease_ended.lease))
+            writing.cancel()
+
+    async def _write_all(self, call: Call) -> None:
+        # `read` reports why a stream has ended.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outbox.get())
+
+    def _describe(self, error: Exception) -> str:
+        match error:
+            case grpc.aio.AioRpcError():
+                return str(from_rpc_error(error))
+            case TimeoutError():
+                return f"no connection within {self._timeout_s:g} s"
+            case _:
+                return str(error)
+
+    async def _end(self) -> None:
+        if self.state.phase != common_pb2.PEER_PHASE_REFUSED:
+            self.state.phase = common_pb2.PEER_PHASE_LOST
+            self.state.detail = self.state.detail or "the stream ended"
+            log.info("lost %s: %s", self.state.name, self.state.detail)
+        self._settled.set()
+        self._deliver(PeerLost(self.number, NoNode(f"{self.state.name} is gone: {self.state.detail}")))
+        await self._node.transfer.disconnect(self.number)
+
+
+async def _turn_s(transfer: RankedTransfer, peer: int) -> float:
+    """Asks for the quiet of a lease without sends, which is answered at once. The pauses let the threads fall asleep,
+    as they do between chunks."""
+    took_s = []
+    for _ in range(_TURNS):
+        await asyncio.sleep(_TURN_EVERY_S)
+        begun_s = time.monotonic()
+        await transfer.quiet(peer, lease=-1)
+        took_s.append(time.monotonic() - begun_s)
+    return median(took_s)
+
+
+async def _read(call: Call, name: str) -> pb.PairResponse:
+    response = await call.read()
+    if not isinstance(response, pb.PairResponse):  # the end of the stream
+        raise NoNode(f"{name} ended the stream during the handshake", cure="see its log")
+    return response
+
+
+class DecodePeers:
+    """All decode nodes that this node knows, by address."""
+
+    def __init__(self, node: Node, *, timeout_s: float, deliver: Deliver) -> None:
+        self._node = node
+        self._timeout_s = timeout_s
+        self._deliver = deliver
+        self._numbers = itertools.count(MOST_RANKS, MOST_RANKS)
+        self._by_address: dict[str, DecodePeer] = {}
+
+    async def connect(self, address: str) -> common_pb2.PeerState:
+        """Connects to a decode node unless that is done; returns how the peer stands after the handshake."""
+        return await self._peer(address).settled()
+
+    async def for_ticket(self, ticket: common_pb2.Ticket) -> DecodePeer:
+        """The peer that a ticket names, ready.
+
+        Raises:
+            PeerRefused: the two nodes cannot work together.
+            NoNode: the decode node cannot be reached.
+            UnknownLease: the decode node has restarted since it gave the ticket.
+        """
+        peer = self._peer(ticket.decode_address)
+        state = await peer.settled()
+        if state.phase == common_pb2.PEER_PHASE_REFUSED:
+            raise PeerRefused(
+                f"{state.name} and this node cannot work together: {describe_mismatches(list(state.mismatches))}"
+            )
+        if not peer.ready:
+            raise NoNode(f"{ticket.decode_node} cannot be reached: {state.detail}")
+        if state.incarnation != ticket.lease.incarnation:
+            raise UnknownLease(
+                f"the ticket is from incarnation {ticket.lease.incarnation:x} of {state.name}, "
+                f"which has incarnation {state.incarnation:x} now",
+                cure="ask for a new ticket",
+            )
+        return peer
+
+    def send(self, number: int, message: pb.PairRequest) -> None:
+        """Queues a message for a peer; drops it when the peer is gone."""
+        for peer in self._by_address.values():
+            if peer.number == number:
+                peer.send(message)
+
+    def states(self) -> list[common_pb2.PeerState]:
+        """The state of every peer, with what was sent to it so far."""
+        traffic = self._node.transfer.counters().peers
+        for peer in self._by_address.values():
+            if sent := traffic.get(peer.number):
+                peer.state.bytes_total, peer.state.segments_total = sent.bytes_total, sent.segments_total
+        return [peer.state for peer in self._by_address.values()]
+
+    async def close(self) -> None:
+        for peer in list(self._by_address.values()):
+            await peer.close()
+
+    def _peer(self, address: str) -> DecodePeer:
+        peer = self._by_address.get(address)
+        if peer is None or peer.over:
+            number = next(self._numbers)
+            peer = DecodePeer(self._node, address, number, timeout_s=self._timeout_s, deliver=self._deliver)
+            self._keep(peer)
+        return peer
+
+    def _keep(self, peer: DecodePeer) -> None:
+        """Replaces the peer that had this address. Of lost peers the latest stay, for the status."""
+        self._by_address.pop(peer.state.address, None)
+        self._by_address[peer.state.address] = peer
+        lost = [key for key, old in self._by_address.items() if old.state.phase == common_pb2.PEER_PHASE_LOST]
+        for key in lost[:-_LOST_PEERS_KEPT]:
+            del self._by_address[key]

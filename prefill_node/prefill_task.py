@@ -1,0 +1,247 @@
+"""One Prefill call from its ticket to its end: compute, send, hand over; or stop, become quiet, report. Pure.
+
+The call's blocks are freed only when all its segments are sent, or when nothing of its lease is in flight any more.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.errors import BatonError, InvalidRequest
+from baton.rpc.status import to_detail
+from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
+from engine.request import EngineRequest
+from kvtransfer.records import SendJob
+from kvtransfer.segments import LEASE_BITS, Segment
+from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
+from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
+from prefill_node.unsent import Part, Unsent
+from protos.baton.v1 import common_pb2, decode_pb2
+from protos.baton.v1 import prefill_pb2 as pb
+
+EngineEvent = RequestStarted | LayersComputed | ChunkComputed | TokenSampled | RequestFailed
+TaskEvent = EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
+
+
+class Phase(Enum):
+    """What a call waits for."""
+
+    RUNNING = auto()  # steps of the engine, and its own sends
+    STOPPING = auto()  # `BecameQuiet`
+    FREEING = auto()  # `Aborted`
+    ENDED = auto()
+
+
+class PrefillTask:
+    """The state of one call.
+
+    Raises:
+        InvalidRequest: a sampling parameter is out of its range.
+    """
+
+    def __init__(self, called: Called, *, num_layers: int) -> None:
+        request = called.request
+        self.call = called.call
+        self.peer = called.peer
+        self.ticket = request.ticket
+        self.phase = Phase.RUNNING
+        self._request = EngineRequest(
+            request_id=str(called.call),
+            prompt=tuple(request.prompt_token_ids),
+            output=tuple(request.output_token_ids),
+            sampling=sampling_from_proto(request.sampling),
+            cache_salt=request.cache_salt,
+            prefill_only=True,
+            layers_per_group=called.layers_per_group if called.layers_per_group < num_layers else 0,
+            # The first token is also the last one when the decode node's context ends there.
+            decode_context_tokens=called.peer.max_context_tokens,
+        )
+        self._layer_groups = -(-num_layers // called.layers_per_group)
+        self._started_s = 0.0
+        self._block_ids: tuple[int, ...] = ()
+        self._unsent = Unsent(num_layers, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
+        self._parts: deque[Part] = deque()  # taken from `_unsent`, and sent one after the other
+        self._send_under_way = False
+        self._segments: list[Segment] = []
+        self._sampled: TokenSampled | None = None
+        self._sampled_s = 0.0
+        self._error: BatonError | None = None
+
+    @property
+    def lease(self) -> int:
+        return self.ticket.lease.number
+
+    def start(self, now_s: float) -> list[Command]:
+        """The first commands."""
+        self._started_s = now_s
+        try:
+            _check_ticket(self.ticket, len(self._request.prompt) + len(self._request.output))
+        except InvalidRequest as error:
+            return self.fail(error)
+        return [Submit(self._request)]
+
+    def handle(self, event: TaskEvent, now_s: float) -> list[Command]:
+        """Reacts to what engine and transfer report of this call."""
+        match self.phase:
+            case Phase.RUNNING:
+                return self._run(event, now_s)
+            case Phase.STOPPING:
+                return self._stop(event)
+            case Phase.FREEING:
+                return self._free(event)
+            case Phase.ENDED:
+                return []
+
+    # ---- running: compute, send and respond until everything is sent
+
+    def _run(self, event: TaskEvent, now_s: float) -> list[Command]:
+        match event:
+            case RequestStarted(cached_tokens=cached_tokens, queue_s=queue_s):
+                # The engine reports the start when that step is over, so the time of this event is too late.
+                self._started_s += queue_s
+                scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
+                return [self._respond(pb.PrefillEvent(scheduled=scheduled))]
+            case LayersComputed(token_stop=token_stop, layer_stop=layer_stop, block_ids=block_ids):
+                return self._computed(token_stop, block_ids, layer_stop=layer_stop)
+            case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
+                progress = pb.PrefillProgress(computed_tokens=token_stop)
+                return [*self._computed(token_stop, block_ids), self._respond(pb.PrefillEvent(progress=progress))]
+            case TokenSampled():
+                self._sampled, self._sampled_s = event, now_s
+                first_token = _first_token(event, prefill_s=now_s - self._started_s)
+                return [self._respond(pb.PrefillEvent(first_token=first_token)), *self._hand_over_if_sent(now_s)]
+            case Sent(segments=segments):
+                return self._job_sent(segments, now_s)
+            case EngineRefused(error=error) | RequestFailed(error=error) | SendFailed(error=error):
+                return self.fail(error)
+            case _:
+                return []
+
+    def _computed(self, token_stop: int, block_ids: tuple[int, ...], *, layer_stop: int | None = None) -> list[Command]:
+        self._block_ids = block_ids
+        self._unsent.computed(token_stop, layer_stop=layer_stop)
+        return self._send_next()
+
+    def _send_next(self) -> list[Command]:
+        """The next job, unless one is under way. What is computed meanwhile is sent together."""
+        if self._send_under_way:
+            return []
+        if not self._parts:
+            self._parts.extend(self._unsent.take())
+        if not self._parts:
+            return []
+        self._send_under_way = True
+        return [SendKV(self.call, self._job(self._parts.popleft()))]
+
+    def _job(self, part: Part) -> SendJob:
+        return SendJob(
+            peer=self.peer.number,
+            sender_number=self.peer.sender_number,
+            lease=self.lease,
+            incarnation=self.ticket.lease.incarnation,
+            # Every link of a peer counts its own segments, from a number that no link has used for this lease.
+            first_segment=max((segment.number + 1 for segment in self._segments), default=0),
+            token_start=part.token_start,
+            token_stop=part.token_stop,
+            resume_at=self.ticket.resume_at,
+            block_ids=self._block_ids,
+            layers=part.layers,
+        )
+
+    def _job_sent(self, segments: Sequence[Segment], now_s: float) -> list[Command]:
+        self._send_under_way = False
+        self._segments += segments
+        return self._send_next() or self._hand_over_if_sent(now_s)
+
+    def _hand_over_if_sent(self, now_s: float) -> list[Command]:
+        """Completes the call: the first token is sampled after all KV is computed, so an idle sender has sent all."""
+        if self._sampled is None or self._send_under_way:
+            return []
+        hand_over = decode_pb2.HandOver(
+            lease=self.lease,
+            first_token=token_to_proto(self._sampled.token),
+            finish_reason=finish_reason_to_proto(self._sampled.finish_reason),
+            sampled_ago_s=now_s - self._sampled_s,
+        )
+        self.phase = Phase.FREEING
+        return [
+            SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over)),
+            self._respond(pb.PrefillEvent(sent=self._sent_event())),
+            Abort(self.call),
+        ]
+
+    def _sent_event(self) -> pb.PrefillSent:
+        return pb.PrefillSent(
+            tokens_sent=self.ticket.token_stop - self.ticket.token_start,
+            bytes_sent=sum(segment.payload_bytes for segment in self._segments),
+            segments=len(self._segments),
+            transport=self.peer.transport,
+            segment_bytes=max((segment.payload_bytes for segment in self._segments), default=0),
+            kv_converted=self.peer.kv_converted,
+            layer_groups=self._layer_groups,
+        )
+
+    def _respond(self, event: pb.PrefillEvent) -> Respond:
+        return Respond(self.call, event)
+
+    # ---- stopping: nothing of the lease may be in flight when the peer gets `Quiet` and the blocks are freed
+
+    def fail(self, error: BatonError) -> list[Command]:
+        """Ends a running call for this reason; a call that is ending already keeps its own."""
+        if self.phase is not Phase.RUNNING:
+            return []
+        self.phase, self._error = Phase.STOPPING, error
+        return [StopSending(self.call, self.peer.number, self.lease)]
+
+    def _stop(self, event: TaskEvent) -> list[Command]:
+        match event:
+            case BecameQuiet():
+                assert self._error is not None, "only `fail` stops a call"
+                self.phase = Phase.FREEING
+                quiet = decode_pb2.Quiet(lease=self.lease, error=to_detail(self._error))
+                return [SendToPeer(self.peer.number, decode_pb2.PairRequest(quiet=quiet)), Abort(self.call)]
+            case StopFailed(error=error):
+                # Segments may still be read from the blocks, so these stay held until the process ends.
+                self.phase = Phase.ENDED
+                return [EndCall(self.call, error)]
+            case _:
+                return []
+
+    # ---- freeing: the engine ends the request, then the call ends
+
+    def _free(self, event: TaskEvent) -> list[Command]:
+        if not isinstance(event, Aborted):
+            return []
+        self.phase = Phase.ENDED
+        return [EndCall(self.call, self._error)]
+
+
+def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
+    """Raises: InvalidRequest: the ticket cannot be for a sequence of that length."""
+    if ticket.lease.number >= 1 << LEASE_BITS:
+        raise InvalidRequest(
+            f"the ticket is for lease {ticket.lease.number}",
+            field="ticket.lease.number",
+            value=ticket.lease.number,
+            allowed=(f"0 to {(1 << LEASE_BITS) - 1}",),
+            cure="ask for a new ticket",
+        )
+    in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop
+    if ticket.token_stop != num_tokens or ticket.token_start >= num_tokens or not in_order:
+        tokens = f"{ticket.token_start}..{ticket.token_stop}"
+        raise InvalidRequest(
+            f"the ticket asks for tokens {tokens}, to resume at {ticket.resume_at}, of {num_tokens}",
+            field="ticket",
+            value=tokens,
+            cure="ask for a new ticket",
+        )
+
+
+def _first_token(event: TokenSampled, *, prefill_s: float) -> pb.PrefillFirstToken:
+    return pb.PrefillFirstToken(
+        token=token_to_proto(event.token),
+        finish_reason=finish_reason_to_proto(event.finish_reason),
+        stop_reason=event.stop_reason,
+        prefill_s=prefill_s,
+    )

@@ -1,0 +1,59 @@
+"""A fleet of nodes that exist only as statuses, and requests to it."""
+
+from baton.types import LocalPolicy, SamplingParams
+from gateway.fleet import Fleet, FleetCommand
+from gateway.request_machine import Request, Rules
+from protos.baton.v1 import common_pb2, node_pb2
+
+MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="digest", weights_digest="weights")
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+
+def peer(incarnation: int, phase: common_pb2.PeerPhase.ValueType = common_pb2.PEER_PHASE_READY) -> common_pb2.PeerState:
+    return common_pb2.PeerState(incarnation=incarnation, name=f"peer-{incarnation}", phase=phase, transport="cma")
+
+
+def status(role: common_pb2.Role.ValueType, incarnation: int, *peers: common_pb2.PeerState) -> node_pb2.NodeStatus:
+    info = common_pb2.NodeInfo(
+        name=f"node-{incarnation}",
+        role=role,
+        incarnation=incarnation,
+        model=MODEL,
+        max_context_tokens=1000,
+        cache_shape=common_pb2.CacheShape(block_size=16, layout="NHD"),
+    )
+    return node_pb2.NodeStatus(info=info, blocks_free=100, peers=peers)
+
+
+class SmallFleet(Fleet):
+    """Prefill nodes p1, p2, ... of incarnations 11, 12, ..., decode nodes d1, d2, ... of 21, 22, ...; all paired."""
+
+    def __init__(self, prefills: int, decodes: int, policy: LocalPolicy = LocalPolicy.PREFER) -> None:
+        super().__init__(MODEL, 1000, policy)
+        self._num_decodes = decodes
+        for number in range(1, prefills + 1):
+            self.add(PREFILL, f"p{number}")
+            self.connect(f"p{number}", 0.0)
+        for number in range(1, decodes + 1):
+            self.add(DECODE, f"d{number}")
+            self.connect(f"d{number}", 0.0)
+
+    def connect(self, address: str, now_s: float, *, restarts: int = 0) -> list[FleetCommand]:
+        """The node sends its status; after a restart it has another incarnation."""
+        number = int(address[1:]) + 100 * restarts
+        if address.startswith("d"):
+            return self.status_received(DECODE, address, status(DECODE, 20 + number), now_s)
+        peers = [peer(20 + decode) for decode in range(1, self._num_decodes + 1)]
+        return self.status_received(PREFILL, address, status(PREFILL, 10 + number, *peers), now_s)
+
+    def lose(self, address: str, reason: str = "gone") -> list[FleetCommand]:
+        return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason)
+
+
+def rules(policy: LocalPolicy = LocalPolicy.PREFER) -> Rules:
+    return Rules(policy, max_attempts=3, queue_s=10.0, prefill_stall_s=10.0, decode_stall_s=30.0)
+
+
+def request(*, timeout_s: float = 100.0, max_tokens: int = 4) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request("r", list(range(1, 65)), sampling, "", started_at_s=0.0, timeout_s=timeout_s)

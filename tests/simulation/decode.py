@@ -7,7 +7,8 @@ from functools import partial
 from baton.errors import BatonError
 from decode_node import commands as c
 from decode_node import events as e
-from decode_node.machine import DecodeMachine, DecodeRules
+from decode_node.machine import DecodeMachine
+from decode_node.rules import DecodeRules
 from decode_node.sender_numbers import SenderNumbers
 from engine.events import StepEvents
 from kvtransfer.leases import LeaseTotals
@@ -36,14 +37,7 @@ class DecodeProcess(Node):
     role = common_pb2.ROLE_DECODE
 
     def __init__(self, world: World, life: Life) -> None:
-        sizes = world.scenario.decode
-        super().__init__(
-            world,
-            life,
-            num_blocks=sizes.num_blocks,
-            block_size=sizes.block_size,
-            batch_tokens=sizes.batch_tokens,
-        )
+        super().__init__(world, life, world.scenario.decode)
         self.receiver = Receiver(
             life,
             world.clock,

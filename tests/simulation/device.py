@@ -29,6 +29,7 @@ from tests.simulation.reference import (
     next_token,
     states_of,
 )
+from tests.simulation.scenario import Sizes
 
 
 class _Blocks(BlockManager):
@@ -104,24 +105,22 @@ class Device:
         self,
         life: Life,
         random: Random,
+        sizes: Sizes,
         *,
-        num_blocks: int,
-        block_size: int,
-        batch_tokens: int,
         on_step: Callable[[StepEvents], None],
         on_change: Callable[[], None],
     ) -> None:
-        self.cache = Cache(num_blocks, block_size)
+        self.cache = Cache(sizes.num_blocks, sizes.block_size)
         self.slow = 1.0
         self.steps_to_fail = 0
         self._life = life
         self._random = random
         self._on_step = on_step
         self._on_change = on_change
-        limits = EngineLimits(max_batch_tokens=batch_tokens, max_batch_requests=batch_tokens, max_waiting=3)
-        facts = ModelFacts(num_blocks, block_size, VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), "model")
+        limits = EngineLimits(max_batch_tokens=sizes.batch_tokens, max_batch_requests=sizes.batch_tokens, max_waiting=3)
+        facts = ModelFacts(sizes.num_blocks, sizes.block_size, VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), "model")
         self.scheduler = Scheduler(limits, facts)
-        blocks = _Blocks(num_blocks, self.cache.renew)
+        blocks = _Blocks(sizes.num_blocks, self.cache.renew)
         self.cache.counts = blocks.counts
         # The scheduler makes its block manager itself.
         self.scheduler._blocks._blocks = blocks

@@ -7,7 +7,7 @@ from engine.events import StepEvents
 from protos.baton.v1 import common_pb2, node_pb2
 from tests.simulation.device import Device
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream
-from tests.simulation.reference import MAX_CONTEXT_TOKENS
+from tests.simulation.scenario import Sizes
 from tests.simulation.world import World
 
 MODEL = common_pb2.ModelIdentity(architecture="simulated", config_digest="config", weights_digest="weights", name="model")
@@ -15,15 +15,11 @@ STATUS_INTERVAL_S = 0.1
 
 
 class Node:
-    """One life of a node process.
-
-    Args:
-        num_blocks, block_size, batch_tokens: of its cache and its steps.
-    """
+    """One life of a node process."""
 
     role: common_pb2.Role.ValueType
 
-    def __init__(self, world: World, life: Life, *, num_blocks: int, block_size: int, batch_tokens: int) -> None:
+    def __init__(self, world: World, life: Life, sizes: Sizes) -> None:
         self.world = world
         self.life = life
         self.draining = False
@@ -33,15 +29,15 @@ class Node:
             role=self.role,
             incarnation=life.incarnation,
             model=MODEL,
-            cache_shape=common_pb2.CacheShape(layout="NHD", block_size=block_size, num_blocks=num_blocks),
-            max_context_tokens=MAX_CONTEXT_TOKENS,
+            cache_shape=common_pb2.CacheShape(
+                layout="NHD", block_size=sizes.block_size, num_blocks=sizes.num_blocks
+            ),
+            max_context_tokens=sizes.context_tokens,
         )
         self.device = Device(
             life,
             world.random,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            batch_tokens=batch_tokens,
+            sizes,
             on_step=self.step_done,
             on_change=self.changed,
         )

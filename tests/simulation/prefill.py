@@ -28,6 +28,7 @@ class _Pair:
     def __init__(self, number: int, address: str) -> None:
         self.number = number
         self.sender_number = 0
+        self.max_context_tokens: int | None = None
         self.state = common_pb2.PeerState(
             name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING, transport="simulated"
         )
@@ -68,14 +69,7 @@ class PrefillProcess(Node):
     role = common_pb2.ROLE_PREFILL
 
     def __init__(self, world: World, life: Life) -> None:
-        sizes = world.scenario.prefill
-        super().__init__(
-            world,
-            life,
-            num_blocks=sizes.num_blocks,
-            block_size=sizes.block_size,
-            batch_tokens=sizes.batch_tokens,
-        )
+        super().__init__(world, life, world.scenario.prefill)
         self.sender = Sender(
             life,
             world.network,
@@ -164,7 +158,7 @@ class PrefillProcess(Node):
         else:
             call.begun = True
             self._calls[call.number] = call
-            facts = e.PeerFacts(pair.number, pair.sender_number, "simulated", "", None)
+            facts = e.PeerFacts(pair.number, pair.sender_number, "simulated", "", pair.max_context_tokens)
             groups = self.world.scenario.layers_per_group
             self.handle(e.Called(call.number, request, facts, groups))
 
@@ -204,6 +198,7 @@ class PrefillProcess(Node):
             case "accepted":
                 accepted = message.accepted
                 pair.sender_number = accepted.sender_number
+                pair.max_context_tokens = accepted.info.max_context_tokens
                 pair.state.incarnation = accepted.info.incarnation
                 receiver = self.world.receivers[accepted.info.incarnation]
                 self.sender.links[pair.number] = Link(

@@ -48,8 +48,12 @@ class Output(NamedTuple):
     finish_reason: FinishReason
 
 
-def generate(prompt: Sequence[int], max_tokens: int) -> Output:
-    """The output that every client must see."""
+def generate(prompt: Sequence[int], max_tokens: int, context_tokens: int) -> Output:
+    """The output that every client must see.
+
+    Args:
+        context_tokens: longest prompt plus output of a decode node.
+    """
     state, output = EMPTY, list[int]()
     for token in prompt:
         state = follow(state, token)
@@ -58,6 +62,6 @@ def generate(prompt: Sequence[int], max_tokens: int) -> Output:
         output.append(token)
         if token == EOS:
             return Output(tuple(output), FinishReason.STOP)
-        if len(output) == max_tokens or len(prompt) + len(output) >= MAX_CONTEXT_TOKENS:
+        if len(output) == max_tokens or len(prompt) + len(output) >= context_tokens:
             return Output(tuple(output), FinishReason.LENGTH)
         state = follow(state, token)

@@ -5,7 +5,7 @@ from random import Random
 
 from baton.types import LocalPolicy
 from tests.simulation.faults import Fault, Storm, draw_faults
-from tests.simulation.reference import EOS, NUM_LAYERS
+from tests.simulation.reference import EOS, MAX_CONTEXT_TOKENS, NUM_LAYERS
 from tests.simulation.weather import Weather
 
 
@@ -16,6 +16,11 @@ class Sizes:
     num_blocks: int
     block_size: int
     batch_tokens: int
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt plus output."""
+        return min(MAX_CONTEXT_TOKENS, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True)

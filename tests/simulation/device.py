@@ -4,7 +4,7 @@ Steps take virtual time, and the next one is scheduled while one runs, as in `en
 starts unwritten; every step compares each cell that it reads (I2), and block counts are checked after each change (I1).
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -127,6 +127,7 @@ class Device:
         self._launched: deque[Batch] = deque()
         self._drawn: list[TokenOutput | None] = []  # by the step that landed last
         self._sequences: dict[str, _Sequence] = {}
+        self._failed: set[str] = set()
         self._aborting: list[tuple[str, Callable[[], None]]] = []
 
     # ---- what machines want
@@ -167,6 +168,10 @@ class Device:
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
         state = self.scheduler._roster.find(request_id)
         return () if state is None else tuple(state.blocks)
+
+    def failed(self, request_id: str) -> bool:
+        """Whether a step of the request has failed, so that its blocks are free."""
+        return request_id in self._failed
 
     @property
     def load(self) -> EngineLoad:
@@ -212,7 +217,8 @@ class Device:
         batch = self._launched.popleft()
         if self.steps_to_fail:
             self.steps_to_fail -= 1
-            # What the next step would have drawn from this one is void.
+            # Their rows in the next step are void: nobody looks at what they compute.
+            self._failed.update(row.request_id for row in batch.shared_rows)
             self._drawn = [None] * len(batch.shared_rows)
             events = self.scheduler.fail(InternalError("an engine step failed"), 0.0)
         else:
@@ -231,11 +237,14 @@ class Device:
         self._on_step(events)
 
     def _tokens(self, row: BatchRow) -> list[int] | None:
-        """The tokens that the row computes; None when the step that should have drawn them failed."""
+        """The tokens that the row computes; None when a step of its request has failed."""
+        if row.request_id in self._failed:
+            return None
         if row.token_source is None:
             return list(row.token_ids)
         drawn = self._drawn[row.token_source]
-        return None if drawn is None else [drawn.token_id]
+        assert drawn is not None, "only failed requests have drawn nothing"
+        return [drawn.token_id]
 
     def _compute(self, row: BatchRow) -> TokenOutput | None:
         """Reads the cells before the row, writes the row's, and draws the next token."""
@@ -285,13 +294,13 @@ class Device:
 
     def check_blocks(self) -> None:
         """I1: every block's count is the number of requests that hold it."""
-        roster = self.scheduler._roster
-        holders = Counter(
-            block for states in (roster.everyone(), self.scheduler._ended) for state in states for block in state.blocks
-        )
-        for block, count in enumerate(self.cache.counts):
-            if holders[block] != count:
-                violated("I1", f"{self._life.address}: block {block} has {count} references, {holders[block]} holders")
+        holders = [0] * len(self.cache.counts)
+        for states in (self.scheduler._roster.everyone(), self.scheduler._ended):
+            for state in states:
+                for block in state.blocks:
+                    holders[block] += 1
+        if holders != self.cache.counts:
+            violated("I1", f"{self._life.address}: blocks have {self.cache.counts} references and {holders} holders")
 
     def check_free(self) -> None:
         """I1, when nothing runs."""

@@ -104,7 +104,7 @@ class PrefillProcess(Node):
             case c.Abort(call):
                 self.device.abort(str(call), partial(self.handle, e.Aborted(call)))
             case c.SendKV(call, job):
-                self.sender.send(job, partial(self._send_over, call))
+                self.sender.send(str(call), job, partial(self._send_over, call))
             case c.StopSending(call, peer, lease):
                 self.sender.quiet(peer, lease, partial(self.handle, e.BecameQuiet(call)))
             case c.SendToPeer(peer, message):

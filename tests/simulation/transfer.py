@@ -49,6 +49,7 @@ class Link:
 
 @dataclass(eq=False)
 class _Job:
+    request_id: str
     job: SendJob
     segments: Iterator[Segment]
     generations: list[int]
@@ -79,7 +80,9 @@ class Sender:
     def busy(self) -> bool:
         return bool(self._jobs or self._quiet)
 
-    def send(self, job: SendJob, on_over: Callable[[Sequence[Segment], BatonError | None], None]) -> None:
+    def send(
+        self, request_id: str, job: SendJob, on_over: Callable[[Sequence[Segment], BatonError | None], None]
+    ) -> None:
         """`on_over` gets the segments when all are complete, or the error when none is in flight any more."""
         if job.peer not in self.links:
             self._life.after(0.0, partial(on_over, (), DataLoss("the peer is not connected")))
@@ -108,7 +111,7 @@ class Sender:
             )
             for number, (layers, start, stop) in enumerate(pieces, start=job.first_segment)
         )
-        begun = _Job(job, segments, self._device.cache.held(job.block_ids), on_over)
+        begun = _Job(request_id, job, segments, self._device.cache.held(job.block_ids), on_over)
         self._jobs.append(begun)
         for _ in range(2):
             self._life.after(0.002 * self._random.random(), partial(self._begin, begun))
@@ -134,6 +137,10 @@ class Sender:
     def check(self) -> None:
         """I1: nobody else has the blocks of a job."""
         for job in self._jobs:
+            # NOTE: the scheduler frees the blocks of a request whose step failed, also while a job reads them. What is
+            # sent then is wrong and is never handed over: the call can only end with an error.
+            if self._device.failed(job.request_id):
+                continue
             if self._device.cache.held(job.job.block_ids) != job.generations:
                 violated("I1", f"{self._life.address}: blocks of call's lease {job.job.lease} were taken while it sends")
 
@@ -153,7 +160,7 @@ class Sender:
             return
         job.in_flight += 1
         job.sent.append(segment)
-        self._transmit(link, self._gather(job.job, segment), partial(self._complete, job))
+        self._transmit(link, self._gather(job, segment), partial(self._complete, job))
 
     def _complete(self, job: _Job) -> None:
         if job.in_flight:  # else the link was closed
@@ -161,7 +168,8 @@ class Sender:
             self._begin(job)
             self._finish()
 
-    def _gather(self, job: SendJob, segment: Segment) -> Message:
+    def _gather(self, begun: _Job, segment: Segment) -> Message:
+        job = begun.job
         layers, size = self._device.cache.layers, self._device.cache.block_size
         cells = tuple(
             tuple(
@@ -170,7 +178,7 @@ class Sender:
             )
             for layer in segment.layers
         )
-        if any(UNWRITTEN in row for row in cells):
+        if any(UNWRITTEN in row for row in cells) and not self._device.failed(begun.request_id):
             violated("I2", f"{self._life.address}: a segment of lease {segment.lease} has tokens not computed yet")
         return Message(Tag(job.sender_number, segment.lease, segment.number), segment, cells)
 

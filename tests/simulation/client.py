@@ -1,11 +1,23 @@
 """The client of one request: compares what it gets with what one process alone would have given (I4, I5)."""
 
 from baton.convert import finish_reason_from_proto
-from baton.errors import BatonError
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    NoNode,
+    Overloaded,
+)
 from protos.baton.v1 import generation_pb2 as pb
 from tests.simulation.invariants import violated
 from tests.simulation.reference import generate
 from tests.simulation.scenario import Client
+
+# What may end a request that is well.
+_ALLOWED = (Cancelled, DataLoss, DeadlineExceeded, Draining, NoNode, Overloaded)
 
 
 class ClientCall:
@@ -50,9 +62,17 @@ class ClientCall:
         if self.ended:
             violated("I5", f"{self.name} ends twice")
         if (error is None) != self.finished:
-            violated("I5", f"{self.name} ends with {error!r}, and its last message has {'' if self.finished else 'not '}come")
+            violated(
+                "I5", f"{self.name} ends with {error!r}, and its last message has {'' if self.finished else 'not '}come"
+            )
         self.ended = True
         self.error = error
+
+    def check_error(self, *, steps_fail: bool) -> None:
+        """I5: the error says what happened; nothing is wrong with the request, and nothing is our mistake."""
+        allowed = _ALLOWED if not steps_fail else (*_ALLOWED, InternalError)
+        if self.error is not None and not isinstance(self.error, allowed):
+            violated("I5", f"{self.name} ends with {self.error!r}")
 
     def lose_gateway(self) -> None:
         """Its gateway died: it gets nothing more, and no error but a broken stream."""

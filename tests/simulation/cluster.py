@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from baton.errors import Overloaded
 from tests.simulation import scenario as scenarios
 from tests.simulation.client import ClientCall
 from tests.simulation.decode import DecodeProcess
@@ -16,8 +17,9 @@ from tests.simulation.scenario import Client
 from tests.simulation.world import World
 
 EVENTS_MAX = 60_000
-# After the last fault: requests have 20 s, leases 2 s, silence is noticed within some seconds.
-QUIET_WITHIN_S = 60.0
+# After the last fault and the last request: silence is noticed and connections are made again within some seconds. A
+# lease that nobody closes stays open for longer than that.
+QUIET_WITHIN_S = 6.0
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,7 @@ class SeedFailed(AssertionError):
         self.cause = cause
         self.trace = trace
         last = "\n".join(trace[-40:])
-        super().__init__(
-            f"seed {seed}: {type(cause).__name__}: {cause}\n{last}\nreplay: make simulate SEED={seed}"
-        )
+        super().__init__(f"seed {seed}: {type(cause).__name__}: {cause}\n{last}\nreplay: make simulate SEED={seed}")
 
 
 class Cluster:
@@ -54,6 +54,7 @@ class Cluster:
         self._nodes: dict[str, PrefillProcess | DecodeProcess] = {}
         self._calls: list[ClientCall] = []
         self._faults_over_s = 0.0
+        self._busy_until_s = 0.0
         for address in PREFILLS + DECODES:
             self._start(address)
         self._gateway = self._start_gateway()
@@ -70,13 +71,27 @@ class Cluster:
             self.events += 1
             world.check_touched()
             if self.events > EVENTS_MAX:
-                violated("I5", f"no end after {EVENTS_MAX} events: {self._left()}")
-            if world.clock.now_s > self._faults_over_s + QUIET_WITHIN_S:
-                violated("I5", f"no rest {QUIET_WITHIN_S:g} s after the last fault: {self._left()}")
+                violated("I5", f"no end after {EVENTS_MAX} events: {self._held()}")
+            if self.events % 16 == 0 and world.clock.now_s > self._busy_until_s + QUIET_WITHIN_S:
+                what = f"after {QUIET_WITHIN_S:g} s without requests and faults:"
+                if held := self._held():
+                    violated("I5", f"{what} {held}")
+                violated("I6", f"{what} {self._stale()}")
         for node in self._nodes.values():
             node.check_idle()
+        for call in self._calls:
+            call.check_error(steps_fail=any(fault.kind == "fail_step" for fault in world.scenario.faults))
+        if world.scenario.calm:
+            self._check_served()
         ends = tuple("finished" if call.finished else type(call.error).__name__ for call in self._calls)
         return Outcome(ends, self.events, world.clock.now_s, tuple(world.trace.lines))
+
+    def _check_served(self) -> None:
+        """I5, where nothing fails: only the client, its deadline and a lack of room may end a request early."""
+        for call in self._calls:
+            patient = call.client.cancel_s is None and call.client.timeout_s > 1.0
+            if patient and not call.finished and not isinstance(call.error, Overloaded):
+                violated("I5", f"{call.name} ended with {call.error!r}, and nothing had failed")
 
     # ---- processes
 
@@ -94,9 +109,7 @@ class Cluster:
         return Life(self.world.clock, address, 1000 + self._incarnations)
 
     def _call(self, client: Client) -> None:
-        call = ClientCall(
-            len(self._calls) + 1, client, context_tokens=self.world.scenario.decode.context_tokens
-        )
+        call = ClientCall(len(self._calls) + 1, client, context_tokens=self.world.scenario.decode.context_tokens)
         self._calls.append(call)
         if not self._gateway.life.alive:
             call.lose_gateway()
@@ -174,24 +187,31 @@ class Cluster:
     # ---- the end
 
     def _done(self) -> bool:
+        now_s = self.world.clock.now_s
         if len(self._calls) < len(self.world.scenario.clients) or not all(call.ended for call in self._calls):
+            self._busy_until_s = now_s
             return False
-        return self.world.clock.now_s > self._faults_over_s and not self._left()
+        self._busy_until_s = max(self._busy_until_s, self._faults_over_s)
+        return now_s > self._faults_over_s and not self._held() and not self._stale()
 
-    def _left(self) -> list[str]:
-        """What is not as it was in the beginning, in words."""
+    def _held(self) -> list[str]:
+        """What is not up, or still held for requests, in words."""
         processes = [*self._nodes.values(), self._gateway]
         dead = [f"{process.life.address} is not up" for process in processes if not process.life.alive]
         if dead or self._gateway.life.frozen:
             return [*dead, "or the gateway is frozen"]
-        left = [f"{node.life.address} is busy" for node in self._nodes.values() if node.busy]
-        left += self._gateway.held()
+        busy = [f"{node.life.address} is busy" for node in self._nodes.values() if node.busy]
+        return busy + self._gateway.held()
+
+    def _stale(self) -> list[str]:
+        """What processes believe of each other, and is not so, in words."""
+        stale = []
         incarnations = {address: node.life.incarnation for address, node in self._nodes.items()}
         for node in self._nodes.values():
             others = DECODES if node.life.address in PREFILLS else PREFILLS
             if node.paired_with != {incarnations[other] for other in others}:
-                left.append(f"{node.life.address} is not paired with the nodes that live")
-        return left + self._gateway.stale(incarnations)
+                stale.append(f"{node.life.address} is not paired with the nodes that live, and no others")
+        return stale + self._gateway.stale(incarnations)
 
 
 def run_seed(seed: int, storm: Storm = USUAL, *, traced: bool = False) -> Outcome:

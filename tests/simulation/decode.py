@@ -223,4 +223,3 @@ class DecodeProcess(Node):
     def paired_with(self) -> set[int]:
         """Incarnations of the prefill nodes that may send here."""
         return {pair.state.incarnation for pair in self._pairs.values()}
-

@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from typing import TypeAlias
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.types import SamplingParams
@@ -10,8 +11,8 @@ from gateway import events as e
 from gateway.fleet import DropSession, Fleet, FleetCommand
 from gateway.request_machine import Request, RequestMachine, Rules
 from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
-from tests.simulation.clock import Timer
 from tests.simulation.client import ClientCall, Detokenizer
+from tests.simulation.clock import Timer
 from tests.simulation.faults import DECODES, PREFILLS
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream
@@ -25,7 +26,7 @@ _FIRST_STATUS_TIMEOUT_S = 1.0
 _PAIR_RETRY_S = 0.1
 _READY = common_pb2.PEER_PHASE_READY
 
-Role = common_pb2.Role.ValueType
+Role: TypeAlias = common_pb2.Role.ValueType
 
 
 class _Running:
@@ -36,7 +37,7 @@ class _Running:
         self.machine = machine
         self.timer: Timer | None = None
         self.inbox: list[e.Event] = []
-        self.attempts: dict[int, tuple["_Session", int]] = {}  # session and key
+        self.attempts: dict[int, tuple[_Session, int]] = {}  # session and key
         self.prefill_calls: dict[int, Stream] = {}
         self.over = False
 
@@ -342,14 +343,20 @@ class GatewayProcess:
         Args:
             incarnations: of the nodes that live, by address.
         """
-        what = []
-        for node in self.fleet.nodes():
-            if not node.reachable or node.incarnation != incarnations[node.address]:
-                what.append(f"{node.address} is not known as it is")
+        what = [
+            f"{node.address} is not known as it is"
+            for node in self.fleet.nodes()
+            if not node.reachable or node.incarnation != incarnations[node.address]
+        ]
         for prefill, decode in itertools.product(self.fleet.prefills.values(), self.fleet.decodes.values()):
             peer = prefill.peers.get(decode.incarnation)
             if peer is None or peer.phase != _READY:
                 what.append(f"{prefill.address} and {decode.address} are not known as paired")
+        for prefill in self.fleet.prefills.values():
+            ready = {number for number, peer in prefill.peers.items() if peer.phase == _READY}
+            gone = sorted(ready.difference(incarnations.values()))
+            if gone:
+                what.append(f"{prefill.address} counts as paired with {gone}, which are gone")
         return what
 
 

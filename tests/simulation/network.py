@@ -1,7 +1,7 @@
 """Processes and what connects them: lives that freeze and end, streams that keep order until they break.
 
-A message is copied when it is sent, so no two processes share one. A broken stream loses what is on its way, and its two
-ends notice at different times.
+A message is copied when it is sent, so no two processes share one. A broken stream loses what is on its way, and its
+two ends notice at different times.
 """
 
 from collections.abc import Callable

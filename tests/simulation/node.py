@@ -1,6 +1,6 @@
-"""What prefill and decode nodes have in common: their engine's device, and the Watch streams that report their status."""
+"""What prefill and decode nodes have in common: the engine's device, and Watch streams that report the status."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 from baton.errors import BatonError
 from engine.events import StepEvents
@@ -10,7 +10,9 @@ from tests.simulation.network import Life, OnEnd, OnMessage, Stream
 from tests.simulation.scenario import Sizes
 from tests.simulation.world import World
 
-MODEL = common_pb2.ModelIdentity(architecture="simulated", config_digest="config", weights_digest="weights", name="model")
+MODEL = common_pb2.ModelIdentity(
+    architecture="simulated", config_digest="config", weights_digest="weights", name="model"
+)
 STATUS_INTERVAL_S = 0.1
 
 
@@ -29,9 +31,7 @@ class Node:
             role=self.role,
             incarnation=life.incarnation,
             model=MODEL,
-            cache_shape=common_pb2.CacheShape(
-                layout="NHD", block_size=sizes.block_size, num_blocks=sizes.num_blocks
-            ),
+            cache_shape=common_pb2.CacheShape(layout="NHD", block_size=sizes.block_size, num_blocks=sizes.num_blocks),
             max_context_tokens=sizes.context_tokens,
         )
         self.device = Device(
@@ -136,4 +136,3 @@ class _Watcher:
             self._last = fingerprint
             self._stream.to_client(self._node.status())
         self._node.life.after(STATUS_INTERVAL_S, self.report)
-

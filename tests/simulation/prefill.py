@@ -201,9 +201,7 @@ class PrefillProcess(Node):
                 pair.max_context_tokens = accepted.info.max_context_tokens
                 pair.state.incarnation = accepted.info.incarnation
                 receiver = self.world.receivers[accepted.info.incarnation]
-                self.sender.links[pair.number] = Link(
-                    self.life, pair.state.address, accepted.sender_number, receiver
-                )
+                self.sender.links[pair.number] = Link(self.life, pair.state.address, accepted.sender_number, receiver)
                 pair.enter(common_pb2.PEER_PHASE_READY)
             case "lease_ended":
                 self.handle(e.LeaseEnded(pair.number, message.lease_ended.lease))

@@ -49,13 +49,18 @@ class Scenario:
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
 
+    @property
+    def calm(self) -> bool:
+        """Whether nothing fails."""
+        return not self.faults and self.weather == Weather()
+
 
 def draw(random: Random, storm: Storm) -> Scenario:
     policy = random.choice((LocalPolicy.STRICT, LocalPolicy.PREFER, LocalPolicy.PREFER, LocalPolicy.LOCAL))
     weather = Weather(
-        duplicated=random.choice((0.0, 0.0, 0.3)) * storm.segments,
-        late=random.choice((0.0, 0.0, 0.3)) * storm.segments,
-        damaged=random.choice((0.0, 0.0, 0.0, 0.1)) * storm.segments,
+        duplicated=random.choice((0.0, 0.0, 0.1)) * storm.segments,
+        late=random.choice((0.0, 0.0, 0.2)) * storm.segments,
+        damaged=random.choice((0.0, 0.0, 0.0, 0.05)) * storm.segments,
     )
     return Scenario(
         policy=policy,
@@ -63,7 +68,7 @@ def draw(random: Random, storm: Storm) -> Scenario:
         decode=_sizes(random),
         segment_bytes=random.choice((4, 8, 16, 24, 200)),
         layers_per_group=random.choice((1, NUM_LAYERS, NUM_LAYERS)),
-        lease_s=random.choice((0.5, 2.0, 2.0)),
+        lease_s=random.choice((0.5, 10.0, 10.0)),
         local_prefill_tokens=random.choice((0, 0, 3)),
         waiting_max=random.choice((1, 4)),
         queue_s=random.choice((0.0, 1.0, 1.0)),

@@ -142,7 +142,7 @@ class Sender:
             if self._device.failed(job.request_id):
                 continue
             if self._device.cache.held(job.job.block_ids) != job.generations:
-                violated("I1", f"{self._life.address}: blocks of call's lease {job.job.lease} were taken while it sends")
+                violated("I1", f"{self._life.address}: blocks that are sent for lease {job.job.lease} were taken")
 
     def _stop(self, lease: tuple[int, int], error: BatonError) -> None:
         for job in self._jobs:

@@ -1,4 +1,4 @@
 """The decode node: reserves blocks, receives KV, decodes. `python -m decode_node`.
 
-Start reading in `handover.py`, which is one request's life on this side, from top to bottom.
+Start with `decode_task.py`, one request's life on this node; `machine.py` holds all requests, `driver.py` runs it.
 """

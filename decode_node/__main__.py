@@ -6,7 +6,7 @@ from baton.config import DecodeSettings, read_settings
 def main() -> None:
     settings = read_settings(DecodeSettings, "decode_node")
     # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at once.
-    from decode_node.node import DecodeNode
+    from decode_node.driver import DecodeDriver
     from decode_node.service import DecodeService
     from node.process import run_node
     from protos.baton.v1 import common_pb2
@@ -15,7 +15,7 @@ def main() -> None:
         "decode_node",
         settings,
         common_pb2.ROLE_DECODE,
-        lambda node, settings: DecodeService(DecodeNode(node, settings)),
+        lambda node, settings: DecodeService(DecodeDriver(node, settings)),
     )
 
 

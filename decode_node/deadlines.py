@@ -34,9 +34,6 @@ class Deadlines:
 
     def due(self, now_s: float) -> list[str]:
         """The requests whose deadline has come, earliest first. Their deadlines stay until they are set anew."""
-        return [engine_id for deadline_s, engine_id in sorted(self._by_id_due(now_s))]
-
-    def _by_id_due(self, now_s: float) -> list[tuple[float, str]]:
         if self.first_s is None or self.first_s > now_s:
             return []
-        return [(deadline_s, engine_id) for engine_id, deadline_s in self._by_id.items() if deadline_s <= now_s]
+        return sorted((name for name, at_s in self._by_id.items() if at_s <= now_s), key=self._by_id.__getitem__)

@@ -1,4 +1,4 @@
-"""The Decode service: hands each stream to whom it concerns."""
+"""The Decode service: gives each stream to the part that serves it, and is the decode role of a node process."""
 
 from collections.abc import AsyncIterator
 
@@ -6,8 +6,7 @@ import grpc
 
 from baton.errors import BatonError
 from baton.rpc.status import abort
-from decode_node.node import DecodeNode
-from decode_node.session import serve_session
+from decode_node.driver import DecodeDriver
 from protos.baton.v1 import decode_pb2 as pb
 from protos.baton.v1 import decode_pb2_grpc, node_pb2
 
@@ -15,20 +14,19 @@ SERVICE_NAME = "baton.v1.Decode"
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """The decode role of a node process."""
+    """The decode role of a node process (`node.process.Role`)."""
 
     service_name = SERVICE_NAME
 
-    def __init__(self, node: DecodeNode) -> None:
-        self._node = node
+    def __init__(self, driver: DecodeDriver) -> None:
+        self._driver = driver
 
     async def Session(  # type: ignore[override]  # the stubs know generators only
         self,
         request_iterator: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
     ) -> None:
-        session = self._node.open_session(context.peer())
-        await serve_session(session, request_iterator, context.write, self._node)
+        await self._driver.sessions.serve(context.peer(), request_iterator, context.write)
 
     async def Pair(  # type: ignore[override]  # the stubs know generators only
         self,
@@ -36,24 +34,25 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         context: grpc.aio.ServicerContext[pb.PairRequest, pb.PairResponse],
     ) -> None:
         try:
-            await self._node.pairs.serve(request_iterator, context.write)
+            await self._driver.peers.serve(request_iterator, context.write)
         except BatonError as error:
             await abort(context, error)
 
-    # ---- the role (node.process.Role)
+    # ---- the role
 
     def add_to(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
-        self._node.fill_status(status)
+        status.requests_waiting += self._driver.machine.waiting
+        status.peers.extend(self._driver.peers.states())
 
     @property
     def busy(self) -> bool:
-        return self._node.busy
+        return self._driver.machine.busy
 
     def stop_admission(self) -> None:
-        self._node.stop_admission()
+        self._driver.stop_admission()
 
     async def close(self) -> None:
-        await self._node.close()
+        await self._driver.close()

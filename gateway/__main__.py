@@ -6,7 +6,7 @@ import logging
 from baton.config import GatewaySettings, fail, read_settings
 from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, check_advertised, set_up_logging, stop_on_signals, write_ready_file
-from gateway.cluster import Cluster
+from gateway.connections import Connections
 from gateway.model import ServedModel, read_served_model
 from gateway.service import SERVICE_NAME, GenerationService
 from gateway.serving import Serving
@@ -34,16 +34,16 @@ def main(argv: list[str] | None = None) -> None:
 
 async def _run(settings: GatewaySettings, model: ServedModel) -> None:
     stop = stop_on_signals()
-    cluster = Cluster(settings, model)
-    async with GrpcServer(settings.listen, advertise=settings.advertise) as server, cluster:
-        serving = Serving(settings, model, cluster)
+    connections = Connections(settings, model)
+    async with GrpcServer(settings.listen, advertise=settings.advertise) as server, connections:
+        serving = Serving(settings, model, connections)
         name = settings.name or f"gateway@{server.address}"
-        service = GenerationService(name, serving, cluster)
+        service = GenerationService(name, serving, connections.fleet)
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         await server.start([SERVICE_NAME])
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
-        readiness = asyncio.create_task(_tell_readiness(settings, server, cluster), name="readiness")
-        await _first_of(stop, readiness)
+        readiness = asyncio.create_task(_report_readiness(settings, server, connections), name="readiness")
+        await _until_stopped(stop, readiness, connections.upkeep)
         log.info("draining, for at most %.0f s", settings.drain_grace_s)
         readiness.cancel()
         await asyncio.wait([readiness])
@@ -52,33 +52,32 @@ async def _run(settings: GatewaySettings, model: ServedModel) -> None:
     log.info("drained")
 
 
-async def _first_of(stop: asyncio.Event, readiness: "asyncio.Task[None]") -> None:
-    """Waits for the signal to end.
+async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> None:
+    """Waits for the signal to end, or raises what ended one of the tasks that the process needs.
 
-    Raises:
-        ConfigError: readiness cannot be told.
+    It is no TaskGroup: that would raise a ConfigError as part of a group, and the process needs `needed` afterwards.
     """
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
-        await asyncio.wait([stopping, readiness], return_when=asyncio.FIRST_COMPLETED)
-        if readiness.done():
-            await readiness
+        await asyncio.wait([stopping, *needed], return_when=asyncio.FIRST_COMPLETED)
+        for task in needed:
+            if task.done():
+                await task
     finally:
         stopping.cancel()
 
 
-async def _tell_readiness(settings: GatewaySettings, server: GrpcServer, cluster: Cluster) -> None:
+async def _report_readiness(settings: GatewaySettings, server: GrpcServer, connections: Connections) -> None:
     """Ready as long as a request would find its nodes."""
-    await cluster.until_serves()
+    await connections.until_serves()
     write_ready_file(settings.ready_file, address=server.address)
     log.info("ready on %s", server.address)
-    ready = None
+    fleet = connections.fleet
     while True:
-        changed = cluster.changed
-        if cluster.serves() != ready:
-            ready = cluster.serves()
-            await server.set_ready(ready=ready)
-        await changed.wait()
+        await connections.until(fleet.serves)
+        await server.set_ready(ready=True)
+        await connections.until(lambda: not fleet.serves())
+        await server.set_ready(ready=False)
 
 
 if __name__ == "__main__":

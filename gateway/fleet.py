@@ -178,6 +178,9 @@ class Fleet:
         """The node has sent something on any connection, which is a sign of life."""
         self._of(role)[address].heard_at_s = now_s
 
+    def node(self, role: Role, address: str) -> FleetNode:
+        return self._of(role)[address]
+
     # ---- choices for one request
 
     def pick_decode(self, wanted: Wanted) -> FleetNode | None:

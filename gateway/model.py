@@ -1,24 +1,32 @@
-"""The model that this gateway serves, from its directory: name, limits, tokenizer. No weights, no torch."""
+"""The model that this gateway serves, read from its directory: name, limits, tokenizer. No weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import InvalidRequest, UnknownModel
-from gateway.text import TextCodec
+from gateway.tokenizer import TextTokenizer
 from models.config.reader import read_config
 from models.identity import config_digest
+from protos.baton.v1 import common_pb2
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are checked against, and what nodes must serve too."""
+    """What requests are checked against. Nodes must serve the same model."""
 
     name: str
     architecture: str
     config_digest: str
     vocab_size: int
     max_context_tokens: int
-    codec: TextCodec
+    tokenizer: TextTokenizer
+
+    @property
+    def identity(self) -> common_pb2.ModelIdentity:
+        """What a node's own identity is compared with; the gateway reads no weights."""
+        return common_pb2.ModelIdentity(
+            name=self.name, architecture=self.architecture, config_digest=self.config_digest
+        )
 
     def check_name(self, name: str) -> None:
         """Raises:
@@ -40,7 +48,7 @@ class ServedModel:
 
 def read_served_model(directory: Path, name: str | None) -> ServedModel:
     """Raises:
-    ConfigError: the directory holds no model that we know, or no tokenizer.
+    ConfigError: the directory holds no known model, or no tokenizer.
     """
     config = read_config(directory)
     return ServedModel(
@@ -49,5 +57,5 @@ def read_served_model(directory: Path, name: str | None) -> ServedModel:
         config_digest=config_digest(config),
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_context_tokens,
-        codec=TextCodec(directory),
+        tokenizer=TextTokenizer(directory),
     )

@@ -8,10 +8,8 @@
 Prefill and decode node answer on different connections, so nothing is assumed about the order of their events.
 """
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from baton.convert import sampling_to_proto
 from baton.errors import (
     BatonError,
     DataLoss,
@@ -25,7 +23,7 @@ from baton.errors import (
     UnknownLease,
 )
 from baton.rpc.status import from_detail
-from baton.types import LocalPolicy, Path, SamplingParams, Usage
+from baton.types import LocalPolicy, Path, Usage
 from gateway.attempt import Attempt, PrefillCall
 from gateway.commands import (
     AskDecode,
@@ -50,53 +48,17 @@ from gateway.events import (
     Started,
     TimePassed,
 )
-from gateway.fleet import Fleet, FleetNode
+from gateway.fleet import Fleet
+from gateway.node_choice import NodeChoice, nobody_left
+from gateway.node_messages import NodeMessages
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing, OutputEnd, Reply
-from gateway.router import Wanted
+from gateway.request import Request, Rules, deadline_exceeded
 from gateway.token_order import TokenOrder
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.
 _RECEIPT_WAIT_S = 1.0
-
-_POLICIES = {
-    LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
-    LocalPolicy.PREFER: decode_pb2.LOCAL_POLICY_PREFER,
-    LocalPolicy.LOCAL: decode_pb2.LOCAL_POLICY_LOCAL,
-}
-
-
-@dataclass(frozen=True)
-class Request:
-    """One checked request.
-
-    Attributes:
-        started_at_s: when the client's call began, on the clock of `now_s`.
-        timeout_s: from then to its deadline.
-    """
-
-    request_id: str
-    prompt: list[int]
-    sampling: SamplingParams
-    cache_salt: str
-    started_at_s: float
-    timeout_s: float
-
-    @property
-    def deadline_s(self) -> float:
-        return self.started_at_s + self.timeout_s
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The gateway's settings that decide about one request; `baton.config.GatewaySettings` describes them."""
-
-    local_policy: LocalPolicy
-    max_attempts: int
-    queue_s: float
-    prefill_stall_s: float
-    decode_stall_s: float
 
 
 class RequestMachine:
@@ -105,25 +67,20 @@ class RequestMachine:
     def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
         self._request = request
         self._rules = rules
-        self._fleet = fleet
+        self._choice = NodeChoice(rules, fleet)
+        self._messages = NodeMessages(request, rules.local_policy)
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
         self._receipt = ReceiptDraft()
         self._order = TokenOrder()
         self._attempt: Attempt | None = None
         self._num_attempts = self._num_calls = 0
-        self._model: tuple[str, ...] | None = None  # that it began on
-        self._refusals: dict[int, BatonError] = {}  # by decode node's incarnation
         self._losses = 0  # decode nodes lost in a row, without a token between
-        self._losing: set[int] = set()  # incarnations that a `LoseNode` not yet executed is about
         self._first_token_at_s: float | None = None
         self._end: OutputEnd | None = None
         self._receipt_waits_until_s = 0.0
         self._over = False
         self._now_s = request.started_at_s
         self._commands: list[Command] = []
-        # Stop strings are the gateway's business: nodes see no text.
-        self._sampling = sampling_to_proto(request.sampling)
-        del self._sampling.stop[:]
 
     # ---- what the shell sees
 
@@ -135,7 +92,7 @@ class RequestMachine:
         self._now_s = now_s
         commands: list[Command] = []
         self._commands = commands
-        self._losing.clear()
+        self._choice.fleet_is_current()  # `LoseNode` commands of earlier calls have been executed
         if self._over:
             return commands
         try:
@@ -277,32 +234,16 @@ class RequestMachine:
         Raises:
             BatonError: there is none for a new request, or all have refused it.
         """
-        node = self._fleet.pick_decode(self._wanted())
-        if node is not None:
-            self._submit(node)
-            return
         begun = self._losses > 0 or bool(self._order.token_ids)
-        for refusal in self._refusals.values():
-            if isinstance(refusal, Overloaded) or not begun:
-                raise refusal
-        if not begun:
-            cure = "see `baton status`, and try again"
-            raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
-
-    def _submit(self, node: FleetNode) -> None:
+        node = self._choice.decode_node(self._num_tokens, begun=begun)
+        if node is None:
+            return
         self._num_attempts += 1
         self._attempt = Attempt(self._num_attempts, node, len(self._order.token_ids), self._now_s)
-        self._model = node.model
-        wanted = self._wanted()
-        node.note_sent(wanted.num_tokens)
-        submission = decode_pb2.SubmitRequest(
-            request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt,
-            output_token_ids=self._order.token_ids,
-            sampling=self._sampling,
-            cache_salt=self._request.cache_salt,
-            policy=_POLICIES[self._rules.local_policy],
-            prefill_available=self._fleet.pick_prefill(node, wanted) is not None,
+        node.note_sent(self._num_tokens)
+        submission = self._messages.submit(
+            self._order.token_ids,
+            prefill_available=self._choice.prefill_available(node, self._num_tokens),
             budget_s=self._remaining_s,
             queue_s=min(self._rules.queue_s, self._remaining_s),
         )
@@ -315,7 +256,7 @@ class RequestMachine:
             BatonError: nowhere.
         """
         if isinstance(error, Overloaded | Draining):
-            self._refusals[attempt.node.incarnation] = error
+            self._choice.refused(attempt.node, error)
             self._receipt.failed(f"{attempt.node.name} did not take it ({error.message})")
             self._leave(attempt)
             self._choose_decode_node()
@@ -350,10 +291,9 @@ class RequestMachine:
 
     def _call_prefill_node(self, attempt: Attempt, ticket: common_pb2.Ticket) -> None:
         """Has a prefill node serve the ticket."""
-        node = self._pick_prefill(attempt)
+        node = self._choice.prefill_node(attempt, self._num_tokens)
         if node is None:
-            error = NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
-            self._hand_over_failed(attempt, "", error)
+            self._hand_over_failed(attempt, "", self._choice.no_prefill_node())
             return
         attempt.excluded.add(node.incarnation)
         pair = node.peers[attempt.node.incarnation]
@@ -361,15 +301,8 @@ class RequestMachine:
         self._num_calls += 1
         attempt.call = PrefillCall(self._num_calls, node, self._now_s)
         attempt.first_token_passed = False
-        request = prefill_pb2.PrefillRequest(
-            request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt,
-            output_token_ids=self._order.token_ids,
-            sampling=self._sampling,
-            cache_salt=self._request.cache_salt,
-            ticket=ticket,
-        )
-        node.note_sent(len(self._request.prompt) + len(self._order.token_ids))
+        request = self._messages.prefill(self._order.token_ids, ticket)
+        node.note_sent(self._num_tokens)
         self._commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=self._remaining_s))
 
     def _hand_over_failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> None:
@@ -390,27 +323,16 @@ class RequestMachine:
             attempt.last_error = error
             self._receipt.failed(f"{prefill_node} failed ({error.message})")
         elif strict:
-            raise _nobody_left(attempt, error)
+            raise nobody_left(attempt, error)
         attempt.answered = False
         attempt.waiting_since_s = self._now_s
         # NOTE: under strict a ticket is asked for even when nobody is left to take it: the prefill node may only have
         # failed because the decode node is gone, and this is how that is found out.
-        message = (
-            decode_pb2.RenewTicket if strict or self._pick_prefill(attempt) is not None else decode_pb2.PrefillHere
+        renew = strict or self._choice.prefill_node(attempt, self._num_tokens) is not None
+        question = (decode_pb2.RenewTicket if renew else decode_pb2.PrefillHere)(
+            failed_lease=attempt.lease, output_token_ids=self._order.token_ids
         )
-        question = message(failed_lease=attempt.lease, output_token_ids=self._order.token_ids)
         self._commands.append(AskDecode(attempt.number, question))
-
-    def _pick_prefill(self, attempt: Attempt) -> FleetNode | None:
-        """The prefill node for the next call; None when calls or nodes are used up."""
-        max_calls = {
-            LocalPolicy.STRICT: self._rules.max_attempts,
-            LocalPolicy.PREFER: max(1, self._rules.max_attempts - 1),  # the last attempt is the decode node's
-            LocalPolicy.LOCAL: 0,
-        }[self._rules.local_policy]
-        if attempt.failed_calls >= max_calls:
-            return None
-        return self._fleet.pick_prefill(attempt.node, self._wanted(attempt.excluded))
 
     def _drop_call(self, attempt: Attempt) -> None:
         if attempt.call is not None and attempt.call.running:
@@ -469,7 +391,7 @@ class RequestMachine:
         if not attempt.prefill_node_owes:
             reason = f"no sign of life for {self._rules.decode_stall_s:g} s"
             self._commands.append(LoseNode(common_pb2.ROLE_DECODE, attempt.node.address, reason))
-            self._losing.add(attempt.node.incarnation)
+            self._choice.losing(attempt.node)
             self._lose_attempt(attempt, reason)
             return
         call = attempt.call
@@ -477,6 +399,7 @@ class RequestMachine:
         reason = f"no sign of life for {self._rules.prefill_stall_s:g} s"
         self._commands.append(LoseNode(common_pb2.ROLE_PREFILL, call.node.address, reason))
         self._commands.append(CancelPrefill(call.number))
+        self._choice.losing(call.node)
         self._prefill_ended(attempt, call, NoNode(reason))
 
     @property
@@ -508,28 +431,6 @@ class RequestMachine:
         self._over = True
         self._commands.append(Finish(error))
 
-    def _wanted(self, excluded_prefill: Set[int] = frozenset()) -> Wanted:
-        return Wanted(
-            num_tokens=len(self._request.prompt) + len(self._order.token_ids),
-            policy=self._rules.local_policy,
-            model=self._model,
-            excluded_decode=self._refusals.keys() | self._losing,
-            excluded_prefill=excluded_prefill | self._losing,
-        )
-
-
-def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:
-    """The error of a request whose time is up; `failures`: what had failed until then."""
-    why = f" ({failures})" if failures else ""
-    return DeadlineExceeded(
-        f"the request was not finished within its {timeout_s:.3g} s{why}", cure="allow it more time"
-    )
-
-
-def _nobody_left(attempt: Attempt, error: BatonError) -> BatonError:
-    """The error of a request that no prefill node could serve."""
-    last = attempt.last_error
-    if last is None or isinstance(last, Overloaded | DataLoss):
-        return last or error
-    what = f"{attempt.failed_calls} prefill attempt(s) failed, the last one: {last}"
-    return NoNode(what, cure="see the nodes' logs")
+    @property
+    def _num_tokens(self) -> int:
+        return len(self._request.prompt) + len(self._order.token_ids)

@@ -1,4 +1,4 @@
-"""The Generation service over gRPC: hands each call on, and turns errors into statuses."""
+"""The Generation service over gRPC: passes calls on, and turns errors into statuses."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ import grpc
 
 from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.rpc.status import abort
-from gateway.cluster import Cluster
+from gateway.fleet import Fleet
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1 import generation_pb2_grpc
@@ -21,14 +21,14 @@ SERVICE_NAME = "baton.v1.Generation"
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """The door of the gateway called `name`."""
+    """The gRPC door of the gateway called `name`."""
 
-    def __init__(self, name: str, serving: Serving, cluster: Cluster) -> None:
+    def __init__(self, name: str, serving: Serving, fleet: Fleet) -> None:
         self._name = name
         self._serving = serving
-        self._cluster = cluster
+        self._fleet = fleet
 
-    # The stubs know no handler that writes to its context; it is what costs least per token.
+    # The stubs' types have no handler that writes to its context, which is the cheapest way per token.
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:
@@ -63,7 +63,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         card = pb.ModelCard(
             name=model.name,
             architecture=model.architecture,
-            max_context_tokens=self._cluster.max_context_tokens,
+            max_context_tokens=self._fleet.max_context_tokens,
             vocab_size=model.vocab_size,
         )
         return pb.ListModelsResponse(models=[card])
@@ -76,7 +76,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         counters = self._serving.counters
         return pb.ClusterStatusResponse(
             gateway=self._name,
-            nodes=self._cluster.report(),
+            nodes=self._fleet.report(),
             requests_running=self._serving.running,
             requests_finished=counters.finished,
             requests_failed=counters.failed,
@@ -108,6 +108,8 @@ async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: BatonError
 
 
 def _client_is_gone() -> asyncio.CancelledError:
-    """gRPC refuses to write to a call that is over, as when its deadline passed this moment; nobody reads what we say.
-    It logs every way of leaving a handler as an error, except this one."""
+    """The exception for a call that is over, to which gRPC refuses to write: its deadline may just have passed.
+
+    gRPC logs every other exception of a handler as an error.
+    """
     return asyncio.CancelledError()

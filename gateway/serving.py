@@ -1,6 +1,6 @@
-"""Requests from admission to their last message, whichever door they came through. Knows no grpc.
+"""Requests from admission to their last message, whichever door they came through.
 
-Owns what all requests share: how many may run, the counters, and what becomes of them when the process ends.
+Owns what all requests share: how many may run, the counters, and what becomes of requests when the process ends.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.config import GatewaySettings
-from baton.errors import BatonError, DeadlineExceeded, Draining, Overloaded
-from baton.types import Path, Usage
-from gateway.cluster import Cluster
-from gateway.handover import HandOver, Request
+from baton.errors import BatonError, Draining, Overloaded
+from baton.types import Path
+from gateway.connections import Connections
 from gateway.model import ServedModel
-from gateway.old_receipt import ReceiptDraft
-from gateway.old_reply import Reply, Write
+from gateway.request import Request, Rules, deadline_exceeded
+from gateway.request_driver import RequestDriver, Write
+from gateway.request_machine import RequestMachine
 from gateway.validate import check_prompt, check_prompt_given, check_sampling
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -37,45 +37,48 @@ class Counters:
 class Serving:
     """Serves requests until `drain`."""
 
-    def __init__(self, settings: GatewaySettings, model: ServedModel, cluster: Cluster) -> None:
+    def __init__(self, settings: GatewaySettings, model: ServedModel, connections: Connections) -> None:
         self.model = model
         self.counters = Counters()
+        self.running = 0
         self._settings = settings
-        self._cluster = cluster
-        self._running: dict[asyncio.Task[object], BatonError | None] = {}  # the error that ends it early
+        self._rules = Rules(
+            local_policy=settings.local_policy,
+            max_attempts=settings.max_attempts,
+            queue_s=settings.queue_s,
+            prefill_stall_s=settings.prefill_stall_s,
+            decode_stall_s=settings.decode_stall_s,
+        )
+        self._connections = connections
+        self._drivers: set[RequestDriver] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._ended_by: BatonError | None = None  # what ends all requests
 
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    async def generate(self, request: pb.GenerateRequest, write: Write, *, budget_s: float | None) -> None:
+    async def generate(self, message: pb.GenerateRequest, write: Write, *, budget_s: float | None) -> None:
         """Serves one request in the current task; `write` gets its messages. Cancel the task to cancel the request.
 
         Raises:
             BatonError: why it cannot be finished.
         """
-        with self._admitted() as task:
-            limit_s = self._settings.request_timeout_s
-            timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
-            draft = ReceiptDraft()
+        started_at_s = asyncio.get_running_loop().time()
+        limit_s = self._settings.request_timeout_s
+        timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
+        with self._admitted():
+            request = await self._check(message, started_at_s, timeout_s)
+            if self._ended_by is not None:
+                raise self._ended_by
+            fleet = self._connections.fleet
+            machine = RequestMachine(request, self._rules, fleet, self.model.tokenizer.detokenizer(request.prompt))
+            driver = RequestDriver(request, machine, self._connections, write)
+            self._drivers.add(driver)
             try:
-                async with asyncio.timeout(timeout_s) as limit:
-                    await self._serve(request, write, draft, timeout_s)
-            except asyncio.CancelledError:
-                ended_by = self._running[task]
-                if ended_by is None:
-                    raise
-                task.uncancel()
-                raise ended_by from None
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                what = f"the request was not finished within its {timeout_s:.3g} s"
-                why = f" ({draft.troubles})" if draft.troubles else ""
-                raise DeadlineExceeded(what + why, cure="allow it more time") from None
+                await driver.run()
+            finally:
+                self._drivers.discard(driver)
+            self.counters.remote += machine.path is Path.REMOTE
+            self.counters.local += machine.path is Path.LOCAL
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""
@@ -85,13 +88,13 @@ class Serving:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("%d request(s) did not finish within the %.0f s of the drain", self.running, grace_s)
-        for task in self._running:
-            self._running[task] = Draining("the gateway is going away", cure="send the request again")
-            task.cancel()
+        self._ended_by = Draining("the gateway is going away", cure="send the request again")
+        for driver in self._drivers:
+            driver.end(self._ended_by)
 
     @contextmanager
-    def _admitted(self) -> Iterator[asyncio.Task[object]]:
-        """Counts the current task as a running request.
+    def _admitted(self) -> Iterator[None]:
+        """Counts a running request.
 
         Raises:
             Draining, Overloaded: it may not run.
@@ -99,69 +102,53 @@ class Serving:
         if self._draining:
             raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)
         limit = self._settings.max_concurrent_requests
-        if len(self._running) >= limit:
+        if self.running >= limit:
             cure = "try again later, or raise BATON_MAX_CONCURRENT_REQUESTS"
             raise Overloaded(f"{limit} requests are running already", cure=cure, retry_after_s=1.0)
-        task = asyncio.current_task()
-        assert task is not None
-        self._running[task] = None
+        self.running += 1
         self._idle.clear()
         finished = False
         try:
-            yield task
+            yield
             finished = True
         finally:
-            del self._running[task]
-            if not self._running:
+            self.running -= 1
+            if not self.running:
                 self._idle.set()
             self.counters.finished += finished
             self.counters.failed += not finished
 
-    async def _serve(self, message: pb.GenerateRequest, write: Write, draft: ReceiptDraft, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        started_at = loop.time()
-        request = await self._check(message, deadline=started_at + timeout_s)
-        detokenizer = self.model.codec.detokenizer(request.prompt)
-        reply = Reply(request.request_id, request.sampling, detokenizer, write, loop.time)
-        finish = await HandOver(request, self._settings, self._cluster, reply, draft).run()
-        self.counters.remote += draft.path is Path.REMOTE
-        self.counters.local += draft.path is Path.LOCAL
-        usage = Usage(
-            prompt_tokens=len(request.prompt),
-            completion_tokens=reply.completion_tokens,
-            cached_tokens=min(draft.cached_tokens, len(request.prompt)),
-        )
-        first_token_at = reply.first_token_at if reply.first_token_at is not None else loop.time()
-        receipt = draft.finish(first_token_s=first_token_at - started_at, total_s=loop.time() - started_at)
-        await reply.end(finish, usage, receipt)
-        log.debug("%s: %d tokens, %s", request.request_id, reply.completion_tokens, receipt.why)
-
-    async def _check(self, message: pb.GenerateRequest, *, deadline: float) -> Request:
+    async def _check(self, message: pb.GenerateRequest, started_at_s: float, timeout_s: float) -> Request:
         """The request as it can be served.
 
         Raises:
-            InvalidRequest, UnknownModel: it cannot.
+            InvalidRequest, UnknownModel, DeadlineExceeded: it cannot.
         """
         self.model.check_name(message.model)
         check_prompt_given(message)
         sampling = check_sampling(message, self.model)
         if message.WhichOneof("prompt") == "text":
-            prompt = await self.encode(message.text)
+            try:
+                async with asyncio.timeout_at(started_at_s + timeout_s):
+                    prompt = await self.encode(message.text)
+            except TimeoutError:
+                raise deadline_exceeded(timeout_s) from None
         else:
             prompt = list(message.token_ids.ids)
-        check_prompt(prompt, self.model, max_context_tokens=self._cluster.max_context_tokens)
+        check_prompt(prompt, self.model, max_context_tokens=self._connections.fleet.max_context_tokens)
         return Request(
             request_id=message.request_id or f"req-{uuid.uuid4().hex}",
             prompt=prompt,
             sampling=sampling,
             cache_salt=message.cache_salt,
-            deadline=deadline,
+            started_at_s=started_at_s,
+            timeout_s=timeout_s,
         )
 
     async def encode(self, text: str) -> list[int]:
-        """Tokenizes in a thread, so that a long text holds up nobody's next token."""
-        return await asyncio.to_thread(self.model.codec.encode, text)
+        """Tokenizes in a thread, so that a long text delays no other request's tokens."""
+        return await asyncio.to_thread(self.model.tokenizer.encode, text)
 
     async def decode(self, token_ids: list[int]) -> str:
-        """Likewise."""
-        return await asyncio.to_thread(self.model.codec.decode, token_ids)
+        """Decodes in a thread, as `encode`."""
+        return await asyncio.to_thread(self.model.tokenizer.decode, token_ids)

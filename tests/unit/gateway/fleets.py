@@ -2,7 +2,7 @@
 
 from baton.types import LocalPolicy, SamplingParams
 from gateway.fleet import Fleet, FleetCommand
-from gateway.request_machine import Request, Rules
+from gateway.request import Request, Rules
 from protos.baton.v1 import common_pb2, node_pb2
 
 MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="digest", weights_digest="weights")

@@ -1,7 +1,7 @@
-"""The receipt tells the way that the request took in the end, and what failed before."""
+"""The receipt describes the way that the request took in the end, and what failed before."""
 
 from baton.types import Path
-from gateway.old_receipt import ReceiptDraft
+from gateway.receipt import ReceiptDraft
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
@@ -37,7 +37,7 @@ def test_a_remote_prefill() -> None:
     assert (receipt.attempts, receipt.prefill_cached_tokens, draft.cached_tokens) == (1, 32, 16)
 
 
-def test_a_prefill_node_that_could_not_say_what_it_sent() -> None:
+def test_without_the_prefill_nodes_count_the_decode_nodes_is_used() -> None:
     draft = remote()
     draft.admitted(decode_pb2.Admitted(bytes_received=4096, segments=3))
     receipt = draft.finish(first_token_s=1.0, total_s=2.0)
@@ -47,7 +47,7 @@ def test_a_prefill_node_that_could_not_say_what_it_sent() -> None:
 
 def test_a_local_prefill_after_a_failure_has_nothing_of_the_hand_over() -> None:
     draft = remote()
-    draft.trouble("prefill-0 failed (gone)")
+    draft.failed("prefill-0 failed (gone)")
     draft.accepted("decode-0", decode_pb2.Accepted(why="no prefill node could do it", cached_tokens=0, queue_s=0.5))
     draft.prefilled(0.75)
     receipt = draft.finish(first_token_s=1.0, total_s=2.0)

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
 from gateway.model import ServedModel
-from gateway.text import TextCodec
+from gateway.tokenizer import TextTokenizer
 from gateway.validate import check_prompt, check_prompt_given, check_sampling
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         config_digest="0",
         vocab_size=320,
         max_context_tokens=64,
-        codec=TextCodec(directory),
+        tokenizer=TextTokenizer(directory),
     )
 
 

@@ -1,24 +1,18 @@
-"""Text that comes token by token is the text that comes at once, and never half a character."""
-
-import asyncio
-from collections.abc import Callable
-from pathlib import Path
+"""Text that comes token by token is the text of all tokens decoded together, and never half a character."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from baton.config import DEMO_MODELS
-from baton.errors import ConfigError
-from gateway.text import Detokenizer, TextCodec
+from gateway.detokenizer import Detokenizer
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
 
 BYTE_LEVEL = byte_level()
 BYTE_FALLBACK = byte_fallback()
 REPLACEMENT = "\ufffd"
 
-# NOTE: the replacement character itself is text too, but cannot be told from a broken character before the next token.
+# NOTE: the replacement character is text too, but looks like a broken character until the next token comes.
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=[REPLACEMENT, "▁"]), max_size=60)
 words = st.text("quick brown fox 日本€😀é", max_size=60)
 
@@ -30,7 +24,7 @@ def pieces(tokenizer: Tokenizer, output: list[int], *, prompt: list[int]) -> lis
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
 @given(before=words, after=text | words)
-def test_pieces_add_up_to_the_text_behind_the_prompt(tokenizer: Tokenizer, before: str, after: str) -> None:
+def test_pieces_add_up_to_the_text_after_the_prompt(tokenizer: Tokenizer, before: str, after: str) -> None:
     prompt = tokenizer.encode(before).ids
     whole = tokenizer.encode(before + after).ids
     if whole[: len(prompt)] != prompt:
@@ -68,7 +62,7 @@ def test_an_unfinished_character_is_shown_when_nothing_follows() -> None:
     assert pieces(BYTE_FALLBACK, output, prompt=[]) == ["", REPLACEMENT]
 
 
-def test_bytes_that_are_no_text_are_not_held_for_ever() -> None:
+def test_bytes_that_are_no_text_are_not_held_back_for_ever() -> None:
     output = [token_id(BYTE_LEVEL, "ÿ")] * 400
     detokenizer = Detokenizer(BYTE_LEVEL, [])
     shown = [detokenizer.push(number) for number in output]
@@ -86,49 +80,3 @@ def test_special_tokens_have_no_text() -> None:
     output = BYTE_LEVEL.encode("the fox").ids
     output.insert(3, token_id(BYTE_LEVEL, "<eos>"))
     assert "".join(pieces(BYTE_LEVEL, output, prompt=[])) == "the fox"
-
-
-def test_a_codec_encodes_with_the_tokens_that_the_model_expects(tmp_path: Path) -> None:
-    BYTE_LEVEL.save(str(tmp_path / "tokenizer.json"))
-    codec = TextCodec(tmp_path)
-    token_ids = codec.encode("the fox")
-    assert token_ids[0] == token_id(BYTE_LEVEL, "<bos>")
-    assert codec.decode(token_ids) == "the fox"
-
-
-def test_a_codec_neither_cuts_nor_pads_whatever_the_file_was_trained_with(tmp_path: Path) -> None:
-    trained = Tokenizer.from_str(BYTE_LEVEL.to_str())
-    trained.enable_truncation(max_length=4)
-    trained.enable_padding(length=32)
-    trained.save(str(tmp_path / "tokenizer.json"))
-    codec = TextCodec(tmp_path)
-    for said in ("fox", "the quick brown fox"):
-        assert codec.encode(said) == BYTE_LEVEL.encode(said).ids
-
-
-def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
-        TextCodec(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no tokenizer"):
-        TextCodec(tmp_path)
-
-
-async def rounds_during(work: Callable[[], object]) -> int:
-    """How often the event loop came round while a thread did the work."""
-    working = asyncio.create_task(asyncio.to_thread(work))
-    rounds = 0
-    while not working.done():
-        await asyncio.sleep(0.001)
-        rounds += 1
-    await working
-    return rounds
-
-
-async def test_a_long_text_holds_up_nobody() -> None:
-    codec = TextCodec(DEMO_MODELS / "llama")
-    long = "Return the number of bytes. " * 20_000
-    token_ids = codec.encode(long)
-    assert codec.decode(token_ids) == long
-    assert await rounds_during(lambda: codec.encode(long)) > 20
-    assert await rounds_during(lambda: codec.decode(token_ids * 5)) > 20

@@ -1,0 +1,202 @@
+"""Runs the decode node's machine: delivers events, executes its commands, and keeps its timer."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from baton.config import DecodeSettings
+from baton.errors import BatonError, InternalError
+from decode_node.commands import (
+    Abort,
+    Admit,
+    CloseLease,
+    Command,
+    EndSession,
+    ExtendReserved,
+    OpenLease,
+    PrefillHere,
+    Reserve,
+    Send,
+    SendLeaseEnded,
+)
+from decode_node.events import (
+    Aborted,
+    Admitted,
+    Closing,
+    Draining,
+    EngineRefused,
+    Event,
+    LeaseClosed,
+    LeaseFailed,
+    LeaseFilled,
+    LeaseOpened,
+    Reserved,
+    SegmentRefused,
+    StepDone,
+    TimePassed,
+)
+from decode_node.gateway_sessions import GatewaySessions
+from decode_node.machine import DecodeMachine
+from decode_node.prefill_peers import PrefillPeers
+from decode_node.rules import DecodeRules
+from engine.events import StepEvents
+from kvtransfer import records
+from kvtransfer.leases import LeaseTotals
+from node.assembly import Listener, Node
+
+log = logging.getLogger("baton")
+
+
+class DecodeDriver:
+    """The machine of one decode node and what it talks to: gateways, prefill nodes, the engine, the transfer.
+
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(self, node: Node, settings: DecodeSettings) -> None:
+        self.machine = DecodeMachine(
+            DecodeRules(
+                name=node.name,
+                address=node.address,
+                incarnation=node.incarnation,
+                lease_s=settings.lease_s,
+                local_prefill_tokens=settings.local_prefill_tokens,
+                waiting_max=settings.max_waiting,
+            )
+        )
+        self.sessions = GatewaySessions(self.deliver)
+        self.peers = PrefillPeers(node, self.deliver)
+        self._engine = node.engine
+        self._transfer = node.transfer
+        self._timer: asyncio.TimerHandle | None = None
+        # Not a TaskGroup: a call that fails must not cancel the others.
+        self._calls: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        node.listen(Listener(on_step=self._on_step, on_filled=self._on_filled, on_refused=self._on_refused))
+
+    def deliver(self, event: Event) -> None:
+        """Hands an event to the machine and executes what follows, the engine's answers included."""
+        events = deque([event])
+        loop = asyncio.get_running_loop()
+        while events:
+            for command in self.machine.handle(events.popleft(), loop.time()):
+                answer = self._execute(command)
+                if answer is not None:
+                    events.append(answer)
+        self._set_timer(loop)
+        if not self.machine.busy:
+            self._idle.set()
+
+    def stop_admission(self) -> None:
+        self.deliver(Draining())
+
+    async def close(self) -> None:
+        """Ends what still runs and every stream; returns when nothing is held."""
+        self._idle.clear()
+        self.deliver(Closing())
+        await self._idle.wait()
+        self.peers.close()
+
+    # ---- events
+
+    def _on_step(self, events: StepEvents) -> None:
+        self.deliver(StepDone(events))
+
+    def _on_filled(self, totals: LeaseTotals) -> None:
+        self.deliver(LeaseFilled(totals))
+
+    def _on_refused(self, refused: records.SegmentRefused) -> None:
+        log.warning("segment refused: %s", refused.error)
+        self.deliver(SegmentRefused(refused.lease, refused.error))
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        deadline_s = self.machine.deadline_s
+        if self._timer is not None:
+            if self._timer.when() == deadline_s and not self._timer.cancelled():
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline_s is not None:
+            self._timer = loop.call_at(deadline_s, self._time_passed)
+
+    def _time_passed(self) -> None:
+        self._timer = None
+        self.deliver(TimePassed())
+
+    # ---- commands
+
+    def _execute(self, command: Command) -> Event | None:
+        """Begins what the machine wants; returns the answer where it is known at once."""
+        match command:
+            case Send(session=session, message=message):
+                self.sessions.send(session, message)
+            case EndSession(session=session):
+                self.sessions.end(session)
+            case OpenLease():
+                return self._open_lease(command)
+            case CloseLease(lease=lease):
+                self._start(self._close_lease(lease), name=f"close-lease-{lease}")
+            case SendLeaseEnded(lease=lease):
+                self.peers.send_lease_ended(lease)
+            case Abort(engine_id=engine_id):
+                self._start(self._abort(engine_id), name=f"abort-{engine_id}")
+            case Reserve() | ExtendReserved() | Admit() | PrefillHere():
+                return self._ask_engine(command)
+        return None
+
+    def _ask_engine(self, command: Reserve | ExtendReserved | Admit | PrefillHere) -> Event | None:
+        engine_id = command.request.request_id if isinstance(command, Reserve) else command.engine_id
+        try:
+            match command:
+                case Reserve(request=request):
+                    return Reserved(engine_id, self._engine.reserve(request))
+                case ExtendReserved(output=output):
+                    return Reserved(engine_id, self._engine.extend_reserved(engine_id, output))
+                case Admit(first=first):
+                    return Admitted(engine_id, self._engine.admit(engine_id, first))
+                case PrefillHere(output=output):
+                    self._engine.prefill_here(engine_id, output)
+        except Exception as error:  # noqa: BLE001  the request gets an answer, whatever went wrong
+            return EngineRefused(engine_id, _typed(error, f"request {engine_id}"))
+        return None
+
+    async def _abort(self, engine_id: str) -> None:
+        await self._engine.abort(engine_id)
+        self.deliver(Aborted(engine_id))
+
+    def _open_lease(self, command: OpenLease) -> Event | None:
+        lease = command.grant.number
+        try:
+            opening = self._transfer.open_lease(command.grant)
+        except Exception as error:  # noqa: BLE001  the request gets an answer, whatever went wrong
+            return LeaseFailed(lease, _typed(error, f"lease {lease}"))
+        opening.add_done_callback(partial(self._opened, lease))
+        return None
+
+    def _opened(self, lease: int, opening: "asyncio.Future[Any]") -> None:
+        error = opening.exception()
+        self.deliver(LeaseOpened(lease) if error is None else LeaseFailed(lease, _typed(error, f"lease {lease}")))
+
+    async def _close_lease(self, lease: int) -> None:
+        try:
+            totals = await self._transfer.close_lease(lease)
+        except Exception as error:  # noqa: BLE001  the request gets an answer, whatever went wrong
+            self.deliver(LeaseFailed(lease, _typed(error, f"lease {lease}")))
+        else:
+            self.deliver(LeaseClosed(totals))
+
+    def _start(self, call: Coroutine[Any, Any, None], *, name: str) -> None:
+        task = asyncio.create_task(call, name=name)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+
+def _typed(error: BaseException, subject: str) -> BatonError:
+    """The error as one that may be sent. Any other than Baton's own is a defect, and is logged."""
+    if isinstance(error, BatonError):
+        return error
+    log.error("%s", subject, exc_info=error)
+    return InternalError(f"{type(error).__name__} on the decode node")

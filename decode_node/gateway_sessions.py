@@ -1,0 +1,84 @@
+"""The gateways' Session streams: reads what gateways send, and queues what is to be written to each of them."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from decode_node.events import Event, SessionClosed, SessionMessage, SessionOpened
+from protos.baton.v1 import decode_pb2 as pb
+
+log = logging.getLogger("baton")
+
+# A gateway that reads nothing while this many messages wait is as good as dead.
+_OUTBOX_MAX = 20_000
+
+
+@dataclass(eq=False)
+class _Stream:
+    """What is to be written to one gateway; None ends the stream."""
+
+    gateway: str
+    outbox: asyncio.Queue[pb.SessionResponse | None] = field(default_factory=asyncio.Queue)
+    ended: bool = False
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.outbox.put_nowait(None)
+
+
+class GatewaySessions:
+    """All Session streams of this node, by number. Numbers count from 1 and are never used twice.
+
+    Args:
+        deliver: takes what happens on the streams, in order.
+    """
+
+    def __init__(self, deliver: Callable[[Event], None]) -> None:
+        self._deliver = deliver
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, _Stream] = {}
+
+    async def serve(
+        self,
+        gateway: str,
+        incoming: AsyncIterator[pb.SessionRequest],
+        write: Callable[[pb.SessionResponse], Awaitable[None]],
+    ) -> None:
+        """Runs one gateway's stream, until the gateway closes it, it breaks, or `end` is called."""
+        number = next(self._numbers)
+        stream = self._streams[number] = _Stream(gateway)
+        self._deliver(SessionOpened(number))
+        try:
+            async with asyncio.TaskGroup() as group:
+                reader = group.create_task(self._read(number, stream, incoming), name=f"session-{number}")
+                while (message := await stream.outbox.get()) is not None:
+                    await write(message)
+                reader.cancel()
+        finally:
+            del self._streams[number]
+            self._deliver(SessionClosed(number))
+
+    def send(self, session: int, message: pb.SessionResponse) -> None:
+        """Queues a message. Messages to a session that is gone or ended are dropped."""
+        stream = self._streams.get(session)
+        if stream is None or stream.ended:
+            return
+        stream.outbox.put_nowait(message)
+        if stream.outbox.qsize() > _OUTBOX_MAX:
+            log.warning("gateway %s reads nothing: its session is closed", stream.gateway)
+            stream.end()
+
+    def end(self, session: int) -> None:
+        """Ends a stream once everything queued has been written."""
+        if stream := self._streams.get(session):
+            stream.end()
+
+    async def _read(self, number: int, stream: _Stream, incoming: AsyncIterator[pb.SessionRequest]) -> None:
+        try:
+            async for request in incoming:
+                self._deliver(SessionMessage(number, request))
+        finally:
+            stream.end()

@@ -1,0 +1,239 @@
+"""The prefill nodes that may send KV here: each one's Pair stream, over which links, and how fast these were measured.
+
+A peer lives as long as its stream. When that breaks, the peer's endpoints are closed, which cancels what was in flight,
+and nothing is kept of the peer but a line in the status.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from baton.errors import PeerRefused
+from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
+from decode_node.sender_numbers import SenderNumbers
+from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
+from kvtransfer.records import LinkMeasure, PeerTraffic
+from node.assembly import Node
+from node.describe import (
+    describe_conversion,
+    describe_measure,
+    describe_mismatches,
+    from_addresses,
+    from_info,
+    from_measure,
+    to_addresses,
+    to_mismatches,
+    to_warm_ups,
+)
+from node.link_floor import below_floor
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
+
+log = logging.getLogger("baton")
+
+Write = Callable[[pb.PairResponse], Awaitable[None]]
+
+_HELLO_TIMEOUT_S = 10.0
+_WARM_UP_TIMEOUT_S = 10.0
+_LOST_PEERS_MAX = 32
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One prefill node's stream.
+
+    Attributes:
+        number: the sender number of its first rank; those of the others follow.
+        state: its line in the status.
+        outbox: what is to be written to it; None ends the stream.
+    """
+
+    number: int
+    state: common_pb2.PeerState
+    outbox: asyncio.Queue[pb.PairResponse | None] = field(default_factory=asyncio.Queue)
+
+    def note_traffic(self, traffic: Mapping[int, PeerTraffic]) -> None:
+        if sent := traffic.get(self.number):
+            self.state.bytes_total, self.state.segments_total = sent.bytes_total, sent.segments_total
+
+
+class PrefillPeers:
+    """All Pair streams of this node.
+
+    Args:
+        deliver: takes what peers send about requests, and which peers are lost, in order.
+    """
+
+    def __init__(self, node: Node, deliver: Callable[[Event], None]) -> None:
+        self._node = node
+        self._deliver = deliver
+        self._sender_numbers = SenderNumbers()
+        self._peers: dict[int, _Peer] = {}
+        self._states: dict[str, common_pb2.PeerState] = {}  # by address: a restarted peer replaces its own line
+
+    async def serve(self, incoming: AsyncIterator[pb.PairRequest], write: Write) -> None:
+        """Runs one prefill node's stream.
+
+        Raises:
+            PeerRefused: it does not begin with a hello.
+            BatonError: the links could not be opened, connected or measured.
+        """
+        hello = await _hello(incoming)
+        state = self._new_state(hello.info)
+        try:
+            theirs = from_info(hello.info)
+            plan = agree(self._node.description, theirs)
+        except PlanRefused as refused:
+            await write(self._refuse(state, to_mismatches(refused.mismatches)))
+            return
+        state.kv_converted = plan.conversion
+        number = self._sender_numbers.draw(theirs.tensor_parallel_size)
+        peer = self._peers[number] = _Peer(number, state)
+        try:
+            if await self._connect(peer, theirs, plan, incoming, write):
+                await self._exchange(peer, incoming, write)
+        except TimeoutError:
+            state.detail = f"no warm-up within {_WARM_UP_TIMEOUT_S:g} s"
+        finally:
+            del self._peers[number]
+            await self._disconnect(peer)
+            self._sender_numbers.give_back(number)
+
+    def send_lease_ended(self, lease: int) -> None:
+        """Prefill nodes stop computing and sending for this lease. All get the message: only one of them knows it."""
+        for peer in self._peers.values():
+            peer.outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
+
+    def states(self) -> list[common_pb2.PeerState]:
+        """One line for each peer, with what it has sent so far."""
+        traffic = self._node.transfer.counters().peers
+        for peer in self._peers.values():
+            peer.note_traffic(traffic)
+        return list(self._states.values())
+
+    def close(self) -> None:
+        """Ends every stream once everything queued has been written."""
+        for peer in self._peers.values():
+            peer.outbox.put_nowait(None)
+
+    # ---- a stream, from its hello to its end
+
+    async def _connect(
+        self,
+        peer: _Peer,
+        theirs: NodeDescription,
+        plan: WirePlan,
+        incoming: AsyncIterator[pb.PairRequest],
+        write: Write,
+    ) -> bool:
+        """Listens, connects, and measures the warm links; false: they are too slow, and the peer is refused.
+
+        Raises:
+            TimeoutError: the peer did not send its next message in time.
+        """
+        transfer = self._node.transfer
+        flows = links_between(theirs, self._node.description)
+        addresses = await transfer.listen(peer.number, flows, sends=False)
+        accepted = pb.PairAccepted(
+            info=self._node.info,
+            worker_addresses=from_addresses(addresses),
+            sender_number=peer.number,
+            wire_version=plan.wire_version,
+            message_bytes=transfer.message_bytes,
+            kv_scales=self._node.kv_scales,
+        )
+        await write(pb.PairResponse(accepted=accepted))
+        linked = await _next(incoming)
+        await transfer.connect(peer.number, to_addresses(linked.linked.worker_addresses))
+        await write(pb.PairResponse(connected=pb.PairConnected()))
+        measure = await self._measure(peer, incoming)
+        if mismatch := below_floor(self._node, measure):
+            await write(self._refuse(peer.state, to_mismatches((mismatch,))))
+            return False
+        peer.state.phase = common_pb2.PEER_PHASE_READY
+        links = describe_measure(measure) + describe_conversion(peer.state.kv_converted)
+        log.info("paired with %s over %s", peer.state.name, links)
+        await write(pb.PairResponse(ready=from_measure(measure)))
+        return True
+
+    async def _measure(self, peer: _Peer, incoming: AsyncIterator[pb.PairRequest]) -> LinkMeasure:
+        async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
+            message = await anext(aiter(incoming))
+            measure = await self._node.transfer.warmed_up(
+                peer.number, to_warm_ups(message.warmed_up), timeout_s=_WARM_UP_TIMEOUT_S
+            )
+        peer.state.transport = measure.transport
+        peer.state.gigabytes_per_s = measure.gigabytes_per_s
+        peer.state.latency_s = measure.latency_s
+        return measure
+
+    async def _exchange(self, peer: _Peer, incoming: AsyncIterator[pb.PairRequest], write: Write) -> None:
+        """Reads and writes until the peer closes the stream, it breaks, or `close` is called."""
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(self._read(peer, incoming), name=f"peer-{peer.number}")
+            while (response := await peer.outbox.get()) is not None:
+                await write(response)
+            reader.cancel()
+
+    async def _read(self, peer: _Peer, incoming: AsyncIterator[pb.PairRequest]) -> None:
+        try:
+            async for message in incoming:
+                match message.WhichOneof("message"):
+                    case "hand_over":
+                        self._deliver(HandOverReceived(peer.number, message.hand_over))
+                    case "quiet":
+                        self._deliver(QuietReceived(peer.number, message.quiet))
+                    case "refused":
+                        mismatches = list(message.refused.mismatches)
+                        peer.state.phase = common_pb2.PEER_PHASE_REFUSED
+                        peer.state.mismatches.extend(mismatches)
+                        log.warning("%s refused: %s", peer.state.name, describe_mismatches(mismatches))
+                        return
+        finally:
+            peer.outbox.put_nowait(None)
+
+    async def _disconnect(self, peer: _Peer) -> None:
+        state = peer.state
+        if state.phase == common_pb2.PEER_PHASE_READY:
+            log.info("lost %s", state.name)
+        if state.phase != common_pb2.PEER_PHASE_REFUSED:
+            state.phase = common_pb2.PEER_PHASE_LOST
+            state.detail = state.detail or "its stream broke"
+        peer.note_traffic(self._node.transfer.counters().peers)  # the transfer forgets it when it disconnects
+        leases = await self._node.transfer.disconnect(peer.number)
+        self._deliver(PeerLost(peer.number, state.name, leases))
+
+    # ---- lines in the status
+
+    def _new_state(self, info: common_pb2.NodeInfo) -> common_pb2.PeerState:
+        state = common_pb2.PeerState(
+            name=info.name,
+            address=info.address,
+            incarnation=info.incarnation,
+            phase=common_pb2.PEER_PHASE_CONNECTING,
+        )
+        self._states[state.address] = state
+        lost = [address for address, old in self._states.items() if old.phase == common_pb2.PEER_PHASE_LOST]
+        for address in lost[:-_LOST_PEERS_MAX]:
+            del self._states[address]
+        return state
+
+    def _refuse(self, state: common_pb2.PeerState, mismatches: list[common_pb2.Mismatch]) -> pb.PairResponse:
+        state.phase = common_pb2.PEER_PHASE_REFUSED
+        state.mismatches.extend(mismatches)
+        log.warning("refused %s: %s", state.name, describe_mismatches(mismatches))
+        return pb.PairResponse(refused=pb.PairRefused(info=self._node.info, mismatches=mismatches))
+
+
+async def _next(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairRequest:
+    async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
+        return await anext(aiter(incoming))
+
+
+async def _hello(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairHello:
+    async with asyncio.timeout(_HELLO_TIMEOUT_S):
+        message = await anext(aiter(incoming))
+    if message.WhichOneof("message") != "hello":
+        raise PeerRefused("the first message of a pair is not a hello", cure="use the same version on both nodes")
+    return message.hello

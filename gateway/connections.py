@@ -1,0 +1,222 @@
+"""The gateway's connections to all nodes: finds, watches and pairs nodes, and keeps the fleet up to date."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from baton.config import GatewaySettings
+from baton.errors import BatonError, ConfigError
+from baton.types import LocalPolicy
+from gateway.decode_session import DecodeSession
+from gateway.discovery import Directory, parse_addresses
+from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine, Role
+from gateway.model import ServedModel
+from gateway.node_clients import DecodeClient, NodeClient, PrefillClient, WatchCallbacks
+from gateway.pairing import Connect, Pairing, PairingCommand
+from protos.baton.v1 import common_pb2, node_pb2
+
+log = logging.getLogger("baton")
+
+_PAIR_CHECK_S = 0.2
+_SETTLE_TIMEOUT_S = 5.0
+
+_PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+Listed = dict[Role, frozenset[str]]
+
+
+class Connections:
+    """An async context manager: inside it, nodes are found, watched and paired.
+
+    Raises:
+        ConfigError: an address is malformed, or there are none of decode nodes.
+    """
+
+    def __init__(self, settings: GatewaySettings, model: ServedModel) -> None:
+        prefill = parse_addresses(settings.prefill, field="prefill")
+        decode = parse_addresses(settings.decode, field="decode")
+        if not decode:
+            cure = "give host:port of at least one decode node"
+            raise ConfigError("BATON_DECODE (--decode) is empty", field="decode", cure=cure)
+        if not prefill and settings.local_policy is LocalPolicy.STRICT:
+            cure = "give prefill nodes, or another local policy"
+            raise ConfigError("BATON_PREFILL (--prefill) is empty under policy strict", field="prefill", cure=cure)
+        self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy)
+        self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
+        self._resolve_s = settings.resolve_s
+        self._directories = {_PREFILL: Directory(prefill), _DECODE: Directory(decode)}
+        self._prefills: dict[str, PrefillClient] = {}
+        self._decodes: dict[str, DecodeClient] = {}
+        self._watches: dict[NodeClient, asyncio.Task[None]] = {}
+        self._pairing = Pairing(self.fleet, settings.link_retry_s)
+        self._listeners: set[Callable[[], None]] = set()
+        self._tasks = asyncio.TaskGroup()
+        self._upkeep: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        listed = await self._look_up()
+        self._upkeep = asyncio.create_task(self._keep_up(listed), name="connections")
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._upkeep is not None
+        self._upkeep.cancel()
+        await asyncio.wait([self._upkeep])
+        await asyncio.gather(*(client.close() for client in self._clients()))
+
+    @property
+    def upkeep(self) -> "asyncio.Task[None]":
+        """Ends only by an error, which leaves the fleet without news."""
+        assert self._upkeep is not None
+        return self._upkeep
+
+    # ---- for requests
+
+    def session(self, decode_address: str) -> DecodeSession:
+        return self._decodes[decode_address].session()
+
+    def prefill_client(self, address: str) -> PrefillClient:
+        return self._prefills[address]
+
+    def lose(self, role: Role, address: str, reason: str) -> None:
+        """The node is silent: it gets no requests until its next status, for which its connection is made anew."""
+        client = self._of(role).get(address)
+        if client is not None:
+            self._lost(role, address, reason)
+            client.end_watch()
+
+    # ---- for whoever waits for nodes
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Calls it whenever a node comes, goes, or reports something new."""
+        self._listeners.add(listener)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        self._listeners.discard(listener)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until the fleet fulfils the condition."""
+        changed = asyncio.Event()
+        self.add_listener(changed.set)
+        try:
+            while not condition():
+                changed.clear()
+                await changed.wait()
+        finally:
+            self.remove_listener(changed.set)
+
+    async def until_serves(self) -> None:
+        """Waits for the first nodes; then a little for the others, so that a fresh cluster is used as a whole."""
+        await self.until(self.fleet.serves)
+        if not self._wants_prefill:
+            return
+        try:
+            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+                await self.until(self._settled)
+        except TimeoutError:
+            return
+
+    def _settled(self) -> bool:
+        return all(node.reachable for node in self.fleet.nodes()) and self._pairing.settled()
+
+    # ---- finding nodes
+
+    async def _keep_up(self, listed: Listed) -> None:
+        async with self._tasks as tasks:
+            tasks.create_task(self._keep_pairing(), name="pairing")
+            while True:
+                await self._follow_directory(listed)
+                await asyncio.sleep(self._resolve_s)
+                listed = await self._look_up()
+
+    async def _look_up(self) -> Listed:
+        found = await asyncio.gather(*(directory.look_up() for directory in self._directories.values()))
+        return dict(zip(self._directories, found, strict=True))
+
+    async def _follow_directory(self, listed: Listed) -> None:
+        """Connects to new nodes; drops nodes that are no longer listed, once their requests are done."""
+        for role, addresses in listed.items():
+            for address in addresses - self._of(role).keys():
+                self._add(role, address)
+            for address in list(self._of(role)):
+                node, client = self.fleet.node(role, address), self._of(role)[address]
+                node.retired = address not in addresses
+                if node.retired and not client.busy:
+                    await self._remove(role, address, client)
+
+    def _add(self, role: Role, address: str) -> None:
+        self.fleet.add(role, address)
+        callbacks = WatchCallbacks(partial(self._status_received, role, address), partial(self._lost, role, address))
+        client: NodeClient
+        if role == _PREFILL:
+            client = self._prefills[address] = PrefillClient(address, callbacks)
+        else:
+            client = self._decodes[address] = DecodeClient(address, callbacks, partial(self._heard, role, address))
+        self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
+
+    async def _remove(self, role: Role, address: str, client: NodeClient) -> None:
+        del self._of(role)[address]
+        self.fleet.remove(role, address)
+        self._watches.pop(client).cancel()
+        await client.close()
+
+    # ---- what nodes send
+
+    def _status_received(self, role: Role, address: str, status: node_pb2.NodeStatus) -> None:
+        self._execute(self.fleet.status_received(role, address, status, self._now_s()))
+        self._notify()
+
+    def _lost(self, role: Role, address: str, reason: str) -> None:
+        self._execute(self.fleet.lost(role, address, reason))
+        self._notify()
+
+    def _heard(self, role: Role, address: str) -> None:
+        self.fleet.heard(role, address, self._now_s())
+
+    def _execute(self, commands: Iterable[FleetCommand | PairingCommand]) -> None:
+        for command in commands:
+            match command:
+                case LogLine(text, warning):
+                    log.log(logging.WARNING if warning else logging.INFO, "%s", text)
+                case DropSession(address, reason):
+                    self._decodes[address].drop_session(reason)
+                case Connect():
+                    self._tasks.create_task(self._connect(command), name="connect")
+
+    def _notify(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+    # ---- pairs
+
+    async def _keep_pairing(self) -> None:
+        while True:
+            self._execute(self._pairing.check(self._now_s()))
+            await asyncio.sleep(_PAIR_CHECK_S)
+
+    async def _connect(self, connect: Connect) -> None:
+        node = self.fleet.node(_PREFILL, connect.prefill_address)
+        try:
+            state = await self._prefills[connect.prefill_address].connect_to(connect.decode_address)
+        except BatonError as error:
+            self._execute(self._pairing.failed(connect.pair, error, self._now_s()))
+        else:
+            node.take_peer(state)
+            self._execute(self._pairing.answered(connect.pair, state, self._now_s()))
+            self._notify()
+
+    # ----
+
+    def _of(self, role: Role) -> dict[str, PrefillClient] | dict[str, DecodeClient]:
+        return self._prefills if role == _PREFILL else self._decodes
+
+    def _clients(self) -> list[NodeClient]:
+        return [*self._prefills.values(), *self._decodes.values()]
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

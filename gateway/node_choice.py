@@ -1,0 +1,91 @@
+"""Which nodes may serve one request: the router's choice, less the nodes that have refused, failed or lost it. Pure."""
+
+from collections.abc import Set
+
+from baton.errors import BatonError, DataLoss, NoNode, Overloaded
+from baton.types import LocalPolicy
+from gateway.attempt import Attempt
+from gateway.fleet import Fleet, FleetNode
+from gateway.request import Rules
+from gateway.router import Wanted
+
+
+class NodeChoice:
+    """The choices of one request, from its first node to its last."""
+
+    def __init__(self, rules: Rules, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._policy = rules.local_policy
+        # A decode node that prefills itself is the last attempt under `prefer`.
+        self._max_calls = {
+            LocalPolicy.STRICT: rules.max_attempts,
+            LocalPolicy.PREFER: max(1, rules.max_attempts - 1),
+            LocalPolicy.LOCAL: 0,
+        }[rules.local_policy]
+        self._model: tuple[str, ...] | None = None  # that the request began on
+        self._refusals: dict[int, BatonError] = {}  # by decode node's incarnation
+        self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
+
+    def decode_node(self, num_tokens: int, *, begun: bool) -> FleetNode | None:
+        """The next decode node; None: a request that has begun waits for one.
+
+        Args:
+            num_tokens: prompt and output so far.
+
+        Raises:
+            BatonError: there is none for a new request, or all have refused it.
+        """
+        node = self._fleet.pick_decode(self._wanted(num_tokens))
+        if node is not None:
+            self._model = node.model
+            return node
+        for refusal in self._refusals.values():
+            if isinstance(refusal, Overloaded) or not begun:
+                raise refusal
+        if not begun:
+            cure = "see `baton status`, and try again"
+            raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
+        return None
+
+    def prefill_node(self, attempt: Attempt, num_tokens: int) -> FleetNode | None:
+        """The prefill node for the attempt's next call; None: its calls or the nodes are used up."""
+        if attempt.failed_calls >= self._max_calls:
+            return None
+        return self._fleet.pick_prefill(attempt.node, self._wanted(num_tokens, attempt.excluded))
+
+    def prefill_available(self, decode: FleetNode, num_tokens: int) -> bool:
+        """Whether a prefill node could serve a ticket of this decode node."""
+        return self._fleet.pick_prefill(decode, self._wanted(num_tokens)) is not None
+
+    def no_prefill_node(self) -> NoNode:
+        return NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
+
+    def refused(self, node: FleetNode, error: BatonError) -> None:
+        """The decode node does not take the request, and is not asked again."""
+        self._refusals[node.incarnation] = error
+
+    def losing(self, node: FleetNode) -> None:
+        """The node is silent; it is not chosen, although the fleet may not know yet."""
+        self._losing.add(node.incarnation)
+
+    def fleet_is_current(self) -> None:
+        """The fleet has learned of all nodes that `losing` was called for; they may have come back."""
+        self._losing.clear()
+
+    def _wanted(self, num_tokens: int, excluded_prefill: Set[int] = frozenset()) -> Wanted:
+        return Wanted(
+            num_tokens=num_tokens,
+            policy=self._policy,
+            model=self._model,
+            excluded_decode=self._refusals.keys() | self._losing,
+            excluded_prefill=excluded_prefill | self._losing,
+        )
+
+
+def nobody_left(attempt: Attempt, error: BatonError) -> BatonError:
+    """The error of a request that no prefill node could serve; `error`: why there is none."""
+    last = attempt.last_error
+    if last is None or isinstance(last, Overloaded | DataLoss):
+        return last or error
+    what = f"{attempt.failed_calls} prefill attempt(s) failed, the last one: {last}"
+    return NoNode(what, cure="see the nodes' logs")

@@ -1,0 +1,194 @@
+"""The gateway's connection to one node: its channel, its Watch stream, and the calls of the node's role.
+
+What the node sends goes to callbacks; `gateway.fleet` keeps what follows from it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from baton.errors import BatonError
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error, last_cause
+from gateway.decode_session import DecodeSession
+from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+_WATCH_INTERVAL_S = 0.1
+_FIRST_STATUS_TIMEOUT_S = 5.0
+_RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
+_CONNECT_TIMEOUT_S = 20.0
+
+_CLOSED = "the gateway has closed the connection"
+
+
+@dataclass(frozen=True)
+class WatchCallbacks:
+    """What to do with a node's statuses, and with the loss of the connection."""
+
+    status: Callable[[node_pb2.NodeStatus], None]
+    lost: Callable[[str], None]
+
+
+class NodeClient:
+    """The channel to one node, and its Watch stream while `watch` runs."""
+
+    def __init__(self, address: str, callbacks: WatchCallbacks) -> None:
+        self._channel = connect(address)
+        self._stub = node_pb2_grpc.NodeStub(self._channel)
+        self._callbacks = callbacks
+        self._status_received = False  # on the present stream
+        self._watching: asyncio.Task[str] | None = None
+
+    async def watch(self) -> None:
+        """Watches the node, and connects again whenever the stream ends; runs until it is cancelled."""
+        retry_s = _RETRY_S_MIN
+        while True:
+            self._status_received = False
+            async with asyncio.TaskGroup() as tasks:
+                self._watching = tasks.create_task(self._watch_once())
+            if not self._watching.cancelled():  # else `end_watch` was called by whoever knows the reason
+                self._callbacks.lost(self._watching.result())
+            retry_s = _RETRY_S_MIN if self._status_received else min(2 * retry_s, _RETRY_S_MAX)
+            await asyncio.sleep(retry_s)
+
+    def end_watch(self) -> None:
+        """Ends the present Watch stream, which is of no use; another one follows."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _watch_once(self) -> str:
+        """Receives statuses until the stream ends; returns why it did."""
+        call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S))
+        try:
+            status = await asyncio.wait_for(call.read(), _FIRST_STATUS_TIMEOUT_S)
+            while isinstance(status, node_pb2.NodeStatus):
+                self._status_received = True
+                self._callbacks.status(status)
+                status = await call.read()
+        except grpc.aio.AioRpcError as error:
+            return last_cause(error)
+        except TimeoutError:
+            return f"connected, but no status for {_FIRST_STATUS_TIMEOUT_S:g} s"
+        finally:
+            call.cancel()
+        return "it ended the stream"
+
+
+class PrefillStream:
+    """One Prefill call. Nothing more comes of it after `cancel`.
+
+    Its task is not part of a TaskGroup: `cancel` has nobody to wait for it, and its failure concerns one request only.
+    """
+
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent],
+        on_event: Callable[[prefill_pb2.PrefillEvent], None],
+        on_end: Callable[[BatonError | None], None],
+    ) -> None:
+        self.running = True
+        self._call = call
+        self._on_event = on_event
+        self._on_end = on_end
+        self._task = asyncio.create_task(self._follow(), name="prefill-call")
+
+    def cancel(self) -> None:
+        if self.running:
+            self.running = False
+            self._task.cancel()
+            self._call.cancel()
+
+    async def _follow(self) -> None:
+        error: BatonError | None = None
+        try:
+            async for event in self._call:
+                self._on_event(event)
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+        self.running = False
+        self._on_end(error)
+
+
+class PrefillClient(NodeClient):
+    """The connection to one prefill node."""
+
+    def __init__(self, address: str, callbacks: WatchCallbacks) -> None:
+        super().__init__(address, callbacks)
+        self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._streams: list[PrefillStream] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls of this gateway still run there."""
+        return any(stream.running for stream in self._streams)
+
+    def prefill(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        *,
+        timeout_s: float,
+        on_event: Callable[[prefill_pb2.PrefillEvent], None],
+        on_end: Callable[[BatonError | None], None],
+    ) -> PrefillStream:
+        """Starts one prefill. `on_end` gets the call's error, None where its stream ended without one."""
+        stream = PrefillStream(self._prefill_stub.Prefill(request, timeout=timeout_s), on_event, on_end)
+        self._streams = [*(running for running in self._streams if running.running), stream]
+        return stream
+
+    async def connect_to(self, decode_address: str) -> common_pb2.PeerState:
+        """Asks the node to make the pair with a decode node; returns the pair's state.
+
+        Raises:
+            BatonError: the node could not be asked.
+        """
+        request = prefill_pb2.ConnectRequest(decode_address=decode_address)
+        try:
+            return await self._prefill_stub.Connect(request, timeout=_CONNECT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+
+class DecodeClient(NodeClient):
+    """The connection to one decode node.
+
+    Args:
+        on_message: called at every message of the session, as a sign of life.
+    """
+
+    def __init__(self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None]) -> None:
+        super().__init__(address, callbacks)
+        self._address = address
+        self._on_message = on_message
+        self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
+        self._session: DecodeSession | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the node holds requests of this gateway."""
+        return self._session is not None and self._session.num_held > 0
+
+    def session(self) -> DecodeSession:
+        """The stream that carries all requests of this gateway; a new one when the last one broke."""
+        if self._session is None or not self._session.open:
+            self._session = DecodeSession(
+                self._decode_stub.Session(), name=self._address, on_message=self._on_message, on_lost=self._session_lost
+            )
+        return self._session
+
+    def drop_session(self, reason: str) -> None:
+        if self._session is not None:
+            self._session.drop(reason)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close(_CLOSED)
+        await super().close()
+
+    def _session_lost(self, reason: str) -> None:
+        self._callbacks.lost(reason)
+        self.end_watch()

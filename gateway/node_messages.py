@@ -1,0 +1,50 @@
+"""What nodes are sent about one request. Pure."""
+
+from collections.abc import Sequence
+
+from baton.convert import sampling_to_proto
+from baton.types import LocalPolicy
+from gateway.request import Request
+from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+
+_POLICIES = {
+    LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
+    LocalPolicy.PREFER: decode_pb2.LOCAL_POLICY_PREFER,
+    LocalPolicy.LOCAL: decode_pb2.LOCAL_POLICY_LOCAL,
+}
+
+
+class NodeMessages:
+    """Writes the messages; `output` is the token ids that the client has been given."""
+
+    def __init__(self, request: Request, policy: LocalPolicy) -> None:
+        self._request = request
+        self._policy = policy
+        # Stop strings are the gateway's business: nodes see no text.
+        self._sampling = sampling_to_proto(request.sampling)
+        del self._sampling.stop[:]
+
+    def submit(
+        self, output: Sequence[int], *, prefill_available: bool, budget_s: float, queue_s: float
+    ) -> decode_pb2.SubmitRequest:
+        return decode_pb2.SubmitRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt,
+            output_token_ids=output,
+            sampling=self._sampling,
+            cache_salt=self._request.cache_salt,
+            policy=_POLICIES[self._policy],
+            prefill_available=prefill_available,
+            budget_s=budget_s,
+            queue_s=queue_s,
+        )
+
+    def prefill(self, output: Sequence[int], ticket: common_pb2.Ticket) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt,
+            output_token_ids=output,
+            sampling=self._sampling,
+            cache_salt=self._request.cache_salt,
+            ticket=ticket,
+        )

@@ -1,0 +1,46 @@
+"""One checked request and the rules for it, as the request's machine takes them: plain values."""
+
+from dataclasses import dataclass
+
+from baton.errors import DeadlineExceeded
+from baton.types import LocalPolicy, SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One checked request.
+
+    Attributes:
+        started_at_s: when the client's call began, on the clock of `now_s`.
+        timeout_s: from then to its deadline.
+    """
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    cache_salt: str
+    started_at_s: float
+    timeout_s: float
+
+    @property
+    def deadline_s(self) -> float:
+        return self.started_at_s + self.timeout_s
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The gateway's settings that decide about one request; `baton.config.GatewaySettings` describes them."""
+
+    local_policy: LocalPolicy
+    max_attempts: int
+    queue_s: float
+    prefill_stall_s: float
+    decode_stall_s: float
+
+
+def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:
+    """The error of a request whose time is up; `failures`: what had failed until then."""
+    why = f" ({failures})" if failures else ""
+    return DeadlineExceeded(
+        f"the request was not finished within its {timeout_s:.3g} s{why}", cure="allow it more time"
+    )

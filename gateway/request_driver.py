@@ -1,0 +1,216 @@
+"""Runs the machine of one request: delivers events, executes its commands, and keeps its one timer.
+
+While a message to a slow client waits, events collect, and then reach the machine together.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from baton.errors import BatonError
+from gateway.commands import (
+    AskDecode,
+    CallPrefill,
+    CancelPrefill,
+    Command,
+    Finish,
+    LeaveDecode,
+    LoseNode,
+    Respond,
+    SubmitToDecode,
+)
+from gateway.connections import Connections
+from gateway.decode_session import DecodeSession, Receiver
+from gateway.events import (
+    Cancelled,
+    DecodeReplied,
+    DecodeReply,
+    Event,
+    FleetChanged,
+    PrefillEnded,
+    PrefillReplied,
+    SessionLost,
+    Started,
+    TimePassed,
+)
+from gateway.node_clients import PrefillStream
+from gateway.request import Request, deadline_exceeded
+from gateway.request_machine import RequestMachine
+from protos.baton.v1 import generation_pb2, prefill_pb2
+
+Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
+
+
+class RequestDriver:
+    """One request in the current task, from `run` to its return. Cancel the task to cancel the request."""
+
+    def __init__(self, request: Request, machine: RequestMachine, connections: Connections, write: Write) -> None:
+        self._request = request
+        self._machine = machine
+        self._connections = connections
+        self._write_to_client = write
+        self._loop = asyncio.get_running_loop()
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None  # while it waits for an event
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[object] | None = None  # this task, while a message to the client waits
+        self._ended_by: BatonError | None = None  # what ends a request whose message to the client waits
+        self._listening = False
+        self._attempt: tuple[DecodeSession, int] | None = None  # with its key
+        self._call: PrefillStream | None = None
+
+    async def run(self) -> None:
+        """Serves the request to its end.
+
+        Raises:
+            BatonError: why it cannot be finished.
+        """
+        self._events.append(Started())
+        try:
+            while True:
+                events, self._events = self._events, []
+                commands = self._machine.handle(events, self._loop.time())
+                self._listen(listening=self._machine.waits_for_fleet)
+                for command in commands:
+                    if isinstance(command, Respond):
+                        await self._write(command.message)
+                    elif isinstance(command, Finish):
+                        if command.error is not None:
+                            raise command.error
+                        return
+                    else:
+                        self._execute(command)
+                if not self._events:
+                    await self._wait()
+        finally:
+            self._close()
+
+    def end(self, error: BatonError) -> None:
+        """Ends the request with this error, even while its client reads nothing."""
+        if self._writing is None:
+            self._put(Cancelled(error))
+        elif self._ended_by is None:
+            self._ended_by = error
+            self._writing.cancel()
+
+    # ---- commands
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case SubmitToDecode(attempt, address, request):
+                session = self._connections.session(address)
+                receiver = Receiver(partial(self._decode_replied, attempt), partial(self._session_lost, attempt))
+                self._attempt = session, session.submit(request, receiver)
+            case AskDecode(_, message):
+                assert self._attempt is not None
+                session, key = self._attempt
+                session.ask(key, message)
+            case LeaveDecode(_, cancel):
+                self._leave(cancel=cancel)
+            case CallPrefill(call, address, request, timeout_s):
+                self._call = self._connections.prefill_client(address).prefill(
+                    request,
+                    timeout_s=timeout_s,
+                    on_event=partial(self._prefill_replied, call),
+                    on_end=partial(self._prefill_ended, call),
+                )
+            case CancelPrefill():
+                self._cancel_call()
+            case LoseNode(role, address, reason):
+                self._connections.lose(role, address, reason)
+
+    async def _write(self, message: generation_pb2.GenerateResponse) -> None:
+        task = self._writing = asyncio.current_task()
+        try:
+            await self._write_to_client(message)
+        except asyncio.CancelledError:
+            if self._ended_by is None or task is None or task.uncancel() > 0:
+                raise
+            raise self._ended_by from None
+        finally:
+            self._writing = None
+
+    def _leave(self, *, cancel: bool) -> None:
+        if self._attempt is not None:
+            session, key = self._attempt
+            session.leave(key, cancel=cancel)
+        self._attempt = None
+
+    def _cancel_call(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        self._call = None
+
+    def _close(self) -> None:
+        """Ends what is still open: nothing is, unless the task was cancelled or an error ended it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._listen(listening=False)
+        self._cancel_call()
+        self._leave(cancel=True)
+
+    # ---- events
+
+    def _put(self, event: Event) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _decode_replied(self, attempt: int, message: DecodeReply) -> None:
+        self._put(DecodeReplied(attempt, message))
+
+    def _session_lost(self, attempt: int, reason: str) -> None:
+        self._put(SessionLost(attempt, reason))
+
+    def _prefill_replied(self, call: int, event: prefill_pb2.PrefillEvent) -> None:
+        self._put(PrefillReplied(call, event))
+
+    def _prefill_ended(self, call: int, error: BatonError | None) -> None:
+        self._put(PrefillEnded(call, error))
+
+    def _fleet_changed(self) -> None:
+        self._put(FleetChanged())
+
+    def _listen(self, *, listening: bool) -> None:
+        """Whether to receive `FleetChanged`."""
+        if listening == self._listening:
+            return
+        self._listening = listening
+        if listening:
+            self._connections.add_listener(self._fleet_changed)
+        else:
+            self._connections.remove_listener(self._fleet_changed)
+
+    # ---- time
+
+    async def _wait(self) -> None:
+        """Returns when there is an event."""
+        deadline_s = self._machine.deadline_s
+        if deadline_s is not None and (self._timer is None or deadline_s < self._timer.when()):
+            self._set_timer(deadline_s)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _set_timer(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at_s, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        # NOTE: the timer is not moved with every token, which would cost more than all else that is done for one. So
+        # the machine's deadline may have moved on since the timer was set.
+        self._timer = None
+        now_s, deadline_s = self._loop.time(), self._machine.deadline_s
+        if self._writing is not None:  # a slow client must not count as a silent node
+            deadline_s = self._request.deadline_s
+        if deadline_s is None:
+            return
+        if now_s < deadline_s:
+            self._set_timer(deadline_s)
+        elif self._writing is not None:
+            self.end(deadline_exceeded(self._request.timeout_s, self._machine.failures))
+        else:
+            self._put(TimePassed())

@@ -1,0 +1,159 @@
+"""Who gets the next free blocks: in order of arrival, each within its own time."""
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.rpc.status import from_detail
+from decode_node.admission import BlockQueue
+from decode_node.commands import Abort, Command, Reserve
+from decode_node.events import EngineRefused, SessionClosed, SessionOpened
+from protos.baton.v1 import decode_pb2 as pb
+from tests.unit.decode_node.scene import SESSION, Scene, names, sent
+
+FULL = Overloaded("no room for the request's blocks", retry_after_s=1.0)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """The first request waits for blocks, for up to 5 s."""
+    scene = Scene(waiting_max=3)
+    assert reserves(scene.submit(1, queue_s=5.0)) == [1]
+    assert refuse(scene, 1) == []
+    return scene
+
+
+def refuse(scene: Scene, key: int) -> list[Command]:
+    """The engine has no room for that request."""
+    return scene.on(EngineRefused(f"{SESSION}.{key}", FULL))
+
+
+def reserves(commands: list[Command]) -> list[int]:
+    """The keys of the requests for which blocks are to be reserved."""
+    return [int(each.request.request_id.split(".")[1]) for each in commands if isinstance(each, Reserve)]
+
+
+def error(commands: list[Command]) -> Overloaded:
+    (message,) = [message for message in sent(commands) if message.HasField("failed")]
+    found = from_detail(message.failed.error)
+    assert isinstance(found, Overloaded)
+    return found
+
+
+# ---- the queue alone
+
+
+def test_only_the_first_may_reserve_and_the_next_follows_when_it_leaves() -> None:
+    queue = BlockQueue(waiting_max=3)
+    assert queue.first is None
+    for engine_id in ("1.1", "1.2", "1.3"):
+        queue.enter(engine_id, queue_s=1.0)
+    assert (queue.first, len(queue)) == ("1.1", 3)
+    assert not queue.leave("1.2")
+    assert queue.leave("1.1")
+    assert queue.first == "1.3"
+    assert not queue.leave("1.1")
+
+
+def test_a_full_queue_takes_nobody() -> None:
+    queue = BlockQueue(waiting_max=0)
+    with pytest.raises(Overloaded, match="0 requests wait for room already") as full:
+        queue.enter("1.1", queue_s=9.0)
+    assert full.value.retry_after_s == 1.0
+    assert len(queue) == 0
+
+
+# ---- with the machine
+
+
+def test_a_request_that_may_not_wait_gets_the_engines_refusal() -> None:
+    scene = Scene()
+    assert reserves(scene.submit(1)) == [1]
+    commands = refuse(scene, 1)
+    assert names(commands) == ["Send failed", "Abort"]
+    assert (error(commands).message, error(commands).retry_after_s) == (FULL.message, 1.0)
+
+
+def test_a_request_that_may_not_wait_is_refused_where_others_do(scene: Scene) -> None:
+    commands = scene.submit(2, queue_s=0.0)
+    assert names(commands) == ["Send failed", "Send released"]
+    assert (error(commands).message, error(commands).retry_after_s) == ("no room within 0 s", 1.0)
+
+
+def test_more_than_so_many_are_refused_at_once(scene: Scene) -> None:
+    assert scene.submit(2, queue_s=5.0) == []
+    assert scene.submit(3, queue_s=5.0) == []
+    assert scene.machine.waiting == 3
+    assert error(scene.submit(4, queue_s=5.0)).message == "3 requests wait for room already"
+
+
+def test_freed_blocks_go_to_the_first_and_what_is_left_to_the_next(scene: Scene) -> None:
+    scene.submit(2, queue_s=5.0)
+    scene.submit(3, queue_s=5.0)
+    assert reserves(scene.aborted(9)) == [1]
+    assert reserves(scene.aborted(9)) == []  # it is being reserved already
+    commands = scene.reserved(1)
+    assert names(commands) == ["OpenLease", "Reserve"]
+    assert reserves(commands) == [2]
+    assert refuse(scene, 2) == []
+    assert scene.machine.waiting == 2
+
+
+def test_nobody_passes_a_request_that_does_not_fit(scene: Scene) -> None:
+    assert scene.submit(2, queue_s=5.0, num_tokens=1) == []
+    assert reserves(scene.aborted(9)) == [1]
+    assert refuse(scene, 1) == []
+
+
+def test_a_request_whose_time_is_over_makes_way(scene: Scene) -> None:
+    scene.submit(2, queue_s=9.0)
+    commands = scene.after(5.0)
+    assert names(commands) == ["Send failed", "Abort", "Reserve"]
+    assert (error(commands).message, error(commands).retry_after_s) == ("no room within 5 s", 1.0)
+    assert reserves(commands) == [2]
+
+
+def test_a_later_request_may_run_out_of_time_first(scene: Scene) -> None:
+    scene.submit(2, queue_s=1.0)
+    commands = scene.after(1.0)
+    assert names(commands) == ["Send failed", "Abort"]
+    assert scene.machine.waiting == 1
+
+
+def test_the_budget_counts_while_a_request_waits(scene: Scene) -> None:
+    scene.submit(2, queue_s=9.0, budget_s=2.0)
+    (message,) = [message for message in sent(scene.after(2.0)) if message.HasField("failed")]
+    assert message.failed.error.message == "the request's 2 s are over"
+
+
+def test_a_request_that_can_never_fit_makes_way(scene: Scene) -> None:
+    scene.submit(2, queue_s=5.0)
+    scene.aborted(9)
+    commands = scene.on(EngineRefused(f"{SESSION}.1", InvalidRequest("longer than the context")))
+    assert names(commands) == ["Send failed", "Abort", "Reserve"]
+    assert reserves(commands) == [2]
+
+
+def test_a_cancelled_request_makes_way(scene: Scene) -> None:
+    scene.submit(2, queue_s=5.0)
+    assert scene.cancel(1)[0] == Abort(f"{SESSION}.1")
+    assert reserves(scene.aborted(1)) == []  # the second one reserves since the cancel
+
+
+def test_a_session_that_breaks_reserves_nothing_for_its_own_requests(scene: Scene) -> None:
+    scene.on(SessionOpened(2))
+    scene.submit(2, queue_s=5.0)
+    scene.submit(1, session=2, queue_s=5.0, policy=pb.LOCAL_POLICY_LOCAL)
+    commands = scene.on(SessionClosed(SESSION))
+    (reserve,) = [command for command in commands if isinstance(command, Reserve)]
+    assert reserve.request.request_id == "2.1"
+
+
+def test_released_is_sent_before_the_next_one_reserves(scene: Scene) -> None:
+    scene.submit(2, queue_s=5.0)
+    scene.aborted(9)
+    scene.reserved(1)
+    refuse(scene, 2)
+    scene.opened(1)
+    scene.cancel(1)
+    scene.closed(1)
+    assert names(scene.aborted(1)) == ["Send released", "Reserve"]

@@ -1,0 +1,227 @@
+"""A decode node's machine under any order of events keeps the invariants I1, I3, I5 and I6 of the design."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.errors import BatonError, DataLoss, InternalError, InvalidRequest, Overloaded
+from baton.types import FinishReason, TokenOutput
+from decode_node.events import (
+    Closing,
+    Draining,
+    HandOverReceived,
+    PeerLost,
+    SegmentRefused,
+    SessionClosed,
+    SessionMessage,
+    SessionOpened,
+    StepDone,
+    TimePassed,
+)
+from decode_node.machine import DecodeMachine
+from decode_node.rules import DecodeRules
+from engine.events import RequestFailed, StepEvents, TokenSampled
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
+from tests.unit.decode_node.environment import Environment, Request
+
+NUM_BLOCKS = 12
+POLICIES = st.sampled_from([pb.LOCAL_POLICY_STRICT, pb.LOCAL_POLICY_PREFER, pb.LOCAL_POLICY_LOCAL])
+SOME_S = st.none() | st.sampled_from([0.0, 1.0, 5.0])
+REFUSALS: st.SearchStrategy[BatonError] = st.sampled_from(
+    [Overloaded("no room"), InvalidRequest("it could never run"), InternalError("KeyError on the decode node")]
+)
+
+
+class DecodeNode(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        rules = DecodeRules("decode-0", "a:1", incarnation=7, lease_s=3.0, local_prefill_tokens=20, waiting_max=4)
+        self.machine = DecodeMachine(rules)
+        self.env = Environment(self.machine, num_blocks=NUM_BLOCKS)
+        self.open_sessions: list[int] = []
+        self.sessions = 0
+        self.keys = 0
+        self.open_session()
+
+    # ---- gateways
+
+    @rule()
+    def open_session(self) -> None:
+        self.sessions += 1
+        self.open_sessions.append(self.sessions)
+        self.env.on(SessionOpened(self.sessions))
+
+    @precondition(lambda self: self.open_sessions)
+    @rule(data=st.data())
+    def close_session(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.open_sessions))
+        self.open_sessions.remove(session)
+        for engine_id, request in self.env.requests.items():
+            request.over |= engine_id.startswith(f"{session}.")
+        self.env.on(SessionClosed(session))
+
+    @precondition(lambda self: self.open_sessions)
+    @rule(
+        data=st.data(),
+        num_tokens=st.sampled_from([1, 30, 60, 200]),
+        policy=POLICIES,
+        budget_s=SOME_S,
+        queue_s=SOME_S,
+        temperature=st.sampled_from([0.0, 0.0, 0.0, -1.0]),
+    )
+    def submit(
+        self,
+        data: st.DataObject,
+        num_tokens: int,
+        policy: pb.LocalPolicy.ValueType,
+        budget_s: float | None,
+        queue_s: float | None,
+        temperature: float,
+    ) -> None:
+        session = data.draw(st.sampled_from(self.open_sessions))
+        self.keys += 1
+        deadline_s = None if budget_s is None else self.env.now_s + budget_s
+        self.env.requests[f"{session}.{self.keys}"] = Request(deadline_s)
+        submit = pb.SubmitRequest(
+            key=self.keys,
+            prompt_token_ids=range(num_tokens),
+            sampling=common_pb2.SamplingParams(max_tokens=9, temperature=temperature),
+            policy=policy,
+            prefill_available=True,
+            budget_s=budget_s,
+            queue_s=queue_s,
+        )
+        self.env.on(SessionMessage(session, pb.SessionRequest(submit=submit)))
+
+    @precondition(lambda self: self.env.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        session, key = self._any_request(data)
+        self.env.requests[f"{session}.{key}"].over = True
+        self.env.on(SessionMessage(session, pb.SessionRequest(cancel=pb.CancelRequest(key=key))))
+
+    @precondition(lambda self: self.env.requests)
+    @rule(data=st.data(), renews=st.booleans())
+    def answer_a_loss(self, data: st.DataObject, renews: bool) -> None:
+        session, key = self._any_request(data)
+        lease = data.draw(st.sampled_from([self.env.requests[f"{session}.{key}"].lease or 0, 1]))
+        message = (
+            pb.SessionRequest(renew=pb.RenewTicket(key=key, failed_lease=lease, output_token_ids=[7]))
+            if renews
+            else pb.SessionRequest(here=pb.PrefillHere(key=key, failed_lease=lease))
+        )
+        self.env.on(SessionMessage(session, message))
+
+    def _any_request(self, data: st.DataObject) -> tuple[int, int]:
+        session, _, key = data.draw(st.sampled_from(list(self.env.requests))).partition(".")
+        return int(session), int(key)
+
+    # ---- prefill nodes and the transfer
+
+    @precondition(lambda self: self.env.leases)
+    @rule(data=st.data(), finished=st.booleans())
+    def hand_over(self, data: st.DataObject, finished: bool) -> None:
+        lease = data.draw(st.sampled_from(list(self.env.leases)))
+        reason = common_pb2.FINISH_REASON_STOP if finished else common_pb2.FINISH_REASON_UNSPECIFIED
+        first = common_pb2.Token(token_id=7)
+        self.env.on(HandOverReceived(1, pb.HandOver(lease=lease, first_token=first, finish_reason=reason)))
+
+    @precondition(lambda self: self._fillable())
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        self.env.fill(data.draw(st.sampled_from(self._fillable())))
+
+    def _fillable(self) -> list[int]:
+        return [number for number in self.env.numbers("opening", "open") if not self.env.leases[number].filled]
+
+    @precondition(lambda self: self.env.leases)
+    @rule(data=st.data(), refused=st.booleans())
+    def lose(self, data: st.DataObject, refused: bool) -> None:
+        lease = data.draw(st.sampled_from(list(self.env.leases)))
+        self.env.on(
+            SegmentRefused(lease, DataLoss("its digest does not match"))
+            if refused
+            else PeerLost(1, "prefill-0", (lease,))
+        )
+
+    @precondition(lambda self: self.env.numbers("opening"))
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
+    def end_opening(self, data: st.DataObject, fails: bool) -> None:
+        self.env.end_opening(data.draw(st.sampled_from(self.env.numbers("opening"))), fails=fails)
+
+    @precondition(lambda self: self.env.numbers("closing"))
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
+    def end_closing(self, data: st.DataObject, fails: bool) -> None:
+        self.env.end_closing(data.draw(st.sampled_from(self.env.numbers("closing"))), fails=fails)
+
+    # ---- the engine
+
+    @precondition(lambda self: self.env.aborting)
+    @rule(data=st.data())
+    def end_abort(self, data: st.DataObject) -> None:
+        self.env.end_abort(data.draw(st.sampled_from(list(self.env.aborting))))
+
+    @precondition(lambda self: self.env.running)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        tokens, failed = [], []
+        for engine_id in sorted(self.env.running):
+            outcome = data.draw(st.sampled_from(["goes on", "goes on", "finishes", "fails"]))
+            if outcome == "fails":
+                failed.append(RequestFailed(engine_id, InternalError("a step failed")))
+            else:
+                reason = FinishReason.STOP if outcome == "finishes" else None
+                tokens.append(TokenSampled(engine_id, TokenOutput(7, 0), reason, ""))
+            if outcome != "goes on":
+                self.env.finish(engine_id)
+        self.env.on(StepDone(StepEvents(1, 0.01, tokens=tuple(tokens), failed=tuple(failed))))
+
+    @rule(error=REFUSALS)
+    def refuse_next(self, error: BatonError) -> None:
+        self.env.refuse_next = error
+
+    @rule(finishes=st.booleans())
+    def finish_first(self, finishes: bool) -> None:
+        self.env.finish_first = finishes
+
+    # ---- time
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
+    def wait(self, seconds: float) -> None:
+        until_s = self.env.now_s + seconds
+        while (deadline_s := self.machine.deadline_s) is not None and deadline_s <= until_s:
+            self.env.now_s = max(self.env.now_s, deadline_s)
+            for request in self.env.requests.values():
+                request.over |= request.deadline_s is not None and request.deadline_s <= self.env.now_s
+            self.env.on(TimePassed())
+            assert self.machine.deadline_s is None or self.machine.deadline_s > self.env.now_s
+        self.env.now_s = until_s
+
+    @rule()
+    def drain(self) -> None:
+        self.env.on(Draining())
+
+    # ---- what always holds
+
+    @invariant()
+    def waiting_requests_hold_nothing(self) -> None:
+        assert self.machine.waiting <= 4
+
+    def teardown(self) -> None:
+        """Everything ends: I1, I5 and I6."""
+        for request in self.env.requests.values():
+            request.over = True
+        self.env.on(Closing())
+        self.env.settle()
+        assert sorted(self.env.free) == list(range(NUM_BLOCKS))
+        assert self.env.numbers("opening", "open", "closing", "broken") == []
+        assert [request.sent.count("released") for request in self.env.requests.values()] == [1] * self.keys
+        assert not self.machine.busy
+        assert self.machine.waiting == 0
+        assert self.machine.deadline_s is None
+        assert dict(self.env.ended_sessions) == dict.fromkeys(self.open_sessions, 1)
+
+
+DecodeNode.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDecodeNode = DecodeNode.TestCase

@@ -1,0 +1,138 @@
+"""One request's machine over a small fleet, driven by hand: the nodes' messages in short, the commands by kind."""
+
+from typing import TypeVar
+
+from baton.errors import BatonError
+from baton.rpc.status import to_detail
+from baton.types import LocalPolicy
+from gateway.commands import Command, Finish, LoseNode, Respond
+from gateway.events import DecodeReplied, DecodeReply, Event, PrefillEnded, PrefillReplied, SessionLost, Started
+from gateway.request_machine import RequestMachine
+from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from tests.unit.gateway.fleets import SmallFleet, request, rules
+
+AnyCommand = TypeVar("AnyCommand", bound=Command)
+
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+class Words:
+    """A detokenizer for which each token is a word."""
+
+    def push(self, token_id: int) -> str:
+        return f" {token_id}"
+
+    def finish(self) -> str:
+        return ""
+
+
+class Served:
+    """One request that has been started."""
+
+    def __init__(
+        self,
+        *,
+        prefills: int = 2,
+        decodes: int = 2,
+        policy: LocalPolicy = LocalPolicy.PREFER,
+        timeout_s: float = 100.0,
+        start: bool = True,
+    ) -> None:
+        self.fleet = SmallFleet(prefills, decodes, policy)
+        self.machine = RequestMachine(request(timeout_s=timeout_s), rules(policy), self.fleet, Words())
+        self.now_s = 0.0
+        self.commands: list[Command] = []  # all so far
+        if start:
+            self.handle(Started())
+
+    def handle(self, *events: Event, after_s: float = 0.0) -> list[Command]:
+        """Gives the machine these events together, `after_s` after the last ones; returns its commands."""
+        self.now_s += after_s
+        commands = self.machine.handle(events, self.now_s)
+        for command in commands:
+            if isinstance(command, LoseNode):
+                self.fleet.lost(command.role, command.address, command.reason)
+        self.commands += commands
+        return commands
+
+    def decode(self, *messages: DecodeReply, attempt: int = 1, after_s: float = 0.0) -> list[Command]:
+        return self.handle(*(DecodeReplied(attempt, message) for message in messages), after_s=after_s)
+
+    def prefill(self, *replies: prefill_pb2.PrefillEvent, call: int = 1, after_s: float = 0.0) -> list[Command]:
+        return self.handle(*(PrefillReplied(call, reply) for reply in replies), after_s=after_s)
+
+    def prefill_ended(self, error: BatonError | None, *, call: int = 1) -> list[Command]:
+        return self.handle(PrefillEnded(call, error))
+
+    def session_lost(self, attempt: int = 1) -> list[Command]:
+        """As the shell does it: the fleet knows first."""
+        self.fleet.lose(f"d{attempt}")
+        return self.handle(SessionLost(attempt, "gone"))
+
+    @property
+    def messages(self) -> list[generation_pb2.GenerateResponse]:
+        return [command.message for command in of(self.commands, Respond)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for message in self.messages for token in message.tokens]
+
+    @property
+    def receipt(self) -> common_pb2.Receipt:
+        return self.messages[-1].receipt
+
+    @property
+    def error(self) -> BatonError | None:
+        """What the request ended with; it must have ended."""
+        finish = self.commands[-1]
+        assert isinstance(finish, Finish)
+        return finish.error
+
+
+def of(commands: list[Command], kind: type[AnyCommand]) -> list[AnyCommand]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def only(commands: list[Command], kind: type[AnyCommand]) -> AnyCommand:
+    (found,) = of(commands, kind)
+    return found
+
+
+# ---- what nodes send
+
+
+def token(
+    index: int, finish: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
+) -> decode_pb2.StepToken:
+    return decode_pb2.StepToken(token=common_pb2.Token(token_id=100 + index, index=index), finish_reason=finish)
+
+
+def first_token(
+    index: int = 0, finish: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
+) -> prefill_pb2.PrefillEvent:
+    first = prefill_pb2.PrefillFirstToken(token=common_pb2.Token(token_id=100 + index, index=index))
+    first.finish_reason = finish
+    return prefill_pb2.PrefillEvent(first_token=first)
+
+
+def reserved(lease: int = 1) -> decode_pb2.Reserved:
+    return decode_pb2.Reserved(
+        ticket=common_pb2.Ticket(lease=common_pb2.Lease(number=lease), token_start=0, token_stop=64)
+    )
+
+
+def accepted() -> decode_pb2.Accepted:
+    return decode_pb2.Accepted(why="short")
+
+
+def failed(error: BatonError) -> decode_pb2.Failed:
+    return decode_pb2.Failed(error=to_detail(error))
+
+
+def hand_over_failed(error: BatonError, lease: int = 1) -> decode_pb2.HandOverFailed:
+    return decode_pb2.HandOverFailed(lease=lease, error=to_detail(error))
+
+
+SCHEDULED = prefill_pb2.PrefillEvent(scheduled=prefill_pb2.PrefillScheduled(queue_s=0.25))
+PROGRESS = prefill_pb2.PrefillEvent(progress=prefill_pb2.PrefillProgress(computed_tokens=16))
+SENT = prefill_pb2.PrefillEvent(sent=prefill_pb2.PrefillSent(tokens_sent=64, bytes_sent=4096, segments=2))

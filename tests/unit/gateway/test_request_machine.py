@@ -1,0 +1,523 @@
+"""One request as a list of events: the hand-over without failures, and each way in which it can fail."""
+
+from collections.abc import Callable
+
+import pytest
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    NoNode,
+    Overloaded,
+    UnknownLease,
+)
+from baton.types import LocalPolicy
+from gateway import events
+from gateway.commands import (
+    AskDecode,
+    CallPrefill,
+    CancelPrefill,
+    Command,
+    Finish,
+    LeaveDecode,
+    LoseNode,
+    Respond,
+    SubmitToDecode,
+)
+from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed
+from protos.baton.v1 import common_pb2, decode_pb2
+from tests.unit.gateway.served import (
+    LENGTH,
+    PROGRESS,
+    SCHEDULED,
+    SENT,
+    Served,
+    accepted,
+    failed,
+    first_token,
+    hand_over_failed,
+    of,
+    only,
+    reserved,
+    token,
+)
+
+GONE = NoNode("connection refused")
+
+
+def prefilling(**how: object) -> Served:
+    """A request whose prompt a prefill node computes."""
+    served = Served(**how)  # type: ignore[arg-type]
+    served.decode(reserved())
+    served.prefill(SCHEDULED)
+    return served
+
+
+def decoding(**how: object) -> Served:
+    """A request with one token from its prefill node and one from its decode node."""
+    served = prefilling(**how)
+    served.prefill(first_token(), SENT)
+    served.decode(decode_pb2.Admitted(), token(1))
+    return served
+
+
+# ---- as it should go
+
+
+def test_a_remote_prefill_command_by_command() -> None:
+    served = Served(prefills=1, decodes=1, start=False)
+    (submit,) = served.handle(events.Started())
+    assert isinstance(submit, SubmitToDecode)
+    assert (submit.address, submit.request.prefill_available) == ("d1", True)
+    assert list(submit.request.prompt_token_ids) == list(range(1, 65))
+    (call,) = served.decode(reserved(lease=7))
+    assert isinstance(call, CallPrefill)
+    assert (call.address, call.request.ticket.lease.number, call.timeout_s) == ("p1", 7, 100.0)
+    assert served.prefill(SCHEDULED, PROGRESS) == []
+    (respond,) = served.prefill(first_token(), after_s=0.5)
+    assert isinstance(respond, Respond)
+    assert (respond.message.request_id, respond.message.text) == ("r", " 100")
+    assert served.prefill(SENT) == []
+    assert served.prefill_ended(None) == []
+    (respond,) = served.decode(decode_pb2.Admitted(transfer_s=0.125), token(1), token(2))
+    assert isinstance(respond, Respond)
+    assert [each.token_id for each in respond.message.tokens] == [101, 102]
+    leave, tokens, last, finish = served.decode(token(3, LENGTH), after_s=0.5)
+    assert leave == LeaveDecode(1, cancel=False)
+    assert finish == Finish(None)
+    assert isinstance(tokens, Respond)
+    assert isinstance(last, Respond)
+    assert (last.message.finish_reason, last.message.usage.completion_tokens) == (LENGTH, 4)
+    receipt = last.message.receipt
+    assert (receipt.path, receipt.bytes_sent, receipt.transport) == (common_pb2.PATH_REMOTE, 4096, "cma")
+    assert (receipt.first_token_s, receipt.total_s, receipt.attempts) == (0.5, 1.0, 1)
+    assert served.machine.deadline_s is None
+
+
+def test_a_local_prefill() -> None:
+    served = Served(prefills=0, policy=LocalPolicy.LOCAL)
+    submit = only(served.commands, SubmitToDecode)
+    assert not submit.request.prefill_available
+    assert submit.request.policy == decode_pb2.LOCAL_POLICY_LOCAL
+    first = token(0)
+    first.prefill_s = 0.25
+    served.decode(accepted(), first, token(1, LENGTH))
+    assert served.error is None
+    assert (served.receipt.path, served.receipt.prefill_s) == (common_pb2.PATH_LOCAL, 0.25)
+
+
+def test_tokens_that_come_together_leave_in_one_message() -> None:
+    served = decoding()
+    (respond,) = served.decode(token(2), token(3))
+    assert isinstance(respond, Respond)
+    assert respond.message.text == " 102 103"
+
+
+def test_the_decode_node_may_be_faster_than_the_first_token() -> None:
+    served = prefilling()
+    assert served.decode(decode_pb2.Admitted(), token(1)) == []
+    served.prefill(first_token())
+    assert served.token_ids == [100, 101]
+
+
+def test_the_last_token_may_come_after_the_release() -> None:
+    served = prefilling()
+    assert served.decode(decode_pb2.Released()) == []
+    served.prefill(first_token(finish=LENGTH), SENT)
+    assert served.error is None
+    assert served.token_ids == [100]
+
+
+def test_a_prompt_is_prefilled_where_it_waits_least() -> None:
+    served = Served()
+    other = Served()
+    other.fleet.prefills["p1"].note_sent(64)
+    assert only(served.decode(reserved()), CallPrefill).address == "p1"
+    assert only(other.decode(reserved()), CallPrefill).address == "p2"
+
+
+# ---- the receipt waits for the prefill node's count
+
+
+def test_the_last_message_waits_for_the_count_of_what_was_sent() -> None:
+    served = prefilling()
+    served.prefill(first_token())
+    served.decode(decode_pb2.Admitted(), token(1, LENGTH))
+    assert served.token_ids == [100, 101]
+    assert of(served.commands, Finish) == []
+    served.prefill(SENT)
+    assert served.error is None
+    assert served.receipt.bytes_sent == 4096
+
+
+def test_the_last_message_waits_for_one_second_only() -> None:
+    served = prefilling()
+    served.prefill(first_token())
+    served.decode(decode_pb2.Admitted(bytes_received=4096), token(1, LENGTH))
+    assert served.machine.deadline_s == served.now_s + 1.0
+    commands = served.handle(TimePassed(), after_s=1.0)
+    assert of(commands, CancelPrefill) == [CancelPrefill(1)]
+    assert served.error is None
+    assert served.receipt.bytes_sent == 4096
+
+
+@pytest.mark.parametrize("error", [None, GONE])
+def test_the_last_message_does_not_wait_for_a_call_that_is_over(error: BatonError | None) -> None:
+    served = prefilling()
+    served.prefill(first_token())
+    served.decode(decode_pb2.Admitted(), token(1, LENGTH))
+    served.prefill_ended(error)
+    assert served.error is None
+
+
+def test_a_finished_output_outlives_its_decode_node() -> None:
+    served = prefilling()
+    served.prefill(first_token())
+    served.decode(decode_pb2.Admitted(), token(1, LENGTH))
+    served.session_lost()
+    served.prefill(SENT)
+    assert served.error is None
+
+
+# ---- prefill nodes fail: another one, or the decode node itself, redoes the prompt
+
+
+@pytest.mark.parametrize("how", ["call ends", "stream ends", "decode node reports it"])
+def test_another_prefill_node_redoes_the_prompt(how: str) -> None:
+    served = prefilling()
+    if how == "call ends":
+        commands = served.prefill_ended(GONE)
+    elif how == "stream ends":
+        commands = served.prefill_ended(None)
+    else:
+        commands = served.decode(hand_over_failed(DataLoss("digest")))
+        assert only(commands, CancelPrefill) == CancelPrefill(1)
+    asked = only(commands, AskDecode).message
+    assert asked == decode_pb2.RenewTicket(failed_lease=1)
+    call = only(served.decode(reserved(lease=2)), CallPrefill)
+    assert (call.call, call.address, call.request.ticket.lease.number) == (2, "p2", 2)
+    served.prefill(first_token(), SENT, call=2)
+    served.decode(decode_pb2.Admitted(), token(1, LENGTH))
+    assert served.error is None
+    assert served.token_ids == [100, 101]
+    assert (served.receipt.attempts, served.receipt.prefill_node) == (2, "node-12")
+    assert served.receipt.why.startswith("node-11 failed (")
+
+
+def test_the_decode_node_prefills_itself_when_nobody_else_is_left() -> None:
+    served = prefilling(prefills=1)
+    asked = only(served.prefill_ended(GONE), AskDecode).message
+    assert asked == decode_pb2.PrefillHere(failed_lease=1)
+    served.decode(accepted(), token(0), token(1, LENGTH))
+    assert served.error is None
+    assert (served.receipt.path, served.receipt.attempts) == (common_pb2.PATH_LOCAL, 2)
+
+
+def test_the_last_attempt_is_the_decode_nodes_although_prefill_nodes_are_left() -> None:
+    served = prefilling(prefills=3)
+    served.prefill_ended(GONE)
+    served.decode(reserved(lease=2))
+    asked = only(served.prefill_ended(GONE, call=2), AskDecode).message
+    assert asked == decode_pb2.PrefillHere(failed_lease=2)
+
+
+def test_tokens_given_before_a_failed_hand_over_go_with_the_next_ticket() -> None:
+    served = prefilling()
+    served.prefill(first_token())
+    asked = only(served.prefill_ended(GONE), AskDecode).message
+    assert list(asked.output_token_ids) == [100]
+    call = only(served.decode(reserved(lease=2)), CallPrefill)
+    assert list(call.request.output_token_ids) == [100]
+    served.prefill(first_token(1), call=2)
+    served.decode(decode_pb2.Admitted(), token(2, LENGTH))
+    assert served.token_ids == [100, 101, 102]
+
+
+def test_a_hand_over_that_was_given_up_may_have_succeeded() -> None:
+    served = prefilling()
+    served.prefill(first_token())
+    served.prefill_ended(GONE)
+    served.decode(decode_pb2.Admitted(), token(1, LENGTH))
+    assert served.error is None
+    assert served.token_ids == [100, 101]
+
+
+def test_a_report_about_an_older_lease_changes_nothing() -> None:
+    served = prefilling()
+    served.prefill_ended(GONE)
+    assert served.decode(hand_over_failed(GONE)) == []
+    served.decode(reserved(lease=2))
+    assert served.decode(hand_over_failed(GONE)) == []
+
+
+def test_strict_asks_for_a_ticket_even_when_nobody_is_left_and_then_fails() -> None:
+    served = prefilling(prefills=1, policy=LocalPolicy.STRICT)
+    asked = only(served.prefill_ended(GONE), AskDecode).message
+    assert isinstance(asked, decode_pb2.RenewTicket)
+    served.decode(reserved(lease=2))
+    assert isinstance(served.error, NoNode)
+    assert "1 prefill attempt(s) failed" in served.error.message
+
+
+def test_strict_gives_the_last_overload_as_it_is() -> None:
+    served = prefilling(prefills=1, policy=LocalPolicy.STRICT)
+    served.prefill_ended(Overloaded("full", retry_after_s=2.0))
+    served.decode(reserved(lease=2))
+    assert isinstance(served.error, Overloaded)
+    assert served.error.retry_after_s == 2.0
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("too long"), DeadlineExceeded("late")])
+def test_a_failure_that_is_the_clients_doing_ends_the_request(error: BatonError) -> None:
+    served = prefilling()
+    served.prefill_ended(error)
+    assert served.error is error
+    assert only(served.commands, LeaveDecode).cancel
+
+
+def test_a_silent_prefill_node_is_replaced() -> None:
+    served = prefilling()
+    assert served.machine.deadline_s == 10.0
+    served.prefill(PROGRESS, after_s=6.0)
+    assert served.machine.deadline_s == 16.0
+    commands = served.handle(TimePassed(), after_s=10.0)
+    lost, cancel, ask = commands
+    assert lost == LoseNode(common_pb2.ROLE_PREFILL, "p1", "no sign of life for 10 s")
+    assert cancel == CancelPrefill(1)
+    assert isinstance(ask, AskDecode)
+    assert served.prefill(first_token()) == []  # too late
+    assert only(served.decode(reserved(lease=2)), CallPrefill).address == "p2"
+
+
+def test_any_sign_of_life_of_a_prefill_node_counts_while_the_call_is_queued_there() -> None:
+    served = Served()
+    served.decode(reserved())
+    served.fleet.connect("p1", 8.0)
+    assert served.machine.deadline_s == 18.0
+    served.prefill(SCHEDULED)
+    assert served.machine.deadline_s == 10.0
+
+
+def test_a_prefill_node_that_has_sent_everything_owes_nothing() -> None:
+    served = prefilling()
+    served.prefill(first_token(), SENT)
+    assert served.machine.deadline_s == 30.0
+    assert of(served.handle(TimePassed(), after_s=29.0), LoseNode) == []
+
+
+# ---- decode nodes fail: prompt plus tokens so far are prefilled again
+
+
+def test_a_lost_decode_node_is_replaced_and_the_stream_goes_on() -> None:
+    served = decoding()
+    commands = served.session_lost()
+    assert only(commands, LeaveDecode).attempt == 1
+    submit = only(commands, SubmitToDecode)
+    assert (submit.attempt, submit.address, list(submit.request.output_token_ids)) == (2, "d2", [100, 101])
+    assert served.decode(token(2)) == []  # of the lost node
+    served.decode(reserved(), attempt=2)
+    served.prefill(first_token(2), SENT, call=2)
+    served.decode(decode_pb2.Admitted(), token(3, LENGTH), attempt=2)
+    assert served.error is None
+    assert served.token_ids == [100, 101, 102, 103]
+    assert "node-21 was lost (gone)" in served.receipt.why
+
+
+def test_a_silent_decode_node_is_replaced() -> None:
+    served = decoding()
+    assert served.machine.deadline_s == 30.0
+    served.fleet.connect("d1", 20.0)
+    assert served.machine.deadline_s == 50.0
+    commands = served.handle(TimePassed(), after_s=50.0)
+    assert only(commands, LoseNode) == LoseNode(common_pb2.ROLE_DECODE, "d1", "no sign of life for 30 s")
+    assert only(commands, SubmitToDecode).address == "d2"
+
+
+def test_a_decode_node_may_wait_for_room_before_it_answers() -> None:
+    served = Served()
+    assert served.machine.deadline_s == 40.0  # decode_stall_s and queue_s
+    served.decode(accepted())
+    assert served.machine.deadline_s == 30.0
+
+
+def test_the_only_decode_node_is_waited_for_and_may_come_back() -> None:
+    served = decoding(decodes=1)
+    commands = served.session_lost()
+    assert of(commands, SubmitToDecode) == []
+    assert served.machine.waits_for_fleet
+    assert served.machine.deadline_s == 100.0
+    assert served.handle(FleetChanged()) == []
+    served.fleet.connect("d1", 5.0, restarts=1)
+    assert only(served.handle(FleetChanged()), SubmitToDecode).address == "d1"
+    assert not served.machine.waits_for_fleet
+
+
+def test_a_silent_node_is_not_chosen_again_before_its_next_status() -> None:
+    served = decoding(decodes=1)
+    served.handle(TimePassed(), after_s=30.0)
+    assert served.machine.waits_for_fleet
+    served.fleet.connect("d1", 31.0)
+    assert only(served.handle(FleetChanged()), SubmitToDecode).address == "d1"
+
+
+def test_a_request_continues_only_on_a_node_with_the_same_weights() -> None:
+    served = decoding()
+    served.fleet.decodes["d2"].status.info.model.weights_digest = "other"
+    served.fleet.decodes["d2"].take_status(served.fleet.decodes["d2"].status, "")
+    served.session_lost()
+    assert served.machine.waits_for_fleet
+
+
+@pytest.mark.parametrize("error", [DataLoss("digest"), UnknownLease("gone"), DeadlineExceeded("lease")])
+def test_a_decode_node_that_lost_the_request_is_replaced(error: BatonError) -> None:
+    served = decoding()
+    commands = served.decode(failed(error))
+    assert only(commands, LeaveDecode) == LeaveDecode(1, cancel=False)
+    assert of(commands, SubmitToDecode)
+
+
+def test_an_error_that_no_node_can_cure_ends_the_request() -> None:
+    served = decoding()
+    served.decode(failed(InternalError("bug")))
+    assert isinstance(served.error, InternalError)
+
+
+def test_a_release_without_an_end_is_a_loss() -> None:
+    served = decoding()
+    commands = served.decode(decode_pb2.Released())
+    assert only(commands, LeaveDecode) == LeaveDecode(1, cancel=False)
+    assert of(commands, SubmitToDecode)
+
+
+def test_losses_in_a_row_end_the_request_and_tokens_reset_the_count() -> None:
+    served = decoding()
+    for attempt in range(1, 4):  # the first of them after tokens
+        assert of(served.handle(SessionLost(attempt, "gone")), SubmitToDecode)
+    served.handle(SessionLost(4, "gone"))
+    assert isinstance(served.error, NoNode)
+    assert "4 decode nodes in a row were lost" in served.error.message
+
+
+def test_a_first_token_that_can_no_longer_arrive_is_a_loss() -> None:
+    served = prefilling()
+    served.decode(decode_pb2.Admitted(), token(1))
+    commands = served.prefill_ended(GONE)
+    submit = only(commands, SubmitToDecode)
+    assert list(submit.request.output_token_ids) == []
+    served.decode(accepted(), token(0), token(1, LENGTH), attempt=2)
+    assert served.error is None
+    assert served.token_ids == [100, 101]
+
+
+def test_tokens_after_a_lost_first_token_do_not_pass_in_the_same_batch() -> None:
+    served = prefilling()
+    served.handle(
+        DecodeReplied(1, decode_pb2.Admitted()),
+        events.PrefillEnded(1, GONE),
+        DecodeReplied(1, token(1)),
+    )
+    assert served.machine.deadline_s is not None
+    assert only(served.commands[1:], SubmitToDecode).attempt == 2
+
+
+def test_a_token_that_no_node_will_send_is_an_error() -> None:
+    served = Served()
+    served.decode(accepted(), token(1))
+    assert isinstance(served.error, InternalError)
+
+
+# ---- overload and drain
+
+
+def test_a_node_without_room_is_passed_over() -> None:
+    served = Served()
+    commands = served.decode(failed(Overloaded("no blocks", retry_after_s=1.0)))
+    assert only(commands, SubmitToDecode).address == "d2"
+    served.decode(failed(Overloaded("no blocks", retry_after_s=3.0)), attempt=2)
+    assert isinstance(served.error, Overloaded)
+    assert served.error.retry_after_s is not None
+
+
+def test_a_draining_decode_node_hands_the_request_over() -> None:
+    served = decoding()
+    commands = served.decode(failed(Draining("going away")))
+    submit = only(commands, SubmitToDecode)
+    assert (submit.address, list(submit.request.output_token_ids)) == ("d2", [100, 101])
+
+
+def test_a_request_that_has_begun_waits_when_the_only_node_drains() -> None:
+    served = decoding(decodes=1)
+    served.decode(failed(Draining("going away")))
+    assert served.machine.waits_for_fleet
+
+
+def test_without_a_node_a_new_request_fails_at_once() -> None:
+    served = Served(decodes=0)
+    assert isinstance(served.error, NoNode)
+    assert served.error.retry_after_s == 1.0
+
+
+# ---- cancellation and deadlines, in every phase
+
+
+def waiting() -> Served:
+    served = decoding(decodes=1)
+    served.session_lost()
+    return served
+
+
+def finished_but_for_the_receipt() -> Served:
+    served = prefilling()
+    served.prefill(first_token(finish=LENGTH))
+    return served
+
+
+PHASES: dict[str, Callable[[], Served]] = {
+    "submitted": Served,
+    "prefilling": prefilling,
+    "decoding": decoding,
+    "waiting for a node": waiting,
+    "finished but for the receipt": finished_but_for_the_receipt,
+}
+
+
+def is_closed(commands: list[Command]) -> bool:
+    """Whether every attempt and call that was opened has been closed."""
+    left = {each.attempt for each in of(commands, LeaveDecode)}
+    return left == {each.attempt for each in of(commands, SubmitToDecode)}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_cancelling_closes_everything(phase: str) -> None:
+    served = PHASES[phase]()
+    gone = Cancelled("the client is gone")
+    served.handle(events.Cancelled(gone))
+    assert served.error is gone
+    assert is_closed(served.commands)
+    assert served.machine.deadline_s is None
+    assert served.handle(DecodeReplied(1, token(2)), PrefillReplied(1, SENT), FleetChanged(), TimePassed()) == []
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "finished but for the receipt"])
+def test_the_deadline_ends_the_request(phase: str) -> None:
+    served = PHASES[phase]()
+    served.fleet.connect("d1", 99.0)
+    served.fleet.connect("p1", 99.0)
+    served.handle(PrefillReplied(1, PROGRESS), after_s=99.0)
+    assert of(served.commands, Finish) == []
+    served.handle(TimePassed(), after_s=1.0)
+    assert isinstance(served.error, DeadlineExceeded)
+    assert "within its 100 s" in served.error.message
+    assert is_closed(served.commands)
+
+
+def test_the_deadlines_error_names_what_failed() -> None:
+    served = waiting()
+    served.handle(TimePassed(), after_s=100.0)
+    assert isinstance(served.error, DeadlineExceeded)
+    assert "(node-21 was lost (gone))" in served.error.message

@@ -1,0 +1,389 @@
+"""One call's states: what is sent when, when the hand-over is sent, and how a call that fails ends."""
+
+from collections.abc import Callable
+
+import pytest
+
+from baton.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
+from baton.rpc.status import from_detail
+from baton.types import FinishReason
+from engine.events import RequestFailed
+from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
+from prefill_node.events import (
+    Aborted,
+    BecameQuiet,
+    CallCancelled,
+    Closing,
+    EngineRefused,
+    Event,
+    LeaseEnded,
+    PeerFacts,
+    PeerLost,
+    SendFailed,
+    Sent,
+    StopFailed,
+)
+from prefill_node.machine import PrefillMachine
+from protos.baton.v1 import common_pb2, decode_pb2
+from protos.baton.v1 import prefill_pb2 as pb
+from tests.unit.prefill_node.calls import (
+    BLOCKS,
+    INCARNATION,
+    LAYERS,
+    PEER,
+    PROMPT,
+    called,
+    chunk,
+    layers,
+    machine,
+    play,
+    sampled,
+    segments_of,
+    started,
+    step,
+    ticket,
+)
+
+
+def kinds(commands: list[Command]) -> list[type[Command]]:
+    return [type(command) for command in commands]
+
+
+def sends(commands: list[Command]) -> list[SendKV]:
+    return [command for command in commands if isinstance(command, SendKV)]
+
+
+def send(commands: list[Command]) -> SendKV:
+    (found,) = sends(commands)
+    return found
+
+
+def hand_overs(commands: list[Command]) -> list[decode_pb2.HandOver]:
+    messages = [command.message for command in commands if isinstance(command, SendToPeer)]
+    return [message.hand_over for message in messages if message.WhichOneof("message") == "hand_over"]
+
+
+def quiets(commands: list[Command]) -> list[decode_pb2.Quiet]:
+    messages = [command.message for command in commands if isinstance(command, SendToPeer)]
+    return [message.quiet for message in messages if message.WhichOneof("message") == "quiet"]
+
+
+def responses(commands: list[Command]) -> list[pb.PrefillEvent]:
+    return [command.event for command in commands if isinstance(command, Respond)]
+
+
+# ---- the good run
+
+
+def test_a_call_computes_sends_hands_over_frees_and_ends() -> None:
+    node = machine()
+    (submit,) = node.handle(called(), 0.0)
+    assert isinstance(submit, Submit)
+    assert (submit.request.request_id, submit.request.prompt, submit.request.prefill_only) == ("1", PROMPT, True)
+
+    computed = node.handle(step(started(), chunk(8), sampled()), 1.0)
+    assert kinds(computed) == [Respond, SendKV, Respond, Respond]
+    assert [event.WhichOneof("event") for event in responses(computed)] == ["scheduled", "progress", "first_token"]
+
+    handed_over = node.handle(Sent(1, segments_of(send(computed).job)), 2.0)
+    assert kinds(handed_over) == [SendToPeer, Respond, Abort]
+    (message,) = hand_overs(handed_over)
+    assert (message.lease, message.first_token.token_id) == (5, 42)
+    assert [event.WhichOneof("event") for event in responses(handed_over)] == ["sent"]
+
+    assert node.busy
+    assert node.handle(Aborted(1), 3.0) == [EndCall(1, None)]
+    assert not node.busy
+
+
+def test_the_engine_gets_what_the_gateway_and_the_peer_want() -> None:
+    grouped = called(layers_per_group=1)
+    grouped.request.output_token_ids.extend([1, 2])
+    grouped.request.ticket.token_stop = len(PROMPT) + 2
+    (submit,) = play(machine(), grouped)
+    assert isinstance(submit, Submit)
+    assert (submit.request.output, submit.request.cache_salt) == ((1, 2), "salt")
+    assert (submit.request.layers_per_group, submit.request.decode_context_tokens) == (1, PEER.max_context_tokens)
+
+
+def test_chunks_whose_layers_are_sent_together_are_reported_whole() -> None:
+    (submit,) = play(machine(), called(layers_per_group=LAYERS))
+    assert isinstance(submit, Submit)
+    assert submit.request.layers_per_group == 0
+
+
+def test_a_job_names_lease_incarnation_tokens_layers_and_blocks() -> None:
+    granted = ticket(9, token_start=2, resume_at=3)
+    job = send(play(machine(), called(1, granted), step(chunk(8)))).job
+    assert (job.peer, job.sender_number, job.lease, job.incarnation) == (64, 7, 9, INCARNATION)
+    assert (job.token_start, job.token_stop, job.resume_at) == (2, 8, 3)
+    assert (job.layers, job.block_ids, job.first_segment) == (range(LAYERS), BLOCKS, 0)
+
+
+def test_only_one_job_is_under_way_and_what_is_computed_meanwhile_is_sent_together() -> None:
+    node = machine()
+    first = send(play(node, called(), step(chunk(2)))).job
+    assert sends(play(node, step(chunk(4)), step(chunk(6)))) == []
+    second = send(play(node, Sent(1, segments_of(first)))).job
+    assert (second.token_start, second.token_stop) == (2, 6)
+
+
+def test_first_layers_are_sent_while_the_others_compute() -> None:
+    node = machine()
+    first = send(play(node, called(layers_per_group=2), step(layers(8, 2)))).job
+    assert first.layers == range(2)
+    assert sends(play(node, step(chunk(8), sampled()))) == []
+    second = send(play(node, Sent(1, segments_of(first)))).job
+    assert second.layers == range(2, LAYERS)
+    (message,) = hand_overs(play(node, Sent(1, segments_of(second))))
+    assert message.lease == 5
+
+
+def test_layers_at_different_tokens_are_sent_one_job_after_the_other() -> None:
+    node = machine()
+    first = send(play(node, called(layers_per_group=1), step(layers(4, 1)))).job
+    play(node, step(chunk(4)), step(layers(8, 1)))
+    second = send(play(node, Sent(1, segments_of(first)))).job
+    third = send(play(node, Sent(1, segments_of(second)))).job
+    assert [(job.layers, job.token_start, job.token_stop) for job in (second, third)] == [
+        (range(1), 4, 8),
+        (range(1, LAYERS), 0, 4),
+    ]
+
+
+def test_segment_numbers_continue() -> None:
+    node = machine()
+    first = send(play(node, called(), step(chunk(4)))).job
+    second = send(play(node, Sent(1, segments_of(first, pieces=3)), step(chunk(8)))).job
+    assert second.first_segment == 3
+
+
+def test_no_hand_over_before_every_segment_is_sent() -> None:
+    node = machine()
+    first = send(play(node, called(), step(chunk(4)))).job
+    assert hand_overs(play(node, step(chunk(8), sampled()))) == []
+    after_first = play(node, Sent(1, segments_of(first)))
+    assert hand_overs(after_first) == []
+    assert len(hand_overs(play(node, Sent(1, segments_of(send(after_first).job))))) == 1
+
+
+def test_no_hand_over_before_the_first_token_is_sampled() -> None:
+    node = machine()
+    job = send(play(node, called(), step(chunk(8)))).job
+    assert hand_overs(play(node, Sent(1, segments_of(job)))) == []
+    assert kinds(play(node, step(sampled()))) == [Respond, SendToPeer, Respond, Abort]
+
+
+def test_tokens_that_the_decode_node_has_are_not_sent() -> None:
+    node = machine()
+    granted = ticket(token_start=6)
+    assert sends(play(node, called(1, granted), step(chunk(6)))) == []
+    job = send(play(node, step(chunk(8), sampled()))).job
+    assert (job.token_start, job.token_stop) == (6, 8)
+
+
+# ---- what responses say
+
+
+def test_the_times_of_a_call() -> None:
+    node = machine()
+    node.handle(called(), 10.0)
+    computed = node.handle(step(started(cached_tokens=3, queue_s=0.5), chunk(8), sampled()), 12.0)
+    scheduled, _, first_token = responses(computed)
+    assert (scheduled.scheduled.queue_s, scheduled.scheduled.cached_tokens) == (0.5, 3)
+    assert first_token.first_token.prefill_s == 1.5, "from the start of the first step to the sampling"
+    (message,) = hand_overs(node.handle(Sent(1, segments_of(send(computed).job)), 12.25))
+    assert message.sampled_ago_s == 0.25
+
+
+def test_a_start_that_was_not_reported_counts_from_the_submission() -> None:
+    node = machine()
+    node.handle(called(), 10.0)
+    first_token = responses(node.handle(step(chunk(8), sampled()), 13.0))[-1]
+    assert first_token.first_token.prefill_s == 3.0
+
+
+def test_progress_counts_computed_tokens() -> None:
+    commands = play(machine(), called(), step(chunk(2)), step(chunk(5)))
+    assert [event.progress.computed_tokens for event in responses(commands)] == [2, 5]
+
+
+def test_a_first_token_that_is_also_the_last_says_why() -> None:
+    node = machine()
+    computed = play(node, called(), step(chunk(8), sampled(finish_reason=FinishReason.LENGTH)))
+    assert responses(computed)[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    (message,) = hand_overs(play(node, Sent(1, segments_of(send(computed).job))))
+    assert message.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+def test_the_sent_event_sums_up_what_was_sent() -> None:
+    node = machine()
+    peer = PeerFacts(64, 7, transport="cuda_ipc", kv_converted="bfloat16 to fp8", max_context_tokens=None)
+    first = send(play(node, called(1, ticket(token_start=2), peer=peer, layers_per_group=3), step(chunk(4)))).job
+    sent = play(node, Sent(1, segments_of(first)), step(chunk(8), sampled()))
+    last = play(node, Sent(1, segments_of(send(sent).job, pieces=2)))
+    (event,) = responses(last)
+    assert event.sent == pb.PrefillSent(
+        tokens_sent=6,
+        bytes_sent=10 * LAYERS * 6,
+        segments=3,
+        transport="cuda_ipc",
+        segment_bytes=10 * LAYERS * 2,
+        kv_converted="bfloat16 to fp8",
+        layer_groups=2,
+    )
+
+
+# ---- failures and cancellations: the rows of the design's table that this side sees
+
+GATEWAY_CANCELS = CallCancelled(1)
+LEASE_IS_TAKEN_BACK = LeaseEnded(PEER.number, 5)
+PEER_IS_LOST = PeerLost(PEER.number, NoNode("decode-0 is gone"))
+PROCESS_ENDS = Closing()
+ENGINE_IS_FULL = EngineRefused(1, Overloaded("no room", retry_after_s=2.0))
+STEP_FAILED = step(RequestFailed("1", Cancelled("the engine is closing")))
+LINK_FAILED = SendFailed(1, DataLoss("the link to the peer was closed"))
+
+FAILURES: dict[str, tuple[Event, type[BatonError]]] = {
+    "client cancels, or its gateway dies": (GATEWAY_CANCELS, Cancelled),
+    "decode node takes the lease back": (LEASE_IS_TAKEN_BACK, Cancelled),
+    "decode node dies": (PEER_IS_LOST, NoNode),
+    "drain out of time": (PROCESS_ENDS, Draining),
+    "engine overloaded": (ENGINE_IS_FULL, Overloaded),
+    "engine step failed": (STEP_FAILED, Cancelled),
+    "link failed": (LINK_FAILED, DataLoss),
+}
+
+
+def waiting() -> PrefillMachine:
+    """The call waits for its first step."""
+    node = machine()
+    play(node, called())
+    return node
+
+
+def sending() -> PrefillMachine:
+    """A job is under way while the next chunk computes."""
+    node = waiting()
+    play(node, step(started(), chunk(4)))
+    return node
+
+
+def sampled_and_sending() -> PrefillMachine:
+    """The gateway has the first token; the last job is under way."""
+    node = waiting()
+    play(node, step(started(), chunk(8), sampled()))
+    return node
+
+
+@pytest.mark.parametrize("moment", [waiting, sending, sampled_and_sending])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_call_that_fails_stops_becomes_quiet_reports_frees_and_ends(
+    failure: str, moment: Callable[[], PrefillMachine]
+) -> None:
+    node = moment()
+    event, error_type = FAILURES[failure]
+    assert play(node, event) == [StopSending(1, PEER.number, 5)]
+
+    quiet = play(node, BecameQuiet(1))
+    assert kinds(quiet) == [SendToPeer, Abort]
+    (message,) = quiets(quiet)
+    assert message.lease == 5
+    assert type(from_detail(message.error)) is error_type
+
+    (end,) = play(node, Aborted(1))
+    assert isinstance(end, EndCall)
+    assert type(end.error) is error_type
+    assert not node.busy
+
+
+@pytest.mark.parametrize("second", FAILURES)
+def test_a_call_that_is_ending_keeps_its_error(second: str) -> None:
+    node = sending()
+    play(node, PEER_IS_LOST)
+    assert play(node, FAILURES[second][0]) == []
+    play(node, BecameQuiet(1))
+    assert play(node, FAILURES[second][0]) == []
+    (end,) = play(node, Aborted(1))
+    assert isinstance(end, EndCall)
+    assert isinstance(end.error, NoNode)
+
+
+@pytest.mark.parametrize("late", FAILURES)
+def test_after_the_hand_over_nothing_fails_a_call_any_more(late: str) -> None:
+    node = machine()
+    job = send(play(node, called(), step(chunk(8), sampled()))).job
+    play(node, Sent(1, segments_of(job)))
+    assert play(node, FAILURES[late][0]) == []
+    assert play(node, Aborted(1)) == [EndCall(1, None)]
+
+
+@pytest.mark.parametrize("late", FAILURES)
+def test_after_the_end_of_a_call_nothing_happens_for_it(late: str) -> None:
+    node = sending()
+    play(node, PEER_IS_LOST, BecameQuiet(1), Aborted(1))
+    assert play(node, FAILURES[late][0], step(chunk(8), sampled()), BecameQuiet(1), Aborted(1)) == []
+
+
+def test_a_stopped_call_computes_and_sends_nothing_more() -> None:
+    node = sending()
+    job = send(play(sending(), Sent(1, ()), step(chunk(8)))).job
+    play(node, GATEWAY_CANCELS)
+    assert play(node, step(chunk(8), sampled()), Sent(1, segments_of(job)), LINK_FAILED) == []
+    play(node, BecameQuiet(1))
+    assert play(node, step(chunk(8), sampled()), Sent(1, segments_of(job)), LINK_FAILED) == []
+
+
+def test_blocks_stay_held_when_the_transfer_cannot_say_that_nothing_reads_them() -> None:
+    node = sending()
+    play(node, GATEWAY_CANCELS)
+    error = Draining("the transfer has ended")
+    assert play(node, StopFailed(1, error)) == [EndCall(1, error)]
+    assert not node.busy
+
+
+def test_an_overloaded_engines_hint_reaches_both_ends() -> None:
+    node = waiting()
+    (message,) = quiets(play(node, ENGINE_IS_FULL, BecameQuiet(1)))
+    assert message.error.retry_after_s == 2.0
+    (end,) = play(node, Aborted(1))
+    assert isinstance(end, EndCall)
+    assert end.error is not None
+    assert end.error.retry_after_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("granted", "field"),
+    [
+        (ticket(1 << 36), "ticket.lease.number"),
+        (ticket(token_stop=7), "ticket"),
+        (ticket(token_stop=9), "ticket"),
+        (ticket(token_start=8, resume_at=8), "ticket"),
+        (ticket(token_start=4, resume_at=3), "ticket"),
+        (ticket(token_start=4, resume_at=9), "ticket"),
+    ],
+)
+def test_a_ticket_that_does_not_fit_the_prompt_is_refused_and_its_lease_reported_quiet(
+    granted: common_pb2.Ticket, field: str
+) -> None:
+    node = machine()
+    assert play(node, called(1, granted)) == [StopSending(1, PEER.number, granted.lease.number)]
+    (message,) = quiets(play(node, BecameQuiet(1)))
+    assert message.error.field == field
+    (end,) = play(node, Aborted(1))
+    assert isinstance(end, EndCall)
+    assert isinstance(end.error, InvalidRequest)
+
+
+def test_the_highest_lease_number_is_taken() -> None:
+    assert kinds(play(machine(), called(1, ticket((1 << 36) - 1)))) == [Submit]
+
+
+def test_a_sampling_parameter_out_of_range_ends_the_call_at_once() -> None:
+    wrong = called()
+    wrong.request.sampling.temperature = -1.0
+    node = machine()
+    (end,) = play(node, wrong)
+    assert isinstance(end, EndCall)
+    assert isinstance(end.error, InvalidRequest)
+    assert not node.busy

@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/baton/v1/*.proto)
 GENERATED := protos/baton/v1/common_pb2.pyi
 # Tests that only compute run two at a time, and so do files of tests that start processes and wait for no deadline; those
 # with deadlines and faults run one after the other.
-COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
+COMPUTING := tests/unit tests/simulation tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
 	covering.py kv_convert.py kv_fp8.py kv_matrix.py kv_ranks.py kv_states.py kv_windows.py)
 UNHURRIED := tests/deploy $(addprefix tests/integration/test_, \
 	cli.py kv_convert.py layer_groups.py out_of_memory.py settings.py tokens.py transfer_benchmarks.py)
@@ -17,7 +17,7 @@ KERNELS := tests/unit/attention tests/unit/engine/test_choose_kernel.py tests/un
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos run test test-gpu check format bench docs clean
+.PHONY: help install protos run test simulate test-gpu check format bench docs clean
 
 help:  ## Show these verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -48,6 +48,9 @@ test: install  ## Run every test but the GPU's
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(COMPUTING)
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(UNHURRIED)
 	@$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(COMPUTING) $(UNHURRIED))
+
+simulate: install  ## Run the cluster in memory under faults: SEEDS=100000 for many, SEED=7 to replay one
+	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
 check: install  ## Lint, format check, types
 	@$(BIN)/ruff check .

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
+from tests.simulation.weather import Weather
+
 GATEWAY = "g"
 PREFILLS = ("p1", "p2")
 DECODES = ("d1", "d2")
@@ -53,7 +55,14 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a scenario: the kind's name, whom it hits, when and for how long."""
+    """One fault of a scenario.
+
+    Attributes:
+        kind: its name in `KINDS`.
+        target: whom it hits.
+        at_s: counted from the cluster's readiness.
+        seconds: until it is over.
+    """
 
     kind: str
     target: tuple[str, ...]
@@ -68,12 +77,14 @@ class Storm:
     Attributes:
         weights: of the kinds; a kind that is missing never happens.
         most: of faults in a run.
-        segments: 0 or 1: whether segments are duplicated, late or damaged.
+        targets: only these processes are hit, if given.
+        weather: of all runs; drawn by each run's seed if not given.
     """
 
     weights: Mapping[str, float]
     most: int = 3
-    segments: float = 1.0
+    targets: tuple[str, ...] = ()
+    weather: Weather | None = None
 
 
 USUAL = Storm(
@@ -97,5 +108,6 @@ def draw_faults(random: Random, storm: Storm) -> tuple[Fault, ...]:
         name = random.choices(names, weights)[0]
         kind = KINDS[name]
         seconds = random.uniform(*kind.seconds)
-        faults.append(Fault(name, random.choice(kind.targets), 0.02 + 0.3 * random.random(), seconds))
+        targets = [target for target in kind.targets if not storm.targets or set(target) <= set(storm.targets)]
+        faults.append(Fault(name, random.choice(targets), 0.3 * random.random(), seconds))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -9,7 +9,8 @@ from baton.types import SamplingParams
 from gateway import commands as c
 from gateway import events as e
 from gateway.fleet import DropSession, Fleet, FleetCommand
-from gateway.request_machine import Request, RequestMachine, Rules
+from gateway.request import Request, Rules
+from gateway.request_machine import RequestMachine
 from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from tests.simulation.client import ClientCall, Detokenizer
 from tests.simulation.clock import Timer

@@ -25,7 +25,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Client:
-    """One request: when it comes, what it wants, and when its client gives up."""
+    """One request: when it comes (counted from the cluster's readiness), what it wants, when its client gives up."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -58,9 +58,9 @@ class Scenario:
 def draw(random: Random, storm: Storm) -> Scenario:
     policy = random.choice((LocalPolicy.STRICT, LocalPolicy.PREFER, LocalPolicy.PREFER, LocalPolicy.LOCAL))
     weather = Weather(
-        duplicated=random.choice((0.0, 0.0, 0.1)) * storm.segments,
-        late=random.choice((0.0, 0.0, 0.2)) * storm.segments,
-        damaged=random.choice((0.0, 0.0, 0.0, 0.05)) * storm.segments,
+        duplicated=random.choice((0.0, 0.0, 0.1)),
+        late=random.choice((0.0, 0.0, 0.2)),
+        damaged=random.choice((0.0, 0.0, 0.0, 0.05)),
     )
     return Scenario(
         policy=policy,
@@ -72,7 +72,7 @@ def draw(random: Random, storm: Storm) -> Scenario:
         local_prefill_tokens=random.choice((0, 0, 3)),
         waiting_max=random.choice((1, 4)),
         queue_s=random.choice((0.0, 1.0, 1.0)),
-        weather=weather,
+        weather=storm.weather or weather,
         clients=_clients(random),
         faults=draw_faults(random, storm),
     )
@@ -97,7 +97,7 @@ def _client(random: Random, shared: tuple[int, ...]) -> Client:
     common = random.choice((0, 0, 4, 8, 12))
     draw = random.random()
     return Client(
-        at_s=0.02 + 0.15 * random.random(),
+        at_s=0.15 * random.random(),
         prompt=shared[:common] + own,
         max_tokens=random.randint(1, 8),
         timeout_s=0.3 * random.random() if draw < 0.1 else 20.0,

@@ -26,6 +26,7 @@ MAX_ATTEMPTS = 3
 _FIRST_STATUS_TIMEOUT_S = 1.0
 _PAIR_RETRY_S = 0.1
 _READY = common_pb2.PEER_PHASE_READY
+_PHASE = common_pb2.PeerPhase.Name
 
 Role: TypeAlias = common_pb2.Role.ValueType
 
@@ -269,6 +270,9 @@ class GatewayProcess:
         if watch.over:
             return
         watch.heard = True
+        if self.world.trace.wanted:
+            peers = ", ".join(f"{peer.name} {peer.incarnation} {_PHASE(peer.phase)}" for peer in status.peers)
+            self.world.trace.note(self.life.address, f"status of {address} {status.info.incarnation}: {peers}")
         self._apply(self.fleet.status_received(role, address, status, self.world.clock.now_s))
         self._fleet_changed()
         self._ask_for_pairs()
@@ -313,6 +317,9 @@ class GatewayProcess:
 
     def _connect(self, prefill: str, decode: str) -> None:
         def answered(state: common_pb2.PeerState) -> None:
+            self.world.trace.note(
+                self.life.address, f"{prefill} has {decode} {state.incarnation} as {_PHASE(state.phase)}"
+            )
             self.fleet.prefills[prefill].take_peer(state)
             self._fleet_changed()
 

@@ -109,7 +109,7 @@ class Node:
             self.requests_waiting,
             load.requests_total,
             load.tokens_waiting,
-            tuple((state.incarnation, state.phase) for state in self.peer_states()),
+            tuple((state.incarnation, state.phase, state.latency_s) for state in self.peer_states()),
         )
 
 

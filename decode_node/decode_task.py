@@ -1,10 +1,12 @@
 """One request on the decode node, from its submission to `Released`: this side of the hand-over, top to bottom. Pure.
 
-waiting ──► opening ──► filling ──► closing ──┬─ all KV is here ──────► decoding
-   │           ▲                              ├─ RenewTicket ─┐             ▲
-   │           └────────── extending ◄────────┼───────────────┘             │
-   └─ prefilled here ─────────────────────────┴─ PrefillHere ───────────────┘
-any of these ── finished, failed, cancelled ──► ending ──► over
+    waiting ──► opening ──► filling ──► closing ──┬─ all KV is here ──────► decoding
+       │           ▲                              ├─ RenewTicket ─┐             ▲
+       │           └────────── extending ◄────────┼───────────────┘             │
+       └─ prefilled here ─────────────────────────┴─ PrefillHere ───────────────┘
+    any of these ── finished, failed, cancelled ──► ending ──► over
+
+A lease is closed before its blocks are used or given back, and `Released` is the last message of every request.
 """
 
 from collections.abc import Iterator
@@ -36,6 +38,8 @@ from protos.baton.v1 import decode_pb2 as pb
 
 
 class Phase(Enum):
+    """What a request waits for, or does."""
+
     WAITING = "waits for blocks"
     OPENING = "its lease is being opened"
     FILLING = "waits for its KV"
@@ -48,7 +52,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The prefill node has sent all KV of the lease. `finished`: the first token was also the last one."""
+    """The prefill node has sent all KV of the lease.
+
+    Attributes:
+        finished: the first token was also the last one, so no KV is needed.
+        sampled_ago_s: how long ago the first token was sampled.
+    """
 
     lease: int
     first: TokenOutput
@@ -72,7 +81,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Renewed:
+class Renewal:
     """The gateway wants a new lease in place of this one; `output` is all tokens given so far."""
 
     lease: int
@@ -80,14 +89,14 @@ class Renewed:
 
 
 @dataclass(frozen=True)
-class LeftToThisNode:
+class LocalPrefill:
     """The gateway wants the prompt prefilled here; `output` is all tokens given so far."""
 
     lease: int
     output: tuple[int, ...]
 
 
-LeaseNews = HandedOver | Filled | Lost | Renewed | LeftToThisNode
+LeaseEvent = HandedOver | Filled | Lost | Renewal | LocalPrefill
 
 
 class DecodeTask:
@@ -129,13 +138,13 @@ class DecodeTask:
         self._reserving = False  # an answer of the engine is outstanding
         self._reservation: Reservation | None = None
         self.lease: int | None = None
-        self._early: list[LeaseNews] = []
+        self._early: list[LeaseEvent] = []
         self._handed_over: HandedOver | None = None
         self._handed_over_s = 0.0
         self._filled = False
         self._loss_reported = False
         self._lease_closing = False
-        self._decision: HandedOver | Renewed | LeftToThisNode | None = None
+        self._decision: HandedOver | Renewal | LocalPrefill | None = None
 
     # ---- waiting for blocks
 
@@ -207,29 +216,29 @@ class DecodeTask:
         self._enter(Phase.FILLING, deadline_s=now_s + self._rules.lease_s)
         commands: list[Command] = [self._send(pb.SessionResponse(reserved=self._ticket()))]
         early, self._early = self._early, []
-        for news in early:
-            commands += self.handle(news, now_s)
+        for event in early:
+            commands += self.lease_event(event, now_s)
         return commands
 
-    def handle(self, news: LeaseNews, now_s: float) -> list[Command]:
-        """Reacts to news of the lease; ignores what is about an earlier one, or comes too late to matter."""
-        if news.lease != self.lease:
+    def lease_event(self, event: LeaseEvent, now_s: float) -> list[Command]:
+        """Reacts to an event of the lease. Events of an earlier lease, or after the decision, are ignored."""
+        if event.lease != self.lease:
             return []
         if self.phase is Phase.OPENING:
             # A lease without tokens is filled before it is known to be open, and the ticket goes first.
-            self._early.append(news)
+            self._early.append(event)
             return []
         if self.phase is not Phase.FILLING:
             return []
-        match news:
+        match event:
             case HandedOver():
-                self._handed_over, self._handed_over_s = news, now_s
+                self._handed_over, self._handed_over_s = event, now_s
             case Filled():
                 self._filled = True
             case Lost(lease=lease, error=error):
                 return self._report_loss(lease, error)
-            case Renewed() | LeftToThisNode():
-                return self._decide(news)
+            case Renewal() | LocalPrefill():
+                return self._decide(event)
         first = self._handed_over
         if first is None or not (self._filled or first.finished):
             return []
@@ -244,7 +253,7 @@ class DecodeTask:
         failed = pb.HandOverFailed(key=self.key, lease=lease, error=to_detail(error))
         return [self._send(pb.SessionResponse(hand_over_failed=failed))]
 
-    def _decide(self, decision: HandedOver | Renewed | LeftToThisNode) -> list[Command]:
+    def _decide(self, decision: HandedOver | Renewal | LocalPrefill) -> list[Command]:
         self._enter(Phase.CLOSING)
         self._decision = decision
         return [self._close()]
@@ -263,12 +272,12 @@ class DecodeTask:
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
                 return [self._send(pb.SessionResponse(admitted=admitted)), Admit(self.engine_id, first)]
-            case Renewed(output=output):
+            case Renewal(output=output):
                 self._enter(Phase.EXTENDING)
                 self._request = replace(self._request, output=output)
                 self._reserving = True
                 return [ExtendReserved(self.engine_id, output)]
-            case LeftToThisNode(output=output):
+            case LocalPrefill(output=output):
                 return self._prefill_here(output, "no prefill node could do it", now_s)
         raise AssertionError(f"lease {totals.number} was closed without a decision")
 
@@ -393,7 +402,7 @@ class DecodeTask:
 
 
 def handed_over(message: pb.HandOver) -> HandedOver:
-    """A prefill node's message as news of its lease."""
+    """A prefill node's message as an event of its lease."""
     return HandedOver(
         lease=message.lease,
         first=token_from_proto(message.first_token),

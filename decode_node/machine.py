@@ -17,11 +17,11 @@ from decode_node.deadlines import Deadlines
 from decode_node.decode_task import (
     DecodeTask,
     Filled,
-    LeaseNews,
-    LeftToThisNode,
+    LeaseEvent,
+    LocalPrefill,
     Lost,
     Phase,
-    Renewed,
+    Renewal,
     handed_over,
 )
 from decode_node.events import (
@@ -96,18 +96,18 @@ class DecodeMachine:
                 self._sessions.discard(session)
                 return self._cancel(task for task in self._by_key.values() if task.session == session)
             case HandOverReceived(message=hand_over):
-                return self._lease_news(handed_over(hand_over), now_s)
+                return self._lease_event(handed_over(hand_over), now_s)
             case QuietReceived(message=quiet):
                 if not quiet.HasField("error"):
                     return []
-                return self._lease_news(Lost(quiet.lease, from_detail(quiet.error)), now_s)
+                return self._lease_event(Lost(quiet.lease, from_detail(quiet.error)), now_s)
             case PeerLost(name=name, leases=leases):
                 lost = [Lost(lease, BatonError(f"{name} is gone")) for lease in leases]
-                return [command for each in lost for command in self._lease_news(each, now_s)]
+                return [command for each in lost for command in self._lease_event(each, now_s)]
             case SegmentRefused(lease=lease, error=error):
-                return self._lease_news(Lost(lease, error), now_s)
+                return self._lease_event(Lost(lease, error), now_s)
             case LeaseFilled(totals=totals):
-                return self._lease_news(Filled(totals.number), now_s)
+                return self._lease_event(Filled(totals.number), now_s)
             case LeaseOpened(lease=lease):
                 return self._of_lease(lease, lambda task: task.lease_opened(now_s))
             case LeaseClosed(totals=totals):
@@ -140,12 +140,12 @@ class DecodeMachine:
                 return self._submit(session, message.submit, now_s)
             case "renew":
                 renew = message.renew
-                renewed = Renewed(renew.failed_lease, tuple(renew.output_token_ids))
-                return self._of_key(session, renew.key, lambda task: task.handle(renewed, now_s))
+                renewal = Renewal(renew.failed_lease, tuple(renew.output_token_ids))
+                return self._of_key(session, renew.key, lambda task: task.lease_event(renewal, now_s))
             case "here":
                 here = message.here
-                left = LeftToThisNode(here.failed_lease, tuple(here.output_token_ids))
-                return self._of_key(session, here.key, lambda task: task.handle(left, now_s))
+                local = LocalPrefill(here.failed_lease, tuple(here.output_token_ids))
+                return self._of_key(session, here.key, lambda task: task.lease_event(local, now_s))
             case "cancel":
                 return self._of_key(session, message.cancel.key, DecodeTask.cancel)
         return []
@@ -246,8 +246,8 @@ class DecodeMachine:
             del self._by_lease[lease]
         return self._after(task, commands)
 
-    def _lease_news(self, news: LeaseNews, now_s: float) -> list[Command]:
-        return self._of_lease(news.lease, lambda task: task.handle(news, now_s))
+    def _lease_event(self, event: LeaseEvent, now_s: float) -> list[Command]:
+        return self._of_lease(event.lease, lambda task: task.lease_event(event, now_s))
 
     def _after(self, task: DecodeTask, commands: list[Command]) -> list[Command]:
         """Brings the tables up to date with a request that has reacted to an event."""

@@ -53,7 +53,8 @@ class RequestDriver:
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None  # while it waits for an event
         self._timer: asyncio.TimerHandle | None = None
-        self._writing: asyncio.Task[object] | None = None  # this task, while a message to the client waits
+        self._task: asyncio.Task[object] | None = None  # that `run` is in
+        self._writing = False  # while a message to the client waits
         self._ended_by: BatonError | None = None  # what ends a request whose message to the client waits
         self._listening = False
         self._attempt: tuple[DecodeSession, int] | None = None  # with its key
@@ -65,15 +66,20 @@ class RequestDriver:
         Raises:
             BatonError: why it cannot be finished.
         """
+        self._task = asyncio.current_task()
+        machine, write, loop = self._machine, self._write_to_client, self._loop
         self._events.append(Started())
         try:
             while True:
                 events, self._events = self._events, []
-                commands = self._machine.handle(events, self._loop.time())
-                self._listen(listening=self._machine.waits_for_fleet)
+                commands = machine.handle(events, loop.time())
+                if machine.waits_for_fleet is not self._listening:
+                    self._listen(listening=machine.waits_for_fleet)
                 for command in commands:
                     if isinstance(command, Respond):
-                        await self._write(command.message)
+                        self._writing = True
+                        await write(command.message)
+                        self._writing = False
                     elif isinstance(command, Finish):
                         if command.error is not None:
                             raise command.error
@@ -81,17 +87,24 @@ class RequestDriver:
                     else:
                         self._execute(command)
                 if not self._events:
-                    await self._wait()
+                    self._set_timer(machine.deadline_s)
+                    self._waiter = loop.create_future()
+                    await self._waiter
+        except asyncio.CancelledError:
+            if self._ended_by is None or self._task is None or self._task.uncancel() > 0:
+                raise
+            raise self._ended_by from None
         finally:
             self._close()
 
     def end(self, error: BatonError) -> None:
         """Ends the request with this error, even while its client reads nothing."""
-        if self._writing is None:
+        if not self._writing:
             self._put(Cancelled(error))
         elif self._ended_by is None:
+            assert self._task is not None
             self._ended_by = error
-            self._writing.cancel()
+            self._task.cancel()
 
     # ---- commands
 
@@ -119,17 +132,6 @@ class RequestDriver:
             case LoseNode(role, address, reason):
                 self._connections.lose(role, address, reason)
 
-    async def _write(self, message: generation_pb2.GenerateResponse) -> None:
-        task = self._writing = asyncio.current_task()
-        try:
-            await self._write_to_client(message)
-        except asyncio.CancelledError:
-            if self._ended_by is None or task is None or task.uncancel() > 0:
-                raise
-            raise self._ended_by from None
-        finally:
-            self._writing = None
-
     def _leave(self, *, cancel: bool) -> None:
         if self._attempt is not None:
             session, key = self._attempt
@@ -145,7 +147,7 @@ class RequestDriver:
         """Ends what is still open: nothing is, unless the task was cancelled or an error ended it."""
         if self._timer is not None:
             self._timer.cancel()
-        self._listen(listening=False)
+        self._connections.remove_listener(self._fleet_changed)
         self._cancel_call()
         self._leave(cancel=True)
 
@@ -157,7 +159,9 @@ class RequestDriver:
             self._waiter.set_result(None)
 
     def _decode_replied(self, attempt: int, message: DecodeReply) -> None:
-        self._put(DecodeReplied(attempt, message))
+        self._events.append(DecodeReplied(attempt, message))
+        if self._waiter is not None and not self._waiter.done():  # as `_put`, once per token
+            self._waiter.set_result(None)
 
     def _session_lost(self, attempt: int, reason: str) -> None:
         self._put(SessionLost(attempt, reason))
@@ -173,8 +177,6 @@ class RequestDriver:
 
     def _listen(self, *, listening: bool) -> None:
         """Whether to receive `FleetChanged`."""
-        if listening == self._listening:
-            return
         self._listening = listening
         if listening:
             self._connections.add_listener(self._fleet_changed)
@@ -183,34 +185,20 @@ class RequestDriver:
 
     # ---- time
 
-    async def _wait(self) -> None:
-        """Returns when there is an event."""
-        deadline_s = self._machine.deadline_s
-        if deadline_s is not None and (self._timer is None or deadline_s < self._timer.when()):
-            self._set_timer(deadline_s)
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _set_timer(self, at_s: float) -> None:
+    def _set_timer(self, at_s: float | None) -> None:
+        # NOTE: a timer is only moved forward, and so not with every token, which would cost more than all else that is
+        # done for one. It may fire too early; then the machine says when to look again.
+        if at_s is None or (self._timer is not None and self._timer.when() <= at_s):
+            return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(at_s, self._timer_fired)
 
     def _timer_fired(self) -> None:
-        # NOTE: the timer is not moved with every token, which would cost more than all else that is done for one. So
-        # the machine's deadline may have moved on since the timer was set.
         self._timer = None
-        now_s, deadline_s = self._loop.time(), self._machine.deadline_s
-        if self._writing is not None:  # a slow client must not count as a silent node
-            deadline_s = self._request.deadline_s
-        if deadline_s is None:
-            return
-        if now_s < deadline_s:
-            self._set_timer(deadline_s)
-        elif self._writing is not None:
-            self.end(deadline_exceeded(self._request.timeout_s, self._machine.failures))
-        else:
+        if not self._writing:
             self._put(TimePassed())
+        elif self._loop.time() < self._request.deadline_s:  # a slow client must not count as a silent node
+            self._set_timer(self._request.deadline_s)
+        else:
+            self.end(deadline_exceeded(self._request.timeout_s, self._machine.failures))

@@ -79,6 +79,8 @@ class RequestMachine:
         self._end: OutputEnd | None = None
         self._receipt_waits_until_s = 0.0
         self._over = False
+        self._must_check = False  # an event may have made a wait shorter; tokens never do
+        self._check_at_s = request.deadline_s
         self._now_s = request.started_at_s
         self._commands: list[Command] = []
 
@@ -92,7 +94,6 @@ class RequestMachine:
         self._now_s = now_s
         commands: list[Command] = []
         self._commands = commands
-        self._choice.fleet_is_current()  # `LoseNode` commands of earlier calls have been executed
         if self._over:
             return commands
         try:
@@ -100,9 +101,8 @@ class RequestMachine:
                 self._react(event)
                 if self._over:
                     return commands
-            self._check_attempt()
-            if not self._over and now_s >= self._request.deadline_s:
-                self._finish(deadline_exceeded(self._request.timeout_s, self._receipt.failures))
+            if self._must_check or now_s >= self._check_at_s:
+                self._check()
         except BatonError as error:
             self._finish(error)
         self._respond_with_tokens()
@@ -110,12 +110,11 @@ class RequestMachine:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `TimePassed` is due: the request's deadline or the end of a shorter wait. None: the request is over."""
-        if self._over:
-            return None
-        if self._attempt is None:
-            return self._request.deadline_s
-        return min(self._request.deadline_s, self._wait_ends_at_s(self._attempt))
+        """When `TimePassed` is due: the request's deadline or the end of a shorter wait. None: the request is over.
+
+        A wait may have become longer since, by a sign of life: it is looked at again when the time has come.
+        """
+        return None if self._over else self._check_at_s
 
     @property
     def waits_for_fleet(self) -> bool:
@@ -140,10 +139,12 @@ class RequestMachine:
 
     def _react(self, event: Event) -> None:
         attempt = self._attempt
+        if isinstance(event, DecodeReplied):  # first, and by itself: there is one for every token
+            if attempt is not None and event.attempt == attempt.number:
+                self._decode_replied(attempt, event.message)
+            return
+        self._must_check = True
         match event:
-            case DecodeReplied(number, message):
-                if attempt is not None and number == attempt.number:
-                    self._decode_replied(attempt, message)
             case PrefillReplied(number, reply):
                 if attempt is not None and attempt.call is not None and number == attempt.call.number:
                     self._prefill_replied(attempt, attempt.call, reply)
@@ -159,16 +160,19 @@ class RequestMachine:
             case Cancelled(error):
                 self._finish(error)
             case TimePassed():
-                pass  # `handle` looks at the time after every batch of events
+                pass  # `_check` looks at the time
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
+        if isinstance(message, decode_pb2.StepToken):
+            attempt.waiting_since_s = self._now_s
+            if message.finish_reason:
+                attempt.ended_by_node = self._must_check = True
+            if message.HasField("prefill_s"):
+                self._receipt.prefilled(message.prefill_s)
+            self._pass_on(attempt, message)
+            return
+        self._must_check = True
         match message:
-            case decode_pb2.StepToken():
-                attempt.waiting_since_s = self._now_s
-                attempt.ended_by_node |= bool(message.finish_reason)
-                if message.HasField("prefill_s"):
-                    self._receipt.prefilled(message.prefill_s)
-                self._pass_on(attempt, message)
             case decode_pb2.Released():
                 # The request goes on if this comes first: the first token may also be the last one, and still be on
                 # its way from the prefill node.
@@ -347,6 +351,7 @@ class RequestMachine:
         for due in self._order.offer(step_token, hold=attempt.first_token_owed):
             self._end = self._reply.add(due)
             if self._end is not None:
+                self._must_check = True
                 self._receipt_waits_until_s = self._now_s + _RECEIPT_WAIT_S
                 return
 
@@ -364,11 +369,20 @@ class RequestMachine:
 
     # ---- waits
 
-    def _check_attempt(self) -> None:
-        """After a batch of events: whether the output is complete, or somebody owes an answer for too long."""
-        attempt = self._attempt
-        if attempt is None:
+    def _check(self) -> None:
+        """After events: whether the output is complete, or an answer is owed for too long, and when to look again."""
+        self._must_check = False
+        if self._attempt is not None:
+            self._check_attempt(self._attempt)
+        if self._over:
             return
+        if self._now_s >= self._request.deadline_s:
+            raise deadline_exceeded(self._request.timeout_s, self._receipt.failures)
+        self._check_at_s = self._request.deadline_s
+        if self._attempt is not None:
+            self._check_at_s = min(self._check_at_s, self._wait_ends_at_s(self._attempt))
+
+    def _check_attempt(self, attempt: Attempt) -> None:
         if self._end is not None:
             if not attempt.awaits_sent or self._now_s >= self._receipt_waits_until_s:
                 self._complete(attempt, self._end)
@@ -393,6 +407,7 @@ class RequestMachine:
             self._commands.append(LoseNode(common_pb2.ROLE_DECODE, attempt.node.address, reason))
             self._choice.losing(attempt.node)
             self._lose_attempt(attempt, reason)
+            self._choice.fleet_is_current()
             return
         call = attempt.call
         assert call is not None
@@ -401,6 +416,7 @@ class RequestMachine:
         self._commands.append(CancelPrefill(call.number))
         self._choice.losing(call.node)
         self._prefill_ended(attempt, call, NoNode(reason))
+        self._choice.fleet_is_current()
 
     @property
     def _remaining_s(self) -> float:

@@ -11,7 +11,7 @@ from protos.baton.v1 import prefill_pb2 as pb
 
 @dataclass(frozen=True)
 class Submit:
-    """Compute this prompt. Answered by `EngineRefused`, or by nothing but its steps."""
+    """Compute this prompt. Answered at once by `EngineRefused`, or by nothing but its steps."""
 
     request: EngineRequest
 
@@ -43,7 +43,7 @@ class StopSending:
 
 @dataclass(frozen=True)
 class SendToPeer:
-    """A message on the Pair stream; dropped when the pair is gone."""
+    """A message on the Pair stream; dropped when the peer is gone."""
 
     peer: int
     message: decode_pb2.PairRequest
@@ -51,7 +51,7 @@ class SendToPeer:
 
 @dataclass(frozen=True)
 class Respond:
-    """An event on the call's stream to the gateway."""
+    """An event on the call's stream to the gateway. Events are written in order."""
 
     call: int
     event: pb.PrefillEvent
@@ -59,7 +59,8 @@ class Respond:
 
 @dataclass(frozen=True)
 class EndCall:
-    """End the call's stream, after all responses; `error` None: everything has been sent."""
+    """End the call's stream. `error` None: everything has been sent, and the stream ends after all responses; else
+    responses that are not written yet are dropped."""
 
     call: int
     error: BatonError | None

@@ -15,11 +15,12 @@ from protos.baton.v1 import prefill_pb2 as pb
 
 @dataclass(frozen=True)
 class PeerFacts:
-    """The decode node that a ticket names, as the pair with it was made.
+    """The decode node that a ticket names, as the handshake found it.
 
     Attributes:
         number: this node's own for the peer.
         sender_number: the peer's for this node.
+        kv_converted: what KV becomes on its way, such as "bfloat16 to fp8"; empty: it stays as it is.
         max_context_tokens: of the decode node; None: unknown.
     """
 
@@ -32,10 +33,11 @@ class PeerFacts:
 
 @dataclass(frozen=True)
 class Called:
-    """A gateway wants a prompt prefilled for a ticket; the pair with the decode node is ready.
+    """A gateway wants a prompt prefilled for a ticket. The decode node is connected.
 
     Attributes:
-        layers_per_group: KV of so many layers is sent together while a chunk computes; all: chunks are sent whole.
+        layers_per_group: number of layers whose KV is sent together while a chunk computes. All layers: chunks are sent
+            whole.
     """
 
     call: int
@@ -46,7 +48,7 @@ class Called:
 
 @dataclass(frozen=True)
 class CallCancelled:
-    """The gateway cancelled the call, or is gone."""
+    """The gateway has cancelled the call, or is gone."""
 
     call: int
 
@@ -106,7 +108,7 @@ class Aborted:
 
 @dataclass(frozen=True)
 class LeaseEnded:
-    """The decode node took the lease back."""
+    """The decode node has taken the lease back."""
 
     peer: int
     lease: int
@@ -114,7 +116,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The pair with a decode node is gone."""
+    """The connection to a decode node is gone."""
 
     peer: int
     error: BatonError
@@ -122,12 +124,12 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class Draining:
-    """Refuse new calls; those that run go on."""
+    """New calls are refused from now on; those that run go on."""
 
 
 @dataclass(frozen=True)
 class Closing:
-    """The process ends: fail what still runs, so that gateways redo it elsewhere."""
+    """The process ends: calls that still run fail, so that gateways redo them elsewhere."""
 
 
 Event = (

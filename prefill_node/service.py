@@ -7,7 +7,7 @@ from baton.errors import BatonError
 from baton.rpc.status import abort
 from node.assembly import Node
 from node.waiting import until
-from prefill_node.call_driver import CallDriver
+from prefill_node.driver import PrefillDriver
 from prefill_node.events import Closing, Draining
 from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from protos.baton.v1 import prefill_pb2 as pb
@@ -23,7 +23,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     service_name = SERVICE_NAME
 
     def __init__(self, node: Node, settings: PrefillSettings) -> None:
-        self._driver = CallDriver(node, settings)
+        self._driver = PrefillDriver(node, settings)
 
     async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillEvent]

@@ -1,7 +1,4 @@
-"""What of a request's KV is computed and not yet sent, layer by layer. Pure.
-
-Knows neither blocks nor links: ranges of tokens and of layers.
-"""
+"""Which part of a call's KV is computed and not yet sent, as ranges of tokens for each layer. Pure."""
 
 from itertools import groupby
 from typing import NamedTuple
@@ -16,10 +13,7 @@ class Part(NamedTuple):
 
 
 class Unsent:
-    """Args:
-    token_start: of the tokens that are wanted, the first.
-    token_stop: the end of those.
-    """
+    """The tokens [token_start, token_stop) are wanted, in every layer."""
 
     def __init__(self, num_layers: int, *, token_start: int, token_stop: int) -> None:
         self._token_stop = token_stop
@@ -27,13 +21,16 @@ class Unsent:
         self._computed = [token_start] * num_layers
 
     def computed(self, token_stop: int, *, layer_stop: int | None = None) -> None:
-        """All tokens up to that one are in the cache: in the layers in front of `layer_stop`, or in every one."""
+        """The cache holds all tokens before `token_stop`, in the layers before `layer_stop` or in all of them.
+
+        A prompt that is computed again after a preemption takes nothing back.
+        """
         token_stop = min(token_stop, self._token_stop)
         for layer in range(len(self._computed) if layer_stop is None else layer_stop):
             self._computed[layer] = max(self._computed[layer], token_stop)
 
     def take(self) -> list[Part]:
-        """All that is computed and was not taken before, in as few parts as neighbouring layers allow."""
+        """All that is computed and was not taken before. Neighbouring layers with equal ranges share a part."""
         ranges = list(zip(self._taken, self._computed, strict=True))
         self._taken = self._computed[:]
         alike = [(tokens, list(layers)) for tokens, layers in groupby(range(len(ranges)), key=ranges.__getitem__)]

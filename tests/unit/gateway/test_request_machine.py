@@ -298,9 +298,12 @@ def test_any_sign_of_life_of_a_prefill_node_counts_while_the_call_is_queued_ther
     served = Served()
     served.decode(reserved())
     served.fleet.connect("p1", 8.0)
+    assert served.handle(TimePassed(), after_s=10.0) == []
     assert served.machine.deadline_s == 18.0
     served.prefill(SCHEDULED)
-    assert served.machine.deadline_s == 10.0
+    assert served.machine.deadline_s == 20.0
+    served.fleet.connect("p1", 19.0)
+    assert of(served.handle(TimePassed(), after_s=10.0), LoseNode)
 
 
 def test_a_prefill_node_that_has_sent_everything_owes_nothing() -> None:
@@ -332,8 +335,9 @@ def test_a_silent_decode_node_is_replaced() -> None:
     served = decoding()
     assert served.machine.deadline_s == 30.0
     served.fleet.connect("d1", 20.0)
+    assert served.handle(TimePassed(), after_s=30.0) == []
     assert served.machine.deadline_s == 50.0
-    commands = served.handle(TimePassed(), after_s=50.0)
+    commands = served.handle(TimePassed(), after_s=20.0)
     assert only(commands, LoseNode) == LoseNode(common_pb2.ROLE_DECODE, "d1", "no sign of life for 30 s")
     assert only(commands, SubmitToDecode).address == "d2"
 
@@ -355,6 +359,15 @@ def test_the_only_decode_node_is_waited_for_and_may_come_back() -> None:
     served.fleet.connect("d1", 5.0, restarts=1)
     assert only(served.handle(FleetChanged()), SubmitToDecode).address == "d1"
     assert not served.machine.waits_for_fleet
+
+
+def test_messages_of_an_earlier_attempt_change_nothing() -> None:
+    served = decoding()
+    served.session_lost()
+    late = (decode_pb2.Released(), failed(InternalError("bug")), token(2), accepted(), decode_pb2.Admitted())
+    assert served.decode(*late) == []
+    assert served.handle(SessionLost(1, "again")) == []
+    assert only(served.decode(reserved(), attempt=2), CallPrefill).call == 2
 
 
 def test_a_silent_node_is_not_chosen_again_before_its_next_status() -> None:

@@ -1,4 +1,4 @@
-"""What is computed is taken once: every token of every layer, and nothing that is not there yet."""
+"""Every token of every layer is taken once, and not before it is computed."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +12,14 @@ def unsent() -> Unsent:
     return Unsent(LAYERS, token_start=10, token_stop=100)
 
 
-def test_a_chunk_goes_as_one_part() -> None:
+def test_a_chunk_is_one_part() -> None:
     sending = unsent()
     sending.computed(50)
     assert sending.take() == [Part(range(LAYERS), 10, 50)]
     assert sending.take() == []
 
 
-def test_first_layers_go_before_the_others_of_their_chunk() -> None:
+def test_first_layers_are_taken_before_the_others_of_their_chunk() -> None:
     sending = unsent()
     sending.computed(50, layer_stop=2)
     assert sending.take() == [Part(range(2), 10, 50)]
@@ -29,7 +29,7 @@ def test_first_layers_go_before_the_others_of_their_chunk() -> None:
     assert sending.take() == [Part(range(3, LAYERS), 10, 50)]
 
 
-def test_what_came_while_nothing_was_taken_goes_together() -> None:
+def test_what_is_computed_between_two_takes_is_taken_together() -> None:
     sending = unsent()
     sending.computed(50, layer_stop=2)
     sending.computed(50)
@@ -37,12 +37,22 @@ def test_what_came_while_nothing_was_taken_goes_together() -> None:
     assert sending.take() == [Part(range(1), 10, 80), Part(range(1, LAYERS), 10, 50)]
 
 
-def test_what_the_decode_node_has_or_does_not_want_is_not_taken() -> None:
+def test_tokens_outside_of_the_wanted_range_are_not_taken() -> None:
     sending = unsent()
     sending.computed(10)
     assert sending.take() == []
     sending.computed(200)
     assert sending.take() == [Part(range(LAYERS), 10, 100)]
+
+
+def test_a_prompt_that_is_computed_again_is_taken_once() -> None:
+    sending = unsent()
+    sending.computed(50)
+    assert sending.take() == [Part(range(LAYERS), 10, 50)]
+    sending.computed(30)
+    assert sending.take() == []
+    sending.computed(60)
+    assert sending.take() == [Part(range(LAYERS), 50, 60)]
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Drives all Prefill calls: delivers events to the machine, and executes its commands on engine, transfer and peers."""
+"""Runs the prefill node's machine: delivers events, and executes its commands on engine, transfer and peers."""
 
 import asyncio
 import itertools
@@ -36,8 +36,10 @@ from protos.baton.v1 import prefill_pb2 as pb
 log = logging.getLogger("baton")
 
 
-class CallDriver:
-    """All methods run on the event loop.
+class PrefillDriver:
+    """The machine of one prefill node and what it talks to: gateways, decode nodes, the engine, the transfer.
+
+    All methods belong to the event loop's thread.
 
     Attributes:
         peers: the decode nodes that calls send KV to.

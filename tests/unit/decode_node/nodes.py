@@ -1,0 +1,39 @@
+"""Real nodes in the test's process: the demo model on a CPU, KV over the loopback transport."""
+
+from functools import partial
+from typing import Any
+
+from baton.config import DEMO_MODELS, DecodeSettings, PrefillSettings
+from engine.build import Built
+from node.assembly import Listener, Node, load
+from protos.baton.v1 import common_pb2
+
+SETTINGS = {
+    "model": str(DEMO_MODELS / "llama"),
+    "device": "cpu",
+    "transport": "loopback",
+    "num_blocks": 64,
+    "segment_mib": 0.25,
+}
+
+
+def decode_settings(**values: object) -> DecodeSettings:
+    return DecodeSettings.model_validate(SETTINGS | values)
+
+
+def load_demo() -> Built:
+    return load(decode_settings())
+
+
+def decode_node(built: Built, settings: DecodeSettings) -> Node:
+    """Not yet entered, so that a role can listen."""
+    return Node(settings, built, role=common_pb2.ROLE_DECODE, address="127.0.0.1:1")
+
+
+def prefill_node(built: Built, *, address: str = "127.0.0.1:2") -> Node:
+    """A node that only sends KV: nobody listens to its engine."""
+    settings = PrefillSettings.model_validate(SETTINGS)
+    node = Node(settings, built, role=common_pb2.ROLE_PREFILL, address=address)
+    ignore: Any = partial(lambda event: None)
+    node.listen(Listener(on_step=ignore, on_filled=ignore, on_refused=ignore))
+    return node

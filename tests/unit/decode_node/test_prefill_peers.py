@@ -1,0 +1,210 @@
+"""Pair streams with real transfers on both sides: who is accepted, what is passed on, what is left of a lost peer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.errors import PeerRefused
+from decode_node import prefill_peers
+from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
+from decode_node.prefill_peers import PrefillPeers
+from engine.build import Built
+from kvtransfer.plan import links_between
+from node.assembly import Listener, Node
+from node.describe import from_addresses, from_info, from_warm_ups, to_addresses
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
+from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo, prefill_node
+from tests.unit.decode_node.streams import DEADLINE_S, Stream, until
+
+PairStream = Stream[pb.PairRequest, pb.PairResponse]
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    return load_demo()
+
+
+@dataclass
+class Peers:
+    """A decode node's peers, and what they have delivered."""
+
+    node: Node
+    all: PrefillPeers = field(init=False)
+    delivered: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.all = PrefillPeers(self.node, self.delivered.append)
+
+    def serve(self, stream: PairStream) -> "asyncio.Task[None]":
+        return asyncio.create_task(self.all.serve(stream.incoming, stream.write))
+
+    def phases(self) -> list[str]:
+        return [common_pb2.PeerPhase.Name(state.phase).removeprefix("PEER_PHASE_") for state in self.all.states()]
+
+
+@asynccontextmanager
+async def decode_peers(built: Built, **settings: object) -> AsyncIterator[Peers]:
+    node = decode_node(built, decode_settings(**settings))
+    node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
+    async with node.transfer:
+        yield Peers(node)
+
+
+@asynccontextmanager
+async def sender(built: Built, *, address: str = "127.0.0.1:2") -> AsyncIterator[Node]:
+    node = prefill_node(built, address=address)
+    async with node.transfer:
+        yield node
+
+
+def hello(node: Node) -> pb.PairRequest:
+    return pb.PairRequest(hello=pb.PairHello(info=node.info))
+
+
+async def pair(stream: PairStream, node: Node) -> pb.PairAccepted:
+    """The prefill node's side of the handshake, up to its warm-up messages."""
+    stream.send(hello(node))
+    accepted = (await stream.receive()).accepted
+    flows = links_between(node.description, from_info(accepted.info))
+    addresses = await node.transfer.listen(1, flows, sends=True)
+    stream.send(pb.PairRequest(linked=pb.PairLinked(worker_addresses=from_addresses(addresses))))
+    assert (await stream.receive()).HasField("connected")
+    await node.transfer.connect(1, to_addresses(accepted.worker_addresses), message_bytes=accepted.message_bytes)
+    warm = await node.transfer.warm_up(1, accepted.sender_number)
+    stream.send(pb.PairRequest(warmed_up=from_warm_ups(warm)))
+    return accepted
+
+
+async def ended(task: "asyncio.Task[None]") -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+
+
+async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        serving = peers.serve(stream)
+        number = (await pair(stream, node)).sender_number
+        ready = (await stream.receive()).ready
+        assert ready.gigabytes_per_s > 0
+        assert peers.phases() == ["READY"]
+        hand_over, quiet = pb.HandOver(lease=5), pb.Quiet(lease=6)
+        stream.send(pb.PairRequest(hand_over=hand_over), pb.PairRequest(quiet=quiet))
+        await until(lambda: len(peers.delivered) == 2)
+        peers.all.send_lease_ended(6)
+        assert (await stream.receive()).lease_ended.lease == 6
+        stream.end()
+        await ended(serving)
+        assert peers.delivered == [
+            HandOverReceived(number, hand_over),
+            QuietReceived(number, quiet),
+            PeerLost(number, node.name, ()),
+        ]
+        (state,) = peers.all.states()
+        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "its stream broke")
+
+
+async def test_closing_ends_the_streams_after_what_is_queued(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        serving = peers.serve(stream)
+        await pair(stream, node)
+        assert (await stream.receive()).HasField("ready")
+        peers.all.send_lease_ended(6)
+        peers.all.close()
+        await ended(serving)
+        assert [response.lease_ended.lease for response in stream.received()] == [6]
+
+
+async def test_a_stream_without_hello_is_refused(built: Built) -> None:
+    async with decode_peers(built) as peers:
+        stream = PairStream()
+        stream.send(pb.PairRequest(quiet=pb.Quiet(lease=1)))
+        with pytest.raises(PeerRefused, match="not a hello"):
+            await ended(peers.serve(stream))
+        assert (peers.all.states(), peers.delivered) == ([], [])
+
+
+async def test_a_peer_with_another_model_is_refused_with_the_reason(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        other = hello(node)
+        other.hello.info.model.weights_digest = "another"
+        stream.send(other)
+        await ended(peers.serve(stream))
+        (refused,) = stream.received()
+        assert [mismatch.field for mismatch in refused.refused.mismatches] == ["weights_digest"]
+        (state,) = peers.all.states()
+        assert (state.phase, list(state.mismatches)) == (
+            common_pb2.PEER_PHASE_REFUSED,
+            list(refused.refused.mismatches),
+        )
+
+
+async def test_a_link_below_the_floor_is_refused_with_what_was_measured(built: Built) -> None:
+    async with decode_peers(built, link_floor_gb_per_s=1e9) as peers, sender(built) as node:
+        stream = PairStream()
+        serving = peers.serve(stream)
+        await pair(stream, node)
+        (mismatch,) = (await stream.receive()).refused.mismatches
+        assert mismatch.field == "link"
+        await ended(serving)
+        (state,) = peers.all.states()
+        assert state.phase == common_pb2.PEER_PHASE_REFUSED
+        assert state.gigabytes_per_s > 0
+
+
+async def test_a_peer_that_refuses_the_link_itself_is_kept_as_refused(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        serving = peers.serve(stream)
+        await pair(stream, node)
+        assert (await stream.receive()).HasField("ready")
+        stream.send(pb.PairRequest(refused=pb.PairRefused(mismatches=[common_pb2.Mismatch(field="link")])))
+        await ended(serving)
+        (state,) = peers.all.states()
+        assert (state.phase, [each.field for each in state.mismatches]) == (common_pb2.PEER_PHASE_REFUSED, ["link"])
+
+
+async def test_a_peer_that_sends_no_warm_up_is_lost(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_peers, "_WARM_UP_TIMEOUT_S", 0.05)
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        stream.send(hello(node))
+        await ended(peers.serve(stream))
+        (state,) = peers.all.states()
+        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "no warm-up within 0.05 s")
+
+
+async def test_a_cancelled_stream_disconnects_its_peer(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        serving = peers.serve(stream)
+        await pair(stream, node)
+        assert (await stream.receive()).HasField("ready")
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ended(serving)
+        assert isinstance(peers.delivered[-1], PeerLost)
+        assert peers.phases() == ["LOST"]
+
+
+async def test_lost_peers_are_forgotten_when_there_are_many(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I6, but for a few lines in the status."""
+    monkeypatch.setattr(prefill_peers, "_LOST_PEERS_MAX", 2)
+    async with decode_peers(built) as peers, sender(built) as node:
+        for port in range(5):
+            stream = PairStream()
+            request = hello(node)
+            request.hello.info.address = f"127.0.0.1:{port}"
+            stream.send(request)
+            serving = peers.serve(stream)
+            await stream.receive()
+            serving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await ended(serving)
+        assert [state.address for state in peers.all.states()] == ["127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4"]

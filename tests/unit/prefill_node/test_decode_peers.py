@@ -1,0 +1,170 @@
+"""How a decode node becomes a peer, why it does not, and what is known of it afterwards."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from baton.errors import NoNode, PeerRefused, UnknownLease
+from node.assembly import Listener
+from node.waiting import until
+from prefill_node.decode_peers import DecodePeers
+from prefill_node.events import LeaseEnded, PeerLost
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
+from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
+
+MISMATCH = common_pb2.Mismatch(field="dtype", ours="float16", theirs="float32", cure="start both alike")
+
+
+@asynccontextmanager
+async def peers(
+    *, timeout_s: float = 30.0, **settings: object
+) -> AsyncIterator[tuple[DecodePeers, list[LeaseEnded | PeerLost]]]:
+    events: list[LeaseEnded | PeerLost] = []
+    node = prefill_node(prefill_settings(**settings))
+    under_test = DecodePeers(node, timeout_s=timeout_s, deliver=events.append)
+    node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
+    async with node:
+        try:
+            yield under_test, events
+        finally:
+            await under_test.close()
+
+
+def closed_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+async def test_a_peer_is_measured_and_ready() -> None:
+    async with decode_node() as decode, peers() as (known, _):
+        state = await known.connect(decode.address)
+        assert (state.name, state.incarnation) == ("decode-0", decode.node.incarnation)
+        assert (state.phase, state.transport) == (common_pb2.PEER_PHASE_READY, "loopback")
+        assert state.gigabytes_per_s > 0
+        peer = await known.for_ticket(await decode.ticket(1, 10))
+        assert peer.link is not None
+        assert (peer.facts.transport, peer.facts.sender_number) == ("loopback", 1)
+        assert peer.facts.max_context_tokens == decode.node.max_context_tokens
+
+
+async def test_connecting_again_gives_the_same_peer() -> None:
+    async with decode_node() as decode, peers() as (known, _):
+        ticket = await decode.ticket(1, 10)
+        first, second = await asyncio.gather(known.for_ticket(ticket), known.for_ticket(ticket))
+        assert first is second
+        assert await known.connect(decode.address) is first.state
+        assert len(known.states()) == 1
+
+
+async def test_a_ticket_of_an_earlier_incarnation_is_refused() -> None:
+    async with decode_node() as decode, peers() as (known, _):
+        ticket = await decode.ticket(1, 10)
+        ticket.lease.incarnation += 1
+        with pytest.raises(UnknownLease, match="which has incarnation"):
+            await known.for_ticket(ticket)
+
+
+async def test_a_decode_node_that_refuses_is_shown_with_its_reasons() -> None:
+    async with decode_node(mismatches=(MISMATCH,)) as decode, peers() as (known, _):
+        state = await known.connect(decode.address)
+        assert (state.phase, list(state.mismatches)) == (common_pb2.PEER_PHASE_REFUSED, [MISMATCH])
+        with pytest.raises(PeerRefused, match="dtype: ours float16, theirs float32"):
+            await known.for_ticket(await decode.ticket(1, 10))
+
+
+async def test_a_link_under_the_floor_is_refused_and_the_decode_node_gets_the_reason() -> None:
+    async with decode_node() as decode, peers(link_floor_gb_per_s=1e9) as (known, _):
+        connecting = asyncio.create_task(known.connect(decode.address))
+        refused = (await decode.message("refused")).refused
+        decode.hang_up()
+        state = await connecting
+        assert state.phase == common_pb2.PEER_PHASE_REFUSED
+        assert list(refused.mismatches) == list(state.mismatches)
+        assert [mismatch.field for mismatch in state.mismatches] == ["link"]
+
+
+async def test_nobody_at_an_address() -> None:
+    async with decode_node() as decode, peers() as (known, events):
+        ticket = await decode.ticket(1, 10)
+        ticket.decode_address = closed_address()
+        with pytest.raises(NoNode, match="decode-0 cannot be reached"):
+            await known.for_ticket(ticket)
+        (state,) = known.states()
+        assert state.phase == common_pb2.PEER_PHASE_LOST
+        assert [type(event) for event in events] == [PeerLost]
+
+
+async def test_a_decode_node_that_hangs_up_in_the_handshake() -> None:
+    async with decode_node(hangs_up=True) as decode, peers() as (known, _):
+        state = await known.connect(decode.address)
+        assert state.phase == common_pb2.PEER_PHASE_LOST
+        assert "ended the stream during the handshake" in state.detail
+
+
+async def test_a_decode_node_that_does_not_answer_is_given_up() -> None:
+    async with decode_node(is_silent=True) as decode, peers(timeout_s=0.1) as (known, _):
+        state = await known.connect(decode.address)
+        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "no connection within 0.1 s")
+
+
+async def test_leases_that_end_are_reported_with_their_peer() -> None:
+    async with decode_node() as decode, peers() as (known, events):
+        peer = await known.for_ticket(await decode.ticket(1, 10))
+        decode.end_lease(1)
+        assert await until(lambda: bool(events), timeout_s=30.0)
+        assert events == [LeaseEnded(peer.number, 1)]
+
+
+async def test_a_lost_peer_is_reported_once_and_connecting_again_makes_another() -> None:
+    async with decode_node() as decode, peers() as (known, events):
+        ticket = await decode.ticket(1, 10)
+        before = await known.for_ticket(ticket)
+        decode.hang_up()
+        assert await until(lambda: bool(events), timeout_s=30.0)
+        (lost,) = events
+        assert isinstance(lost, PeerLost)
+        assert (lost.peer, str(lost.error)) == (before.number, "decode-0 is gone: the stream ended")
+
+        after = await known.for_ticket(ticket)
+        assert after.number != before.number
+        assert [state.phase for state in known.states()] == [common_pb2.PEER_PHASE_READY]
+
+
+async def test_a_stream_that_breaks_is_reported_with_its_cause() -> None:
+    async with decode_node() as decode, peers() as (known, events):
+        await known.connect(decode.address)
+        decode.hang_up(grpc.StatusCode.UNAVAILABLE)
+        assert await until(lambda: bool(events), timeout_s=30.0)
+        (lost,) = events
+        assert isinstance(lost, PeerLost)
+        assert "as the test wants it" in str(lost.error)
+
+
+async def test_messages_arrive_in_order_and_those_for_a_lost_peer_are_dropped() -> None:
+    async with decode_node() as decode, peers() as (known, events):
+        peer = await known.for_ticket(await decode.ticket(1, 10))
+        messages = [pb.PairRequest(quiet=pb.Quiet(lease=lease)) for lease in (3, 1, 2)]
+        for message in messages:
+            known.send(peer.number, message)
+        known.send(peer.number + 1, messages[0])
+        assert await until(lambda: len(decode.received) == 3, timeout_s=30.0)
+        decode.hang_up()
+        assert await until(lambda: bool(events), timeout_s=30.0)
+        known.send(peer.number, messages[0])
+        assert decode.received == messages
+
+
+async def test_of_lost_peers_the_latest_stay_in_the_status() -> None:
+    async with peers() as (known, _):
+        addresses = {closed_address() for _ in range(40)}
+        for address in addresses:
+            await known.connect(address)
+        assert len(addresses) > 33
+        assert [state.address for state in known.states()] == list(addresses)[-33:]

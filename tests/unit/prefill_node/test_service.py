@@ -1,0 +1,92 @@
+"""The service as a gateway sees it, over gRPC, and the role as the node process sees it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from baton.errors import Draining, InvalidRequest
+from baton.rpc.server import connect
+from baton.rpc.status import from_rpc_error
+from node.waiting import until
+from prefill_node.service import PrefillService
+from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
+from protos.baton.v1 import prefill_pb2 as pb
+from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[PrefillService, "prefill_pb2_grpc.PrefillAsyncStub"]]:
+    settings = prefill_settings()
+    node = prefill_node(settings)
+    service = PrefillService(node, settings)
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    service.add_to(server)
+    async with node, connect(f"127.0.0.1:{port}") as channel:
+        await server.start()
+        try:
+            yield service, prefill_pb2_grpc.PrefillStub(channel)
+        finally:
+            await service.close()
+            await server.stop(grace=None)
+        assert not service.busy
+
+
+async def read_all(call: "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillEvent]") -> None:
+    while isinstance(await call.read(), pb.PrefillEvent):
+        pass
+
+
+async def test_a_gateway_connects_two_nodes_and_prefills() -> None:
+    async with decode_node() as decode, served() as (service, stub):
+        state = await stub.Connect(pb.ConnectRequest(decode_address=decode.address))
+        assert state.phase == common_pb2.PEER_PHASE_READY
+        events = [event async for event in stub.Prefill(await decode.request(1, 20))]
+        assert [event.WhichOneof("event") for event in events][-2:] == ["first_token", "sent"]
+        assert not service.busy
+
+        status = node_pb2.NodeStatus()
+        service.fill_status(status)
+        (peer,) = status.peers
+        assert peer.bytes_total == events[-1].sent.bytes_sent
+
+
+async def test_errors_reach_the_gateway_with_their_details() -> None:
+    async with decode_node() as decode, served() as (_, stub):
+        request = await decode.request(1, 20)
+        request.ticket.token_stop = 21
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            [event async for event in stub.Prefill(request)]
+        error = from_rpc_error(raised.value)
+        assert isinstance(error, InvalidRequest)
+        assert (error.field, error.value) == ("ticket", "0..21")
+
+
+async def test_a_call_that_the_gateway_cancels_is_given_up() -> None:
+    async with decode_node() as decode, served() as (service, stub):
+        call = stub.Prefill(await decode.request(1))
+        assert isinstance(await call.read(), pb.PrefillEvent)
+        assert service.busy
+        call.cancel()
+        assert await until(lambda: not service.busy, timeout_s=30.0)
+        assert (await decode.message("quiet")).quiet.lease == 1
+
+
+async def test_after_admission_has_stopped_calls_are_refused() -> None:
+    async with decode_node() as decode, served() as (service, stub):
+        service.stop_admission()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            [event async for event in stub.Prefill(await decode.request(1, 20))]
+        assert isinstance(from_rpc_error(raised.value), Draining)
+
+
+async def test_closing_ends_the_calls_that_run() -> None:
+    async with decode_node() as decode, served() as (service, stub):
+        call = stub.Prefill(await decode.request(1))
+        assert isinstance(await call.read(), pb.PrefillEvent)
+        await service.close()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read_all(call)
+        assert isinstance(from_rpc_error(raised.value), Draining)

@@ -77,12 +77,14 @@ class Storm:
     Attributes:
         weights: of the kinds; a kind that is missing never happens.
         most: of faults in a run.
+        haste: faults last this many times shorter.
         targets: only these processes are hit, if given.
         weather: of all runs; drawn by each run's seed if not given.
     """
 
     weights: Mapping[str, float]
     most: int = 3
+    haste: float = 1.0
     targets: tuple[str, ...] = ()
     weather: Weather | None = None
 
@@ -107,7 +109,7 @@ def draw_faults(random: Random, storm: Storm) -> tuple[Fault, ...]:
     for _ in range(random.randint(0, storm.most)):
         name = random.choices(names, weights)[0]
         kind = KINDS[name]
-        seconds = random.uniform(*kind.seconds)
+        seconds = random.uniform(*kind.seconds) / storm.haste
         targets = [target for target in kind.targets if not storm.targets or set(target) <= set(storm.targets)]
         faults.append(Fault(name, random.choice(targets), 0.3 * random.random(), seconds))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -12,7 +12,7 @@ from baton.errors import BatonError
 from decode_node.commands import Abort as AbortDecode
 from decode_node.commands import CloseLease
 from decode_node.commands import Command as DecodeCommand
-from decode_node.decode_task import DecodeTask, HandedOver, LeaseNews, Phase
+from decode_node.decode_task import DecodeTask, HandedOver, LeaseEvent, Phase
 from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
 from decode_node.machine import DecodeMachine
@@ -30,11 +30,12 @@ from prefill_node.commands import Abort as AbortPrefill
 from prefill_node.commands import Command as PrefillCommand
 from prefill_node.prefill_task import PrefillTask
 from protos.baton.v1 import decode_pb2, node_pb2
-from tests.simulation.faults import DECODES, PREFILLS, USUAL, Storm
+from tests.simulation.faults import DECODES, GATEWAY, PREFILLS, USUAL, Storm
 from tests.simulation.weather import Weather
 
 _KILLS = Storm({"kill": 1})
-_LATE_KILLS = Storm({"kill": 1}, most=4, targets=DECODES, weather=Weather(late=0.5))
+_LATE_KILLS = Storm({"kill": 1}, most=6, haste=20.0, targets=DECODES, weather=Weather(late=1.0, late_s=0.3))
+_CROWDED = Storm({"kill_gateway": 1, "slow": 2, "cut": 2}, most=6, targets=(GATEWAY, *DECODES), weather=Weather())
 _SLOW_PAIRS = Storm({"stall": 3, "cut": 1}, most=5, targets=PREFILLS + DECODES, weather=Weather(damaged=0.1))
 _GATEWAY = Storm({"kill_gateway": 1, "cut": 1}, weather=Weather())
 
@@ -92,24 +93,24 @@ def _closed_while_scattering(patch: pytest.MonkeyPatch) -> None:
 
 
 def _admits_before_filled(patch: pytest.MonkeyPatch) -> None:
-    handle = DecodeTask.handle
+    lease_event = DecodeTask.lease_event
 
-    def mutated(self: DecodeTask, news: LeaseNews, now_s: float) -> list[DecodeCommand]:
+    def mutated(self: DecodeTask, event: LeaseEvent, now_s: float) -> list[DecodeCommand]:
         self._filled = True
-        return handle(self, news, now_s)
+        return lease_event(self, event, now_s)
 
-    patch.setattr(DecodeTask, "handle", mutated)
+    patch.setattr(DecodeTask, "lease_event", mutated)
 
 
 def _takes_old_hand_over(patch: pytest.MonkeyPatch) -> None:
-    lease_news = DecodeMachine._lease_news
+    lease_event = DecodeMachine._lease_event
 
-    def mutated(self: DecodeMachine, news: LeaseNews, now_s: float) -> list[DecodeCommand]:
-        if isinstance(news, HandedOver) and news.lease not in self._by_lease and self._by_lease:
-            news = replace(news, lease=max(self._by_lease))
-        return lease_news(self, news, now_s)
+    def mutated(self: DecodeMachine, event: LeaseEvent, now_s: float) -> list[DecodeCommand]:
+        if isinstance(event, HandedOver) and event.lease not in self._by_lease and self._by_lease:
+            event = replace(event, lease=max(self._by_lease))
+        return lease_event(self, event, now_s)
 
-    patch.setattr(DecodeMachine, "_lease_news", mutated)
+    patch.setattr(DecodeMachine, "_lease_event", mutated)
 
 
 def _frees_before_lease_closed(patch: pytest.MonkeyPatch) -> None:
@@ -248,7 +249,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "A segment for an earlier incarnation of a decode node is scattered by the present one.",
         _no_incarnation_check,
         _LATE_KILLS,
-        seeds=1000,
+        seeds=400,
     ),
     "duplicates_count_twice": Mutant(
         "A segment that comes twice is scattered twice and counted twice.", _duplicates_count_twice
@@ -299,6 +300,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "frees_blocks_of_a_running_step": Mutant(
         "An aborted request's blocks are free while a step still writes to them.",
         _frees_blocks_of_a_running_step,
-        seeds=500,
+        _CROWDED,
+        seeds=400,
     ),
 }

@@ -199,8 +199,8 @@ class PrefillProcess(Node):
                 accepted = message.accepted
                 pair.sender_number = accepted.sender_number
                 pair.max_context_tokens = accepted.info.max_context_tokens
-                # NOTE: a pair that is made again is measured again. Only this makes the status of a pair that was lost twice
-                # differ from the one sent after the first loss, so that a gateway learns the second one.
+                # NOTE: a pair that is made again is measured again. Only this makes the status of a pair that was lost
+                # twice differ from the one sent after the first loss, so that a gateway learns the second one.
                 pair.state.latency_s = self.world.random.random()
                 pair.state.incarnation = accepted.info.incarnation
                 receiver = self.world.receivers[accepted.info.incarnation]

@@ -195,7 +195,7 @@ class Sender:
             self._arrive(link, message, None)
         if random.random() < weather.late:
             # From another life of the network: it reaches whoever has the address then, under the same number.
-            self._network.clock.after(1.5 * random.random(), partial(self._arrive_late, link, message))
+            self._network.clock.after(weather.late_s * random.random(), partial(self._arrive_late, link, message))
 
     def _arrive(self, link: Link, message: Message, on_arrived: Callable[[], object] | None) -> None:
         clock = self._network.clock

@@ -12,9 +12,10 @@ from baton.errors import BatonError
 from decode_node.commands import Abort as AbortDecode
 from decode_node.commands import CloseLease
 from decode_node.commands import Command as DecodeCommand
-from decode_node.decode_task import DecodeTask, HandedOver, LeaseEvent, Phase
+from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
+from decode_node.lease_events import HandedOver, LeaseEvent
 from decode_node.machine import DecodeMachine
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.state import RequestState
@@ -53,7 +54,7 @@ class Mutant:
     breaks: str
     plant: Callable[[pytest.MonkeyPatch], None]
     storm: Storm = USUAL
-    seeds: int = 200
+    seeds: int = 400
 
 
 # ---- kvtransfer
@@ -249,7 +250,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "A segment for an earlier incarnation of a decode node is scattered by the present one.",
         _no_incarnation_check,
         _LATE_KILLS,
-        seeds=400,
+        seeds=800,
     ),
     "duplicates_count_twice": Mutant(
         "A segment that comes twice is scattered twice and counted twice.", _duplicates_count_twice
@@ -265,7 +266,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "The completion of a lease that is over counts for the node's latest lease.",
         _takes_old_hand_over,
         _SLOW_PAIRS,
-        seeds=500,
+        seeds=800,
     ),
     "frees_before_lease_closed": Mutant(
         "A request's blocks are freed while its lease is still being closed.", _frees_before_lease_closed
@@ -301,6 +302,5 @@ MUTANTS: Mapping[str, Mutant] = {
         "An aborted request's blocks are free while a step still writes to them.",
         _frees_blocks_of_a_running_step,
         _CROWDED,
-        seeds=400,
     ),
 }

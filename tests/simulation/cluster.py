@@ -24,11 +24,12 @@ QUIET_WITHIN_S = 6.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run went: its requests' ends, how many events it took, and its trace."""
+    """How one run went: its requests' ends, how many events it took, which kinds of them, and its trace."""
 
     ends: tuple[str, ...]
     events: int
     seconds: float
+    kinds: frozenset[type]
     trace: tuple[str, ...]
 
 
@@ -91,13 +92,13 @@ class Cluster:
         if world.scenario.calm:
             self._check_served()
         ends = tuple("finished" if call.finished else type(call.error).__name__ for call in self._calls)
-        return Outcome(ends, self.events, world.clock.now_s, tuple(world.trace.lines))
+        return Outcome(ends, self.events, world.clock.now_s, frozenset(world.trace.kinds), tuple(world.trace.lines))
 
     def _check_served(self) -> None:
         """I5, where nothing fails: only the client, its deadline and a lack of room may end a request early."""
         for call in self._calls:
-            patient = call.client.cancel_s is None and call.client.timeout_s > 1.0
-            if patient and not call.finished and not isinstance(call.error, Overloaded):
+            stays = call.client.cancel_s is None and call.client.patient
+            if stays and not call.finished and not isinstance(call.error, Overloaded):
                 violated("I5", f"{call.name} ended with {call.error!r}, and nothing had failed")
 
     # ---- processes

@@ -33,6 +33,11 @@ class Client:
     timeout_s: float
     cancel_s: float | None
 
+    @property
+    def patient(self) -> bool:
+        """Whether its deadline is later than any fault lasts."""
+        return self.timeout_s > 1.0
+
 
 @dataclass(frozen=True)
 class Scenario:

@@ -2,9 +2,16 @@
 
 import gc
 from collections import Counter
+from typing import get_args
 
 import pytest
 
+from decode_node import commands as decode_commands
+from decode_node import events as decode_events
+from gateway import commands as gateway_commands
+from gateway import events as gateway_events
+from prefill_node import commands as prefill_commands
+from prefill_node import events as prefill_events
 from tests.simulation.cluster import run_seed
 from tests.simulation.faults import KINDS, USUAL
 
@@ -28,6 +35,15 @@ def test_every_seed_holds_the_invariants(part: int) -> None:
         gc.enable()
     # Most requests outlive the faults. If they did not, no seed would say much about tokens.
     assert ends["finished"] > 0.7 * ends.total(), f"few requests finish: {ends}"
+
+
+def test_every_event_and_command_of_the_machines_occurs() -> None:
+    seen = frozenset[type]().union(*(run_seed(seed).kinds for seed in range(300)))
+    events = gateway_events.Event | prefill_events.Event | decode_events.Event
+    commands = gateway_commands.Command | prefill_commands.Command | decode_commands.Command
+    kinds = {*get_args(events), *get_args(commands)}
+    # The simulated transfer raises no errors of its own.
+    assert kinds - seen == {prefill_events.StopFailed, decode_events.LeaseFailed}
 
 
 def test_a_seed_replays_event_by_event() -> None:

@@ -16,11 +16,15 @@ class Trace:
 
     Args:
         wanted: whether lines are kept at all; formatting costs more than the run itself.
+
+    Attributes:
+        kinds: of the machines' events and commands, kept in any case.
     """
 
     def __init__(self, clock: Clock, *, wanted: bool) -> None:
         self.wanted = wanted
         self.lines: list[str] = []
+        self.kinds: set[type] = set()
         self._clock = clock
 
     def note(self, who: str, what: str) -> None:
@@ -29,6 +33,7 @@ class Trace:
 
     def handled(self, who: str, events: Sequence[object], commands: Sequence[object]) -> None:
         """A machine got these events and answered with these commands."""
+        self.kinds.update(map(type, events), map(type, commands))
         if not self.wanted:
             return
         for event in events:

@@ -14,6 +14,7 @@ are checked after every event.
     faults       the table of faults
     invariants   what is checked, and the error that names the invariant
     cluster      builds all of it, runs it to the end, and looks whether anything was left
+    many         runs of many seeds in one process
     mutants      planted faults that the simulation must catch
 
 `make simulate SEED=7` replays a seed and prints every event; `make simulate SEEDS=100000` runs that many.

@@ -1,17 +1,16 @@
 """`python -m tests.simulation`: replays one seed with its trace, or runs many."""
 
 import argparse
-import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 
 from rich.progress import track
 
 from tests.simulation.cluster import SeedFailed, run_seed
+from tests.simulation.many import run_seeds
 
 _CHUNK = 250
 _REPORTED_MAX = 20
@@ -57,24 +56,17 @@ def run_many(first: int, count: int) -> int:
 
 
 def _run_chunk(seeds: range) -> tuple[Counter[str], list[str]]:
-    gc.disable()
     ends: Counter[str] = Counter()
-    failures = []
-    for outcome in _outcomes(seeds):
-        if isinstance(outcome, SeedFailed):
-            failures.append(f"make simulate SEED={outcome.seed}   {type(outcome.cause).__name__}: {outcome.cause}")
-        else:
-            ends.update(outcome)
-    gc.collect()
-    return ends, failures
-
-
-def _outcomes(seeds: range) -> Iterator[tuple[str, ...] | SeedFailed]:
-    for seed in seeds:
+    failures: list[str] = []
+    while seeds:
         try:
-            yield run_seed(seed).ends
+            for outcome in run_seeds(seeds):
+                ends.update(outcome.ends)
+            break
         except SeedFailed as failure:
-            yield failure
+            failures.append(f"make simulate SEED={failure.seed}   {type(failure.cause).__name__}: {failure.cause}")
+            seeds = range(failure.seed + 1, seeds.stop)
+    return ends, failures
 
 
 if __name__ == "__main__":

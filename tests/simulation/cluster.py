@@ -67,8 +67,9 @@ class Cluster:
             Violation: an invariant does not hold.
         """
         world = self.world
-        while self._stale():
+        while self.events % 16 or self._stale():
             world.clock.step()
+            self.events += 1
         for client in world.scenario.clients:
             world.clock.after(client.at_s, partial(self._call, client))
         for fault in world.scenario.faults:

@@ -76,7 +76,7 @@ class DecodeProcess(Node):
             self.world.trace.handled(self.life.address, [event], commands)
             for command in commands:
                 self._execute(command)
-        self.world.touch(self)
+        self.changed()
         self._timer.arm()
 
     def _execute(self, command: c.Command) -> None:
@@ -173,6 +173,7 @@ class DecodeProcess(Node):
                 )
                 self._pairs[pair.number] = pair
                 self.receiver.peers.add(pair.number)
+                self.changed()
                 accepted = pb.PairAccepted(info=self.info, sender_number=pair.number)
                 pair.stream.to_client(pb.PairResponse(accepted=accepted))
             case "hand_over":

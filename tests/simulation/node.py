@@ -25,6 +25,7 @@ class Node:
         self.world = world
         self.life = life
         self.draining = False
+        self.version = 0
         self.info = common_pb2.NodeInfo(
             name=life.address,
             address=life.address,
@@ -56,7 +57,8 @@ class Node:
         raise NotImplementedError
 
     def changed(self) -> None:
-        """The engine's blocks may have changed hands."""
+        """Something of the node may be different now: its invariants are looked at, and so is its status."""
+        self.version += 1
         self.world.touch(self)
 
     def peer_states(self) -> tuple[common_pb2.PeerState, ...]:
@@ -121,6 +123,7 @@ class _Watcher:
         self._stream = stream
         self._open = True
         self._last: Hashable = None
+        self._seen = -1
 
     def on_message(self, _: object) -> None:
         """Nobody sends anything."""
@@ -131,8 +134,10 @@ class _Watcher:
     def report(self) -> None:
         if not self._open or self._stream.broken:
             return
-        fingerprint = self._node.fingerprint()
-        if fingerprint != self._last:
-            self._last = fingerprint
-            self._stream.to_client(self._node.status())
+        if self._seen != self._node.version:
+            self._seen = self._node.version
+            fingerprint = self._node.fingerprint()
+            if fingerprint != self._last:
+                self._last = fingerprint
+                self._stream.to_client(self._node.status())
         self._node.life.after(STATUS_INTERVAL_S, self.report)

@@ -92,7 +92,7 @@ class PrefillProcess(Node):
         self.world.trace.handled(self.life.address, [event], commands)
         for command in commands:
             self._execute(command)
-        self.world.touch(self)
+        self.changed()
 
     def _execute(self, command: c.Command) -> None:
         match command:
@@ -206,6 +206,7 @@ class PrefillProcess(Node):
                 receiver = self.world.receivers[accepted.info.incarnation]
                 self.sender.links[pair.number] = Link(self.life, pair.state.address, accepted.sender_number, receiver)
                 pair.enter(common_pb2.PEER_PHASE_READY)
+                self.changed()
             case "lease_ended":
                 self.handle(e.LeaseEnded(pair.number, message.lease_ended.lease))
 

@@ -1,6 +1,5 @@
 """The unchanged code holds every invariant under every seed. Each part of the seeds is one test, for two processes."""
 
-import gc
 from collections import Counter
 from typing import get_args
 
@@ -14,25 +13,16 @@ from prefill_node import commands as prefill_commands
 from prefill_node import events as prefill_events
 from tests.simulation.cluster import run_seed
 from tests.simulation.faults import KINDS, USUAL
+from tests.simulation.many import run_seeds
 
 SEEDS = 10_000
 PARTS = 20
-# A run leaves one large cycle. Collecting these together takes a third off the time of all seeds.
-_COLLECT_EVERY = 50
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_seed_holds_the_invariants(part: int) -> None:
     size = SEEDS // PARTS
-    ends: Counter[str] = Counter()
-    gc.disable()
-    try:
-        for number, seed in enumerate(range(part * size, (part + 1) * size)):
-            ends.update(run_seed(seed).ends)
-            if number % _COLLECT_EVERY == 0:
-                gc.collect()
-    finally:
-        gc.enable()
+    ends = Counter(end for outcome in run_seeds(range(part * size, (part + 1) * size)) for end in outcome.ends)
     # Most requests outlive the faults. If they did not, no seed would say much about tokens.
     assert ends["finished"] > 0.7 * ends.total(), f"few requests finish: {ends}"
 

@@ -117,7 +117,9 @@ class Device:
         self._random = random
         self._on_step = on_step
         self._on_change = on_change
-        limits = EngineLimits(max_batch_tokens=sizes.batch_tokens, max_batch_requests=sizes.batch_tokens, max_waiting=1)
+        limits = EngineLimits(
+            max_batch_tokens=sizes.batch_tokens, max_batch_requests=sizes.batch_tokens, max_waiting=sizes.max_waiting
+        )
         facts = ModelFacts(sizes.num_blocks, sizes.block_size, VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), "model")
         self.scheduler = Scheduler(limits, facts)
         blocks = _Blocks(sizes.num_blocks, self.cache.renew)

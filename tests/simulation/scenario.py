@@ -16,6 +16,7 @@ class Sizes:
     num_blocks: int
     block_size: int
     batch_tokens: int
+    max_waiting: int
 
     @property
     def context_tokens(self) -> int:
@@ -61,6 +62,7 @@ class Scenario:
 
 
 def draw(random: Random, storm: Storm) -> Scenario:
+    decode_tokens = random.choice((20, 20, 40))
     policy = random.choice((LocalPolicy.STRICT, LocalPolicy.PREFER, LocalPolicy.PREFER, LocalPolicy.LOCAL))
     weather = Weather(
         duplicated=random.choice((0.0, 0.0, 0.1)),
@@ -69,8 +71,9 @@ def draw(random: Random, storm: Storm) -> Scenario:
     )
     return Scenario(
         policy=policy,
-        prefill=_sizes(random),
-        decode=_sizes(random),
+        # NOTE: a begun request that only a larger prefill node could continue waits for one until its deadline.
+        prefill=_sizes(random, tokens=max(decode_tokens, random.choice((20, 40)))),
+        decode=_sizes(random, tokens=decode_tokens),
         segment_bytes=random.choice((4, 8, 16, 24, 200)),
         layers_per_group=random.choice((1, NUM_LAYERS, NUM_LAYERS)),
         lease_s=random.choice((0.5, 10.0, 10.0)),
@@ -83,12 +86,13 @@ def draw(random: Random, storm: Storm) -> Scenario:
     )
 
 
-def _sizes(random: Random) -> Sizes:
+def _sizes(random: Random, *, tokens: int) -> Sizes:
     block_size = random.choice((2, 4))
     return Sizes(
-        num_blocks=random.choice((20, 20, 40)) // block_size,
+        num_blocks=tokens // block_size,
         block_size=block_size,
         batch_tokens=random.choice((6, 8, 16)),
+        max_waiting=random.choice((0, 0, 1)),
     )
 
 

@@ -9,7 +9,7 @@ GENERATED := protos/baton/v1/common_pb2.pyi
 WIRE := protos/wire.binpb
 # Tests that only compute run two at a time, as do files of tests that start processes without deadlines. Tests with
 # deadlines and faults run one after the other.
-COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
+COMPUTING := tests/unit tests/simulation tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
 	covering.py kv_convert.py kv_fp8.py kv_matrix.py kv_ranks.py kv_states.py kv_windows.py)
 UNHURRIED := tests/deploy $(addprefix tests/integration/test_, \
 	cli.py kv_convert.py layer_groups.py out_of_memory.py settings.py tokens.py transfer_benchmarks.py)
@@ -19,7 +19,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test test-gpu check format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate test-gpu check format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -41,6 +41,9 @@ $(GENERATED): $(PROTOS) protos/generate.py | $(STAMP)
 
 run: install  ## Start a gateway, a prefill and a decode node, send a prompt, show the receipt, stop
 	@$(BIN)/baton demo
+
+simulate: install  ## Run the cluster in memory under faults: SEEDS=100000 for many, SEED=7 to replay one
+	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
 test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and write the conformance table
 	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) tests/conformance/attention \

@@ -1,4 +1,4 @@
-"""On a GPU, where a step really runs while the next one is scheduled: tokens are those of one step at a time."""
+"""On a GPU a step runs while the next one is scheduled. The tokens equal those of one step at a time."""
 
 import asyncio
 

@@ -6,9 +6,10 @@ import torch
 
 from baton.config import DEMO_MODELS
 from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.device.layer_marks import LayerMark
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 from tests.gpu.demo import build_demo
 from tests.unit.engine.tiny import prompt_of
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import SampleRow
 from engine.request import int_array
 from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.sampling.row import SampleRow
 from engine.sampling.sampler import sample
 from tests.gpu.waiting import no_waiting
 

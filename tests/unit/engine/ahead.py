@@ -32,6 +32,6 @@ def one_step_at_a_time(built: Built, requests: list[EngineRequest]) -> dict[str,
         scheduler.submit(one, 0.0)
     while (batch := scheduler.schedule(0.0)) is not None:
         assert all(row.token_source is None for row in batch.rows)
-        for told in scheduler.complete(built.runner.run(batch), 0.0).tokens:
-            tokens[told.request_id].append(told.token)
+        for sampled in scheduler.complete(built.runner.run(batch), 0.0).tokens:
+            tokens[sampled.request_id].append(sampled.token)
     return tokens

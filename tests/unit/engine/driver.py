@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.build import Built
 from engine.device.graphs import GraphSettings
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.request import IntArray, int_array
+from engine.sampling.row import SampleRow
 from kvcache.cache import PagedKVCache
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from baton.config import NodeSettings
 from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.build import build_runner
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 from kvcache.spec import KVCacheSpec
 from models.parallel import SINGLE, TensorParallel
 

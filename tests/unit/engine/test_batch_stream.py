@@ -5,9 +5,10 @@ import random
 import pytest
 
 from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.batch_stream import BatchReader, BatchWriter
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -104,12 +104,12 @@ def test_the_first_block_of_a_key_keeps_it() -> None:
     assert blocks.take((), 1) == [second]
 
 
-def test_free_beside_does_not_count_cached_blocks_that_are_about_to_be_held() -> None:
+def test_num_free_without_does_not_count_cached_blocks_that_are_about_to_be_held() -> None:
     blocks = BlockManager(3)
     held = cache(blocks, [1] * 8, chain())
-    assert blocks.free_beside(held) == 1
+    assert blocks.num_free_without(held) == 1
     blocks.take(held, 0)
-    assert blocks.free_beside(held) == 1
+    assert blocks.num_free_without(held) == 1
 
 
 @pytest.mark.parametrize(("window_blocks", "found"), [(0, 6), (1, 6), (2, 6), (3, 0), (6, 0)])

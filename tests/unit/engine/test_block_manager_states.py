@@ -39,7 +39,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         cached = self.blocks.match(holder.keys, holder.tokens, len(tokens) // BLOCK_SIZE)
         for index, block_id in enumerate(cached):
             assert self.content[block_id] == (salt, holder.tokens[: (index + 1) * BLOCK_SIZE].tobytes())
-        if self.blocks.free_beside(cached) < needed - len(cached):
+        if self.blocks.num_free_without(cached) < needed - len(cached):
             return
         held_before = {block_id for other in self.holders for block_id in other.blocks}
         holder.blocks = self.blocks.take(cached, needed - len(cached))

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from baton.types import SamplingParams
-from engine.batch import SampleRow
 from engine.request import int_array
 from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
 from engine.sampling.kernels.choose import choose
 from engine.sampling.kernels.noise import exponential_of, noise_words
 from engine.sampling.random import exponential_noise, random_words
+from engine.sampling.row import SampleRow
 from tests.device import DEVICE
 
 VOCAB_SIZE = 203

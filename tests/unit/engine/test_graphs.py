@@ -17,7 +17,7 @@ from attention.platform import probe_platform
 from attention.selection import BACKENDS
 from baton.errors import InternalError
 from baton.types import SamplingParams
-from engine.batch import BatchRow, SampleRow
+from engine.batch import BatchRow
 from engine.build import Built
 from engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
 from engine.device.graphs import (
@@ -33,6 +33,7 @@ from engine.device.graphs import (
 from engine.device.host_rows import HostRows
 from engine.device.step_slot import StepSlot
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.needs import attention_needs

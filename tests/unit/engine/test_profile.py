@@ -10,6 +10,7 @@ from baton.errors import ConfigError
 from engine.device.profile import (
     DeviceMemory,
     MemoryPlan,
+    MemoryShare,
     Profile,
     choose_step_tokens,
     decode_step,
@@ -26,7 +27,7 @@ MEMORY = DeviceMemory(total=100 * GIB, used=15 * GIB, free=84 * GIB)
 def planned(
     memory: DeviceMemory = MEMORY, *, fraction: float = 0.9, graphs: bool = True, least_bytes: int = GIB
 ) -> MemoryPlan:
-    return plan_memory(memory, PROFILE, fraction=fraction, reserved_bytes=GIB, graphs=graphs, least_bytes=least_bytes)
+    return plan_memory(memory, PROFILE, MemoryShare(fraction, GIB, graphs=graphs), least_bytes=least_bytes)
 
 
 def test_the_smallest_step_that_is_nearly_as_fast_as_the_fastest_is_chosen() -> None:

@@ -34,7 +34,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.5, "min_p": 0.1, "seed": 2**64 - 3},
     "top": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 7},
     "penalised": {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.3},
-    "told": {"logprobs": 3, "temperature": 0.7, "seed": 8},
+    "logprobs": {"logprobs": 3, "temperature": 0.7, "seed": 8},
     "biased": {"logit_bias": {5: 3.0, 9: -100.0}},
 }
 
@@ -53,7 +53,7 @@ def drive(runner: ModelRunner, *, ahead: bool) -> Driver:
         driver.step(*names)
     driver.step(*names[1::2])
     driver.step(*reversed(names))
-    driver.move("told")
+    driver.move("logprobs")
     for _ in range(4):
         driver.step(*names[2:], names[0])
     return driver
@@ -100,9 +100,9 @@ def test_padded_steps_draw_what_steps_outside_of_graphs_draw(llama: tuple[Path, 
     ours, theirs = drive(padded, ahead=True), drive(eager, ahead=True)
     for name in SAMPLINGS:
         assert ours.ids(name) == theirs.ids(name), name
-    told = zip(ours.outputs("told"), theirs.outputs("told"), strict=True)
-    assert all(len(our.top_logprobs) == 3 for our in ours.outputs("told"))
-    assert all(our.logprob == pytest.approx(their.logprob, abs=1e-5) for our, their in told)
+    sampled = zip(ours.outputs("logprobs"), theirs.outputs("logprobs"), strict=True)
+    assert all(len(our.top_logprobs) == 3 for our in ours.outputs("logprobs"))
+    assert all(our.logprob == pytest.approx(their.logprob, abs=1e-5) for our, their in sampled)
 
 
 def test_a_row_that_is_not_sampled_has_no_token(runner: ModelRunner) -> None:

@@ -14,7 +14,7 @@ def rows(batch: Batch) -> dict[str, BatchRow]:
     return {row.request_id: row for row in batch.rows}
 
 
-def told(events: StepEvents) -> list[tuple[str, int]]:
+def sampled(events: StepEvents) -> list[tuple[str, int]]:
     return [(sampled.request_id, sampled.token.index) for sampled in events.tokens]
 
 
@@ -37,8 +37,8 @@ def test_a_decode_goes_on_behind_a_token_that_is_still_being_drawn() -> None:
     assert (list(row.token_ids), row.token_start, row.token_source, len(row.block_ids)) == ([0], 5, 0, 2)
     assert row.sample is not None
     assert row.sample.output_index == 1
-    assert told(finish(scheduler, front, 7)) == [("a", 0)]
-    assert told(finish(scheduler, behind, 8)) == [("a", 1)]
+    assert sampled(finish(scheduler, front, 7)) == [("a", 0)]
+    assert sampled(finish(scheduler, behind, 8)) == [("a", 1)]
     row = launch(scheduler).rows[0]
     assert (list(row.token_ids), row.token_start, row.token_source) == ([8], 6, None)
 
@@ -90,7 +90,7 @@ def test_chunks_follow_each_other_and_are_told_when_their_own_step_is_over() -> 
     events = finish(scheduler, behind)
     assert (events.started, events.tokens) == ((), ())
     assert [(chunk.token_start, chunk.token_stop) for chunk in events.chunks] == [(6, 12)]
-    assert told(finish(scheduler, last)) == [("a", 0)]
+    assert sampled(finish(scheduler, last)) == [("a", 0)]
 
 
 def test_end_tokens_are_forbidden_by_index_also_ahead() -> None:
@@ -139,7 +139,7 @@ def test_who_ends_with_its_next_token_for_certain_has_no_row_behind(*, prefill_o
     scheduler.submit(request("a", 5, prefill_only=prefill_only, sampling=sampling), 0.0)
     front = launch(scheduler)
     assert scheduler.schedule(0.0) is None
-    assert told(finish(scheduler, front)) == [("a", 0)]
+    assert sampled(finish(scheduler, front)) == [("a", 0)]
     assert (scheduler.steps_in_flight, scheduler.load().requests_running) == (0, 0)
 
 
@@ -232,7 +232,7 @@ def test_a_name_is_free_again_when_its_request_has_ended_and_abort_says_when_the
     finish(scheduler, front, EOS)
     scheduler.submit(request("a", 6), 0.0)
     assert finish(scheduler, behind).tokens == ()
-    assert told(step(scheduler)[1]) == [("a", 0)]
+    assert sampled(step(scheduler)[1]) == [("a", 0)]
 
 
 def test_an_abort_waits_for_both_steps_that_have_a_row_of_the_request() -> None:
@@ -241,10 +241,10 @@ def test_an_abort_waits_for_both_steps_that_have_a_row_of_the_request() -> None:
         scheduler.submit(request(name, 5), 0.0)
     front, behind = two_steps(scheduler)
     assert scheduler.abort("a")
-    assert told(finish(scheduler, front)) == [("b", 0)]
+    assert sampled(finish(scheduler, front)) == [("b", 0)]
     assert scheduler.abort("a")
     assert free(scheduler) == 28
-    assert told(finish(scheduler, behind)) == [("b", 1)]
+    assert sampled(finish(scheduler, behind)) == [("b", 1)]
     assert not scheduler.abort("a")
     assert free(scheduler) == 30
 
@@ -258,7 +258,7 @@ def test_an_abort_waits_for_the_step_behind_when_only_that_has_a_row() -> None:
     assert scheduler.abort("b")
     finish(scheduler, front)
     assert free(scheduler) == 28
-    assert told(finish(scheduler, behind)) == [("a", 1)]
+    assert sampled(finish(scheduler, behind)) == [("a", 1)]
     assert free(scheduler) == 30
 
 
@@ -279,7 +279,7 @@ def test_a_failed_step_makes_void_what_the_next_built_on_it_and_nothing_else() -
     assert (events.step, events.seconds) == (1, 0.25)
     assert [(failed.request_id, failed.error) for failed in events.failed] == [("b", error), ("a", error)]
     assert (free(scheduler), scheduler.load().requests_running) == (27, 1)
-    assert told(finish(scheduler, behind)) == [("c", 0)]
+    assert sampled(finish(scheduler, behind)) == [("c", 0)]
     assert free(scheduler) == 31
     # KV of a failed step, and what was computed behind it, is never shared.
     assert scheduler.reserve(request("d", [ord("a") + 100] * 6), 0.0).cached_tokens == 0
@@ -299,7 +299,7 @@ def test_a_request_fails_with_the_step_behind_after_its_token_of_the_step_in_fro
     scheduler = make()
     scheduler.submit(request("a", 5), 0.0)
     front, _ = two_steps(scheduler)
-    assert told(finish(scheduler, front)) == [("a", 0)]
+    assert sampled(finish(scheduler, front)) == [("a", 0)]
     third = launch(scheduler)
     assert [failed.request_id for failed in scheduler.fail(InternalError("failed"), 0.0).failed] == ["a"]
     assert finish(scheduler, third).tokens == ()
@@ -332,7 +332,7 @@ def test_nobody_is_sent_back_while_a_step_is_in_flight() -> None:
         front = launch(scheduler)
         behind = scheduler.schedule(0.0)
         for batch in filter(None, (front, behind)):
-            for name, index in told(finish(scheduler, batch)):
+            for name, index in sampled(finish(scheduler, batch)):
                 given[name].append(index)
         if behind is None:
             break
@@ -396,7 +396,7 @@ def test_tokens_come_in_order_and_once(*, ahead: bool) -> None:
         if batch is not None:
             in_flight.append(batch)
         if batch is None or not ahead or len(in_flight) == 2:
-            for name, index in told(finish(scheduler, in_flight.pop(0))):
+            for name, index in sampled(finish(scheduler, in_flight.pop(0))):
                 given[name].append(index)
     assert given == {name: list(range(4 + index)) for index, name in enumerate(names)}
     assert free(scheduler) == 12

@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sequences: dict[str, Tokens] = {}  # as the device sees them: what it drew is there at once
         self.given: dict[str, int] = {}  # output tokens that its owner knows of
         self.doomed: set[str] = set()  # a step that failed had a row of it, so its KV has a hole
-        self.live: set[str] = set()  # taken in, and neither told to have ended nor aborted
+        self.live: set[str] = set()  # taken in, and neither sampled to have ended nor aborted
         self.reserved: dict[str, Reservation] = {}
         self.held: set[str] = set()
 
@@ -311,18 +311,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         events = self.scheduler.complete(results, 0.0)
         assert events.step == step.batch.step
-        assert [(told.request_id, told.token.token_id, told.token.index) for told in events.tokens] == expected
-        self.hear(events)
+        assert [
+            (sampled.request_id, sampled.token.token_id, sampled.token.index) for sampled in events.tokens
+        ] == expected
+        self.record(events)
 
-    def hear(self, events: StepEvents) -> None:
-        for told in events.tokens:
-            self.given[told.request_id] += 1
-            state = self.states().get(told.request_id)
+    def record(self, events: StepEvents) -> None:
+        for sampled in events.tokens:
+            self.given[sampled.request_id] += 1
+            state = self.states().get(sampled.request_id)
             if state is not None and state.phase is Phase.HELD:
-                self.live.remove(told.request_id)
-                self.held.add(told.request_id)
-            elif told.finish_reason is not None:
-                self.live.remove(told.request_id)
+                self.live.remove(sampled.request_id)
+                self.held.add(sampled.request_id)
+            elif sampled.finish_reason is not None:
+                self.live.remove(sampled.request_id)
 
     # ---- helpers
 

@@ -118,7 +118,7 @@ def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
                 host.copied()
             kept += sum(row.since not in (None, batch.step) for row in batch.shared_rows)
             assert arrays_of(shared, len(batch.rows)) == arrays_of(alone, len(batch.rows))
-            assert shared.kinds.unsampled == alone.kinds.unsampled
+            assert shared.sampling.unsampled == alone.sampling.unsampled
             with pytest.raises(InternalError, match="blocks"):
                 shared.take([*batch.rows, batch.rows[0]._replace(block_ids=batch.rows[0].block_ids * 99)], step=0)
         if in_flight and (batch is None or len(in_flight) == 2):

@@ -49,7 +49,7 @@ def transformers_greedy(
     return tokens
 
 
-class Listener:
+class EventRecorder:
     """Collects what an engine tells, and lets a test wait for it."""
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ class Listener:
             self.started[start.request_id] = start
         for chunk in events.chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
-        for told in events.tokens:
-            self.tokens.setdefault(told.request_id, []).append(told.token)
-            if told.finish_reason is not None:
-                assert told.request_id not in self.reasons
-                self.reasons[told.request_id] = told.finish_reason
+        for sampled in events.tokens:
+            self.tokens.setdefault(sampled.request_id, []).append(sampled.token)
+            if sampled.finish_reason is not None:
+                assert sampled.request_id not in self.reasons
+                self.reasons[sampled.request_id] = sampled.finish_reason
         for failed in events.failed:
             assert failed.request_id not in self.errors
             self.errors[failed.request_id] = failed.error
@@ -92,13 +92,13 @@ class Listener:
 
 
 @asynccontextmanager
-async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, Listener]]:
+async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, EventRecorder]]:
     """An engine that has every block free when the test is over."""
-    heard = Listener()
-    async with Engine(built.runner, limits(**given), on_step=heard) as engine:
-        yield engine, heard
+    events = EventRecorder()
+    async with Engine(built.runner, limits(**given), on_step=events) as engine:
+        yield engine, events
         # A row that ran ahead of its request's end keeps the blocks for another step.
-        await heard.until(lambda: engine.load().blocks_free == engine.load().blocks_total)
+        await events.until(lambda: engine.load().blocks_free == engine.load().blocks_total)
         load = engine.load()
         assert (load.blocks_free, load.requests_running, load.requests_waiting) == (load.blocks_total, 0, 0)
 

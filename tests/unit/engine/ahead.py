@@ -1,4 +1,4 @@
-"""Requests of every kind of sampling, and their tokens when no step is ever launched behind another."""
+"""Requests of every kind of sampling, and their tokens when only one step is in flight at a time."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.unit.engine.tiny import greedy, prompt_of, request
 
 
 def varied_requests() -> Iterator[EngineRequest]:
-    """Greedy and seeded ones, with penalties, minimum lengths, logprobs, and ends that nobody knows beforehand."""
+    """Greedy and seeded requests with penalties, minimum lengths, logprobs, and stop tokens."""
     kinds = (
         greedy(11),
         greedy(11, ignore_eos=False),
@@ -25,7 +25,7 @@ def varied_requests() -> Iterator[EngineRequest]:
 
 
 def one_step_at_a_time(built: Built, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
-    """Their tokens by name, without an engine."""
+    """The tokens of the requests by id, without an engine."""
     scheduler = Scheduler(limits(max_batch_tokens=24, prefix_cache=False), built.runner.facts)
     tokens: dict[str, list[TokenOutput]] = {one.request_id: [] for one in requests}
     for one in requests:

@@ -19,7 +19,7 @@ _NUM_TOKENS = 6
 
 @dataclass(frozen=True)
 class Generated:
-    """What a rank reports of itself."""
+    """The results of one rank."""
 
     tokens: list[list[int]]
     num_blocks: int
@@ -30,7 +30,7 @@ class Generated:
 
 
 def generate(parallel: TensorParallel, directories: list[Path]) -> list[Generated]:
-    """Of each model. Ranks ask for caches of different sizes."""
+    """The results for each model. Ranks have caches of different sizes."""
     return [_generate(parallel, directory) for directory in directories]
 
 

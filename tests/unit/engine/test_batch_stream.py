@@ -1,4 +1,4 @@
-"""Batches arrive on another rank as they were sent, and what has not changed is neither sent nor made anew."""
+"""Batches arrive on another rank as they were sent. Unchanged rows are neither sent nor made again."""
 
 import random
 
@@ -19,7 +19,7 @@ def decode(name: str, start: int, blocks: list[int], *, since: int | None = None
 
 
 def sent(batches: list[Batch]) -> list[tuple[Batch, int]]:
-    """What arrives, and in how many bytes."""
+    """The batches that arrive, and the bytes of each message."""
     writer, reader = BatchWriter(), BatchReader()
     messages = [writer.write(batch) for batch in batches]
     return [(reader.read(message), len(message)) for message in messages]

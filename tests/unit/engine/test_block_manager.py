@@ -30,7 +30,7 @@ def test_a_prefix_is_found_block_by_block_up_to_the_first_difference() -> None:
     assert blocks.match(chain(), int_array(list(range(12))), 1) == held[:1]
 
 
-def test_equal_tokens_behind_another_parent_are_another_block() -> None:
+def test_equal_tokens_after_another_parent_are_another_block() -> None:
     blocks = BlockManager(8)
     cache(blocks, [1, 1, 1, 1, 7, 7, 7, 7], chain())
     assert blocks.match(chain(), int_array([7, 7, 7, 7]), 1) == []
@@ -73,7 +73,7 @@ def test_blocks_without_content_are_taken_first_then_the_least_recently_used() -
     new = cache(blocks, [2] * 8, chain())
     taken = blocks.take((), 3)
     assert set(taken[:1]).isdisjoint(old + new)
-    # Of the older sequence the last block went first.
+    # The last block of the older sequence is taken before its first one.
     assert taken[1:] == [old[1], old[0]]
     assert blocks.match(chain(), int_array([2] * 8), 2) == new
 

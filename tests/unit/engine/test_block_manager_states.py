@@ -29,7 +29,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.blocks = BlockManager(NUM_BLOCKS)
         self.holders: list[Holder] = []
-        # What a block holds as far as anybody registered it: the whole sequence up to its end, and the salt.
+        # The registered content of each block: the salt, and the whole sequence up to the block's end.
         self.content: dict[int, tuple[str, bytes]] = {}
 
     @rule(tokens=SEQUENCES, salt=SALTS)

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, beside their twin on the CPU; and their noise, beside the generator's."""
+"""The kernels that choose tokens equal their twin on the CPU, and their noise equals the generator's."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_the_least_and_the_greatest_words_give_finite_noise() -> None:
     _extremes_kernel[(1,)](words.to(DEVICE), noise, WORDS=8)
     uniform = ((words.float() + 0.5) / 2**32).clamp(max=1 - 2.0**-24)
     torch.testing.assert_close(noise.cpu().double(), -torch.log1p(-uniform.double()), rtol=1e-6, atol=0)
-    # What the kernel leaves out relies on these.
+    # The bounds by which the kernel skips tokens.
     assert -noise.min().log() - -noise.max().log() < 26
 
 

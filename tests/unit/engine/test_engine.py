@@ -1,4 +1,4 @@
-"""A whole engine on a tiny model: its tokens are transformers' tokens, whatever happens to a request on its way."""
+"""A whole engine on a tiny model: its tokens are transformers' tokens, whatever happens to a request."""
 
 import asyncio
 from collections.abc import Callable
@@ -56,7 +56,7 @@ async def test_requests_that_join_a_running_batch_change_nothing(llama: Llama, b
         assert events.ids(name) == transformers_greedy(llama[1], prompt, 9)
 
 
-async def test_requests_that_were_sent_back_give_the_same_tokens(llama: Llama) -> None:
+async def test_preempted_requests_give_the_same_tokens(llama: Llama) -> None:
     prompts = {name: prompt_of(9, seed=seed) for seed, name in enumerate("abcd")}
     async with running(build(llama[0], num_blocks=12), prefix_cache=False) as (engine, events):
         for name, prompt in prompts.items():
@@ -144,7 +144,7 @@ async def test_a_stop_token_ends_a_request_and_is_named(llama: Llama, built: Bui
 
 
 def copy_kv(built: Built, source: tuple[int, ...], target: tuple[int, ...], start: int, stop: int) -> None:
-    """What a transfer does: KV of positions [start, stop) goes from one request's blocks to another's."""
+    """Does the work of a transfer: copies KV of positions [start, stop) from one request's blocks to another's."""
     view = built.cache.view
     for position in range(start, stop):
         block, offset = divmod(position, BLOCK_SIZE)
@@ -154,7 +154,7 @@ def copy_kv(built: Built, source: tuple[int, ...], target: tuple[int, ...], star
 async def prefill(
     engine: Engine, events: EventRecorder, prompt: tuple[int, ...]
 ) -> tuple[tuple[int, ...], TokenOutput]:
-    """Blocks and first token of a prefilled request named "p", which holds them."""
+    """The blocks and first token of a prefilled request "p", which keeps its blocks."""
     engine.submit(request("p", prompt, greedy(8), prefill_only=True))
     await events.until(lambda: "p" in events.tokens)
     return events.chunks["p"][-1].block_ids, events.tokens["p"][0]
@@ -208,7 +208,7 @@ async def test_a_reservation_whose_hand_over_failed_is_prefilled_here(llama: Lla
     assert events.tokens["d"][0].index == 2
 
 
-# ---- coming and going while steps run
+# ---- arrivals and aborts while steps run
 
 
 async def test_reserve_and_submit_are_answered_while_a_step_runs(built: Built) -> None:
@@ -216,7 +216,7 @@ async def test_reserve_and_submit_are_answered_while_a_step_runs(built: Built) -
     async with running(built) as (engine, events):
         engine.submit(request("a", prompt_of(40), greedy(30)))
         await events.until(lambda: len(events.ids("a")) >= 3)
-        assert engine._scheduler._in_flight  # the next step began before anybody was woken by the last one
+        assert engine._scheduler._in_flight  # the next step began before the last one woke any waiter
         answers.append(engine.reserve(request("b", prompt_of(9, seed=1), greedy(3))))
         engine.submit(request("c", prompt_of(9, seed=2), greedy(3)))
         await engine.abort("b")
@@ -233,10 +233,10 @@ async def test_abort_returns_when_the_blocks_are_free_and_nothing_more_is_told(
         engine.submit(request("goes", prompt_of(20), greedy(200)))
         await events.until(lambda: len(events.ids("goes")) >= tokens_before)
         await asyncio.gather(engine.abort("goes"), engine.abort("goes"), engine.abort("unknown"))
-        told = len(events.ids("goes"))
+        num_tokens = len(events.ids("goes"))
         assert engine.load().requests_running + engine.load().requests_waiting == 1
         await events.finished("stays")
-        assert len(events.ids("goes")) == told
+        assert len(events.ids("goes")) == num_tokens
         assert "goes" not in events.reasons
 
 
@@ -304,7 +304,7 @@ async def test_a_callback_that_raises_ends_the_engine_and_all_requests_are_told(
     def first_raises(events: EventRecorder) -> Callable[[StepEvents], None]:
         def on_step(step: StepEvents) -> None:
             if step.tokens:
-                raise LookupError("nobody of that name")
+                raise LookupError("no such name")
             events(step)
 
         return on_step
@@ -313,7 +313,7 @@ async def test_a_callback_that_raises_ends_the_engine_and_all_requests_are_told(
         engine.submit(request("a", prompt_of(6), greedy(40)))
         engine.submit(request("b", prompt_of(6), greedy(40)))
         await events.finished("a", "b")
-        with pytest.raises(InternalError, match="nobody of that name"):
+        with pytest.raises(InternalError, match="no such name"):
             engine.submit(request("c", prompt_of(6), greedy(4)))
     assert engine.load().blocks_free == engine.load().blocks_total
     assert "the engine's loop failed" in caplog.text

@@ -34,7 +34,7 @@ Launch = Callable[[Batch, OnMark], LaunchedStep]
 
 
 class Watched:
-    """Stands before a real runner's `launch`: sees every batch, and may do something before the real one."""
+    """A runner that records every batch, and may call a hook before the real launch."""
 
     def __init__(self, built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[Batch] = []
@@ -70,13 +70,13 @@ async def test_tokens_are_those_of_one_step_at_a_time(built: Built, monkeypatch:
         assert [(token.token_id, token.index) for token in events.tokens[name]] == [
             (token.token_id, token.index) for token in tokens
         ]
-        for told, once in zip(events.tokens[name], tokens, strict=True):
-            assert told.logprob == pytest.approx(once.logprob, abs=1e-4)
+        for again, once in zip(events.tokens[name], tokens, strict=True):
+            assert again.logprob == pytest.approx(once.logprob, abs=1e-4)
     assert FinishReason.STOP in events.reasons.values()
 
 
-async def test_a_step_is_launched_while_the_one_in_front_runs(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step ends before the next one was launched, so an engine that waits for the end would stand still."""
+async def test_a_step_is_launched_while_the_previous_one_runs(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step ends before the next one is launched, so an engine that waits for its end would hang."""
     watched = Watched(built, monkeypatch)
     waiting: deque[threading.Event] = deque()
     late: list[int] = []
@@ -86,15 +86,15 @@ async def test_a_step_is_launched_while_the_one_in_front_runs(built: Built, monk
             late.append(len(watched.batches))
         return real_wait(step)
 
-    def release_the_one_in_front(batch: Batch) -> None:
+    def release_the_previous_step(batch: Batch) -> None:
         if batch.step > 1:
-            behind[batch.step - 2].set()
+            launched_next[batch.step - 2].set()
 
-    behind = [threading.Event() for _ in range(12)]
-    waiting.extend(behind)
+    launched_next = [threading.Event() for _ in range(12)]
+    waiting.extend(launched_next)
     real_wait = LaunchedStep.wait
     monkeypatch.setattr(LaunchedStep, "wait", wait)
-    watched.before = release_the_one_in_front
+    watched.before = release_the_previous_step
     async with running(built) as (engine, events):
         engine.submit(request("a", prompt_of(5), greedy(12)))
         await events.finished("a")
@@ -123,7 +123,7 @@ async def test_an_end_token_in_the_middle_of_others_leaves_a_void_row(
     assert computed == ends_at + 1
 
 
-async def test_requests_of_one_block_too_few_are_sent_back_and_give_the_same_tokens(llama: Llama) -> None:
+async def test_requests_of_one_block_too_few_are_preempted_and_give_the_same_tokens(llama: Llama) -> None:
     prompts = {name: prompt_of(7, seed=seed) for seed, name in enumerate("abc")}
     async with running(build(llama[0], num_blocks=8), prefix_cache=False) as (engine, events):
         for name, prompt in prompts.items():
@@ -150,13 +150,13 @@ async def test_an_abort_returns_when_no_step_in_flight_has_a_row_of_the_request(
         assert engine.load().blocks_free == before
         await abort
         assert engine.load().blocks_free >= before + 20 // BLOCK_SIZE
-        told, launched = len(events.ids("goes")), len(watched.batches)
+        num_tokens, launched = len(events.ids("goes")), len(watched.batches)
         await events.finished("stays")
-    assert len(events.ids("goes")) == told
+    assert len(events.ids("goes")) == num_tokens
     assert not any(row.request_id == "goes" for batch in watched.batches[launched:] for row in batch.rows)
 
 
-async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_behind_it(
+async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_after_it(
     built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(built, monkeypatch)
@@ -182,7 +182,7 @@ async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_behind_it(
 
 
 @pytest.mark.parametrize("where", ["launch", "wait"])
-async def test_a_failing_step_takes_what_was_built_on_it_and_spares_the_rest(
+async def test_a_failing_step_fails_its_requests_and_no_others(
     llama: Llama, built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     prompts = {name: prompt_of(5, seed=seed) for seed, name in enumerate("ab")}
@@ -219,23 +219,23 @@ async def test_a_failing_step_takes_what_was_built_on_it_and_spares_the_rest(
     assert "b" not in events.errors
 
 
-async def test_when_the_engine_closes_the_steps_in_flight_are_told_first(built: Built) -> None:
+async def test_when_the_engine_closes_the_steps_in_flight_are_reported_first(built: Built) -> None:
     events = EventRecorder()
     async with Engine(built.runner, limits(), on_step=events) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
         await events.until(lambda: len(events.ids("a")) >= 3)
         in_flight = engine._scheduler.steps_in_flight
-        told = len(events.ids("a"))
+        num_tokens = len(events.ids("a"))
     assert in_flight == 2
-    assert len(events.ids("a")) == told + in_flight
-    assert [token.index for token in events.tokens["a"]] == list(range(told + in_flight))
+    assert len(events.ids("a")) == num_tokens + in_flight
+    assert [token.index for token in events.tokens["a"]] == list(range(num_tokens + in_flight))
     assert list(events.errors) == ["a"]
 
 
 # ---- before the first step
 
 
-async def test_the_runner_is_prepared_by_the_thread_that_launches_before_anybody_enters(
+async def test_the_runner_is_prepared_by_the_thread_that_launches_before_entry_returns(
     built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[str] = []

@@ -1,4 +1,4 @@
-"""A step's layers are computed of while it computes, once their KV is in the cache, and only to who wants that."""
+"""Layers cause events while their step still runs, once their KV is in the cache, for requests that ask for marks."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ def batch_of(runner: ModelRunner, *, layers_per_group: int) -> Batch:
     return Batch(0, (BatchRow("a", int_array(PROMPT), 0, int_array(BLOCKS), sample),), layers_per_group)
 
 
-# One of each way to walk through the layers.
+# One model for each way to iterate over the layers.
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4", "deepseek-v2", "falcon-new", "bloom", "gpt-oss"])
 def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
@@ -43,7 +43,7 @@ def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp
         mark.wait()
         marks.append(mark.layer_stop)
         layers = [cache.layer(layer)[:, list(BLOCKS)] for layer in range(num_layers)]
-        # Blocks have room for one token more than there are.
+        # The blocks have room for one more token.
         assert [not layer.isnan().all() for layer in layers] == [layer < mark.layer_stop for layer in range(num_layers)]
         seen.append(torch.stack(layers[: mark.layer_stop]).clone())
 
@@ -98,7 +98,7 @@ async def test_an_engine_tells_of_layers_before_their_chunk_and_of_nobody_else(b
 
 
 async def test_nothing_is_told_of_a_request_that_has_ended(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborted while its step runs: the mark comes, and is about nobody."""
+    """A request is aborted while its step runs: the mark arrives and causes no event."""
     launch, begun, ended = built.runner.launch, threading.Event(), threading.Event()
 
     def held_back(batch: Batch, on_mark: Any) -> Any:

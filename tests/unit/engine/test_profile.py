@@ -1,4 +1,4 @@
-"""How a GPU's memory is shared out and its step size chosen: the arithmetic, from numbers as a profile gives them."""
+"""How a GPU's memory is divided and its step size chosen: the arithmetic, with the numbers of a profile."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_the_parts_fill_the_fraction_exactly() -> None:
     assert planned(graphs=False).kv_cache == plan.kv_cache + plan.graphs
 
 
-def test_what_others_have_taken_is_not_promised() -> None:
+def test_memory_of_other_processes_is_not_planned() -> None:
     crowded = DeviceMemory(total=100 * GIB, used=15 * GIB, free=30 * GIB)
     plan = planned(crowded)
     assert plan.kv_cache + plan.steps + plan.graphs + plan.reserved == 30 * GIB

@@ -237,7 +237,7 @@ def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> Non
 
 
 class _NothingWaits(TorchDispatchMode):
-    """Refuses what makes the host wait for a GPU: sizes or numbers that depend on data."""
+    """Refuses operations that make the host wait for a GPU: their sizes or numbers depend on data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -261,7 +261,7 @@ def test_edits_wait_for_nothing_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_only_what_no_graph_can_hold_is_an_edit(name: str) -> None:
+def test_only_rows_that_no_graph_can_sample_edit_logits(name: str) -> None:
     in_graph = {"greedy", "plain", "cold", "hot"}
     assert ROWS[name].edits_logits == (name not in in_graph and not name.startswith(("top_", "min_")))
 

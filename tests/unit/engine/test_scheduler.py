@@ -1,4 +1,4 @@
-"""Scheduling: what runs in a step, who waits, who is sent back, and how requests end."""
+"""Scheduling: what runs in a step, which requests wait or are preempted, and how requests end."""
 
 import pytest
 

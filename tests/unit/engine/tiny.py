@@ -38,7 +38,7 @@ def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
 def transformers_greedy(
     model: Any, prompt: Sequence[int], max_tokens: int, *, min_tokens: int = 0, eos_token_id: int = VOCAB_SIZE
 ) -> list[int]:
-    """By default no token of the vocabulary ends the sequence; to leave the id out would mean the model's own."""
+    """By default no token of the vocabulary ends the sequence. Without an id transformers would use the model's own."""
     config = transformers.GenerationConfig(
         max_new_tokens=max_tokens, min_new_tokens=min_tokens, do_sample=False, eos_token_id=eos_token_id, pad_token_id=0
     )
@@ -50,7 +50,7 @@ def transformers_greedy(
 
 
 class EventRecorder:
-    """Collects what an engine tells, and lets a test wait for it."""
+    """Collects an engine's events, and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.steps: list[StepEvents] = []
@@ -93,11 +93,11 @@ class EventRecorder:
 
 @asynccontextmanager
 async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, EventRecorder]]:
-    """An engine that has every block free when the test is over."""
+    """An engine that must have all blocks free when the test ends."""
     events = EventRecorder()
     async with Engine(built.runner, limits(**given), on_step=events) as engine:
         yield engine, events
-        # A row that ran ahead of its request's end keeps the blocks for another step.
+        # A row scheduled before its request's end was known keeps the blocks for one more step.
         await events.until(lambda: engine.load().blocks_free == engine.load().blocks_total)
         load = engine.load()
         assert (load.blocks_free, load.requests_running, load.requests_waiting) == (load.blocks_total, 0, 0)

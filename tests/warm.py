@@ -4,17 +4,42 @@ The fork server of `multiprocessing` starts with the first program, one for each
 modules of `PRELOADED` and nothing else: no thread, no device, no UCX (tests/test_architecture.py holds I7).
 """
 
+import asyncio
+import math
 import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 
-PRELOADED = ("decode_node.service", "gateway.service", "node.process", "prefill_node.service")
+PRELOADED = ("baton.cli", "decode_node.service", "gateway.service", "node.process", "prefill_node.service")
+BATON = "baton"
+_OUTPUTS = ("stdout", "stderr")
+
+
+class Steps:
+    """Holds the engine of one node between two steps, so that a test meets a state that lasts.
+
+    The engine starts with no step allowed. All else goes on: the node answers, sends, receives, cancels and drains.
+    """
+
+    def __init__(self) -> None:
+        self.node_end, self._test_end = multiprocessing.Pipe(duplex=False)
+
+    def allow(self, count: float) -> None:
+        """Allows so many steps from now on, whatever was allowed before."""
+        with suppress(BrokenPipeError):  # the node has ended
+            self._test_end.send(count)
+
+    def allow_all(self) -> None:
+        self.allow(math.inf)
 
 
 class Forked:
@@ -46,23 +71,111 @@ class Forked:
 
 
 def fork_server() -> ForkServerContext:
-    """To be asked for before any other use of the fork server, which imports `PRELOADED` when it starts."""
+    """Call this before any other use of the fork server, which imports `PRELOADED` when it starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
 
 
-def launch_warm(program: str, arguments: Sequence[str]) -> Forked:
-    """Runs `python -m program` in a forked process, in a session of its own."""
+def launch_warm(
+    program: str,
+    arguments: Sequence[str],
+    *,
+    steps: Steps | None = None,
+    variables: Mapping[str, str] | None = None,
+    outputs: Path | None = None,
+    folder: Path | None = None,
+) -> Forked:
+    """Runs `python -m program`, or the command `baton`, in a forked process, in a session of its own.
+
+    Args:
+        steps: holds the engine of this node.
+        variables: added to this process's environment.
+        outputs: an existing directory for the files `stdout` and `stderr`.
+        folder: the working directory.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     # A daemon: one that a broken test leaves behind ends with the tests.
-    process = fork_server().Process(target=_run, args=(program, list(arguments), dict(os.environ)), daemon=True)
+    process = fork_server().Process(
+        target=_run,
+        args=(program, list(arguments), environment, steps and steps.node_end, outputs, folder),
+        daemon=True,
+    )
     process.start()
+    if steps is not None:
+        steps.node_end.close()
     return Forked(process)
 
 
-def _run(program: str, arguments: list[str], environment: dict[str, str]) -> None:
+def run_warm(
+    program: str, *arguments: str, folder: Path | None = None, timeout_s: float = 100.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of `python -m program` with its output captured.
+
+    Raises:
+        TimeoutExpired: it did not end in time, and was killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="baton-output-") as directory:
+        outputs = Path(directory)
+        process = launch_warm(program, arguments, variables=variables, outputs=outputs, folder=folder)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        out, err = ((outputs / name).read_text() for name in _OUTPUTS)
+    return subprocess.CompletedProcess([program, *arguments], code, out, err)
+
+
+def _run(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    allowances: Connection | None,
+    outputs: Path | None,
+    folder: Path | None,
+) -> None:
     os.setsid()
     os.environ.clear()
-    os.environ.update(environment, OMP_NUM_THREADS="1")
+    os.environ.update(environment)
+    if folder is not None:
+        os.chdir(folder)
+    if outputs is not None:
+        for descriptor, name in enumerate(_OUTPUTS, start=1):
+            file = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, descriptor)
+            os.close(file)
+    if allowances is not None:
+        _hold_engine(allowances)
     sys.argv = [program, *arguments]
+    if program == BATON:
+        from baton.cli import main
+
+        main()
     runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _hold_engine(allowances: Connection) -> None:
+    """Makes the engine of this process start only steps that are allowed."""
+    from engine.engine import Engine
+
+    launch_next = Engine._launch_next
+    allowed: dict[Engine, float] = {}
+
+    def launch_allowed(engine: Engine) -> bool:
+        if engine not in allowed:
+            allowed[engine] = 0.0
+            asyncio.get_running_loop().add_reader(allowances.fileno(), receive, engine)
+        if allowed[engine] < 1 or not launch_next(engine):
+            return False
+        allowed[engine] -= 1
+        return True
+
+    def receive(engine: Engine) -> None:
+        try:
+            allowed[engine] = allowances.recv()
+        except EOFError:  # the test process has ended
+            allowed[engine] = math.inf
+            asyncio.get_running_loop().remove_reader(allowances.fileno())
+        engine._wake.set()
+
+    Engine._launch_next = launch_allowed  # type: ignore[method-assign]

@@ -2,13 +2,12 @@
 side when it does."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from baton.types import Path, SamplingParams
 from protos.baton.v1 import common_pb2
-from tests.integration.cluster import LLAMA, Flags, Machines, machines, status, until_status
+from tests.integration.cluster import LLAMA, Flags, Machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.test_links import shown
 
@@ -17,12 +16,6 @@ FP8: Flags = {**MODEL, "kv_cache_dtype": "fp8_e4m3", "kv_cache_layout": "HND", "
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(100, 180))
 CONVERTED = "float32 to float8_e4m3fn"
-
-
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as started:
-        yield started
 
 
 async def test_without_the_option_the_pair_is_refused_and_the_cure_names_it(start: Machines) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import transformers
 
 from baton.cli.processes import Process
 from baton.types import SamplingParams
-from tests.integration.cluster import LLAMA, Flags, Machines, machines, nothing_held, until_status
+from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
 from tests.integration.test_tokens import assert_same
@@ -42,12 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(LLAMA / name, directory)
     return directory
-
-
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as started:
-        yield started
 
 
 def prompts() -> list[list[int]]:

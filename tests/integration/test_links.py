@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +13,7 @@ from baton.cli.processes import Process
 from baton.rpc.server import connect
 from baton.types import SamplingParams
 from protos.baton.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
-from tests.integration.cluster import LLAMA, Flags, Machines, machines, nothing_held, status, until_status
+from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 
 MODEL: Flags = {"model": LLAMA, "num_blocks": 64}
@@ -35,12 +34,6 @@ def refused(last: node_pb2.NodeStatus) -> bool:
 
 def made(last: node_pb2.NodeStatus) -> bool:
     return any(peer.phase == common_pb2.PEER_PHASE_READY for peer in last.peers)
-
-
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as started:
-        yield started
 
 
 async def pair(prefill: Process, decode: Process) -> common_pb2.PeerState:

@@ -3,18 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import LLAMA, Machines, machines
-
-
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as started:
-        yield started
+from tests.integration.cluster import LLAMA, Machines
 
 
 def run(program: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,6 @@ The fork server of `multiprocessing` starts with the first program, one for each
 modules of `PRELOADED` and nothing else: no thread, no device, no UCX (tests/test_architecture.py holds I7).
 """
 
-import asyncio
-import math
 import multiprocessing
 import os
 import runpy
@@ -13,33 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 PRELOADED = ("baton.cli", "decode_node.service", "gateway.service", "node.process", "prefill_node.service")
 BATON = "baton"
 _OUTPUTS = ("stdout", "stderr")
-
-
-class Steps:
-    """Holds the engine of one node between two steps, so that a test meets a state that lasts.
-
-    The engine starts with no step allowed. All else goes on: the node answers, sends, receives, cancels and drains.
-    """
-
-    def __init__(self) -> None:
-        self.node_end, self._test_end = multiprocessing.Pipe(duplex=False)
-
-    def allow(self, count: float) -> None:
-        """Allows so many steps from now on, whatever was allowed before."""
-        with suppress(BrokenPipeError):  # the node has ended
-            self._test_end.send(count)
-
-    def allow_all(self) -> None:
-        self.allow(math.inf)
 
 
 class Forked:
@@ -81,7 +60,7 @@ def launch_warm(
     program: str,
     arguments: Sequence[str],
     *,
-    steps: Steps | None = None,
+    prepare: Callable[[], None] | None = None,
     variables: Mapping[str, str] | None = None,
     outputs: Path | None = None,
     folder: Path | None = None,
@@ -89,7 +68,7 @@ def launch_warm(
     """Runs `python -m program`, or the command `baton`, in a forked process, in a session of its own.
 
     Args:
-        steps: holds the engine of this node.
+        prepare: called in the process before the program starts.
         variables: added to this process's environment.
         outputs: an existing directory for the files `stdout` and `stderr`.
         folder: the working directory.
@@ -98,12 +77,10 @@ def launch_warm(
     # A daemon: one that a broken test leaves behind ends with the tests.
     process = fork_server().Process(
         target=_run,
-        args=(program, list(arguments), environment, steps and steps.node_end, outputs, folder),
+        args=(program, list(arguments), environment, prepare, outputs, folder),
         daemon=True,
     )
     process.start()
-    if steps is not None:
-        steps.node_end.close()
     return Forked(process)
 
 
@@ -130,7 +107,7 @@ def _run(
     program: str,
     arguments: list[str],
     environment: dict[str, str],
-    allowances: Connection | None,
+    prepare: Callable[[], None] | None,
     outputs: Path | None,
     folder: Path | None,
 ) -> None:
@@ -144,38 +121,11 @@ def _run(
             file = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
             os.dup2(file, descriptor)
             os.close(file)
-    if allowances is not None:
-        _hold_engine(allowances)
+    if prepare is not None:
+        prepare()
     sys.argv = [program, *arguments]
     if program == BATON:
         from baton.cli import main
 
         main()
     runpy.run_module(program, run_name="__main__", alter_sys=True)
-
-
-def _hold_engine(allowances: Connection) -> None:
-    """Makes the engine of this process start only steps that are allowed."""
-    from engine.engine import Engine
-
-    launch_next = Engine._launch_next
-    allowed: dict[Engine, float] = {}
-
-    def launch_allowed(engine: Engine) -> bool:
-        if engine not in allowed:
-            allowed[engine] = 0.0
-            asyncio.get_running_loop().add_reader(allowances.fileno(), receive, engine)
-        if allowed[engine] < 1 or not launch_next(engine):
-            return False
-        allowed[engine] -= 1
-        return True
-
-    def receive(engine: Engine) -> None:
-        try:
-            allowed[engine] = allowances.recv()
-        except EOFError:  # the test process has ended
-            allowed[engine] = math.inf
-            asyncio.get_running_loop().remove_reader(allowances.fileno())
-        engine._wake.set()
-
-    Engine._launch_next = launch_allowed  # type: ignore[method-assign]

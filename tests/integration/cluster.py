@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from baton.cli.processes import Process, Processes
 from baton.config import DEMO_MODELS
 from baton.rpc.server import connect
+from gateway import request_machine
 from protos.baton.v1 import node_pb2, node_pb2_grpc
-from tests.warm import Steps, launch_warm
+from tests.held import HeldSteps
+from tests.warm import launch_warm
 
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"
@@ -49,20 +52,29 @@ class Machines:
     """
 
     processes: Processes
-    _steps: dict[int, Steps] = field(default_factory=dict)  # by the pid of a held node
+    _steps: dict[int, HeldSteps] = field(default_factory=dict)  # by the pid of a held node
 
-    def nodes(self, *wanted: tuple[str, Flags], held: Sequence[str] = ()) -> list[Process]:
+    def nodes(
+        self,
+        *wanted: tuple[str, Flags],
+        held: Sequence[str] = (),
+        prepare: Callable[[], None] | None = None,
+        outputs: Path | None = None,
+    ) -> list[Process]:
         """Starts nodes at the same time, each as (role, flags), and waits until they serve; on the CPU if no flag says
         otherwise.
 
         Args:
             held: roles of which every node is held.
+            prepare: called in the process of each node that is not held, before it starts.
+            outputs: an existing directory for the files `stdout` and `stderr` of nodes that are not held.
         """
         started = []
         for role, flags in wanted:
             named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_PATIENT[role], **flags}
-            steps = Steps() if role in held else None
-            self.processes.launch = partial(launch_warm, steps=steps)
+            steps = HeldSteps() if role in held else None
+            launch = partial(launch_warm, prepare=prepare, outputs=outputs)
+            self.processes.launch = launch if steps is None else steps.launch
             process = self.processes.start(f"{role}_node", arguments(named))
             if steps is not None:
                 self._steps[process.pid] = steps
@@ -90,7 +102,7 @@ class Machines:
             "prefill": ",".join(node.address for node in prefill),
             "decode": ",".join(node.address for node in decode),
         }
-        self.processes.launch = launch_warm
+        self.processes.launch = partial(launch_warm, prepare=_wait_for_receipts)
         gateway = self.processes.start("gateway", arguments({**joined, **_PATIENT["gateway"], **flags}))
         self.processes.wait_ready([gateway])
         return gateway
@@ -110,6 +122,11 @@ class Machines:
 
     def thaw(self, process: Process) -> None:
         os.kill(process.pid, signal.SIGCONT)
+
+
+def _wait_for_receipts() -> None:
+    """A gateway waits for what a receipt says was sent, however long the prefill node takes to report it."""
+    request_machine._RECEIPT_WAIT_S = DEADLINE_S
 
 
 @contextmanager

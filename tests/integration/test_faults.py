@@ -7,6 +7,7 @@ frees its blocks.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ from baton.errors import Cancelled, DeadlineExceeded, Draining, NoNode, Overload
 from baton.rpc.server import connect
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
-from protos.baton.v1 import common_pb2
+from protos.baton.v1 import common_pb2, node_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import (
@@ -296,6 +297,10 @@ async def test_a_full_decode_node_refuses_with_a_retry_hint(start: Machines, pro
     await until_released(prefill, decode)
 
 
+def room_taken(last: node_pb2.NodeStatus, *, waiting: int) -> bool:
+    return last.blocks_leased > 0 and last.requests_waiting == waiting
+
+
 async def test_a_full_decode_node_serves_in_order_within_the_queue_time(
     start: Machines, reference: Reference, prompts: list[list[int]]
 ) -> None:
@@ -311,9 +316,7 @@ async def test_a_full_decode_node_serves_in_order_within_the_queue_time(
     requests = []
     for index in range(3):  # the first one has the room, the others wait for it
         requests.append(asyncio.create_task(serve(index)))
-        await until_status(
-            decode, lambda last, waiting=index: last.blocks_leased > 0 and last.requests_waiting == waiting
-        )  # type: ignore[misc]
+        await until_status(decode, partial(room_taken, waiting=index))
     start.let_go(prefill)
     results = await asyncio.gather(*requests)
     assert finished == [0, 1, 2]

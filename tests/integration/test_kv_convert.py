@@ -1,5 +1,5 @@
-"""Real processes of which one keeps KV in 8 bits: refused unless the decode node says what it takes, and shown on every
-side when it does."""
+"""A prefill node with a decode node that keeps KV in 8 bits: refused unless the decode node accepts it, and then shown
+on every side."""
 
 import json
 
@@ -52,9 +52,9 @@ async def test_with_the_option_it_is_converted_counted_and_shown(start: Machines
         assert last.peers[0].kv_converted == CONVERTED
         assert last.peers[0].bytes_total == receipt.bytes_sent
     assert CONVERTED in shown(gateway)
-    said = {node["role"]: node for node in json.loads(shown(gateway, "--json"))["nodes"]}
-    assert said["prefill"]["segments_converted"] == receipt.segments > 0
-    assert said["prefill"]["peers"][0]["kv_converted"] == CONVERTED
+    shown_nodes = {node["role"]: node for node in json.loads(shown(gateway, "--json"))["nodes"]}
+    assert shown_nodes["prefill"]["segments_converted"] == receipt.segments > 0
+    assert shown_nodes["prefill"]["peers"][0]["kv_converted"] == CONVERTED
     # What the decode node keeps in its prefix cache is not sent again.
     again = await generate(gateway, PROMPT, GREEDY)
     assert again.token_ids == result.token_ids

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from baton.config import child_environment
-from tests.integration.cluster import LLAMA, Flags, arguments, machines
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, arguments, machines
 
 MODEL: Flags = {"model": LLAMA, "device": "cpu", "log_level": "error"}
 # More than any address space holds: no machine begins to give it out.
@@ -37,7 +37,7 @@ def node(flags: Flags, errors: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def worker_of(pid: int) -> psutil.Process:
     """The node's rank 1, as soon as there is one."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + DEADLINE_S
     while True:
         for child in psutil.Process(pid).children():
             with suppress(psutil.NoSuchProcess):  # other programs that a node asks end at once
@@ -51,7 +51,7 @@ def worker_of(pid: int) -> psutil.Process:
 def test_a_cache_that_does_not_fit_is_one_line_however_many_ranks_lack_memory(ranks: int, tmp_path: Path) -> None:
     errors = tmp_path / "stderr"
     with node({"num_blocks": TOO_MANY_BLOCKS, "tensor_parallel_size": ranks}, errors) as popen:
-        assert popen.wait(120) == 1
+        assert popen.wait(DEADLINE_S) == 1
     (line,) = errors.read_text().splitlines()
     assert "decode_node ERROR no memory is left for the KV cache, " in line
     assert re.search(r": \d+\.\d GiB were asked for, \d+\.\d GiB are free; ", line)
@@ -68,7 +68,7 @@ def test_a_rank_that_alone_lacks_memory_says_so_and_its_node_ends(tmp_path: Path
     with node({**flags, "kv_cache_mib": CACHE_MIB}, errors) as popen:
         limit = needed_bytes + CACHE_MIB * MIB // 2
         worker_of(popen.pid).rlimit(resource.RLIMIT_AS, (limit, limit))
-        assert popen.wait(120) == 1
+        assert popen.wait(DEADLINE_S) == 1
     why, end = errors.read_text().splitlines()
     assert "decode_node rank 1 ERROR no memory is left for the KV cache, " in why
     assert f": {CACHE_MIB / 1024:.1f} GiB were asked for, " in why

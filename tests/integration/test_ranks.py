@@ -1,4 +1,4 @@
-"""Nodes of several ranks: the same tokens for any number of ranks on either side, and all ranks of a node end together."""
+"""Nodes of several ranks: any number on either side gives the same tokens, and all ranks end with their node."""
 
 import asyncio
 import os

@@ -1,6 +1,6 @@
-"""From one decode step to the next without the host: the batch's own tensors move on by one token, in place.
+"""The next decode step's metadata from this one's, in place and without the host. Library API.
 
-Knows no backend and no sampler. Legend: R requests.
+Legend: R requests.
 """
 
 import torch
@@ -11,8 +11,7 @@ from baton.errors import InternalError
 
 
 def advance_step(common: CommonAttentionMetadata, block_size: int) -> Tensor:
-    """Makes the metadata of a decode step that of the next, on the device and on the CPU, and returns the new tokens'
-    positions [R] int64.
+    """Advances a decode step's metadata by one token, on the device and on the CPU; returns the positions [R] int64.
 
     The block table must name the next token's block already. Padding (sequence length 0) stays padding.
 
@@ -22,14 +21,14 @@ def advance_step(common: CommonAttentionMetadata, block_size: int) -> Tensor:
     shared = common.seq_lens.data_ptr() == common.seq_lens_cpu.data_ptr()
     advance_on_host(common, block_size)
     if shared:
-        # On a CPU a tensor may be its own copy, which then has moved on already.
+        # On a CPU a tensor may be its own copy, which has then advanced already.
         return _place_last_tokens(common, block_size)
     return advance_on_device(common, block_size)
 
 
 def advance_on_device(common: CommonAttentionMetadata, block_size: int) -> Tensor:
-    """The device's part alone, which a CUDA graph can capture: each replay advances by one token, and writes the
-    positions to the tensor that was returned. `advance_on_host` then goes with each replay.
+    """The device's part, which a CUDA graph can capture: each replay advances by one token and writes the positions to
+    the returned tensor. Call `advance_on_host` with each replay.
 
     A token past the block table gets slot -1.
     """
@@ -38,7 +37,7 @@ def advance_on_device(common: CommonAttentionMetadata, block_size: int) -> Tenso
 
 
 def advance_on_host(common: CommonAttentionMetadata, block_size: int) -> None:
-    """The part of the copies on the CPU; touches no other tensor.
+    """The part for the copies on the CPU; touches no other tensor.
 
     Raises:
         InternalError: as `advance_step`.

@@ -49,7 +49,7 @@ class BackendCapabilities:
         package: that must be installed, by the name that imports it.
         install: the command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
-        batch_invariant: where that is needed, a request's result has the same bits alone and in any batch.
+        batch_invariant: if needed, a request's result has the same bits alone and in any batch.
     """
 
     name: str
@@ -197,7 +197,7 @@ class MLAMetadata(AttentionMetadata):
 
 @runtime_checkable
 class MLABackend(AttentionBackend, Protocol):
-    """A backend for latent caches: besides the decodes, attention over keys and values that are no longer latent.
+    """A backend for latent caches: decodes, and attention over decompressed keys and values.
 
     Attributes:
         workspace: [tokens, C] memory for one context chunk's latents, shared by all layers.
@@ -227,7 +227,7 @@ class MLABackend(AttentionBackend, Protocol):
         Causal: a request's last query sees all of its keys, the one before it all but one, and so on.
 
         Args:
-            out: memory for the output, of the queries' dtype, channels adjacent, which is then what is returned; None:
-                the backend allocates.
+            out: memory for the output, of the queries' dtype, channels adjacent, and then returned; None: the backend
+                allocates.
         """
         ...

@@ -1,8 +1,7 @@
-"""Which blocks of keys a block of queries sees: local blocks and vertical stripes. Pure values; spelt out as masks by
-`attention.blocksparse_mask`.
+"""Which blocks of keys a block of queries sees: local blocks and vertical stripes, as in BLOCKSPARSE_FLASH_ATTN, with
+which Phi-3-small was trained.
 
-Semantics of BLOCKSPARSE_FLASH_ATTN, which Phi-3-small was trained with. Knows no kernel, no cache and no numpy, because
-a gateway reads models' configs without it.
+Pure values without numpy, because gateways read models' configs; `attention.blocksparse_mask` has the masks.
 """
 
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ class BlocksparseParams:
     one of the head's stripes, (j + offset + 1) % vert_stride == 0, where `head_offsets` says each head's offset.
 
     Attributes:
-        max_seqlen: the longest sequence that the model is meant for; the pattern itself goes on.
+        max_seqlen: the longest sequence that the model is meant for; does not limit the pattern.
         num_heads, num_kv_heads: of one tensor-parallel rank.
-        homo_head: all heads have the same stripes; goes before `homo_head_group`.
+        homo_head: all heads have the same stripes; takes precedence over `homo_head_group`.
         homo_head_group: the query heads of a kv head have the same stripes.
         tp_rank, tp_size: this rank among those that share the model's heads.
 
@@ -58,8 +57,8 @@ class BlocksparseParams:
 
     @property
     def head_sliding_step(self) -> int:
-        """By how many blocks the stripes of one head lie before those of the head in front of it; 0: all heads are
-        alike. Negative: from kv head to kv head, its size says by how many."""
+        """By how many blocks each head's stripes precede those of the previous head; 0: all heads are alike. Negative:
+        the same from kv head to kv head, by its absolute value."""
         if self.homo_head:
             return 0
         heads = self.num_kv_heads if self.homo_head_group else self.num_heads
@@ -68,12 +67,12 @@ class BlocksparseParams:
 
     @property
     def active_head_range(self) -> tuple[int, int]:
-        """Of the whole model's query heads those of this rank, [start, stop)."""
+        """This rank's query heads among the whole model's, [start, stop)."""
         return self.tp_rank * self.num_heads, (self.tp_rank + 1) * self.num_heads
 
     @property
     def head_offsets(self) -> tuple[int, ...]:
-        """By how many blocks the stripes of each of this rank's heads lie before those of offset 0."""
+        """By how many blocks the stripes of each of this rank's heads precede those of offset 0."""
         step = self.head_sliding_step
         if step >= 0:
             return tuple(head * step for head in range(*self.active_head_range))

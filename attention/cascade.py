@@ -1,7 +1,7 @@
-"""Cascade attention: keys that all requests of a batch share are read once for all queries, each request's others as
-usual, and the two merged by log-sum-exp.
+"""Cascade attention: keys that all requests of a batch share are read once for all queries, each request's other keys
+as usual, and the two results are merged by log-sum-exp. Library API.
 
-Knows batches and kernels, no backend. Legend: R requests, T tokens, H query heads, D channels.
+Legend: R requests, T tokens, H query heads, D channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from kvcache.cache import TORCH_DTYPES
 
-# Query rows that a program of the kernel for prefills takes along the keys, all of them.
+# Query rows of a program of the prefill kernel, which takes them along all keys.
 _PREFILL_ROWS = 128
-# How long such a program, and one of the split kernel with its full rows, takes over a key, and what three more
-# launches take; in units of the 14 ns in which a multiprocessor reads a key of one kv head. 132 multiprocessors, 32/8
-# heads of 128: 23 and 33 ns, 10 us.
+# Time per key of such a program, and of a program of the split kernel with all its rows, and the time of three more
+# launches; in units of the 14 ns in which a multiprocessor reads a key of one kv head. 132 multiprocessors, 32/8 heads
+# of 128: 23 and 33 ns, 10 us.
 _PREFILL_COST, _SPLIT_COST, _OVERHEAD_COST = 1.6, 2.2, 700.0
 
 
@@ -36,8 +36,8 @@ class SharedPrefix:
         seq_lens: [1] int32.
         block_table: [1, blocks] int32.
         num_tokens: queries of the batch.
-        plan: how the keys are split among programs, where the queries alone are too few to fill the GPU; else None.
-        rest: the batch as if the prefix were not there: its lengths and block tables begin behind it.
+        plan: how the keys are split among programs if the queries alone are too few to fill the GPU; otherwise None.
+        rest: the batch without the prefix: its lengths and block tables begin after it.
     """
 
     query_start_loc: Tensor
@@ -77,8 +77,8 @@ def share_prefix(
 
 
 def can_share_prefix(layer: AttentionParameters) -> bool:
-    """Whether a layer's scores stay the same when keys are counted from behind the prefix, and all of its queries see
-    all of the prefix."""
+    """Whether a layer's scores stay the same when keys are counted from the prefix's end, and all its queries see the
+    whole prefix."""
     return (
         layer.attn_type is AttentionType.DECODER
         and layer.sliding_window is None
@@ -90,7 +90,7 @@ def can_share_prefix(layer: AttentionParameters) -> bool:
 def worth_sharing(
     common_prefix_len: int, query_lens: Sequence[int], *, num_query_heads: int, num_kv_heads: int, num_sms: int
 ) -> bool:
-    """Whether the batch is faster with its prefix apart.
+    """Whether the batch is faster with its prefix attended separately.
 
     Alone, every request reads the prefix for its own query rows; together, rows of different requests share tiles.
     """

@@ -1,4 +1,4 @@
-"""From arrays on the host to tensors on the device, in one copy that the host does not wait for. Knows no batch."""
+"""From arrays on the host to tensors on the device, in one copy that the host does not wait for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Triton compiles a kernel anew for a pointer that is not a multiple of 16, and wide loads want more.
+# Triton compiles another kernel for a pointer that is not a multiple of 16, and wide loads need more.
 _ALIGNMENT = 256
 
 

@@ -25,18 +25,17 @@ from kvcache.scales import KVScales
 
 
 class Attention(nn.Module):
-    """Multi-head, grouped-query or multi-query attention, as the head counts say.
+    """Multi-head, grouped-query or multi-query attention, by the numbers of heads.
 
     Args:
-        scale: what scores are multiplied by.
+        scale: factor of the scores.
         sliding_window, attention_chunk_size, logits_soft_cap, blocksparse: as `AttentionParameters` defines them.
         alibi_slopes: one per query head.
         sinks: one per query head; the model's own parameter, which is read at each call and may be loaded later.
-        kv_sharing_target: an earlier layer whose keys and values this one reads, with that layer's scales; it has none
-            of its own, and those that a call brings count for nothing.
-        scales: of an fp8 cache; None: 1. Calculated scales (`KVScales.calculate`) come from the first batch that a
-            node computes, so two nodes calculate different ones, and KV does not keep its meaning between them: a
-            disaggregated pair needs scales that are given.
+        kv_sharing_target: an earlier layer whose keys and values this one reads, with that layer's scales. It has none
+            of its own, and ignores those of a call. Library API.
+        scales: of an fp8 cache; None: 1. Calculated scales (`KVScales.calculate`) come from a node's first batch, so
+            two nodes have different ones and their KV means different numbers: a disaggregated pair needs given scales.
 
     Raises:
         ConfigError: a value is out of its range, the backend does not declare a feature that is asked for, or the
@@ -116,9 +115,9 @@ class Attention(nn.Module):
         """[T, H, D]; rows past the batch's actual tokens hold anything.
 
         Args:
-            k_TKD, v_TKD: of the new tokens, written to `metadata.new_tokens` unless an encoder's; None where the layer
-                shares another's, and of ENCODER_DECODER once the encoder's are in the cache. These are other tokens
-                than the queries: the metadata of the call that brings them has their `new_tokens`.
+            k_TKD, v_TKD: of the new tokens, written to `metadata.new_tokens` unless an encoder's. None if the layer
+                shares another's, and for ENCODER_DECODER once the encoder's are in the cache; these are other tokens
+                than the queries, and the metadata of the call that brings them has their `new_tokens`.
             out: contiguous memory for the result, of the queries' shape and dtype; None: new memory.
 
         Raises:
@@ -201,7 +200,7 @@ class Attention(nn.Module):
         *,
         out: Tensor | None,
     ) -> Tensor:
-        """Once the batch's keys and values are in the cache."""
+        """Attends after the batch's keys and values are in the cache."""
         if out is None:
             out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         q_THD = self._quantized(q_THD, kv_layer)
@@ -223,7 +222,7 @@ class Attention(nn.Module):
         if not self.uses_cache:
             raise refused("kv_sharing_target", f"layer {target.layer_index}", f"none, for type {self.attn_type}")
         if target.layer_index >= self.layer_index:
-            allowed = f"a layer in front of layer {self.layer_index}"
+            allowed = f"a layer before layer {self.layer_index}"
             raise refused("kv_sharing_target", f"layer {target.layer_index}", allowed)
         for name in ("num_kv_heads", "head_dim", "attn_type"):
             own, others = getattr(self, name), getattr(target, name)
@@ -251,8 +250,8 @@ class Attention(nn.Module):
         self.scales.calc_kv_scales(q_THD[actual], k_TKD[own], v_TKD[own])
 
     def _quantized(self, q_THD: Tensor, kv_layer: Tensor) -> Tensor:
-        """The query in the cache's fp8, where the backend multiplies in it. Not e5m2, which keeps two bits of a number:
-        enough for the cache of who chose it, a loss for nobody's gain here."""
+        """The query in the cache's fp8, if the backend multiplies in it. Never in e5m2, whose two bits of mantissa lose
+        accuracy and save nothing."""
         if not (self._quantizes_query and self.uses_cache and kv_layer.dtype == torch.float8_e4m3fn):
             return q_THD
         return quantize(q_THD, None if self.scales is None else self.scales.q_scale, kv_layer.dtype)

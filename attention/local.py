@@ -1,7 +1,7 @@
-"""Chunked local attention for backends that know only causal attention: each chunk that a request's new tokens reach
-becomes a request of its own, whose keys begin with the chunk.
+"""Chunked local attention for backends that are only causal: each chunk with new tokens of a request becomes a virtual
+request, whose keys begin with the chunk. Library API.
 
-Knows no backend. Legend: R requests, V virtual requests, B blocks of a chunk.
+Legend: R requests, V virtual requests, B blocks of a chunk.
 """
 
 from dataclasses import replace
@@ -26,8 +26,8 @@ def make_local_attention_virtual_batches(
     """(query lengths [V], where the queries start [V + 1], sequence lengths [V], block tables [V, B]) of the virtual
     requests: those of a request follow one another, so the tokens keep their order.
 
-    A request without new tokens has none, nor has padding (sequence length 0). Entries of a block table past a virtual
-    request's own blocks repeat one of its request's.
+    A request without new tokens, such as padding (sequence length 0), has no virtual requests. Entries of a block table
+    past a virtual request's blocks repeat one of its request's blocks.
 
     Args:
         query_start_loc_np: [R + 1].
@@ -74,9 +74,9 @@ def make_local_attention_virtual_batches(
 def local_attention_metadata(
     common: CommonAttentionMetadata, attn_chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """The batch as virtual requests, to which plain causal attention is chunked local attention to the batch.
+    """The batch as virtual requests: causal attention over them is chunked local attention over the batch.
 
-    Where the new tokens are written stays as it is. ALiBi and windows stay right, because they depend on distances.
+    New tokens are written to the same slots. ALiBi and windows remain correct because they depend on distances.
 
     Raises:
         ConfigError: as `make_local_attention_virtual_batches`.

@@ -16,10 +16,10 @@ def merge_attn_states(
     lse_HT: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> None:
-    """Writes output, and log-sum-exp if wanted, over prefix and suffix keys together; either side may be written over.
+    """Writes output, and log-sum-exp if given, over prefix and suffix keys together; `out` may be either side's output.
     On a GPU by one kernel.
 
-    A side without keys has log-sum-exp -inf, and its output does not count; without keys on both sides the output is 0.
+    A side without keys has log-sum-exp -inf, and its output is ignored; without keys on both sides the output is 0.
     Section 2.2 of "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving".
 
     Args:
@@ -36,8 +36,8 @@ def merge_attn_states(
             sinks_H=sinks_H,
         )
         return
-    # NOTE: as copies: by vectors and one by one torch's results differ in the last bit, and which numbers go one by one
-    # depends on the strides, so a request's on what lies beside it.
+    # NOTE: contiguous copies. torch's vectorised and scalar results differ in the last bit, and strides decide which
+    # numbers are scalar, so without copies a request's bits would depend on its neighbours.
     prefix_lse_HT, suffix_lse_HT = prefix_lse_HT.contiguous(), suffix_lse_HT.contiguous()
     merged_HT = torch.logaddexp(prefix_lse_HT, suffix_lse_HT)
     if sinks_H is not None:

@@ -1,6 +1,6 @@
-"""What a batch is to attention, shared by all layers and backends: where queries, sequences and new tokens lie.
+"""A batch's metadata for all layers and backends: where queries, sequences and new tokens lie.
 
-Knows no backend and no request; whoever forms the batch calls `plan_batch`. Legend: R requests, T tokens.
+Callers that form a batch use `plan_batch`. Legend: R requests, T tokens.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from kvcache.tokens import WriteIndex
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the layers themselves need of a planned batch; each backend adds its own.
+    """The part of a planned batch that layers read; each backend adds its own.
 
     Attributes:
         new_tokens: where the batch's KV goes.
@@ -64,7 +64,7 @@ class CommonAttentionMetadata:
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A batch as the host works it out, still to be copied to the device.
+    """A batch as computed on the host, before the copy to the device.
 
     Attributes:
         query_start_loc_R, seq_lens_R, context_lens_R: as in `CommonAttentionMetadata`.
@@ -81,7 +81,7 @@ class HostBatch:
 
     @property
     def to_copy(self) -> tuple[NDArray[np.int32] | NDArray[np.int64], ...]:
-        """What the device needs, in the order in which `common` wants it."""
+        """The arrays that the device needs, in the order of `common`'s argument."""
         return self.query_start_loc_R, self.seq_lens_R, self.block_table, self.slots_T, self.positions_T
 
     def common(self, copied: Sequence[Tensor]) -> tuple[CommonAttentionMetadata, Tensor]:
@@ -110,11 +110,11 @@ def plan_batch(
     block_size: int,
     width_multiple: int = 1,
 ) -> HostBatch:
-    """Works a batch out from one number or block table per request.
+    """Computes a batch from each request's lengths and block table.
 
     Args:
         block_tables: arrays of C ints are read fastest.
-        width_multiple: of the block table's width, which is rounded up to that.
+        width_multiple: the block table's width is rounded up to a multiple of it.
 
     Raises:
         InternalError: a request without new tokens, or with fewer blocks than its tokens need.
@@ -143,9 +143,9 @@ def build_common_metadata(
     block_size: int,
     device: torch.device | str = "cpu",
 ) -> tuple[CommonAttentionMetadata, Tensor]:
-    """The metadata of a batch (`plan_batch`) and its tokens' positions [T] int64.
+    """The metadata of a batch (`plan_batch`) and its tokens' positions [T] int64. Library API.
 
-    One copy to the device, for which the host does not wait. On a CPU what has a copy there is that copy.
+    One copy to the device, for which the host does not wait. On a CPU, tensors and their CPU copies are the same.
     """
     batch = plan_batch(
         query_lens=query_lens, context_lens=context_lens, block_tables=block_tables, block_size=block_size
@@ -154,10 +154,10 @@ def build_common_metadata(
 
 
 def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:
-    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch with its decodes in front.
+    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch whose decodes come first.
 
-    A decode is a request with at most `decode_threshold` new tokens, whatever its context. One that stands behind a
-    prefill, such as the piece of a prompt that reaches into a chunk by one token, counts as a prefill.
+    A decode is a request with at most `decode_threshold` new tokens, whatever its context. After a prefill it counts as
+    a prefill, such as the last token of a prompt that got a chunk of its own.
     """
     if common.max_query_len <= decode_threshold:
         return common.num_reqs, 0, common.num_actual_tokens, 0
@@ -169,7 +169,7 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
 
 
 def check_causal(common: CommonAttentionMetadata) -> None:
-    """For backends whose kernels know nothing else.
+    """For backends whose kernels are always causal.
 
     Raises:
         InternalError: the batch is not causal.
@@ -187,15 +187,15 @@ def check_causal(common: CommonAttentionMetadata) -> None:
 def reorder_batch_to_split_decodes_and_prefills(
     query_lens: Sequence[int], swap: Callable[[int, int], None], decode_threshold: int = 1
 ) -> bool:
-    """Brings the decodes to the front by the fewest swaps; True if there was any. `swap` exchanges two rows of the
-    caller's batch; `query_lens` is as the rows lay before."""
+    """Moves the decodes to the front by the fewest swaps; True if there was any. `swap` exchanges two rows of the
+    caller's batch; `query_lens` is the order before any swap. Library API."""
     decodes = [row for row, query_len in enumerate(query_lens) if query_len <= decode_threshold]
     num_decodes = len(decodes)
-    prefills_in_front = [row for row in range(num_decodes) if query_lens[row] > decode_threshold]
-    decodes_behind = [row for row in decodes if row >= num_decodes]
-    for prefill, decode in zip(prefills_in_front, reversed(decodes_behind), strict=True):
+    early_prefills = [row for row in range(num_decodes) if query_lens[row] > decode_threshold]
+    late_decodes = [row for row in decodes if row >= num_decodes]
+    for prefill, decode in zip(early_prefills, reversed(late_decodes), strict=True):
         swap(prefill, decode)
-    return bool(prefills_in_front)
+    return bool(early_prefills)
 
 
 def common_prefix_len(
@@ -203,7 +203,7 @@ def common_prefix_len(
 ) -> int:
     """How many leading tokens of all requests lie in the same blocks: whole blocks, computed before this batch.
 
-    What cascade attention computes once; whether that is worth it, a backend's `use_cascade_attention` says.
+    Cascade attention attends to them once, where a builder's `use_cascade_attention` is true. Library API.
     """
     most = min(num_computed_tokens, default=0) // block_size
     shared = np.array(block_tables[0][:most]) if most else np.empty(0)

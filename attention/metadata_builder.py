@@ -1,7 +1,7 @@
-"""What turns a batch's common metadata into what one backend's kernels want. One builder per backend, for all layers.
+"""From a batch's common metadata to one backend's own. One builder per backend, for all layers.
 
-Knows no layer and no request. Whatever a captured CUDA graph reads lies either in the common metadata, whose tensors
-the caller keeps in place, or in buffers that the builder allocates once and fills in place at every `build`.
+A captured CUDA graph reads only the common metadata, whose tensors the caller keeps in place, and buffers that the
+builder allocates once and fills in place at every `build`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,12 +18,11 @@ M_co = TypeVar("M_co", bound=AttentionMetadata, covariant=True)
 
 
 class AttentionMetadataBuilder(ABC, Generic[M_co]):
-    """The defaults are those of a backend without CUDA graphs, cascade attention, or wishes about the batch's order.
+    """The defaults suit a backend without CUDA graphs, cascade attention, or a preferred order of the batch.
 
     Attributes:
-        plans_on_device: what `build` works out for decodes it works out on the device, from the common metadata's
-            tensors, and the host need not know how they have changed. So it may be a part of the captured step, and a
-            replay needs no `build`.
+        plans_on_device: for decodes, `build` computes on the device, from the common metadata's tensors, and the host
+            need not know how these have changed. So `build` may be part of the captured step, and a replay needs none.
     """
 
     plans_on_device: ClassVar[bool] = False
@@ -58,19 +57,20 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         use_sliding_window: bool,
         num_sms: int,
     ) -> bool:
-        """Whether computing the shared prefix once, for all queries together, is worth it for this batch."""
+        """Whether attending to the shared prefix once, for all queries together, is faster for this batch. Library
+        API."""
         del common_prefix_len, query_lens, num_query_heads, num_kv_heads, use_alibi, use_sliding_window, num_sms
         return False
 
     def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
-        """Brings the batch into the order that the backend wants; True if anything moved. `swap` exchanges two rows of
-        the caller's batch; `query_lens` is as the rows lay before."""
+        """Brings the batch into the backend's preferred order; True if anything moved. `swap` exchanges two rows of the
+        caller's batch; `query_lens` is the order before any swap. Library API."""
         del query_lens, swap
         return False
 
 
 class DecodesFirstBuilder(AttentionMetadataBuilder[M_co]):
-    """Of a backend whose decodes and prefills run kernels of their own: wants the decodes in front."""
+    """For a backend whose decodes and prefills run different kernels: prefers decodes first."""
 
     def reorder_batch(self, query_lens: Sequence[int], swap: Callable[[int, int], None]) -> bool:
         return reorder_batch_to_split_decodes_and_prefills(query_lens, swap)

@@ -32,13 +32,13 @@ MultiplyHeads: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 class MLAAttention(nn.Module):
     """Args:
-        scale: what scores are multiplied by.
+        scale: factor of the scores.
         kv_b_proj: latent to each head's key part and value, [L] -> [H * (P + V)]; shared with the model, not owned.
         scales: of an fp8 cache; its `k_scale` is that of the latents.
 
     Attributes:
-        multiply_heads: the products of absorbed decodes; replaced where another is faster for few rows, and where
-            these must not depend on the batch.
+        multiply_heads: the products of absorbed decodes; replaced by a function that is faster for few rows, or whose
+            results do not depend on the batch.
 
     Raises:
         ConfigError: the backend is for another kind of cache.
@@ -174,7 +174,7 @@ class MLAAttention(nn.Module):
         out_THV: Tensor,
         decode_q_THC: Tensor | None = None,
     ) -> Tensor:
-        """Once the batch's latents are in the cache.
+        """Attends after the batch's latents are in the cache.
 
         Args:
             decode_q_THC: of the decodes, with the rotary part already there; None: it is in `q_THD`.

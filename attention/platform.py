@@ -1,4 +1,4 @@
-"""What the machine offers to attention backends, found out once by whoever builds a node; selection stays pure."""
+"""What the machine offers to attention backends, probed once when a node is built; selection stays pure."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Platform:
     device_type: "cpu" or "cuda".
     compute_capability: of the GPU, such as (9, 0); None without one.
     num_sms: multiprocessors of the GPU; 1 without one.
-    packages: of the optional packages those that are installed.
+    packages: the optional packages that are installed.
     triton_interpreted: Triton kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1): for tests.
-    hopper_kernels: our own kernels that are written for Hopper run.
+    hopper_kernels: our kernels for Hopper can run.
     """
 
     device_type: str

@@ -1,4 +1,4 @@
-"""What is done to queries and keys between their projection and attention: norms per head, and the turn by position.
+"""Norms per head and rotation by position, which queries and keys undergo between their projection and attention.
 
 Values and plain torch, the twins of `attention.kernels.rotary.heads` and `attention.kernels.rotary.latents`.
 Shapes: T token, H head, D rotary channel, P pair of channels, D = 2 P.

@@ -26,7 +26,7 @@ from baton.errors import ConfigError
 
 
 class BackendClass(Protocol):
-    """How a backend is made; its constructor is called only when nothing speaks against it."""
+    """How a backend is made; its constructor is called only if there is no reason against it."""
 
     capabilities: BackendCapabilities
 
@@ -35,8 +35,8 @@ class BackendClass(Protocol):
     ) -> AttentionBackend: ...
 
 
-# Plain torch serves CPUs only, and there goes before the kernels, which run there only in Triton's interpreter. On an
-# H200 TRITON_ATTN decodes within 4 % of the best backend at every size of the benchmark, and prefills at 513 to 662
+# Plain torch serves CPUs only, and is preferred there: kernels run there only in Triton's interpreter. On an H200
+# TRITON_ATTN decodes within 4 % of the best backend at every size of the benchmark, and prefills at 513 to 662
 # TFLOPS, within 12 % at many short prompts and 4 % else; for 64 heads and more FLASHINFER_MLA decodes 1.05 to 1.31
 # times as fast as TRITON_MLA, and prefills with the same kernel.
 BACKENDS: tuple[BackendClass, ...] = (
@@ -50,9 +50,9 @@ BACKENDS: tuple[BackendClass, ...] = (
     FlashAttention,
     XFormers,
 )
-# Of few heads, by our kernels for Hopper, whole decode steps take 0.86 to 1.02 times as long with TRITON_MLA as with
+# With at most this many heads, on Hopper, whole decode steps take 0.86 to 1.02 times as long with TRITON_MLA as with
 # FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 1 to 256 rows): every step of the latter waits for a plan that the host
-# makes, which costs the host 0.2 to 0.4 ms besides.
+# makes, which also costs the host 0.2 to 0.4 ms.
 _FEW_HEADS = 32
 DEFAULT_CONTEXT_WORKSPACE_TOKENS = 4096
 # GPUs before it cannot convert this format, and Triton refuses to compile for them.
@@ -86,7 +86,7 @@ def select_backend(
 
 
 def selection_report(needs: AttentionNeeds, platform: Platform, *, forced: str | None = None) -> str:
-    """One line per backend: chosen, fitting but behind the chosen one, or every reason against it.
+    """One line per backend: chosen, fitting but not preferred, or every reason against it. Library API.
 
     Raises:
         ConfigError: as `select_backend`.
@@ -96,14 +96,14 @@ def selection_report(needs: AttentionNeeds, platform: Platform, *, forced: str |
 
 
 def fitting_backends(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
-    """Those that meet the needs, the preferred one first."""
+    """The backends that meet the needs, the preferred one first. Library API."""
     return [each for each in _by_preference(needs, platform) if not reasons_against(each.capabilities, needs, platform)]
 
 
 def _by_preference(needs: AttentionNeeds, platform: Platform) -> list[BackendClass]:
-    """The table, in the order that suits this model here best."""
-    behind = (FlashInferMLA,) if platform.hopper_kernels and needs.num_heads <= _FEW_HEADS else ()
-    return sorted(BACKENDS, key=lambda backend: backend in behind)
+    """The table, in the best order for this model on this platform."""
+    last = (FlashInferMLA,) if platform.hopper_kernels and needs.num_heads <= _FEW_HEADS else ()
+    return sorted(BACKENDS, key=lambda backend: backend in last)
 
 
 def _reasons(needs: AttentionNeeds, platform: Platform) -> dict[str, tuple[str, ...]]:
@@ -181,7 +181,7 @@ def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, pl
 
 
 def _device_type(needs: AttentionNeeds, capabilities: BackendCapabilities, platform: Platform) -> str:
-    """Triton's interpreter runs what is for a GPU on CPU tensors."""
+    """Triton's interpreter runs GPU kernels on CPU tensors."""
     device_type = torch.device(needs.device).type
     if platform.triton_interpreted and capabilities.package is None and "cpu" not in capabilities.devices:
         return "cuda"

@@ -10,13 +10,12 @@ A lease is closed before its blocks are used or given back, and `Released` is th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
-from baton.convert import token_from_proto
 from baton.error_detail import to_detail
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.types import FinishReason, TokenOutput
+from baton.types import FinishReason
 from decode_node.admission import no_room
 from decode_node.commands import (
     Abort,
@@ -30,6 +29,7 @@ from decode_node.commands import (
     Send,
     SendLeaseEnded,
 )
+from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal
 from decode_node.rules import DecodeRules
 from engine.request import EngineRequest, Reservation
 from kvtransfer.leases import LeaseGrant, LeaseTotals
@@ -48,55 +48,6 @@ class Phase(Enum):
     DECODING = "runs in the engine"
     ENDING = "gives back what it holds"
     OVER = "holds nothing"
-
-
-@dataclass(frozen=True)
-class HandedOver:
-    """The prefill node has sent all KV of the lease.
-
-    Attributes:
-        finished: the first token was also the last one, so no KV is needed.
-        sampled_ago_s: how long ago the first token was sampled.
-    """
-
-    lease: int
-    first: TokenOutput
-    finished: bool
-    sampled_ago_s: float
-
-
-@dataclass(frozen=True)
-class Filled:
-    """All KV of the lease is in its blocks."""
-
-    lease: int
-
-
-@dataclass(frozen=True)
-class Lost:
-    """KV of the lease was refused, or its sender is gone."""
-
-    lease: int
-    error: BatonError
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """The gateway wants a new lease in place of this one; `output` is all tokens given so far."""
-
-    lease: int
-    output: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LocalPrefill:
-    """The gateway wants the prompt prefilled here; `output` is all tokens given so far."""
-
-    lease: int
-    output: tuple[int, ...]
-
-
-LeaseEvent = HandedOver | Filled | Lost | Renewal | LocalPrefill
 
 
 class DecodeTask:
@@ -298,9 +249,8 @@ class DecodeTask:
         assert self._reservation is not None
         self._enter(Phase.DECODING)
         self.prefill_started_s = now_s
-        accepted = pb.Accepted(
-            key=self.key, why=why, cached_tokens=self._reservation.cached_tokens, queue_s=self._queued_s
-        )
+        cached_tokens = self._reservation.cached_tokens
+        accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self._queued_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
 
     def admitted(self, finish_reason: FinishReason | None) -> list[Command]:
@@ -331,9 +281,8 @@ class DecodeTask:
             return self.fail(DeadlineExceeded(f"the request's {self._budget_s:g} s are over"))
         if self.phase is Phase.WAITING:
             return self.fail(no_room(self._max_queue_s))
-        return self.fail(
-            DeadlineExceeded(f"the prompt's KV did not arrive within the lease's {self._rules.lease_s:g} s")
-        )
+        late = f"the prompt's KV did not arrive within the lease's {self._rules.lease_s:g} s"
+        return self.fail(DeadlineExceeded(late))
 
     def fail(self, error: BatonError) -> list[Command]:
         """Ends the request with an error for the gateway, unless it is ending already."""
@@ -399,13 +348,3 @@ class DecodeTask:
 
     def _send(self, message: pb.SessionResponse) -> Send:
         return Send(self.session, message)
-
-
-def handed_over(message: pb.HandOver) -> HandedOver:
-    """A prefill node's message as an event of its lease."""
-    return HandedOver(
-        lease=message.lease,
-        first=token_from_proto(message.first_token),
-        finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
-        sampled_ago_s=message.sampled_ago_s,
-    )

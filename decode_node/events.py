@@ -120,7 +120,10 @@ class LeaseClosed:
 
 @dataclass(frozen=True)
 class LeaseFailed:
-    """Answers `OpenLease` or `CloseLease` when the transfer raised."""
+    """Answers `OpenLease` or `CloseLease` when the transfer raised.
+
+    A lease that failed to open may be open on some ranks: it is still to be closed. One that failed to close is over.
+    """
 
     lease: int
     error: BatonError
@@ -146,7 +149,7 @@ class Draining:
 
 @dataclass(frozen=True)
 class Closing:
-    """The process ends: fail what still runs, so that gateways continue it elsewhere."""
+    """The process ends. Every live request ends with `Released` alone, and its gateway continues it elsewhere."""
 
 
 Event = (

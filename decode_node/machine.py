@@ -14,16 +14,7 @@ from baton.errors import Draining as DrainingError
 from decode_node.admission import BlockQueue
 from decode_node.commands import Command, EndSession, OpenLease, Send
 from decode_node.deadlines import Deadlines
-from decode_node.decode_task import (
-    DecodeTask,
-    Filled,
-    LeaseEvent,
-    LocalPrefill,
-    Lost,
-    Phase,
-    Renewal,
-    handed_over,
-)
+from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import (
     Aborted,
     Admitted,
@@ -46,6 +37,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
+from decode_node.lease_events import Filled, LeaseEvent, LocalPrefill, Lost, Renewal, handed_over
 from decode_node.rules import DecodeRules
 from engine.events import StepEvents
 from engine.request import EngineRequest

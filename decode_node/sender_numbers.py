@@ -1,4 +1,4 @@
-"""Which sender numbers this node's peers have. Pure: knows neither peers nor messages."""
+"""Gives each prefill node the sender numbers of its ranks. Pure."""
 
 from itertools import chain
 
@@ -9,18 +9,21 @@ _END = 1 << SENDER_BITS
 
 
 class SenderNumbers:
-    """Consecutive numbers for the ranks of each peer. One that was given back is the last to be drawn again, so that
-    nothing that a peer left behind can be taken for another one's."""
+    """Consecutive numbers for the ranks of each peer.
+
+    A number that is given back is the last to be drawn again, so that a late message of a lost peer is not mistaken for
+    one of a new peer.
+    """
 
     def __init__(self) -> None:
         self._next = 1
         self._drawn: dict[int, int] = {}
 
     def draw(self, count: int) -> int:
-        """The first of that many numbers, which nobody has.
+        """Returns the first of `count` consecutive numbers that no peer has.
 
         Raises:
-            Overloaded: there are not as many.
+            Overloaded: so many consecutive numbers are not free.
         """
         stop = _END - count + 1
         for first in chain(range(self._next, stop), range(1, min(self._next, stop))):
@@ -31,4 +34,5 @@ class SenderNumbers:
         raise Overloaded(f"{len(self._drawn)} prefill nodes are paired already", retry_after_s=1.0)
 
     def give_back(self, first: int) -> None:
+        """Frees the numbers of the peer that drew `first`."""
         del self._drawn[first]

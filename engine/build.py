@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attention.selection import select_backend
-from baton.config import NodeSettings
+from baton.config import CPU_BATCH_REQUESTS, CPU_BATCH_TOKENS, CPU_CACHE_MIB, GPU_BATCH_REQUESTS, MIB, NodeSettings
 from baton.errors import ConfigError
 from engine.device.graphs import GraphSettings
 from engine.device.out_of_memory import allocating
@@ -28,8 +28,6 @@ from models.weights.loader import load_model
 # What operators call a cache's own dtype.
 KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
 _DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
-_CPU_TOKENS, _CPU_REQUESTS, _GPU_REQUESTS = 256, 64, 256
-CPU_CACHE_BYTES = 128 << 20
 # Of a cache that a profile sizes: a tiny model's would have so many blocks that the tables of them take gigabytes.
 _MOST_BLOCKS = 1 << 20
 
@@ -99,10 +97,10 @@ def build_runner(
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
     block_size, num_blocks = settings.block_size, settings.num_blocks
     max_batch_tokens, kv_cache_bytes = settings.max_batch_tokens, settings.kv_cache_bytes
-    max_batch_requests = settings.max_batch_requests or (_GPU_REQUESTS if on_gpu else _CPU_REQUESTS)
+    max_batch_requests = settings.max_batch_requests or (GPU_BATCH_REQUESTS if on_gpu else CPU_BATCH_REQUESTS)
     if not on_gpu:
-        max_batch_tokens = max_batch_tokens or _CPU_TOKENS
-        kv_cache_bytes = kv_cache_bytes or CPU_CACHE_BYTES
+        max_batch_tokens = max_batch_tokens or CPU_BATCH_TOKENS
+        kv_cache_bytes = kv_cache_bytes or CPU_CACHE_MIB * MIB
     if num_blocks is None and kv_cache_bytes is not None:
         num_blocks = _num_blocks(spec, block_size=block_size, kv_cache_bytes=kv_cache_bytes)
     # Until a GPU's cache is sized, it is taken to hold the longest sequence.

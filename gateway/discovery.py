@@ -1,4 +1,4 @@
-"""Where nodes are: static addresses, and names with any number of addresses behind them. Knows no node."""
+"""Where nodes are: static addresses, and names that resolve to any number of addresses."""
 
 import asyncio
 import ipaddress
@@ -21,14 +21,14 @@ def parse_addresses(text: str, *, field: str) -> tuple[Address, ...]:
 
 
 class Directory:
-    """The addresses of one role's nodes, by now."""
+    """The addresses of one role's nodes, resolved again at each look-up."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._last: dict[Address, frozenset[str]] = {}
 
     async def look_up(self) -> frozenset[str]:
-        """Every address behind every name; a name that cannot be resolved keeps the addresses that it had."""
+        """All addresses of all names. A name that cannot be resolved keeps its last addresses."""
         found = await asyncio.gather(*(self._resolve(address) for address in self._addresses))
         return frozenset().union(*found)
 
@@ -43,7 +43,7 @@ class Directory:
                 log.warning("cannot resolve %s: %s", address.host, error.strerror)
                 self._last[address] = frozenset()
             return self._last[address]
-        # NOTE: a node that is reachable under both families must not count twice.
+        # NOTE: a node that has addresses of both families must not count twice.
         families = {family for family, *_ in answers}
         family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         hosts = {str(where[0]) for its_family, _, _, _, where in answers if its_family == family}

@@ -1,6 +1,6 @@
-"""Picks a decode node and a prefill node for one request. Pure: what nodes said in, a choice out.
+"""Picks a decode node and a prefill node for one request. Pure: reports of nodes in, a choice out.
 
-Nodes report now and then; what this gateway has sent since the last report is added, so that a burst spreads.
+Nodes report at intervals. What this gateway has sent since the last report is added, so that a burst spreads.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -11,7 +11,7 @@ from baton.types import LocalPolicy
 
 @dataclass(frozen=True)
 class NodeView:
-    """What matters of one node. `open`: it can be reached and takes new requests."""
+    """What the choice needs of one node. `open`: it can be reached and takes new requests."""
 
     address: str
     incarnation: int
@@ -37,12 +37,12 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one request asks of its nodes.
+    """What one request needs of its nodes.
 
     Args:
         num_tokens: prompt and output so far.
-        model: the identity that it began on; None before it began.
-        excluded_decode, excluded_prefill: incarnations that are out of the question for it.
+        model: identity of the node that it began on; None before it began.
+        excluded_decode, excluded_prefill: incarnations that may not be chosen.
     """
 
     num_tokens: int
@@ -69,7 +69,7 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
 
 
 def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> NodeView | None:
-    """The prefill node, among those whose pair with the decode node is ready, with the least to compute."""
+    """The prefill node with the least to compute, of the nodes whose pair with the decode node is ready."""
 
     def cost(node: NodeView) -> tuple[object, ...]:
         return (node.tokens_waiting + node.tokens_since, node.load, node.picks, node.address)

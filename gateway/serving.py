@@ -77,6 +77,7 @@ class Serving:
                 await driver.run()
             finally:
                 self._drivers.discard(driver)
+            log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
             self.counters.remote += machine.path is Path.REMOTE
             self.counters.local += machine.path is Path.LOCAL
 

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that comes in pieces. Knows no tokens.
+"""Finds stop strings in text that comes in pieces. Pure.
 
-Of several stop strings the one that is complete first wins; of those that end at the same character, the longest. So
-the result does not depend on how the text was cut into pieces.
+Of several stop strings the first complete one wins; of several that end at the same character, the longest. So the
+result does not depend on how the text was cut into pieces.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Passed:
 
 
 class StopStrings:
-    """Passes text on and holds back only what may still turn out to be the beginning of a stop string."""
+    """Passes text on, and holds back only what may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
         self._stops = tuple(stops)
@@ -44,12 +44,12 @@ class StopStrings:
         return Passed(text[: start + len(stop)] if self._include_stop else text[:start], stop)
 
     def finish(self) -> str:
-        """The held-back rest: no stop string came of it."""
+        """Returns the text that was held back: no stop string can follow any more."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, new_from: int) -> tuple[int, str] | None:
-        """Start and text of the stop string that is complete first, behind what came before `new_from`."""
+        """Start and text of the stop string that is complete first; none is complete before `new_from`."""
         best: tuple[int, int, str] | None = None  # end, start, stop
         for stop in self._stops:
             start = text.find(stop, max(0, new_from + 1 - len(stop)))
@@ -58,7 +58,7 @@ class StopStrings:
         return None if best is None else (best[1], best[2])
 
     def _unsure(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Length of the longest suffix of the text that begins a stop string."""
         for length in range(min(self._longest, len(text)), 0, -1):
             if text[-length:] in self._beginnings:
                 return length

@@ -26,21 +26,20 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # what the library raises for a file that it cannot read
             raise ConfigError(f"{path} is no tokenizer: {error}", field="model", value=directory) from error
-        # NOTE: training leaves its own cutting and padding of examples in the file; both would change prompts unseen.
+        # NOTE: a file may carry its training's truncation and padding; both would change prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    # NOTE: the library's calls for one text hold the interpreter lock to their end, even in a thread; those for a batch
-    # let go of it.
+    # NOTE: the library holds the interpreter lock for the whole of a call for one text, but not for a batch.
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model expects around a prompt. Other threads run meanwhile."""
+        """Token ids, with the special tokens that the model expects around a prompt. Releases the interpreter lock."""
         return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Other threads run meanwhile."""
+        """Text without special tokens. Releases the interpreter lock."""
         return self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)[0]
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        """For the output that follows this prompt."""
+        """A detokenizer for the output that follows this prompt."""
         return Detokenizer(self._tokenizer, prompt)

@@ -1,4 +1,4 @@
-"""Everything that a client can get wrong in a request, found before any node hears of it. Pure."""
+"""Checks everything that a client can get wrong in a request, before any node receives it."""
 
 import secrets
 from dataclasses import replace
@@ -14,7 +14,7 @@ _STOP_STRING_CHARACTERS_MAX = 256
 
 
 def check_sampling(request: pb.GenerateRequest, model: ServedModel) -> SamplingParams:
-    """The sampling parameters, with a seed drawn where the client gave none, so that any node can go on.
+    """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
 
     Raises:
         InvalidRequest: names the field, its value, and what is allowed.
@@ -47,13 +47,13 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
 
 def check_prompt_given(request: pb.GenerateRequest) -> None:
     """Raises:
-    InvalidRequest: neither text nor token ids, or nothing in them.
+    InvalidRequest: the request has neither text nor token ids, or they are empty.
     """
     given = request.WhichOneof("prompt")
     if given is None:
         cure = "set `text` or `token_ids`"
         raise InvalidRequest("the prompt is missing", field="prompt", allowed=("text", "token_ids"), cure=cure)
-    # A tokenizer may make a token of no text at all; a client that sends none has made a mistake all the same.
+    # NOTE: a tokenizer may turn no text into a token; a client that sends no text has made a mistake all the same.
     if not (request.text if given == "text" else request.token_ids.ids):
         raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure="give some text")
 

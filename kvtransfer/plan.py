@@ -83,16 +83,6 @@ class WirePlan:
         """For operators; empty where KV keeps its dtype."""
         return f"{self.converted_from} to {self.spec.dtype}" if self.converted_from else ""
 
-    @property
-    def bytes_per_token_layer(self) -> int:
-        """Payload of one token in one layer, all heads."""
-        return self.spec.bytes_per_token_layer
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Payload of one token in all layers."""
-        return self.spec.bytes_per_token
-
 
 _SAME_CHECKPOINT = "serve the same checkpoint on both nodes"
 _SAME_DTYPE = "start both nodes with the same --dtype and --kv-cache-dtype"

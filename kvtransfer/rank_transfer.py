@@ -133,8 +133,8 @@ class RankTransfer(Protocol):
         because scatters are not ordered after the engine's stream. At `on_filled` every scatter is over on the device.
 
         Raises:
-            InternalError: the number is not above all earlier ones, or the blocks cannot hold the tokens. Raised by the
-                call itself, not by the future.
+            InternalError: the number is not above all earlier ones, or the blocks cannot hold the tokens. Where the
+                cache is in this process the call itself raises it, elsewhere the future does.
         """
         ...
 

@@ -106,23 +106,16 @@ class Segment:
     @property
     def seal(self) -> int:
         """The digest's other summand: a hash of all other fields, 64 bits."""
-        hashed = hashlib.blake2b(self.encode_with(0), digest_size=DIGEST_BYTES).digest()
+        hashed = hashlib.blake2b(self.encode(0), digest_size=DIGEST_BYTES).digest()
         return int.from_bytes(hashed, "little")
 
     def digest_over(self, payload_digest: int) -> int:
         """The digest over a payload of that digest and all other fields."""
         return (payload_digest + self.seal) % (1 << 64)
 
-    def sealed(self, payload_digest: int) -> "Segment":
-        """The same segment with its digest."""
-        return replace(self, digest=self.digest_over(payload_digest))
-
-    def encode(self) -> bytes:
-        """The trailer: always TRAILER_BYTES bytes, because every field is present and has a fixed size."""
-        return self.encode_with(self.digest)
-
-    def encode_with(self, digest: int) -> bytes:
-        """The trailer of the same segment with this digest."""
+    def encode(self, digest: int) -> bytes:
+        """The trailer with this digest: always TRAILER_BYTES bytes, because every field is present and has a fixed
+        size."""
         # fmt: off
         return _TRAILER.pack(
             0x09, self.incarnation,

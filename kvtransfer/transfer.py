@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -60,8 +61,8 @@ class KVTransfer(RankTransfer):
             cache,
             settings,
             make_mover=make_mover,
-            on_filled=lambda filled: self._post(on_filled, filled),
-            on_refused=lambda refused: self._post(on_refused, refused),
+            on_filled=partial(self._post, on_filled),
+            on_refused=partial(self._post, on_refused),
             clock=clock,
         )
 

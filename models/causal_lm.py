@@ -19,11 +19,11 @@ from kvcache.cache import PagedKVCache
 from models.config.model_config import ModelConfig
 from models.layers import Embedding, RMSNorm
 from models.linear import Linear
-from models.parallel import Joint, TensorParallel
+from models.parallel import ParallelModule, TensorParallel
 from models.rotary import Rotary
 
 
-class DecoderLayer(Joint):
+class DecoderLayer(ParallelModule):
     """Attention and an MLP, each after a norm and added to the residual stream. Families make the parts, which return
     a rank's part of a sum."""
 
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.norm = norm
 
 
-class CausalLM(Joint):
+class CausalLM(ParallelModule):
     """A whole model. Families whose layers take other arguments override `forward`.
 
     Module paths equal the tensor names of checkpoints, except in `FusedLinear` and `Experts`, which name their own
@@ -115,7 +115,7 @@ class CausalLM(Joint):
         """
         self.vocab_size = vocab_size
         for module in self.modules():
-            if isinstance(module, Joint):
+            if isinstance(module, ParallelModule):
                 module.parallel = parallel
 
     def compute_logits(self, hidden_RD: Tensor) -> Tensor:

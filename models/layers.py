@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, s
 
 from models.kernels import activation, norms
 from models.linear import FusedLinear, Linear, Multiply
-from models.parallel import Joint
+from models.parallel import ParallelModule
 
 
 class RMSNorm(nn.Module):
@@ -60,7 +60,7 @@ class LayerNorm(nn.Module):
         return layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class Embedding(Joint):
+class Embedding(ParallelModule):
     """Token embedding. Every rank has the same number of rows, of consecutive ids."""
 
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype) -> None:

@@ -72,7 +72,7 @@ class TensorParallel:
 SINGLE = TensorParallel()
 
 
-class Joint(nn.Module):
+class ParallelModule(nn.Module):
     """A module whose forward combines the ranks' results.
 
     Attributes:

@@ -1,5 +1,7 @@
-"""`--attention-table FILE`: what the conformance suite of attention backends said, as a table: one row per setting or
-test, one column per backend, passed of all. Cells that are empty are features that a backend does not declare.
+"""`--attention-table FILE`: the results of the conformance suite of attention backends, as a table.
+
+One row per setting or test, one column per backend, passed of all. Empty cells are features that a backend does not
+declare.
 """
 
 import platform
@@ -11,7 +13,7 @@ import torch
 
 from attention.selection import BACKENDS
 
-# What runs beside them in the same session counts for nothing.
+# Other tests of the same session are ignored.
 _TESTS = ("tests/conformance/attention/", "tests/gpu/test_attention_graphs.py")
 _NAMES = {backend.capabilities.name for backend in BACKENDS}
 

@@ -1,8 +1,8 @@
 """Numbers to and from 8 bits, inside of kernels: to the nearest, ties to even, saturating at the format's largest
 finite number; NaN stays NaN. The twin is `kvcache.fp8`.
 
-A GPU has instructions for it. Triton's interpreter casts wrongly (it truncates, and loses NaN), so there it is done on
-the bits.
+A GPU has instructions for this. Triton's interpreter casts wrongly (it truncates and loses NaN), so there the bits are
+computed.
 """
 
 import triton
@@ -31,7 +31,7 @@ def from_fp8(stored, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_of(k, scale_ptr, v_scale_ptr):
-    """Of keys or latents (k = 0), or of values; no pointer is 1."""
+    """The scale of keys or latents (k = 0), or of values; no pointer is 1."""
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     v_scale = 1.0 if v_scale_ptr is None else tl.load(v_scale_ptr)
     return tl.where(k == 0, scale, v_scale)
@@ -42,7 +42,7 @@ def _to_bits(values, E4M3: tl.constexpr):
     MANTISSA: tl.constexpr = 3 if E4M3 else 2
     BIAS: tl.constexpr = 7 if E4M3 else 15
     DROPPED: tl.constexpr = 23 - MANTISSA
-    # The power of two whose last bit in float32 is worth as much as the last bit of fp8 numbers without a leading one.
+    # The power of two whose last float32 bit has the same value as the last bit of subnormal fp8 numbers.
     ROUNDER: tl.constexpr = 24 - BIAS - MANTISSA
     bits = values.to(tl.uint32, bitcast=True)
     size = tl.where(values != values, 0.0, tl.abs(values))
@@ -61,7 +61,7 @@ def _from_bits(code, E4M3: tl.constexpr):
     BIAS: tl.constexpr = 7 if E4M3 else 15
     bits = code.to(tl.uint32)
     size_bits = bits & 0x7F
-    # The exponent is too small by a constant, which the factor makes up for: right without a leading one, too.
+    # The exponent is too small by a constant, which the factor corrects, for subnormal numbers too.
     size = (size_bits << (23 - MANTISSA)).to(tl.float32, bitcast=True) * 2.0 ** (127 - BIAS)
     if E4M3:
         size = tl.where(size_bits == 0x7F, float("nan"), size)

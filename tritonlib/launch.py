@@ -1,12 +1,12 @@
-"""How kernels are launched here: compiled for a GPU, or interpreted on a CPU; each behind the other, or overlapping;
-by Triton, or prepared. Knows no kernel.
+"""How kernels are launched: compiled for a GPU or interpreted on a CPU, one after another or overlapping, by Triton or
+prepared.
 
-Overlapping ones (programmatic dependent launch) spare a decode step most of the time between its kernels: programs
-start while the kernel in front still runs, and wait for its end inside. `await_predecessors` returns once the kernel in
-front has ended, and so has all before it, provided that EVERY program of EVERY overlapping kernel calls it. Hence such
-a kernel writes nothing before the wait, and loads only what is complete since a kernel was launched plainly: weights,
-and a step's lengths, slots and block tables. What it merely prefetches into L2 may be anything. A kernel whose warps
-share out registers anew calls `start_dependents` only behind that: `attention.kernels.mla.hopper`.
+Overlapping launches (programmatic dependent launch) save most of the time between a decode step's kernels: programs
+start while the previous kernel still runs, and wait for its end inside. `await_predecessors` returns when the previous
+kernel and all before it have ended, provided that EVERY program of EVERY overlapping kernel calls it. So such a kernel
+writes nothing before the wait, and loads only what was complete at the last plain launch: weights, and a step's
+lengths, slots and block tables. It may prefetch anything into L2. A kernel whose warps redistribute registers calls
+`start_dependents` only after that: `attention.kernels.mla.hopper`.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _GLUON_VERSIONS = ("3.6.",)
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
-    """Whether the kernels written in Gluon run there. Their modules are imported only then: with another Triton the
+    """Whether the kernels written in Gluon run on this device. Import their modules only then: with another Triton the
     import may fail."""
     return (
         device.type == "cuda"
@@ -46,10 +46,11 @@ def interpreted() -> bool:
 
 
 def overlap(device: torch.device, *, rows: int) -> dict[str, bool]:
-    """Options for a launch of a kernel that has the constexpr OVERLAP and passes it on to the two functions below.
+    """Launch options for a kernel that has the constexpr OVERLAP and passes it to `await_predecessors` and
+    `start_dependents`.
 
     Args:
-        rows: tokens that the launch works on, or rows that are as many at least.
+        rows: tokens of the launch, or a number that is at least as large.
     """
     small = rows <= MOST_OVERLAPPING_ROWS and _can_overlap(device)
     return {"OVERLAP": True, "launch_pdl": True} if small else {"OVERLAP": False}
@@ -58,13 +59,13 @@ def overlap(device: torch.device, *, rows: int) -> dict[str, bool]:
 class PreparedKernel:
     """A kernel that is compiled once, for one device and one set of constants.
 
-    Triton looks at every argument of every launch, to learn what it has to compile; here that is said beforehand, which
-    leaves little of a launch's time on the host. So the kernel's numbers are annotated with their types and not
-    specialised, and what it must know of how they divide is in its constants.
+    Triton inspects every argument of every launch to find out what to compile. Here that is fixed beforehand, which
+    saves most of a launch's time on the host. So the kernel's numbers are annotated with their types and not
+    specialised, and its constants contain what it needs to know about how they divide.
 
     Args:
         kernel: its constants are its last parameters.
-        device: of the thread's current device at each launch; the CPU's where kernels are interpreted.
+        device: the thread's current device at each launch; the CPU where kernels are interpreted.
         examples: a dtype for each pointer, and any number for each number.
     """
 
@@ -88,7 +89,7 @@ class PreparedKernel:
                 self._compiled = kernel.warmup(*examples, grid=(1,), **self._options)
 
     def launch(self, num_programs: int, stream: int, *arguments: Tensor | int) -> None:
-        """Tensors start at multiples of ALIGN_BYTES, unless the kernel says that it wants none.
+        """Tensors start at multiples of ALIGN_BYTES, except for pointers that the kernel does not specialise.
 
         Args:
             stream: its handle.
@@ -112,21 +113,21 @@ def _can_overlap(device: torch.device) -> bool:
 
 @triton.jit
 def await_predecessors(OVERLAP: tl.constexpr):
-    """Everything that was launched before has ended, and what it wrote is seen."""
+    """Waits until everything launched before has ended and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def start_dependents(OVERLAP: tl.constexpr):
-    """Lets the next kernel start, if it overlaps, once all programs have come here. May stand before the wait."""
+    """The next kernel, if it overlaps, may start once all programs have called this. May precede the wait."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(ptrs):
-    """Asks for the lines that these addresses lie in to be brought into L2. Not for the interpreter."""
+    """Brings the cache lines of these addresses into L2. Not for the interpreter."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0 is not used",
         "=r,l",
@@ -139,7 +140,7 @@ def prefetch(ptrs):
 
 @triton.jit
 def bound(number, INTERPRETED: tl.constexpr):
-    """For a loop's `range`: the interpreter's numbers are arrays of one element, which Python does not count with."""
+    """A bound for a loop's `range`: the interpreter's numbers are arrays of one element, which Python cannot count."""
     if INTERPRETED:
         return number.handle.data.item()
     return number

@@ -59,7 +59,7 @@ class BlocksparseBuilder(DecodesFirstBuilder[BlocksparseMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> BlocksparseMetadata:
-        del common_prefix_len, fast_build  # no cascade attention, and nothing to save
+        del common_prefix_len, fast_build  # no cascade attention, and no time to save
         check_causal(common)
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common)
         without_context = num_prefills > 0 and not common.num_computed_tokens_cpu[num_decodes:].any()

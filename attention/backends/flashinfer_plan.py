@@ -1,6 +1,6 @@
 """What both flashinfer backends plan with: lists of blocks, and wrappers that are planned again for every batch.
 
-Knows no layer and imports no flashinfer. Legend: R requests.
+Imports no flashinfer. Legend: R requests.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class BlockLists:
 
     Attributes:
         start_loc: [R + 1] int32, where each request's blocks begin among `block_ids`.
-        block_ids: int32, on the device, request after request, and anything behind the last.
+        block_ids: int32, on the device, request after request; undefined after the last.
         last_block_lens: [R] int32, how many slots of each request's last block are used.
         seq_lens: [R] int32.
     """

@@ -1,6 +1,6 @@
 """The wrappers of flashinfer that one FLASHINFER backend plans and runs, on one workspace.
 
-Knows batches and block lists, no layer; flashinfer is imported when they are made.
+flashinfer is imported when they are made.
 """
 
 import importlib
@@ -78,7 +78,7 @@ class Wrappers:
         )
 
     def plan_cascade(self, common: CommonAttentionMetadata, common_prefix_len: int) -> Any:
-        """One level for the prefix, which all queries see as those of one request, and one for what lies behind it;
+        """One level for the prefix, which all queries see as those of one request, and one for the keys after it;
         None if no whole block lies before every query."""
         num_blocks = min(common_prefix_len, int(common.num_computed_tokens_cpu.min())) // self.block_size
         if not num_blocks or not common.causal or not self.shares_prefixes:

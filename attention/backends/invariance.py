@@ -1,10 +1,9 @@
-"""What the backends do alike where a request's result must have the same bits alone and in any batch.
+"""What all backends do when a request's result must have the same bits alone and in any batch.
 
-Decodes split their keys at fixed places, counted from a request's first. Prefills run one kernel with one tile, over
-the cache alone. A request of one new token is always a decode, so it must stand in front. How a prompt is cut into
-chunks is the scheduler's; the results are those of that cut. Decodes and prefills add up in different orders: a token
-that was decoded and is computed again with a prompt (preemption, another node, an answer that begins the next prompt)
-has other bits there.
+Decodes split their keys at fixed places, counted from a request's first key. Prefills run one kernel with one tile
+size, over the cache alone. A request of one new token is always a decode, so it must come first. The scheduler cuts
+prompts into chunks, and results depend on that cut. Decodes and prefills sum in different orders: a decoded token that
+is computed again with a prompt (preemption, another node, an answer that begins the next prompt) has other bits there.
 """
 
 import numpy as np
@@ -27,11 +26,11 @@ def split_tokens_of(num_heads: int) -> int:
 
 
 def check_decodes_first(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Raises InternalError if a request of one new token stands behind a prefill, where it would be taken for one."""
+    """Raises InternalError if a request of one new token comes after a prefill, where it would be taken for one."""
     query_lens_R = np.diff(common.query_start_loc_cpu[num_decodes:].numpy())
     if (query_lens_R == 1).any():
         raise InternalError(
-            "a request of one new token stands behind a prefill",
+            "a request of one new token comes after a prefill",
             field="query_start_loc",
             value=tuple(query_lens_R.tolist()),
             allowed=("single tokens first",),

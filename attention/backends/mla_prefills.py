@@ -1,5 +1,5 @@
-"""What the latent backends have in common for prefills: the memory for one chunk of context, and our kernel for
-attention over decompressed keys and values. Knows no decodes."""
+"""What the latent backends share for prefills: the memory for one chunk of context, and our kernel for attention over
+decompressed keys and values."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Decodes in plain torch, batched: one padded gather and one call for requests of like length.
 
-What both torch backends share; knows nothing of prefills. Legend: R requests, S keys (padded), K kv heads, G query
+Both torch backends use it. Legend: R requests, S keys (padded), K kv heads, G query
 heads per kv head, H query heads, D channels.
 """
 

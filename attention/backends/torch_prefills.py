@@ -1,6 +1,6 @@
 """Prefills in plain torch, request by request and piece by piece, so that masks and scores stay small.
 
-Knows nothing of decodes. Legend: T tokens, S keys of one request, K kv heads, G query heads per kv head, D channels.
+Legend: T tokens, S keys of one request, K kv heads, G query heads per kv head, D channels.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which keys a query sees in plain torch. Knows positions only: no cache, no batch.
+"""Which keys a query sees, from positions alone, in plain torch.
 
 Legend: H query heads, T queries, S keys.
 """
@@ -20,7 +20,7 @@ class Sight:
     """What layers must have in common to share a plan of which keys are read.
 
     Attributes:
-        causal: no key behind the query's own position.
+        causal: no key after the query's own position.
         own_keys: the keys are those of the call; no cache is read.
     """
 

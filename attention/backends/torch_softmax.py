@@ -1,5 +1,5 @@
 """Attention written out, for what fused SDPA lacks: capped and biased scores, sinks, a pattern per head, queries that
-see no key. In float32 throughout; knows no cache and no batch.
+see no key. In float32 throughout.
 
 Legend: K kv heads, G query heads per kv head, T queries, S keys, D key channels, V value channels; x any leading axes.
 """

@@ -1,6 +1,6 @@
 """TRITON_ATTN: attention over a paged key/value cache by our own kernels, for every feature but block sparsity.
 
-Decodes and prefills of a batch go to kernels of their own; this module knows which, and no arithmetic. Legend: R
+Decodes and prefills of a batch run different kernels; this module chooses them. Legend: R
 requests, T tokens, H heads, D key channels, V value channels.
 """
 

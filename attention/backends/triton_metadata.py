@@ -1,6 +1,6 @@
-"""What TRITON_ATTN prepares for a batch: which requests are decodes, how their keys are split, what prefix is shared.
+"""TRITON_ATTN's metadata of a batch: which requests are decodes, how their keys are split, which prefix is shared.
 
-Knows no layer's tensors. Legend: R requests.
+Legend: R requests.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -70,8 +70,8 @@ class TritonAttentionMetadata(AttentionMetadata):
         must not depend on the batch, which this would.
     prefill_query_len: what the prefills' tiles are cut for: the longest of them, or more.
     plans: of the decodes.
-    prefix: what cascade attention computes once; None: none.
-    rest_plans: of the decodes behind that prefix.
+    prefix: the keys that cascade attention reads once; None without one.
+    rest_plans: of the decodes' keys after that prefix.
     """
 
     common: CommonAttentionMetadata

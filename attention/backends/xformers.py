@@ -1,8 +1,8 @@
 """XFORMERS: prefills by the unified kernel over the paged cache, decodes by xformers' paged attention.
 
-xformers' own decode kernel splits a request's keys over the GPU and knows head sizes that are powers of two; where
-blocks are multiples of 256 tokens flash-attn decodes for it, a fifth faster. What neither serves is decoded by the
-unified kernel too. Legend: R requests, T tokens, G query heads per kv head, H kv heads, D channels.
+xformers' own decode kernel splits a request's keys over the GPU and takes head sizes that are powers of two; with
+blocks of multiples of 256 tokens it uses flash-attn, a fifth faster. The unified kernel decodes whatever neither
+serves. Legend: R requests, T tokens, G query heads per kv head, H kv heads, D channels.
 """
 
 import importlib
@@ -99,7 +99,7 @@ class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
             page_size=self._block_size,
             device=block_table.device,
         )
-        # The batch's own tensor instead of a copy of its numbers, so that a captured graph reads them anew.
+        # The batch's own tensor instead of a copy of its numbers, so that a captured graph reads the new ones.
         bias.k_seqinfo.seqlen = common.seq_lens[:num_decodes]
         return bias
 

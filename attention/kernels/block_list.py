@@ -1,4 +1,4 @@
-"""The blocks of several requests as one list, without the host knowing a single block. Legend: R requests, B blocks."""
+"""The blocks of several requests as one list, made on the device. Legend: R requests, B blocks."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def list_blocks(block_table_RB: Tensor, start_loc_R: Tensor, *, out: Tensor) -> 
     """Writes request r's blocks, in order, to `out[start_loc[r] : start_loc[r + 1]]`.
 
     Args:
-        block_table_RB: int32; may have more rows than `start_loc_R` says.
+        block_table_RB: int32; may have more rows than `start_loc_R` has requests.
         start_loc_R: [R + 1] int32, where each request's blocks begin.
         out: int32.
     """

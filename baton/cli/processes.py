@@ -36,8 +36,7 @@ class Running(Protocol):
 
 
 def launch(program: str, arguments: Sequence[str]) -> Running:
-    """Starts `python -m program` in a session of its own: Ctrl-C reaches this process alone, which drains the others in
-    order."""
+    """Starts `python -m program` in its own session: Ctrl-C reaches only this process, which drains the others."""
     return subprocess.Popen(
         [sys.executable, "-m", program, *arguments],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What one measurement says, and the rows that figures beside each other give. Knows no kernel."""
+"""One measurement, and the rows of a table of measurements."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -111,7 +111,7 @@ class CpuMover:
         pass
 
     def _seal(self, slot: Slot, segment: Segment, digest: int) -> Done:
-        slot.bytes[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES] = segment.encode_with(digest)
+        slot.bytes[segment.payload_bytes : segment.payload_bytes + TRAILER_BYTES] = segment.encode(digest)
         return Done()
 
     def _digest(self, payload: Tensor) -> int:

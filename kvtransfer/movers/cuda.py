@@ -223,9 +223,9 @@ class CudaMover:
         """Puts the trailer after the payload's place; returns the digest's place in it, at any alignment."""
         start = segment.payload_bytes
         if desk.in_host:
-            slot.bytes[start : start + TRAILER_BYTES] = segment.encode_with(digest)
+            slot.bytes[start : start + TRAILER_BYTES] = segment.encode(digest)
         else:
-            desk.trailer[:] = segment.encode_with(digest)
+            desk.trailer[:] = segment.encode(digest)
             self._copy(desk.work_ptr + start, desk.trailer_ptr, TRAILER_BYTES, self._outgoing.cuda_stream)
         place = desk.digest_places.get(start)
         if place is None:

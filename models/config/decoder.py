@@ -50,6 +50,7 @@ class DecoderFields(Fields):
 
     @classmethod
     def read(cls, file: ConfigFile) -> Self:
+        """Also refuses features that the family does not compute."""
         for name in cls.unsupported:
             if name not in cls.model_fields and file.raw(name):
                 raise file.refuse(name, "null", cure="this feature is not supported; choose another checkpoint")

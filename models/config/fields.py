@@ -66,7 +66,7 @@ class Fields(BaseModel):
             )
         except ValidationError as error:
             name = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
-            raise cls._refuse_type(ConfigFile(file.where, given), name) from None
+            raise cls.refuse_value(ConfigFile(file.where, given), name) from None
         fields._file = ConfigFile(file.where, given)
         return fields
 
@@ -84,7 +84,8 @@ class Fields(BaseModel):
         return field is not None and NoneType in get_args(field.annotation)
 
     @classmethod
-    def _refuse_type(cls, file: ConfigFile, name: str) -> ConfigError:
+    def refuse_value(cls, file: ConfigFile, name: str) -> ConfigError:
+        """The error to raise for a value that its type does not allow."""
         field = cls.model_fields.get(name)
         if field is None:
             return file.refuse(name, "null", cure=cls.cure or f"known fields are {', '.join(cls.model_fields)}")
@@ -111,6 +112,7 @@ def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
     words: Mapping[Any, tuple[str, ...]] = {
         NoneType: ("null",),
         bool: ("true", "false"),
+        str: ("a string",),
         tuple[str, ...]: ("a list of strings",),
         tuple[CountOrZero, ...]: ("an integer", "a list of integers"),
         list[int]: ("a list of integers",),

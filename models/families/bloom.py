@@ -21,7 +21,7 @@ from models.config.model_config import GQAConfig, ModelConfig
 from models.families.bloom_config import BloomSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
-from models.parallel import Joint
+from models.parallel import ParallelModule
 
 
 class GroupedQKV(Linear):
@@ -78,7 +78,7 @@ class GeluMLP(nn.Module):
         return out_TD
 
 
-class BloomLayer(Joint):
+class BloomLayer(ParallelModule):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:

@@ -21,7 +21,7 @@ from models.families.bloom import GeluMLP, GroupedQKV
 from models.families.falcon_config import FalconSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
-from models.parallel import Joint
+from models.parallel import ParallelModule
 
 
 class FalconAttention(nn.Module):
@@ -61,7 +61,7 @@ def _scaled_slopes(gqa: GQAConfig) -> Tensor:
     return torch.tensor(gqa.alibi_slopes, dtype=torch.bfloat16).float() * gqa.scale
 
 
-class FalconLayer(Joint):
+class FalconLayer(ParallelModule):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:

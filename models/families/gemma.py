@@ -18,7 +18,7 @@ from models.causal_lm import CausalLM
 from models.config.model_config import GQAConfig, ModelConfig
 from models.families.llama import LlamaAttention
 from models.layers import GatedMLP, RMSNorm, gelu_tanh_and_multiply
-from models.parallel import Joint
+from models.parallel import ParallelModule
 from models.rotary import Rotary
 
 
@@ -31,7 +31,7 @@ class GemmaRMSNorm(RMSNorm):
         return rms_norm(x_TD.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x_TD.dtype)
 
 
-class GemmaLayer(Joint):
+class GemmaLayer(ParallelModule):
     def __init__(
         self, config: ModelConfig, gqa: GQAConfig, *, layer_index: int, backend: AttentionBackend, dtype: torch.dtype
     ) -> None:

@@ -21,7 +21,7 @@ from models.kernels.grouped_gemm import ExpertWeights, run_gated_experts
 from models.layers import GatedMLP, RMSNorm, silu_and_multiply
 from models.linear import FusedLinear, Linear, Multiply
 from models.moe import Router, run_experts
-from models.parallel import Joint
+from models.parallel import ParallelModule
 
 
 class Llama4Attention(nn.Module):
@@ -38,8 +38,8 @@ class Llama4Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
-        self.turns = switches.rope_layers[layer_index]
-        self.qk_norm_eps = norm_eps if switches.qk_norm and self.turns else None
+        self.has_rope = switches.rope_layers[layer_index]
+        self.qk_norm_eps = norm_eps if switches.qk_norm and self.has_rope else None
         q_size, kv_size = gqa.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
         parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         self.qkv_proj = FusedLinear(hidden_size, parts, dtype=dtype, bias=gqa.qkv_bias)
@@ -64,12 +64,12 @@ class Llama4Attention(nn.Module):
     ) -> Tensor:
         qkv_TXC = self.qkv_proj(x_TD).unflatten(-1, (-1, self.head_dim))
         qk_TXC, v_TKC = torch.split(qkv_TXC, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.turns:
+        if self.has_rope:
             qk_TXC = rotation.apply(qk_TXC)
         if self.qk_norm_eps is not None:
             qk_TXC = rms_norm(qk_TXC.float(), (self.head_dim,), eps=self.qk_norm_eps).to(qk_TXC.dtype)
         q_THC, k_TKC = torch.split(qk_TXC, [self.num_heads, self.num_kv_heads], dim=1)
-        if temperature_T11 is not None and not self.turns:
+        if temperature_T11 is not None and not self.has_rope:
             q_THC = (q_THC * temperature_T11).to(q_THC.dtype)
         out_THC = self.attend(q_THC, k_TKC, v_TKC, kv_cache, metadata)
         out_TD: Tensor = self.o_proj(out_THC.flatten(1))
@@ -128,7 +128,7 @@ class Llama4MoE(nn.Module):
         return out_TD
 
 
-class Llama4Layer(Joint):
+class Llama4Layer(ParallelModule):
     def __init__(
         self,
         config: ModelConfig,

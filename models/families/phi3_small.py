@@ -22,7 +22,7 @@ from models.families.bloom import GroupedQKV
 from models.families.phi3_small_config import Phi3SmallSwitches
 from models.layers import LayerNorm
 from models.linear import Linear
-from models.parallel import Joint
+from models.parallel import ParallelModule
 
 
 class Phi3SmallAttention(nn.Module):
@@ -70,7 +70,7 @@ class Phi3SmallMLP(nn.Module):
         return out_TD
 
 
-class Phi3SmallLayer(Joint):
+class Phi3SmallLayer(ParallelModule):
     def __init__(
         self,
         config: ModelConfig,

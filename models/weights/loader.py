@@ -250,7 +250,7 @@ def _check(
         if tensor is not None and tensor.shape != expected:
             misfits.append(f"{name} in {tensor.file.name} is {list(tensor.shape)}, the config needs {list(expected)}")
         elif tensor is not None and tensor.dtype not in (allowed := _stored_dtypes(view)):
-            misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, {_known_are(allowed)}")
+            misfits.append(f"{name} in {tensor.file.name} is {tensor.dtype}, {_expected_dtypes(allowed)}")
     problems = [
         f"{len(found)} {kind}: {'; '.join(found[:_MAX_PROBLEMS])}{'; ...' if len(found) > _MAX_PROBLEMS else ''}"
         for kind, found in (("missing", missing), ("unexpected", extra), ("unfit", misfits))
@@ -269,7 +269,7 @@ def _stored_dtypes(view: Tensor) -> tuple[str, ...]:
     return _STORED_FP8 if view.dtype == E4M3 else _STORED_DTYPES
 
 
-def _known_are(allowed: tuple[str, ...]) -> str:
+def _expected_dtypes(allowed: tuple[str, ...]) -> str:
     if allowed == _STORED_FP8:
         return f"the quantization_config needs {allowed[0]}"
     return f"known are {', '.join(allowed)}"

@@ -8,21 +8,20 @@ from itertools import combinations_with_replacement
 from rich.console import Console
 from rich.markup import escape
 
-from baton.config import DecodeSettings, read_settings, visible_gpus
+from baton.config import CPU_CACHE_MIB, MIB, DecodeSettings, read_settings, visible_gpus
 from node.doctor.machine import Wanted, check_machine, read_host
 from node.doctor.packages import check_packages
 from node.doctor.verdict import Grade, Verdict
 
 _COLORS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
 _MOST_GPUS_LINKED = 2
-_DEFAULT_CACHE_BYTES = 128 << 20
 
 
 def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
     """All verdicts; a check comes after those that it depends on."""
     settings = read_settings(DecodeSettings, "baton doctor", [])
     on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and visible_gpus() > 0)
-    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or _DEFAULT_CACHE_BYTES
+    cache_bytes = 0 if on_gpu else settings.kv_cache_bytes or CPU_CACHE_MIB * MIB
     staging_bytes = 2 * settings.staging_slots * settings.segment_bytes(on_gpu=on_gpu)
     yield from check_machine(Wanted(pairs, cache_bytes, staging_bytes), read_host())
     broken = False
@@ -46,8 +45,8 @@ def checks(pairs: int, floor_gigabytes_per_s: float) -> Iterator[Verdict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="baton doctor", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=8, help="number of peers of a node here (default: 8)")
-    parser.add_argument("--min-gb-per-s", type=float, default=0.3, help="slowest acceptable link (default: 0.3)")
+    parser.add_argument("--pairs", type=int, required=True, help="number of peers of a node here")
+    parser.add_argument("--min-gb-per-s", type=float, required=True, help="slowest acceptable link")
     given = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True)
     failed = 0

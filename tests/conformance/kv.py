@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from torch import Tensor
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
+from kvcache.wire.digest import digest
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseTotals
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
 from kvtransfer.records import SegmentRefused, SendJob
+from kvtransfer.segments import Segment
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
 from tests.conformance.late import Script, late
@@ -150,6 +152,11 @@ async def connect(
     sender_address, receiver_address = await sender.listen(PEER), await receiver.listen(number)
     await receiver.connect(number, sender_address)
     await sender.connect(PEER, receiver_address, message_bytes=receiver.message_bytes, conversion=conversion)
+
+
+def sealed(segment: Segment, payload: Tensor) -> Segment:
+    """The segment with its digest over that payload."""
+    return replace(segment, digest=segment.digest_over(digest(payload)))
 
 
 def job(

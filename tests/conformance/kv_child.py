@@ -1,5 +1,4 @@
-"""One side of a transfer in a process of its own, to be killed and stopped by tests: commands in over a pipe, answers
-out."""
+"""One side of a transfer in its own process, which tests kill and stop: commands and answers go over a pipe."""
 
 import asyncio
 import time

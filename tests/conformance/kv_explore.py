@@ -1,11 +1,10 @@
-"""Tries every order of events around a receiver: all that can happen between two of its looks, every call on it at any
-moment, and at each look every order in which it can get to what has happened. Exhaustive: the states that can be
-reached are finitely many, and each is gone on from once.
+"""Tries every order of events around a receiver: everything that can happen between two of its steps, every call at any
+moment, and at each step every order in which it can process the events. The reachable states are finite in number, and
+each is continued from once.
 
-Three things keep them few, and none leaves an order out. Operations and arrivals change nothing by which another of
-them happens, so of those between two looks only the set counts (`kv_sides.choices`). Of the messages under way the set
-is kept, and their order, by which the receiver gets to them, is tried in every way at every look. Peers are alike but
-for their numbers, so of two states that mirror each other one is gone on from.
+Three reductions keep them few without leaving out an order. Operations and arrivals do not depend on each other, so of
+those between two steps only the set counts (`kv_sides.choices`). Messages in flight are kept as a set, and every step
+tries all orders of processing them. Peers differ only in their numbers, so one of two mirrored states is continued.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ class Explored:
 
 @dataclass
 class _Seen:
-    """States by numbers for their sides, of which there are far fewer."""
+    """States as numbers of their sides, of which there are far fewer."""
 
     sides: dict[Side, int] = field(default_factory=dict)
     states: set[object] = field(default_factory=set)
@@ -108,7 +107,7 @@ def steps_from(world: World, state: State) -> Iterator[Step]:
 
 
 def _looks(world: World, state: State, events: str) -> Iterator[Step]:
-    """At the same state, in every order in which it can be gone through."""
+    """From the same state, in every order of processing."""
     done = sum([stage % 2 for side in state.sides for _, stage in side.under_way])
     arrived_on = [index for index, side in enumerate(state.sides) if side.queue]
     for first in arrived_on or (0,):

@@ -1,6 +1,6 @@
-"""The matrix of hand-overs: its parameters, which of their combinations there are, and the bytes planted in each. Pure.
+"""The matrix of hand-overs: its parameters, their valid combinations, and the bytes planted in each. Pure.
 
-Says what must be in a cache afterwards from shapes alone: of the code that is tested it knows specs and layouts only.
+It derives the expected caches from shapes alone; of the code under test it uses only specs and layouts.
 """
 
 import math
@@ -34,7 +34,7 @@ SEGMENTS = ("whole", "layers", "tokens")
 
 @dataclass(frozen=True)
 class Length:
-    """A prompt's length: so many blocks of P, of D, or of as many tokens as are whole blocks of both; and some more."""
+    """A prompt's length: a number of P's blocks, of D's, or of their least common multiple, plus some tokens."""
 
     blocks: int
     of: str
@@ -68,7 +68,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Two nodes that have a model in common. Fields are named as in `PARAMETERS`."""
+    """Two nodes that serve one model. Fields are named as in `PARAMETERS`."""
 
     kind: str
     dtype: str
@@ -137,7 +137,7 @@ class Case:
 
     @property
     def jobs(self) -> tuple[tuple[int, int], ...]:
-        """What P sends, one job after the other: what D lacks of what it has computed, as often as it has some more."""
+        """P's jobs in order: each sends what D lacks of the tokens computed since the last one."""
         if self.chunks == "one":
             return ((self.cached_d, self.num_tokens),)
         to_compute = self.num_tokens - max(self.cached_p, self.cached_d)
@@ -146,7 +146,7 @@ class Case:
         return tuple(zip([self.cached_d, *stops], stops, strict=False))
 
     def reads(self, spec: KVCacheSpec) -> NDArray[np.bool_]:
-        """[L, T]: whether token `resume_at` attends to it, and D lacks it; a later one attends to no more of these."""
+        """[L, T]: D lacks the token and token `resume_at` attends to it. Later tokens attend to no others of these."""
         window_L1 = np.array(spec.windows or [0] * spec.num_layers)[:, None]
         token_T = np.arange(self.num_tokens)
         in_window: NDArray[np.bool_] = (window_L1 == 0) | (self.resume_at - token_T < window_L1)
@@ -154,7 +154,7 @@ class Case:
 
 
 def case_of(request: Request, *, block_p: int, block_d: int) -> Case:
-    """The same, for nodes with these blocks."""
+    """The request as a case for nodes with these block sizes."""
     num_tokens = request.length.tokens(block_p, block_d)
     # One token is always computed, and only full blocks are found again.
     found_p, found_d = (num_tokens - 1) // block_p, (num_tokens - 1) // block_d
@@ -257,7 +257,7 @@ def requests_of(nodes: Nodes) -> Iterator[Request]:
 
 
 def share_of_all(share: int, shares: int) -> Iterator[Trial]:
-    """One of so many equal shares of the whole product, its pairs of nodes from everywhere: the first is number 1."""
+    """One of several equal shares of the whole product, with node pairs from all over it; shares count from 1."""
     count = count_nodes()
     for place in range(share - 1, count, shares):
         nodes = _nodes(spread(place, count))
@@ -265,7 +265,7 @@ def share_of_all(share: int, shares: int) -> Iterator[Trial]:
 
 
 def spread(place: int, count: int) -> int:
-    """Another place out of so many for each of them, with neighbours far apart."""
+    """A permutation of that many places that moves neighbours far apart."""
     # Without a divisor in common with the count it meets all places before it comes back.
     stride = next(number for number in range(int(count * 0.618), 2 * count) if math.gcd(number, count) == 1)
     return place * stride % count
@@ -307,18 +307,18 @@ def planted(spec: KVCacheSpec, num_tokens: int, *, salt: int) -> Bytes:
 
 
 def untouched(num_bytes: int, *, salt: int) -> Bytes:
-    """What is in memory before."""
+    """The memory's contents before."""
     return _mixed(np.arange(-(-num_bytes // 8), dtype=np.uint64) + np.uint64(salt)).view(np.uint8)[:num_bytes]
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Bits in disorder, and different words stay different (the finalizer of SplitMix64)."""
+    """Scrambles bits so that different words stay different (the finalizer of SplitMix64)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def heads_of_rank(rank: int, *, ranks: int, heads: int) -> tuple[int, ...]:
-    """The model's heads in one rank's cache: an equal share in order, or one that neighbours have too."""
+    """The model's heads in one rank's cache: an equal share in order, or a share that neighbours hold too."""
     each = np.repeat(np.arange(heads), max(1, ranks // heads)).reshape(ranks, -1)
     return tuple(int(head) for head in each[rank])

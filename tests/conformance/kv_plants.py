@@ -1,4 +1,4 @@
-"""Faults to plant into a receiver and its tables, one at a time, so that a test sees each of them found."""
+"""Faults to plant into a receiver and its tables, one at a time: tests must find each of them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""Nodes of several ranks for the matrix: each rank with a cache and a transfer of its own, and what they hand over.
+"""Nodes of several ranks for the matrix of `kv_matrix`: each rank has its own cache and transfer.
 
-The prefill side may be in another process; it and the decode side make the planted bytes each on its own, and nothing
-but a transfer's own messages carries them. Knows of the matrix what `kv_matrix` says, and decides none of it.
+The prefill side may be in another process. Both sides generate the planted bytes by themselves, and only the transfer's
+messages carry bytes between them.
 """
 
 import asyncio
@@ -111,13 +111,13 @@ class Node:
         return case_of(request, block_p=self.nodes.block_p, block_d=self.nodes.block_d)
 
     def blocks(self, request: int, num_tokens: int) -> tuple[int, ...]:
-        """Of a request and of the token that it decodes first; requests 0 and 1 have none in common."""
+        """Blocks of a request and its first decoded token; requests 0 and 1 share none."""
         shape = self.caches[0].shape
         order = np.random.default_rng(shape.num_blocks).permutation(shape.num_blocks)
         return tuple(int(block) for block in order[request::2][: shape.blocks_for(num_tokens + 1)])
 
     def fill_caches(self, *, salt: int) -> None:
-        """With what nobody sends."""
+        """Fills them with bytes that nobody sends."""
         for cache in self.caches:
             cache.memory.numpy()[:] = untouched(cache.size_bytes, salt=salt)
 
@@ -145,14 +145,14 @@ def links_of(nodes: Nodes) -> Mapping[RankPair, Flow]:
 
 
 def bytes_of(spec: KVCacheSpec, case: Case) -> tuple[Bytes, Bytes]:
-    """What P has of the request, and of the other one, which begins alike: [L, K, T, H, bytes of a row]."""
+    """P's bytes of the request, and of the other one, which begins alike: [L, K, T, H, bytes of a row]."""
     ours, others = (planted(spec, case.num_tokens, salt=salt) for salt in (SALT, OTHER_SALT))
     others[:, :, : case.cached_p] = ours[:, :, : case.cached_p]
     return ours, others
 
 
 def other_of(case: Case) -> Case:
-    """The request with which P shares blocks: all that is read of it goes to D."""
+    """The request with which P shares blocks: all of it that is read goes to D."""
     return replace(case, cached_d=0, resume_at=case.num_tokens, chunks="one")
 
 
@@ -171,7 +171,7 @@ def write(memory: Tensor, blocks: tuple[int, ...], values: Bytes, read_LT: NDArr
 
 
 class Prefill:
-    """The P side: one node after the other, as it is told."""
+    """The P side: one node after another, by commands."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
@@ -232,7 +232,7 @@ class Prefill:
         return sum(segment.payload_bytes for segment in segments)
 
     async def end(self) -> tuple[int, ...]:
-        """Sees that nothing is left, and disconnects; returns the leases that are."""
+        """Checks that nothing is left, and disconnects; returns the leases that had begun."""
         self._node.check_nothing_is_left()
         return await self._node.transfer.disconnect(PEER)
 
@@ -287,7 +287,7 @@ async def _hand_over(node: Node, request: Request, lease: int, prefill: Call) ->
 
 
 def _expected(node: Node, rank: int, cases: list[Case]) -> tuple[Tensor, list[int]]:
-    """What is to be in a rank's cache, whose view is like this, and how many bytes of that come for each case."""
+    """A rank's expected cache, as a view like its own, and the number of bytes that each case brings."""
     cache, heads, num_tokens = node.caches[rank], node.heads(rank), cases[0].num_tokens
     memory = cache.storage.clone().as_strided(cache.view.shape, cache.view.stride())
     num_bytes = []

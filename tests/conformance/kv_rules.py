@@ -1,5 +1,5 @@
-"""What may be done to a simulated receiver, and what must hold after it: I1, I3 and I6, that no slot is lost for good,
-that every lease ends, and that every refusal has its reason.
+"""The calls on a simulated receiver, and the invariants after each: I1, I3 and I6, no slot is lost, every lease ends,
+and every refusal has its reason.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from tests.conformance.kv_world import World, passing_of
 
 
 def close(world: World, index: int) -> None:
-    """What a cancel and a timeout are to the receiver, whatever has come and whatever has not."""
+    """Closes a lease, as a cancel and a timeout do at any time."""
     owner: Any = Owner()
     world.owners[index] = owner
     world.receiver.close(index, owner)
@@ -51,7 +51,7 @@ def look(world: World) -> bool:
 
 
 def _check_slots(world: World) -> None:
-    """A slot is free, or taken by one message that is looked after; while it is used it is not free."""
+    """A slot is free or taken by exactly one message in flight; a slot in use is never free."""
     pool, receptions = world.pool, world.receiver._receptions
     taken = {item.slot.index for item in receptions}
     assert len(taken) == len(receptions), "a slot is given to one message at a time"
@@ -63,7 +63,7 @@ def _check_slots(world: World) -> None:
 
 
 def _check_over(world: World, index: int) -> None:
-    """A closed lease is over as soon as none of its scatters runs, and then nothing is kept of it."""
+    """A closed lease ends as soon as none of its scatters runs, and leaves nothing behind."""
     receiver = world.receiver
     scatters = any(
         passing_of(item).stage in (SCATTERING, SCATTERED) and item.tag.lease == index for item in receiver._receptions
@@ -75,7 +75,7 @@ def _check_over(world: World, index: int) -> None:
 
 
 def _check_refusals(world: World, over: list[_Reception]) -> None:
-    """What is over was scattered, was cancelled with its link, or was refused for a reason, and that was counted."""
+    """Every message that is over was scattered, cancelled with its link, or refused for a reason that was counted."""
     expected: Counter[Refusal] = Counter()
     for item in over:
         if item.request.failure() is not None:
@@ -121,7 +121,7 @@ def _check_open(world: World, index: int) -> None:
 
 
 def _is_known(world: World, index: int, number: int) -> bool:
-    """Whether a message is under way, or has come."""
+    """Whether a message is in flight or has arrived."""
     message = world.messages[index][number - 1]
     return (
         world.blocks[index][number - 1] == number

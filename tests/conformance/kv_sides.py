@@ -1,7 +1,6 @@
-"""What can be seen of a receiver's dealings with one peer, as numbers, and all that may happen around it between two
-looks of the receiver. Pure.
+"""A receiver's state for one peer, as numbers, and everything that may happen between two steps of the receiver. Pure.
 
-Knows nothing of the receiver: what it makes of what has happened is found out by running it.
+The receiver's own reaction is found by running it.
 """
 
 from collections.abc import Iterator
@@ -100,7 +99,7 @@ def choices(side: Side, repeats: int) -> tuple[Choice, ...]:
 
 
 def _arrivals(side: Side, repeats: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """How many were sent then, and which messages came: the next ones in their order, and any sent before once more."""
+    """How many are sent then, and which messages arrive: the next ones in order, and any sent before once more."""
     if not side.is_there:
         yield side.sent, ()
         return
@@ -123,5 +122,5 @@ def before_loss(side: Side) -> tuple[Side, ...]:
 
 
 def can_go_on(side: Side) -> bool:
-    """Whether anything of it is under way, or can still come."""
+    """Whether anything of it is in flight or can still arrive."""
     return bool(side.under_way or side.queue) or (side.is_there and side.sent < len(side.blocks))

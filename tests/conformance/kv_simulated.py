@@ -1,7 +1,6 @@
-"""What surrounds a receiver in a simulated world: messages, a transport, a mover and a lease's owner, which do nothing
-by themselves. What a slot or a block holds is the number of a message, so that nothing has to be copied.
+"""A receiver's surroundings in a simulated world: messages, a transport, a mover and a lease's owner, all passive.
 
-Knows nothing of the receiver and its tables.
+Slots and blocks hold numbers of messages, so that nothing has to be copied.
 """
 
 from collections import deque
@@ -54,7 +53,7 @@ def make_message(side: int, peer: int, number: int, segments: int) -> Message:
     segment = Segment(INCARNATION, side, token, 0, 1, token, token + 1, 0, 1, SPEC.bytes_per_token)
     arrival = Arrival(peer, tag.pack(), MESSAGE_BYTES, None)
     blocks = [side * segments + token]
-    return Message(side, number, tag, segment, blocks, segment.encode(), arrival)
+    return Message(side, number, tag, segment, blocks, segment.encode(segment.digest), arrival)
 
 
 @dataclass(eq=False, slots=True)
@@ -169,7 +168,7 @@ class Surroundings:
 
 @dataclass(eq=False, slots=True)
 class Owner:
-    """Of a lease; waits on its end after `close`."""
+    """The owner of a lease; waits for its end after `close`."""
 
     totals: LeaseTotals | None = None
 

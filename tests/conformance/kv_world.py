@@ -1,7 +1,6 @@
-"""A receiver that can be put into any state; it, its lease table, coverage, ledger and staging pool are the real ones.
+"""A receiver that can be put into any state, with a real lease table, coverage, ledger and staging pool.
 
-A state is plain numbers: putting the objects into it takes microseconds, where copying them took milliseconds. Knows
-nothing of what happens, nor of what must hold.
+A state is plain numbers: loading it takes microseconds, where copying the objects took milliseconds.
 """
 
 from collections import deque
@@ -74,7 +73,7 @@ class State(NamedTuple):
 
 
 class World:
-    """One lease for each peer, of as many segments of one token; leases are numbered as the sides are."""
+    """One lease for each peer, of segments of one token each; leases are numbered like sides."""
 
     def __init__(self, peers: int, *, segments: int, slots: int) -> None:
         self.segments = segments

@@ -1,5 +1,5 @@
-"""A CpuMover whose operations happen later: when a test lets them, or after some looks. They are the real ones, and
-what they read and write they read and write then, so whoever reuses a slot or a block too early is found out."""
+"""A CpuMover whose operations run later: when a test releases them, or after some polls. They are the real operations,
+and read and write only then, so reusing a slot or a block too early shows."""
 
 import random
 import threading
@@ -16,24 +16,24 @@ from kvtransfer.movers.mover import Blocks, Done, DoneReading
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from kvtransfer.staging import Slot, StagingPool
 
-LOOKS_MAX = 6
+POLLS_MAX = 6
 
 
 @dataclass(eq=False)
 class Operation:
-    """One that was begun. It happens in the transfer thread, at the first look after it was let."""
+    """An operation that has begun. It runs on the transfer thread, at the first poll after its release."""
 
     kind: str
     segment: Segment | None
     happen: Callable[[], Done | DoneReading]
-    looks_left: int
-    looks: int = 0
+    polls_left: int
+    polls: int = 0
     result: Done | DoneReading | None = None
 
     @property
     def done(self) -> bool:
-        self.looks += 1
-        if self.result is None and self.looks_left >= 0 and self.looks > self.looks_left:
+        self.polls += 1
+        if self.result is None and self.polls_left >= 0 and self.polls > self.polls_left:
             self.result = self.happen()
         return self.result is not None
 
@@ -55,7 +55,7 @@ class Operation:
 
 @dataclass
 class Script:
-    """When operations happen: those of the kinds in `held` when they are let, all others after a few looks each, so
+    """When operations run: those of the kinds in `held` when they are released, all others after a few polls each, so
     that they overtake each other."""
 
     held: frozenset[str] = frozenset()
@@ -69,30 +69,30 @@ class Script:
 
     def begin(self, kind: str, segment: Segment | None, happen: Callable[[], Done | DoneReading]) -> Operation:
         with self._lock:
-            looks = -1 if kind in self.held else self._random.randrange(LOOKS_MAX)
-            operation = Operation(kind, segment, happen, looks)
+            polls = -1 if kind in self.held else self._random.randrange(POLLS_MAX)
+            operation = Operation(kind, segment, happen, polls)
             self.begun.append(operation)
             return operation
 
     def waiting(self) -> list[Operation]:
-        """The held ones, in the order of their begin."""
+        """The held operations, in the order in which they began."""
         with self._lock:
-            return [operation for operation in self.begun if operation.looks_left < 0]
+            return [operation for operation in self.begun if operation.polls_left < 0]
 
-    def let(self, operation: Operation) -> None:
-        operation.looks_left = operation.looks
+    def release(self, operation: Operation) -> None:
+        operation.polls_left = operation.polls
 
-    def let_all(self) -> None:
-        """Lets everything happen, from now on."""
+    def release_all(self) -> None:
+        """Releases all operations, from now on."""
         with self._lock:
             self.held = frozenset()
         for operation in self.waiting():
-            self.let(operation)
+            self.release(operation)
 
 
 @dataclass(frozen=True, eq=False)
 class WatchedBlocks:
-    """Blocks that must be there while an operation uses them, and are freed once."""
+    """Blocks that must not be freed while an operation uses them, and are freed once."""
 
     script: Script
     blocks: Blocks
@@ -108,7 +108,7 @@ class WatchedBlocks:
 
 class LateMover:
     """Args:
-    cpu: does what is to be done, when it is time.
+    cpu: runs the operations.
     """
 
     on_gpu = False
@@ -136,7 +136,7 @@ class LateMover:
         with_digest: bool,
         converter: Converter | None = None,
     ) -> Operation:
-        # Wrong ranges are an error at once; elsewhere, so that the slot has nothing yet.
+        # Wrong ranges are an error at once. Into other memory, so that the slot is not written yet.
         elsewhere = Slot(-1, torch.empty(segment.payload_bytes + TRAILER_BYTES, dtype=torch.uint8))
         gather = partial(self._cpu.gather, segment=segment, heads=heads, converter=converter)
         assert isinstance(blocks, WatchedBlocks)
@@ -159,7 +159,7 @@ class LateMover:
         return self._script.begin("scatter", segment, lambda: self._cpu.scatter(slot, blocks.use(), segment))
 
     def close(self) -> None:
-        """What was begun happens, as on a GPU."""
+        """Runs what has begun, as on a GPU."""
         for operation in self._script.begun:
             if operation.result is None:
                 operation.result = operation.happen()

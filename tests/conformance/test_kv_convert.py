@@ -47,7 +47,7 @@ WINDOWED = replace(GQA, num_layers=4, windows=(0, 5, 0, 5), dtype="bfloat16")
 
 
 def scales_of(spec: KVCacheSpec) -> tuple[float, ...]:
-    """No powers of two, and of every layer and kind another, so that no mistake rounds to the same bytes."""
+    """No powers of two, and distinct for every layer and kind, so that no mistake rounds to the same bytes."""
     return tuple(0.013 * (3 + number) for number in range(spec.num_layers * spec.kv_factor))
 
 
@@ -122,7 +122,7 @@ async def test_the_receiver_holds_what_it_would_have_stored(
 
 
 async def test_peers_of_other_dtypes_are_served_side_by_side() -> None:
-    """What is converted for one peer is not for another."""
+    """One peer's conversion does not affect another."""
     prefill = make_cache(GQA, KVCacheLayout.NHD, 8)
     blocks = scattered_blocks(prefill, 20, 1)
     plant(prefill, blocks, 20)
@@ -187,7 +187,7 @@ def built(model: Path, layout: str, block_size: int, kv_cache_dtype: str, dtype:
 async def handed_over(
     prefill: Built, decode: Built, single: Built, length: int
 ) -> tuple[list[TokenOutput], list[TokenOutput]]:
-    """Decoded after a converted hand-over, and by a process into whose cache the prefill node's numbers were stored."""
+    """Decoded after a converted hand-over, and by one process whose cache stored the prefill node's numbers."""
     prompt, scales = prompt_of(length), kv_scales(decode.runner.model)
     conversion = KVConversion(prefill.cache.spec.dtype, decode.cache.spec.dtype, scales)
     limits = {"max_batch_tokens": CHUNK_TOKENS, "prefix_cache": False}

@@ -1,6 +1,5 @@
-"""What must hold while an operation on cache or staging is under way, as kernels of a GPU are: slot, blocks and lease
-stay until it is done, whatever is closed, cancelled or lost in between. Over the in-process transport, whose messages
-arrive at once, so that every test knows what it waits for."""
+"""While an operation on cache or staging runs, as a GPU's kernels do, its slot, blocks and lease stay, whatever is
+closed, cancelled or lost meanwhile. Over the in-process transport, whose messages arrive at once."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -41,12 +40,12 @@ TOKENS = 20
 SEGMENT_BYTES = 2 * TOKENS * GQA.bytes_per_token_layer
 SEGMENTS = 2
 SLOTS = 3
-LOOKS = 5
+POLLS = 5
 
 
 @dataclass(frozen=True)
 class Held:
-    """A pair of nodes, and what happens when in both of them."""
+    """A pair of nodes, and the script of both their movers."""
 
     script: Script
     prefill: KVTransfer
@@ -64,19 +63,19 @@ class Held:
         self.decode.open_lease(LeaseGrant(lease, self.blocks, 0, TOKENS))
 
     async def begun(self, count: int) -> None:
-        """So many operations are held."""
+        """Waits until that many operations are held."""
         await eventually(lambda: len(self.script.waiting()) == count)
 
     async def waits(self, task: "asyncio.Task[Any]") -> None:
-        """The task does not end while the held operations are looked at again and again."""
+        """The task does not end while the held operations are polled."""
         (first, *_) = self.script.waiting()
-        seen = first.looks
-        await eventually(lambda: first.looks > seen + LOOKS)
+        seen = first.polls
+        await eventually(lambda: first.polls > seen + POLLS)
         assert not task.done()
 
     async def works(self, lease: int) -> None:
-        """Every slot is there: a whole transfer goes through, more segments than slots."""
-        self.script.let_all()
+        """No slot is lost: a whole transfer of more segments than slots succeeds."""
+        self.script.release_all()
         filled = len(self.heard.filled)
         self.grant(lease)
         for start in range(0, TOKENS, 2):
@@ -136,7 +135,7 @@ async def test_a_segment_leaves_when_its_message_is_in_its_slot() -> None:
         await pair.waits(sending)
         assert pair.decode.counters().peers[SENDER].segments_total == 0
         assert pair.untouched()
-        pair.script.let_all()
+        pair.script.release_all()
         await result(sending)
         await eventually(lambda: len(pair.heard.filled) == 1)
         assert pair.arrived()
@@ -150,7 +149,7 @@ async def test_a_lease_is_quiet_when_nothing_reads_its_blocks_and_nothing_of_it_
         quiet = asyncio.create_task(pair.prefill.quiet(PEER, 0))
         await pair.waits(quiet)
         assert not sending.done()
-        pair.script.let_all()
+        pair.script.release_all()
         await result(quiet)
         with pytest.raises(Cancelled):
             await result(sending)
@@ -167,7 +166,7 @@ async def test_a_receiver_is_disconnected_when_nothing_gathers_for_it() -> None:
         disconnecting = asyncio.create_task(pair.prefill.disconnect(PEER))
         await pair.waits(disconnecting)
         assert not sending.done()
-        pair.script.let_all()
+        pair.script.release_all()
         assert await result(disconnecting) == ()
         with pytest.raises(DataLoss):
             await result(sending)
@@ -185,7 +184,7 @@ async def test_a_mover_keeps_blocks_until_their_job_or_lease_has_ended(kind: str
         await pair.waits(ended)
         # The lease's, and while it is sent the job's.
         assert len(pair.script.placed) == 2 if kind == "gather" else 1
-        pair.script.let_all()
+        pair.script.release_all()
         await result(asyncio.wait([ended, sending]))
         if kind == "gather":
             await pair.decode.close_lease(0)
@@ -198,11 +197,11 @@ async def test_a_lease_is_filled_when_its_last_scatter_is_done() -> None:
         await result(pair.send())
         await pair.begun(SEGMENTS)
         first, last = pair.script.waiting()
-        pair.script.let(last)
+        pair.script.release(last)
         await eventually(lambda: pair.decode.counters().peers[SENDER].segments_total == 1)
         assert pair.heard.filled == []
         assert not pair.arrived()
-        pair.script.let(first)
+        pair.script.release(first)
         await eventually(lambda: len(pair.heard.filled) == 1)
         assert pair.arrived()
 
@@ -214,7 +213,7 @@ async def test_a_lease_is_closed_when_no_scatter_writes_to_it() -> None:
         await pair.begun(SEGMENTS)
         closing = asyncio.create_task(pair.decode.close_lease(0))
         await pair.waits(closing)
-        pair.script.let_all()
+        pair.script.release_all()
         totals = await closing
         assert (totals.number, totals.segments) == (0, SEGMENTS)
         assert pair.heard.filled == []
@@ -227,7 +226,7 @@ async def test_a_segment_whose_lease_ends_while_it_is_read_is_late_and_not_scatt
         await result(pair.send())
         await pair.begun(SEGMENTS)
         assert (await pair.decode.close_lease(0)).segments == 0
-        pair.script.let_all()
+        pair.script.release_all()
         await eventually(lambda: pair.decode.counters().late == SEGMENTS)
         assert pair.untouched()
         assert pair.heard.refused == []
@@ -242,7 +241,7 @@ async def test_a_sender_is_disconnected_when_nothing_of_it_is_read_or_scattered(
         await pair.begun(SEGMENTS)
         disconnecting = asyncio.create_task(pair.decode.disconnect(SENDER))
         await pair.waits(disconnecting)
-        pair.script.let_all()
+        pair.script.release_all()
         # What has come whole is kept, so the lease that it fills is filled.
         assert await result(disconnecting) == (0,)
         await eventually(lambda: len(pair.heard.filled) == 1)
@@ -258,11 +257,11 @@ async def test_a_slot_is_not_used_again_before_its_scatter_is_done() -> None:
         ]
         await pair.begun(SLOTS)
         (first, *_) = pair.script.waiting()
-        seen = first.looks
-        await eventually(lambda: first.looks > seen + LOOKS)
+        seen = first.polls
+        await eventually(lambda: first.polls > seen + POLLS)
         assert len(pair.script.waiting()) == SLOTS
         assert sum(task.done() for task in sending) == SLOTS
-        pair.script.let_all()
+        pair.script.release_all()
         await result(asyncio.gather(*sending))
         await eventually(lambda: len(pair.heard.filled) == 1)
         assert pair.arrived()
@@ -273,7 +272,7 @@ async def test_a_warm_up_is_over_when_its_messages_were_read() -> None:
         warming = asyncio.create_task(pair.prefill.warm_up(PEER, SENDER))
         await pair.begun(SLOTS)
         await pair.waits(warming)
-        pair.script.let_all()
+        pair.script.release_all()
         warm = await warming
         measure = await pair.decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
         assert measure.transport == "loopback"
@@ -288,7 +287,7 @@ async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_cl
         await pair.begun(SEGMENTS)
         for operation in pair.script.waiting():
             operation.happen = fail
-        pair.script.let_all()
+        pair.script.release_all()
         with pytest.raises(InternalError, match="the device was lost"):
             await result(sending)
         with pytest.raises(InternalError, match="the device was lost"):
@@ -307,7 +306,7 @@ async def test_a_node_that_closes_lets_what_it_began_end_first() -> None:
         closing = asyncio.create_task(pair.prefill.close())
         await eventually(lambda: pair.prefill._thread._stopping)
         await pair.waits(closing)
-        pair.script.let_all()
+        pair.script.release_all()
         await result(closing)
         with pytest.raises(DataLoss):
             await result(sending)

@@ -102,7 +102,7 @@ async def in_this_process(trial: Trial) -> None:
 
 
 def forget_the_rank(patch: pytest.MonkeyPatch) -> None:
-    """Every sender's heads go to the first places of the cache."""
+    """Every sender's heads go to the cache's first heads."""
     within = Segment.within
 
     def mutated(segment: Segment, heads: range) -> Segment:
@@ -162,7 +162,7 @@ def swap_keys_and_values(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_beside(patch: pytest.MonkeyPatch) -> None:
-    """A place of the last block that tokens decoded later will take."""
+    """A slot of the last block that belongs to tokens decoded later."""
 
     def mutated(cache: PagedKVCache, *, block_ids: torch.Tensor, **arguments: Any) -> None:
         scatter_from_wire(cache, block_ids=block_ids, **arguments)
@@ -196,7 +196,7 @@ async def test_every_mutation_is_found(
 
 
 async def test_a_segment_that_is_sent_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes are right, and what is refused shows it."""
+    """The bytes are right; only refusals show the fault."""
 
     def mutated(*arguments: Any, **named: Any) -> Iterator[Piece]:
         pieces = list(cut(*arguments, **named))

@@ -1,6 +1,6 @@
 """KV between nodes of several ranks: every rank of the receiver gets its heads, whole, once, and nothing else changes.
 
-The ranks share this process; their transfers, and the lines between rank 0 and the others, are the real thing.
+The ranks share this process; their transfers, and the channels between rank 0 and the others, are real.
 """
 
 import asyncio
@@ -242,7 +242,7 @@ async def test_a_lease_is_filled_only_when_every_rank_has_its_share() -> None:
 
 
 async def test_two_nodes_cannot_fill_one_lease() -> None:
-    """What the ranks of one node may, those of two may not."""
+    """The ranks of one node may fill a lease together; those of two nodes may not."""
     spec, links = MLA, flows(num_layers=5, num_kv_heads=1, senders=2, receivers=1)
     other_number, other_peer = SENDER + 2, PEER + 64
     async with linked(spec, 2, 1, transport="loopback") as nodes:

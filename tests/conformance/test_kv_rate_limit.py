@@ -1,5 +1,5 @@
-"""A receiver with a rate limit holds all its senders to it together, and leaves the rest with them. Time is the test's
-own; `tests/unit/kvtransfer/test_receiver_limit.py` has the senders' shares."""
+"""A receiver with a rate limit applies it to all its senders together; the rest waits at the senders. Tests set the
+time; `tests/unit/kvtransfer/test_receiver_limit.py` checks the senders' shares."""
 
 import asyncio
 from functools import partial

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
-from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.leases import LeaseGrant, Refusal
 from kvtransfer.segments import Segment, Tag
@@ -32,6 +31,7 @@ from tests.conformance.kv import (
     make_transfer,
     plant,
     scattered_blocks,
+    sealed,
     tokens_of,
 )
 
@@ -41,7 +41,7 @@ TOKENS = 6
 
 @dataclass(frozen=True)
 class Forger:
-    """A sender that says whatever a test wants, and the decode node that it talks to."""
+    """A sender that sends whatever a test wants, and its decode node."""
 
     transport: Transport
     decode: KVTransfer
@@ -53,7 +53,7 @@ class Forger:
     peer: int = PEER
 
     def right(self, number: int, start: int, stop: int) -> tuple[Segment, Tensor]:
-        """A segment as it should be, sealed, with its payload."""
+        """A correct segment with its digest, and its payload."""
         size = (stop - start) * GQA.bytes_per_token
         payload = torch.empty(size, dtype=torch.uint8)
         gather_to_wire(
@@ -66,11 +66,11 @@ class Forger:
             out=payload,
         )
         segment = Segment(DECODE_INCARNATION, LEASE, number, 0, GQA.num_layers, start, stop, 0, GQA.num_kv_heads, size)
-        return segment.sealed(digest(payload)), payload
+        return sealed(segment, payload), payload
 
     async def send(self, segment: Segment, payload: Tensor, tag: Tag | None = None) -> None:
         tag = tag or Tag(SENDER, segment.lease, segment.number)
-        await self.send_raw(tag, payload.numpy().tobytes() + segment.encode())
+        await self.send_raw(tag, payload.numpy().tobytes() + segment.encode(segment.digest))
 
     async def send_raw(self, tag: Tag, message: bytes) -> None:
         request = self.transport.send(self.peer, tag.pack(), torch.frombuffer(bytearray(message), dtype=torch.uint8))
@@ -172,7 +172,7 @@ async def test_a_tag_that_names_another_lease_than_the_trailer(forger: Forger) -
 
 async def test_another_incarnation(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
-    await forger.send(replace(segment, incarnation=DECODE_INCARNATION - 1).sealed(digest(payload)), payload)
+    await forger.send(sealed(replace(segment, incarnation=DECODE_INCARNATION - 1), payload), payload)
     await forger.assert_refused(Refusal.STALE_INCARNATION)
     forger.assert_untouched()
 
@@ -180,14 +180,14 @@ async def test_another_incarnation(forger: Forger) -> None:
 async def test_more_tokens_than_the_lease_has(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     wrong = replace(segment, token_start=1, token_stop=TOKENS + 1)
-    await forger.send(wrong.sealed(digest(payload)), payload)
+    await forger.send(sealed(wrong, payload), payload)
     await forger.assert_refused(Refusal.OUT_OF_RANGE)
     forger.assert_untouched()
 
 
 async def test_a_payload_of_another_size_than_its_ranges(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
-    await forger.send(replace(segment, token_stop=TOKENS - 1).sealed(digest(payload)), payload)
+    await forger.send(sealed(replace(segment, token_stop=TOKENS - 1), payload), payload)
     await forger.assert_refused(Refusal.WRONG_SIZE)
     forger.assert_untouched()
 
@@ -225,7 +225,7 @@ async def test_tokens_that_have_come_before(forger: Forger) -> None:
     await forger.send(*forger.right(0, 0, 3))
     segment, _ = forger.right(1, 2, 6)
     other = torch.full((segment.payload_bytes,), 5, dtype=torch.uint8)
-    await forger.send(segment.sealed(digest(other)), other)
+    await forger.send(sealed(segment, other), other)
     await forger.assert_refused(Refusal.OVERLAP)
     expected = tokens_of(forger.source, forger.source_blocks, TOKENS)
     assert torch.equal(tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, :3], expected[:, :, :3])

@@ -73,7 +73,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, plant: plants
 
 
 def test_a_state_leaves_out_nothing_that_counts() -> None:
-    """An attribute that is new in the code under test belongs into the state, or among what it leaves out."""
+    """New attributes of the code under test belong either into the state or into the list of what it leaves out."""
     world = World(1, segments=1, slots=1)
     arrive, receiver = choices(world.save(0).sides[0], 0)[-1], world.receiver
     world.load(State((arrive.side,), (), 0))
@@ -107,7 +107,7 @@ def test_a_receiver_put_into_a_state_goes_on_like_one_that_came_there(seed: int)
 
 
 def _let_happen(world: World, index: int, before: Side, after: Side) -> None:
-    """To the objects, what a choice does to a state."""
+    """Applies a choice to the objects as it applies to a state."""
     stages = dict(after.under_way)
     for item in world.receiver._receptions:
         passing = passing_of(item)

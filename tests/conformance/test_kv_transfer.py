@@ -172,7 +172,7 @@ async def test_warm_up_goes_through_every_slot_and_measures_the_link(transport: 
 
 
 class AsOnGpu(CpuMover):
-    """Says that its cache is on a GPU, and where it was asked for staging."""
+    """Claims that its cache is on a GPU, and records where staging is requested."""
 
     on_gpu = True
 

@@ -51,7 +51,7 @@ class Cluster:
     numbers: "count[int]" = field(default_factory=lambda: count(1))
 
     async def ask(self, prompt: tuple[int, ...]) -> tuple[list[int], int, int]:
-        """(tokens, how many of the prompt the decode node had, payload bytes that came)."""
+        """(tokens, prompt tokens that the decode node had, payload bytes received)."""
         number, length = next(self.numbers), len(prompt)
         name = str(number)
         reservation = self.target.reserve(request(name, prompt, GREEDY))

@@ -22,7 +22,7 @@ ROUNDS = 2000
 
 @dataclass(frozen=True)
 class Link:
-    """A sender's and a receiver's end; to each other they are peers 1 and 2. `third` knows nobody at first."""
+    """A sender's and a receiver's end, which are peers 1 and 2 to each other, and a third end without peers."""
 
     sender: Transport
     receiver: Transport

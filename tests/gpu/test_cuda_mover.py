@@ -1,4 +1,4 @@
-"""The mover of a GPU does what that of the CPU does, byte for byte, and neither waits nor allocates."""
+"""The GPU's mover does what the CPU's does, byte for byte, and neither waits nor allocates."""
 
 import time
 from collections.abc import Iterator

@@ -101,7 +101,7 @@ def test_a_payload_is_what_the_other_cache_would_hold(
     wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
     payload, trailer = slot.memory.cpu().split([size, TRAILER_BYTES])
     assert torch.equal(payload, expected.cpu())
-    assert trailer.numpy().tobytes() == segment.sealed(digest(payload)).encode()
+    assert trailer.numpy().tobytes() == segment.encode(segment.digest_over(digest(payload)))
     mover.close()
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
-from kvcache.wire.digest import digest
 from kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.leases import LeaseGrant, Refusal
 from kvtransfer.records import LinkMeasure, WarmUp
@@ -34,6 +33,7 @@ from tests.conformance.kv import (
     make_transfer,
     plant,
     scattered_blocks,
+    sealed,
     tokens_of,
 )
 from tests.conformance.kv_child import Child, child
@@ -91,7 +91,7 @@ def make_source(spec: KVCacheSpec, shape: KVCacheShape, device: str) -> KVTransf
 
 @dataclass
 class Target:
-    """The decode node of this process, paired and warm with a prefill process."""
+    """The decode node of this process, with a warm link to a prefill process."""
 
     source: Child
     decode: KVTransfer
@@ -111,7 +111,7 @@ class Target:
         await self.decode.close_lease(lease)
 
     def assert_holds(self, start: int = 0) -> None:
-        """The tokens from `start` on are there, and every other byte is as it was."""
+        """The tokens from `start` on have arrived, and every other byte is unchanged."""
         wanted = PagedKVCache(self.cache.spec, self.cache.shape)
         wanted.memory.fill_(OLD)
         size = self.cache.shape.block_size
@@ -276,5 +276,5 @@ def message_of(source: PagedKVCache, blocks: tuple[int, ...], tokens: int) -> Te
         out=payload,
     )
     segment = Segment(DECODE_INCARNATION, 0, 0, 0, spec.num_layers, 0, tokens, 0, spec.num_kv_heads, payload.numel())
-    sealed = segment.sealed(digest(payload))
-    return torch.cat((payload, torch.frombuffer(bytearray(sealed.encode()), dtype=torch.uint8)))
+    whole = sealed(segment, payload)
+    return torch.cat((payload, torch.frombuffer(bytearray(whole.encode(whole.digest)), dtype=torch.uint8)))

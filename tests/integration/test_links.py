@@ -89,7 +89,7 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     assert "link: " in text
     # Requests that need no pair are served, and hold nothing afterwards.
     assert (await generate(gateway, PROMPT, GREEDY)).token_ids
-    await until_status(decode, nothing_held)
+    await until_status(decode, nothing_held, within_s=DEADLINE_S)
     # Each request for the pair measures the link again, and refuses it again.
     before = (await status(prefill)).peers[0].mismatches[0].ours
     async with asyncio.timeout(DEADLINE_S):

@@ -1,6 +1,6 @@
 """Block-sparse attention of one query per request over the paged cache: reads the key blocks that its heads see.
 
-Knows no batch beyond lengths and block tables. Legend: R requests, H query heads, G query heads of a kv head, N keys of
+Legend: R requests, H query heads, G query heads of a kv head, N keys of
 a tile, D channels, P pieces.
 
 One program takes all query heads of one kv head, which share the local blocks, over a piece of the blocks that any of

@@ -1,6 +1,6 @@
 """What the block-sparse kernels of prompts and of decodes share: products, reading rows, a step of the softmax.
 
-Knows no batch and no pattern. Legend: M queries of a tile, N keys of a tile, D channels.
+Legend: M queries of a tile, N keys of a tile, D channels.
 """
 
 import triton

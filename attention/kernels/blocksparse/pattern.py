@@ -1,4 +1,4 @@
-"""What the block-sparse kernels are told of a pattern. Knows no kernel and no batch."""
+"""A block-sparse pattern as the kernels' arguments."""
 
 from dataclasses import dataclass
 

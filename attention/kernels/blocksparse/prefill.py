@@ -1,6 +1,6 @@
 """Block-sparse attention of prompts: time follows the key blocks that a head sees. The twin is `attention.blocksparse`.
 
-Knows no batch beyond lengths and block tables. Legend: T tokens, H query heads, M queries of a tile, N keys of a tile,
+Legend: T tokens, H query heads, M queries of a tile, N keys of a tile,
 D channels, R requests.
 
 One program takes BLOCK_M consecutive positions of one head. The key blocks that any of them sees are numbered in this

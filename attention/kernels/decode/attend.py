@@ -1,8 +1,8 @@
-"""Few queries per request over the paged cache: the keys split among workers as the plan says, then merged.
+"""Few queries per request over the paged cache: keys are split among workers by the plan, then results merged.
 
-Knows no batch beyond lengths and block tables. Bound by reading the cache: the query heads of a kv head share its
-keys, padded to the 16 rows of a tensor core's product, and the loads of the next tiles are in flight meanwhile.
-Legend: R requests, H query heads, G query heads per kv head, N keys of a tile, D channels.
+Bound by reading the cache: the query heads of a kv head share its keys, padded to the 16 rows of a tensor core's
+product, while the loads of the next tiles are in flight.
+Legend: R requests, H query heads, G query heads per kv head, N keys of a tile, D channels, L lines of L2.
 """
 
 import triton
@@ -15,9 +15,9 @@ from tritonlib.launch import await_predecessors, bound, interpreted, overlap, pr
 from tritonlib.math import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Rows, a query head each, that one program takes: more would not fit into its registers. Larger groups read again.
+# Rows, a query head each, of one program: more would not fit into its registers. Larger groups read keys again.
 MAX_ROWS = 64
-# Asked for while the kernel in front still runs: as many as the loop over them has in flight.
+# Prefetched while the previous kernel still runs: as many tiles as the loop over them has in flight.
 _TILES_AHEAD = tl.constexpr(2)
 
 
@@ -48,8 +48,8 @@ def decode_attention(
         kv_layer: [2, B, N, H, D], any strides but a last one of 1.
         q_scale, k_scale, v_scale: float32 scalars on the device, of what is kept in 8 bits; None: 1.
         seq_lens: [R] int32, what the plan was filled with.
-        block_table: [R, blocks] int32. Plan, lengths and table are read before the kernel in front of this one has
-            ended: they must be complete before that one starts.
+        block_table: [R, blocks] int32. Plan, lengths and table are read before the previous kernel has ended: they
+            must be complete before that kernel starts.
         lse_HR: float32, natural log-sum-exp, sinks included.
     """
     num_rows, num_heads, head_size = q_RHD.shape
@@ -120,8 +120,8 @@ def decode_attention(
 @triton.jit
 def _in_half(values):
     """8-bit numbers as float16, four to an instruction pair."""
-    # NOTE: declared impure, so that the compiler does not move it behind the change to a product's layout, for which it
-    # would load byte by byte, since the numbers of a column lie apart. 178 us of the whole kernel instead of 271.
+    # NOTE: declared impure, so that the compiler does not move it after the conversion to a product's layout. There it
+    # would load byte by byte, since the numbers of a column lie apart. The whole kernel: 178 us instead of 271.
     CONVERT: tl.constexpr = "cvt.rn.f16x2.e4m3x2" if values.dtype == tl.float8e4nv else "cvt.rn.f16x2.e5m2x2"
     return tl.inline_asm_elementwise(
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2; " + CONVERT + " $0, low; " + CONVERT + " $1, high; }",
@@ -334,8 +334,7 @@ def _keys_of(
     UNIT_KEYS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
 ):
-    """Of the units from `unit` up to `run_stop`: the first key that the query sees at all, the first one to load, and
-    the one behind the last."""
+    """For the units from `unit` to `run_stop`: the first key that the query sees, the first to load, and the end."""
     first_key = first_visible_key(seq_len, window, chunk)
     unit_keys = unit_keys_of(seq_len, first_key, UNIT_KEYS, MAX_UNITS) if MAX_UNITS else UNIT_KEYS
     unit_zero = first_key // unit_keys - first_unit
@@ -357,7 +356,7 @@ def _prefetch_keys(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """The first tiles' keys and values into L2, the newest token's as well, though it may not have been written yet."""
+    """Brings the first tiles' keys and values into L2, the newest token's too, even if it is not written yet."""
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
     lines_L = tl.arange(0, _TILES_AHEAD * TILE_KEYS * LINES)

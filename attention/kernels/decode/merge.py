@@ -1,4 +1,4 @@
-"""The last step of split decodes: each request's partial results become one. Knows the plan, no keys and no queries.
+"""The last step of split decodes: each request's partial results become one.
 
 Legend: R requests, H query heads, P partial results of a request, D channels.
 """
@@ -16,10 +16,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 def merge_partials(
     plan: DecodePlan, *, queries_per_request: int, sinks_H: Tensor | None, out: Tensor, lse_HR: Tensor | None
 ) -> None:
-    """Writes the requests that several workers shared, and those without keys; the others are written already."""
+    """Writes the requests that several workers shared and those without keys; the workers wrote the others."""
     num_rows, num_heads, head_size = out.shape
-    # How many partial results are in flight at once is part of what makes a result's bits, so it depends on no batch
-    # where that matters. Of many requests, most have one worker and the others few: so few programs look after them.
+    # A result's bits depend on how many partial results are in flight at once, so with fixed splits that number is the
+    # same for every batch. Of many requests most have one worker and the others few, so few programs suffice.
     many = not plan.one_unit_each and 4 * num_rows > plan.num_workers
     block_h, block_p = (min(8, triton.next_power_of_2(num_heads)), 4) if many else (1, 32)
     _merge_kernel[(triton.cdiv(num_heads, block_h), num_rows)](

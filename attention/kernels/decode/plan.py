@@ -1,13 +1,13 @@
 """The plan that `attention.kernels.decode.attend` follows: how programs share the keys of a batch of decodes.
 
-Knows lengths alone, no keys and no queries. The plan lies in tensors on the device and is made there, so that a
-captured CUDA graph follows the lengths of each replay. Legend: R requests, W workers, U units, P partial results.
+The plan is made on the device, in tensors, so that a captured CUDA graph follows the lengths of each replay. Legend: R
+requests, W workers, U units, P partial results.
 
-Each request's keys are cut into units of `unit_keys`, counted from the sequence's start, or into longer ones where the
-plan bounds how many a request has; those that its query cannot see are left out. All units of the batch, request after
-request, are dealt out to the workers in equal runs, so that a worker's share does not depend on how ragged the batch
-is. A request that lies in several runs leaves a partial result in each of them, which are merged afterwards. One worker
-is as many programs as there are kv heads: they read the same blocks at the same time.
+Each request's keys are cut into units of `unit_keys`, counted from the sequence's start; units are longer where the
+plan bounds their number, and units that the query cannot see are left out. All units of the batch, request after
+request, are divided among the workers in equal runs, so that a worker's share does not depend on how ragged the batch
+is. A request in several runs leaves a partial result in each, and these are merged afterwards. One worker is as many
+programs as there are kv heads: they read the same blocks at the same time.
 """
 
 from dataclasses import dataclass

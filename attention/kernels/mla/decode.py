@@ -1,9 +1,9 @@
 """Decode over a latent cache: one query per request whose heads all share each token's latent, split over the keys.
 
 The latent's first channels are the values, so a token is read once, for all heads and for both products. The keys of
-all requests together are dealt out to a fixed number of workers in equal runs; each worker finds its own run from the
-lengths on the device, so that a captured CUDA graph stays balanced for any other lengths. What a worker computed of a
-request that others share goes into a slot of fixed memory, and a second kernel merges the slots.
+all requests together are divided among a fixed number of workers in equal runs; each worker finds its own run from the
+lengths on the device, so that a captured CUDA graph stays balanced for other lengths. A worker's result for a request
+that others share goes into a slot of fixed memory, and a second kernel merges the slots.
 
 Legend: R requests, H heads, L latent channels (keys and values), P rotary channels (keys), C = L + P, B blocks,
 N tokens in a block.
@@ -35,8 +35,8 @@ def mla_decode_attention(
         kv_layer: [1, B, N, 1, C] with any strides; of the queries' type, or fp8.
         seq_lens: [R] int32.
         block_table: [R, blocks] int32; entries past a request's keys are not read.
-        kv_scale: float32 scalar of an fp8 cache; counts for no other.
-        out: [R, H, L]; L says how many of the channels are values.
+        kv_scale: float32 scalar of an fp8 cache; ignored for other caches.
+        out: [R, H, L]; the first L channels are the values.
         lse_HR: float32, natural; -inf where there are no keys.
     """
     if not len(q_RHC):

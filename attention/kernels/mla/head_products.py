@@ -1,11 +1,11 @@
 """Each head's product of few rows with a weight that is read once: `x @ weight`, in 16 bits, summed in float32 and
 rounded once.
 
-The absorbed products of latent decodes are too short to be fast one behind the other: a program brings its tile of the
-weight to shared memory while the kernel in front runs, and only then waits for its input. The twin is `torch.bmm`.
+The absorbed products of latent decodes are too short to be fast one after another: a program brings its tile of the
+weight to shared memory while the previous kernel runs, and only then waits for its input. The twin is `torch.bmm`.
 Legend: H heads, T tokens, I inputs, O outputs.
 
-On an H200, W_UK and W_UV of a layer, one product behind the other: 16 heads and 1 token 1.4 and 1.7 us, torch's 3.4 and
+On an H200, W_UK and W_UV of a layer, one product after the other: 16 heads and 1 token 1.4 and 1.7 us, torch's 3.4 and
 3.9; 32 tokens 2.0 and 2.4, torch's 3.5 and 3.9; 128 heads and 1 token 5.0 and 5.5, torch's 7.2 and 7.2; 32 tokens 6.6
 and 6.6, torch's 7.9 and 7.4.
 """
@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
-# More tokens than this are the library's, and more inputs, for which tiles would be too narrow.
+# torch multiplies more tokens than this, and more inputs, whose tiles would be too narrow.
 MAX_TOKENS = 32
 _MAX_INPUTS = 512
 # Of a tile, in bytes: several programs share a multiprocessor then.
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 def choose(num_heads: int, num_inputs: int, num_outputs: int, num_sms: int) -> Tile:
-    """About a tile for each multiprocessor; more of them where these would be too large, fewer where too small."""
+    """About one tile for each multiprocessor; more where tiles would be too large, fewer where too small."""
     outputs = triton.next_power_of_2(triton.cdiv(num_heads * num_outputs, num_sms))
     largest = _MAX_BYTES // (2 * triton.next_power_of_2(num_inputs))
     return Tile(max(_MIN_OUTPUTS, min(outputs, largest, triton.next_power_of_2(num_outputs))), num_warps=4)
@@ -142,8 +142,8 @@ def multiply_few_rows_of_heads(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_O outputs of one head. They stand in the rows of the product: the tensor cores' rows come in 64s or 16s,
-    their columns in 8s."""
+    """BLOCK_O outputs of one head. They are the rows of the product: the tensor cores' rows come in 64s or 16s, their
+    columns in 8s."""
     start_dependents(OVERLAP)
     tiles: tl.constexpr = (OUTPUTS + BLOCK_O - 1) // BLOCK_O
     head = tl.program_id(0) // tiles

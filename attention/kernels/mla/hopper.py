@@ -38,10 +38,10 @@ from tritonlib.launch import overlap
 LATENT = 512
 ROTARY = 64
 STAGES = 2
-# Of a thread, by a program's heads, until the warps part and share them out anew; nothing more is spilled for it.
-# NOTE: without it such a program takes a multiprocessor's whole register file, and neither starts before the programs
-# in front of it are gone nor lets those behind it start. With 64 heads it takes all shared memory anyway: overlapping
-# would save 1 to 3 us there, and one behind the other, over 8192 keys of 1 request, they would take 50 us and not 25.
+# Registers of a thread, by a program's heads, until the warps redistribute them; this causes no further spills.
+# NOTE: without this bound a program takes a multiprocessor's whole register file: it cannot start before the previous
+# kernel's programs end, and the next kernel's cannot start either. With 64 heads it takes all shared memory anyway:
+# overlapping would save 1 to 3 us there, and two in sequence over 8192 keys of 1 request would take 50 us, not 25.
 _MAX_REGISTERS = {16: 96, 32: 160}
 
 
@@ -155,7 +155,7 @@ def _decode(
 ):
     """One worker and BLOCK_H heads. Workers of the same keys are neighbours, so that one of them finds these in L2."""
     dtype: gl.constexpr = kv_L.dtype
-    # The tensor cores' rows come in 64s and their columns in 8s: few heads stand in the columns, keys in the rows.
+    # The tensor cores' rows come in 64s and their columns in 8s: few heads are in the columns, keys in the rows.
     KEYS_FIRST: gl.constexpr = BLOCK_H < 64
     weights_shape: gl.constexpr = [TILE, BLOCK_H] if KEYS_FIRST else [BLOCK_H, TILE]
     layout_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, LATENT], dtype)
@@ -389,11 +389,11 @@ def _attend(
     KEYS_FIRST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """All parts of requests that fall to this worker, one after the other."""
+    """This worker's parts of requests, one after another."""
     if OVERLAP:
-        # NOTE: not earlier. Only here have the warps shared out their registers anew (`setmaxnreg`). With this at the
-        # kernel's start, where it saves nothing more, a program stood still at its first product of matrices within 80
-        # steps of DeepSeek-V2-Lite under torch's profiler, in 12 runs of 12; without a profiler never.
+        # NOTE: not earlier. Only here have the warps redistributed their registers (`setmaxnreg`). With this at the
+        # kernel's start, where it saves no more time, a program hung at its first matrix product within 80 steps of
+        # DeepSeek-V2-Lite under torch's profiler, in 12 runs of 12; without a profiler never.
         gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = WARPS // 4
@@ -433,8 +433,8 @@ def _attend(
                 tile_P = tiles_P.index(buffer)
                 scores = _scores(tile_L, tile_P, q_L, q_P, scores_shape, mma_S, KEYS_FIRST) * scale
                 acc, highest_H, total = _add_tile(tile_L, weights, scores, acc, highest_H, total, KEYS_FIRST)
-                # NOTE: at once. To queue the next scores behind this product, and wait for it only then, is slower by
-                # 3 to 10 %: the next tile is asked for later.
+                # NOTE: at once. Queueing the next scores after this product, and waiting only then, is slower by 3 to
+                # 10 %: the next tile is requested later.
                 mbarrier.arrive(empty.index(buffer), count=1)
                 count += 1
             if last_full * TILE < gl.minimum(last * TILE, seq_len):

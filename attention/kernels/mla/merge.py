@@ -1,4 +1,4 @@
-"""Merging what several workers computed of one request.
+"""Merging the results of several workers for one request.
 
 Legend as in `attention.kernels.mla.decode`; S splits, V channels of a program.
 """
@@ -14,8 +14,8 @@ from tritonlib.launch import await_predecessors, bound, interpreted, overlap, st
 def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None) -> None:
     """Writes the output of each request that several workers share, and 0 for those without keys."""
     num_reqs, num_heads, latent = out.shape
-    # Few requests are cut into many parts: then many programs share the merging of one. It decides the order of the
-    # sums, so with a fixed split it is the same for any number of requests.
+    # Few requests are cut into many parts: then many programs share the merging of one request. This decides the order
+    # of the sums, so with a fixed split it is the same for any number of requests.
     few = (plan.split_tiles > 0 or num_reqs * num_heads < 4 * plan.num_workers) and not interpreted()
     block_v = min(triton.next_power_of_2(latent), 128 if few else 512)
     block_h = 1 if few else min(triton.next_power_of_2(num_heads), 4)

@@ -1,5 +1,5 @@
-"""How the keys of a decode step are dealt out to workers: the plan on the host, and each worker's share, which it works
-out itself on the device.
+"""How the keys of a decode step are divided among workers: the plan on the host, and each worker's share, which the
+worker computes on the device.
 
 Everything is counted in tiles of keys, all requests' tiles in one row, request after request. Legend: R requests, H
 heads, L latent channels.
@@ -70,7 +70,7 @@ def make_mla_decode_plan(
 
 
 def heads_of_a_program(num_heads: int) -> int:
-    """64 heads keep the tensor cores busy; below that memory is the bound."""
+    """64 heads keep the tensor cores busy; with fewer, memory is the bound."""
     return 16 if num_heads <= 16 else 32 if num_heads <= 32 else 64
 
 

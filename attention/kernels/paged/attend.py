@@ -1,6 +1,6 @@
-"""Attention of any mix of prefills and decodes: over the paged cache, or over keys that lie side by side.
+"""Attention of any mix of prefills and decodes, over the paged cache or over keys that lie side by side.
 
-Both entry points make one `Call` and start the kernel that runs fastest on it.
+Both entry points make one `Call` and start the fastest kernel that can run it.
 """
 
 import torch
@@ -34,14 +34,14 @@ def unified_attention(
 ) -> None:
     """Writes `out` [T, H, D] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
 
-    Features are as `attention.parameters` defines them; a log-sum-exp counts the sinks. A window hides only what lies
-    before it, so not causal means that all later keys are seen.
+    Features are as `attention.parameters` defines them; a log-sum-exp includes the sinks. A window hides only keys
+    before it: without `causal`, all later keys are seen.
 
     Args:
-        kv_layer: [2, B, N, H, D], any strides but a last one of 1; may be fp8, whose scales are read on the device.
-        query_start_loc, seq_lens: [R + 1] and [R] int32, the first from any token on; a request without queries is
-            padding, and nothing is read.
-        max_query_len: a bound that may be too large, at the cost of time.
+        kv_layer: [2, B, N, H, D], channels adjacent; may be fp8, whose scales are read on the device.
+        query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token; a request without queries is padding,
+            and nothing is read for it.
+        max_query_len: an upper bound; too large a bound costs time.
     """
     keys, values = kv_layer.unbind(0)
     _attend(
@@ -95,14 +95,13 @@ def ragged_attention(
 ) -> None:
     """Writes `out` [T, H, V] and, if given, `lse_HT` for the tokens that `query_start_loc` counts; other rows stay.
 
-    Features are as `attention.parameters` defines them, where a request's last query sits at its last key; a
-    log-sum-exp counts the sinks. A window hides only what lies before it.
+    Features are as `attention.parameters` defines them, with a request's last query at its last key's position; a
+    log-sum-exp includes the sinks. A window hides only keys before it.
 
     Args:
-        k_SHD, v_SHV: any strides but a last one of 1. NaN in a request's rows may reach all of its
-            tokens, and no other's.
-        query_start_loc, key_start_loc: [R + 1] int32, from any token and key on.
-        max_query_len: a bound that may be too large, at the cost of time.
+        k_SHD, v_SHV: channels adjacent. NaN in a request's rows may reach all tokens of that request, and of no other.
+        query_start_loc, key_start_loc: [R + 1] int32, starting at any token and key.
+        max_query_len: an upper bound; too large a bound costs time.
     """
     _attend(
         Call(

@@ -35,7 +35,7 @@ class Tiling:
 
 
 def choose_tiling(call: Call) -> Tiling:
-    """The first shape that fits, in the order of their speed on an H200."""
+    """The first shape that fits, fastest first, as measured on an H200."""
     element_bytes = 2 if is_fp8(call.q_THD) else call.q_THD.element_size()
     rows = max(16, triton.next_power_of_2(call.max_query_len * call.group))
     # Products of float32 are unrolled into registers, and spill unless tiles are small.
@@ -56,7 +56,7 @@ def choose_tiling(call: Call) -> Tiling:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program's tiles may fill; 1 KB is the driver's, 2 KB are left to reductions."""
+    """Shared memory that a program's tiles may fill; the driver takes 1 KB, reductions 2 KB."""
     if device.type != "cuda":
         return 64 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 3 * 1024
@@ -414,7 +414,7 @@ def _attend_keys(
             v_tile_ptr = v.ptr
             k_rows_N = blocks * k.stride_b + keys_N % BLOCK_SIZE * k.stride_n
             v_rows_N = blocks * v.stride_b + keys_N % BLOCK_SIZE * v.stride_n
-        # Looked up one tile ahead: an address that is loaded in the same turn would halve the loads in flight.
+        # Looked up one tile ahead: an address that is loaded in the same iteration would halve the loads in flight.
         blocks = _find_blocks(keys, tile + BLOCK_N, BLOCK_SIZE, BLOCK_N)
         k_ND = _load_rows(k_tile_ptr, k_rows_N, exists_N, KEY_SIZE, BLOCK_D, MASKED)
         k_ND = _in_type(k_ND, types.k, INTERPRETED)

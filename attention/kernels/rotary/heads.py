@@ -41,7 +41,7 @@ def rotate_qkv(
     Args:
         qkv_TX: the heads of queries, keys and values, one after another; rows at any stride.
         kv_layer: [2, B, N, H, C], of any dtype that caches have.
-        slot_mapping: int64; a negative slot is not written, nor is a token behind the last slot.
+        slot_mapping: int64; a negative slot is not written, nor is a token past the last slot.
         k_scale, v_scale: float32 scalars, of an fp8 cache: what is stored is the number divided by it. None is 1.
     """
     num_tokens, channels = qkv_TX.shape
@@ -180,7 +180,7 @@ def _normed_and_turned(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """In the dtype that the rows have; rounded to it behind the norm, too, as between two calls."""
+    """In the rows' dtype; also rounded to it after the norm, as between two calls."""
     dtype: tl.constexpr = ptrs_R.dtype.element_ty
     if OVERLAP:
         prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS)

@@ -41,10 +41,10 @@ def rotate_latents(
 
     Args:
         q_THD, latent_TC: any strides, channels adjacent.
-        decode_q_THC: where the turned part of the first tokens' queries goes instead, behind L channels that are left
-            as they are; as many tokens as it has.
+        decode_q_THC: where the turned part of the first tokens' queries goes instead, after L channels that stay as
+            they are; it has one row for each of those tokens.
         kv_layer: [1, B, N, 1, C], of any dtype that caches have.
-        slot_mapping: int64; a negative slot is not written, nor is a token behind the last slot.
+        slot_mapping: int64; a negative slot is not written, nor is a token past the last slot.
         scale: float32 scalar, of an fp8 cache: what is stored is the number divided by it. None is 1.
     """
     num_tokens, num_heads, channels = q_THD.shape

@@ -1,5 +1,4 @@
-"""What the kernels that turn queries and keys are made of: pairs of channels, their turn, and where in the cache a
-token goes. Knows no projection and no layout.
+"""Parts of the kernels that turn queries and keys: pairs of channels, their turn, and each token's place in the cache.
 
 Legend: R rows (a head of a token each), P pairs of channels, C channels.
 """
@@ -63,7 +62,7 @@ def load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr, BLOCK_P
 
 @triton.jit
 def prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr):
-    """Since the layer before, weights and keys have driven them out of L2."""
+    """Into L2: since the previous layer, weights and keys have evicted them."""
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(PAIRS, 32))
     at_RL = tl.where(mask_R, tokens_R, 0).to(tl.int64)[:, None] * PAIRS
     at_RL += tl.minimum(tl.arange(0, LINES) * 32, PAIRS - 1)[None, :]

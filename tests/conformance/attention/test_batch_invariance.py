@@ -105,5 +105,5 @@ def test_a_decode_behind_a_prefill_is_refused(backend: BackendClass) -> None:
     common, _ = build_common_metadata(
         query_lens=[3, 1], context_lens=[0, 5], block_tables=[[0], [1]], block_size=16, device=DEVICE
     )
-    with pytest.raises(InternalError, match="stands behind a prefill"):
+    with pytest.raises(InternalError, match="comes after a prefill"):
         made.builder.build(0, common)

@@ -159,8 +159,8 @@ def test_sharing_goes_to_the_layer_that_has_keys_and_to_its_scales() -> None:
 @pytest.mark.parametrize(
     ("target", "changes", "named"),
     [
-        ({"layer_index": 1}, {"layer_index": 1}, "a layer in front of layer 1"),
-        ({"layer_index": 2}, {"layer_index": 1}, "a layer in front of layer 1"),
+        ({"layer_index": 1}, {"layer_index": 1}, "a layer before layer 1"),
+        ({"layer_index": 2}, {"layer_index": 1}, "a layer before layer 1"),
         ({"num_kv_heads": 1}, {"layer_index": 1}, "num_kv_heads 2"),
         ({"head_dim": 16}, {"layer_index": 1}, "head_dim 8"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, {"layer_index": 1}, "attn_type decoder"),

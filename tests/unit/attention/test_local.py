@@ -104,7 +104,7 @@ def test_the_batch_of_virtual_requests_writes_where_the_batch_does() -> None:
     assert local.seq_lens.tolist() == local.seq_lens_cpu.tolist() == [2, 4, 4, 1]
     assert local.block_table_tensor.tolist() == [[2], [3], [4], [5]]
     # The first token of the second request fills its chunk, the last begins one; both are as decodes to a kernel,
-    # but the last stands behind a prefill.
+    # but the last comes after a prefill.
     assert split_decodes_and_prefills(local) == (2, 2, 2, 5)
 
 

@@ -107,7 +107,7 @@ class Environment:
             case EndSession(session=session):
                 self.ended_sessions[session] += 1
             case SendLeaseEnded(lease=lease):
-                assert self.leases[lease].state != "closed"
+                assert lease in self.leases
             case OpenLease():
                 self._open(command)
             case CloseLease(lease=lease):

@@ -139,10 +139,6 @@ class Scene:
 
     # ---- a request's way up to a state
 
-    def waiting(self, key: int, **submission: float) -> None:
-        """Submits a request that finds another one before it."""
-        assert self.submit(key, queue_s=submission.pop("queue_s", 5.0), **submission) == []  # type: ignore[arg-type]
-
     def opening(self, key: int, *, budget_s: float | None = None) -> int:
         assert names(self.submit(key, budget_s=budget_s)) == ["Reserve"]
         (command,) = self.reserved(key)

@@ -344,10 +344,20 @@ def test_a_session_that_breaks_ends_its_requests_and_no_others(scene: Scene) -> 
 # ---- deadlines
 
 
-def test_a_request_fails_when_its_budget_is_over_whatever_it_does(scene: Scene) -> None:
-    scene.decoding(1, budget_s=10.0)
+@pytest.mark.parametrize(
+    ("phase", "then"),
+    [
+        ("opening", ["SendLeaseEnded"]),
+        ("filling", ["SendLeaseEnded", "CloseLease"]),
+        ("closing", ["SendLeaseEnded"]),
+        ("decoding", ["Abort"]),
+        ("prefilling_here", ["Abort"]),
+    ],
+)
+def test_a_request_fails_when_its_budget_is_over_in_every_phase(scene: Scene, phase: str, then: list[str]) -> None:
+    getattr(scene, phase)(1, budget_s=10.0)
     commands = scene.after(10.0)
-    assert names(commands) == ENDED
+    assert names(commands) == ["Send failed", *then]
     assert sent(commands)[0].failed.error.message == "the request's 10 s are over"
     assert scene.machine.deadline_s is None
 

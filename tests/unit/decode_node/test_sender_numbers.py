@@ -1,4 +1,4 @@
-"""Numbers of senders are never had by two at once, and come back into use as late as can be."""
+"""No two peers have the same sender number, and a number is used again as late as possible."""
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ def test_a_number_given_back_is_the_last_to_be_drawn_again() -> None:
     assert numbers.draw(8) == drawn[0]
 
 
-def test_when_all_are_had_the_next_peer_is_told_to_come_back() -> None:
+def test_when_all_numbers_are_drawn_the_next_peer_is_refused() -> None:
     numbers = SenderNumbers()
     first = numbers.draw(LAST)
     with pytest.raises(Overloaded):

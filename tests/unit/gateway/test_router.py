@@ -1,4 +1,4 @@
-"""Who gets a request: a node that can take it, and among those the one with the least to do."""
+"""Which node gets a request: of the nodes that can take it, the one with the least to do."""
 
 from collections.abc import Sequence
 from dataclasses import replace

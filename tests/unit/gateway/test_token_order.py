@@ -1,4 +1,4 @@
-"""Tokens come from two nodes, over two connections, more than once: the client gets each of them once and in order."""
+"""Tokens come from two nodes over two connections, some of them twice. The client gets each of them once, in order."""
 
 import pytest
 from hypothesis import given
@@ -66,7 +66,7 @@ def test_whatever_the_order_and_the_repeats_each_is_given_once(order_of: list[in
         try:
             given_indices += indices(order.offer(step_token(index), hold=True))
         except InternalError:
-            # Only a gap behind held tokens may be one, and it ends the request.
+            # Raised only for a gap after tokens that were held; it ends the request.
             break
     assert given_indices == sorted(set(given_indices))
     assert order.token_ids[: len(given_indices)] == [100 + index for index in given_indices]

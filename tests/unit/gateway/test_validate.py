@@ -73,7 +73,7 @@ def test_the_longest_prompt_leaves_room_for_one_token(model: ServedModel) -> Non
     check_prompt([1] * 63, model, max_context_tokens=64)
 
 
-def test_a_request_without_prompt_is_told_both_ways_to_give_one() -> None:
+def test_a_request_without_prompt_is_refused_with_both_ways_to_give_one() -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_prompt_given(pb.GenerateRequest())
     assert raised.value.allowed == ("text", "token_ids")

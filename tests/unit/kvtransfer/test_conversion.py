@@ -1,4 +1,4 @@
-"""How a sender converts what a receiver keeps in another dtype, and which scales it believes."""
+"""How a sender converts KV for a receiver with another dtype, and which scales it accepts."""
 
 from collections.abc import Sequence
 

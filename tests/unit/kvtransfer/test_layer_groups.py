@@ -1,4 +1,4 @@
-"""In how many groups a chunk's layers go."""
+"""The number of groups in which a chunk's layers are sent."""
 
 import pytest
 

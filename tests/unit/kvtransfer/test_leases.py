@@ -203,7 +203,7 @@ def test_a_grant_that_cannot_be_is_an_error(values: tuple[int, tuple[int, ...], 
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Senders, honest and not, against the table; a model of the blocks says what may happen.
+    """Honest and wrong senders against the table; a model of the blocks says what may happen.
 
     Each lease holds its own block. `owner` says which lease a block is held by: the model frees it when, and only
     when, the table says so, and gives it to a later lease. I3: a scatter only ever writes to the block of a lease that
@@ -260,7 +260,7 @@ class LeaseMachine(RuleBasedStateMachine):
         heads: tuple[int, int],
         incarnation: int,
     ) -> None:
-        """A new segment, though perhaps stale or of tokens that have come before."""
+        """A new segment, perhaps stale or of tokens that have arrived before."""
         lease = data.draw(st.sampled_from(sorted(set(self.block_of) - self.closing)))
         self.next_segment += 1
         tag = Tag(1 + lease % 2, lease, self.next_segment)
@@ -356,7 +356,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(sender=st.integers(1, 2))
     def lose_peer(self, sender: int) -> None:
-        """Its receives are cancelled, at whatever point; the node closes its leases."""
+        """The peer's receives are cancelled at any point; the node closes its leases."""
         self.received = [item for item in self.received if item[0].sender != sender]
         for number in self.table.bound_to(sender):
             if self.table.close(number) is not None:

@@ -1,4 +1,4 @@
-"""Which nodes can exchange KV, and what they are told when they cannot."""
+"""Which nodes can exchange KV, and the reasons that are reported when they cannot."""
 
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ NODE = NodeDescription(
 def test_equal_nodes_agree_on_the_newest_wire() -> None:
     plan = agree(NODE, NODE)
     assert plan.wire_version == WIRE_NEWEST
-    assert plan.bytes_per_token_layer == 2 * 2 * 8 * 2
-    assert plan.bytes_per_token == 4 * plan.bytes_per_token_layer
+    assert plan.spec.bytes_per_token_layer == 2 * 2 * 8 * 2
+    assert plan.spec.bytes_per_token == 4 * plan.spec.bytes_per_token_layer
 
 
 def test_layout_block_size_number_of_blocks_and_package_version_may_differ() -> None:
@@ -63,7 +63,7 @@ def test_two_8_bit_caches_are_as_different_as_any_two_dtypes() -> None:
     assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("dtype", *FP8_DTYPES)
     assert "--kv-cache-dtype" in mismatch.cure
     assert "--kv-convert-from" not in mismatch.cure
-    assert agree(ours, ours).bytes_per_token * 2 == agree(NODE, NODE).bytes_per_token
+    assert agree(ours, ours).spec.bytes_per_token * 2 == agree(NODE, NODE).spec.bytes_per_token
 
 
 def test_the_cure_of_another_dtype_names_the_option_to_convert() -> None:

@@ -10,7 +10,7 @@ RATE = 1e6
 
 
 def taken_s(limit: RateLimit, sizes: list[int], *, late_s: float) -> float:
-    """When the last of these messages is taken by one who looks that much too late each time."""
+    """When a caller that is always late by that much takes the last of these messages."""
     now_s = 0.0
     for size in sizes:
         wait_s = limit.wait_s(now_s)

@@ -39,7 +39,7 @@ class Clock:
 
 
 class Node:
-    """What a transfer thread owns, without the thread."""
+    """The parts of a transfer thread, without the thread."""
 
     def __init__(self, clock: Clock, *, limit: float | None) -> None:
         settings = TransferSettings(
@@ -84,7 +84,7 @@ class World:
     senders: list[Node]
 
     def run(self) -> None:
-        """Steps all nodes until nothing happens without time."""
+        """Steps all nodes until nothing happens before time goes on."""
         moved = True
         while moved:
             moved = False
@@ -130,7 +130,7 @@ def test_one_message_is_taken_for_each_that_was_paid_back_whoever_sends(world: W
 
 
 def test_both_senders_have_a_share_at_every_time(world: World) -> None:
-    """Messages wait in the order in which they came, and a sender has no more of them waiting than slots."""
+    """Messages wait in order of arrival, and a sender has no more of them waiting than it has slots."""
     send_all(world)
     for _ in range(2 * SEGMENTS):
         world.run()

@@ -17,15 +17,15 @@ PEER = 4
 
 @dataclass
 class End:
-    """A transport, and what it is told by the other end."""
+    """One end of the link, with its transport."""
 
     transport: LoopbackTransport = field(default_factory=LoopbackTransport)
 
     def __post_init__(self) -> None:
         self.trips = RoundTrips(self.transport)
 
-    def look(self, now_s: float) -> int:
-        """Takes what has come; how much it was."""
+    def take_all(self, now_s: float) -> int:
+        """Takes what has arrived; returns the number of messages."""
         self.transport.progress()
         taken = 0
         while arrival := self.transport.probe():
@@ -52,14 +52,14 @@ def test_half_of_the_shortest_round_trip_is_the_latency(ends: tuple[End, End]) -
     one.trips.measure(PEER, now_s, future)
     while not future.done():
         assert one.trips.in_flight == 1
-        assert other.look(now_s) == 1
+        assert other.take_all(now_s) == 1
         trips += 1
         now_s += 0.25 if trips == 3 else 1.0
-        assert one.look(now_s) == 1
+        assert one.take_all(now_s) == 1
     assert future.result() == 0.125
     assert trips > 10
     assert one.trips.in_flight == 0
-    assert other.look(now_s) == 0
+    assert other.take_all(now_s) == 0
 
 
 def test_an_answer_that_nobody_asked_for_changes_nothing(ends: tuple[End, End]) -> None:
@@ -69,15 +69,15 @@ def test_an_answer_that_nobody_asked_for_changes_nothing(ends: tuple[End, End]) 
     byte = torch.zeros(1, dtype=torch.uint8)
     for number in (0, 2, 999):
         other.transport.send(PEER, Tag(0, number, PONG).pack(), byte)
-    assert one.look(1.0) == 3
+    assert one.take_all(1.0) == 3
     assert not future.done()
-    assert other.look(1.0) == 1, "one ping, and not another for each wrong answer"
+    assert other.take_all(1.0) == 1, "one ping, and not another for each wrong answer"
 
 
 def test_every_ping_is_answered_with_its_number(ends: tuple[End, End]) -> None:
     one, other = ends
     one.transport.send(PEER, Tag(0, 17, PING).pack(), torch.zeros(1, dtype=torch.uint8))
-    assert other.look(0.0) == 1
+    assert other.take_all(0.0) == 1
     arrival = one.transport.probe()
     assert arrival is not None
     assert Tag.unpack(arrival.tag) == Tag(0, 17, PONG)

@@ -1,4 +1,4 @@
-"""What a warm-up sends, checks and measures, with times and messages that the tests make up."""
+"""What a warm-up sends, checks and measures, with messages and times from the tests."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -25,7 +25,7 @@ def all_segments() -> list[Segment]:
 
 @dataclass
 class Arrivals:
-    """A receiver, and messages that come one after the other as over a link of known speed."""
+    """A receiver, and messages that arrive in order as over a link of known speed."""
 
     receiver: WarmUpReceiver
     now_s: float = 0.0
@@ -44,7 +44,7 @@ class Arrivals:
     def come_as(self, tagged: Segment, segment: Segment, *, extremes: tuple[int, int] | None = None) -> None:
         digest = PAYLOAD_DIGEST if maps_slot(segment.lease) else 0
         value = pattern(segment.lease) if maps_slot(segment.lease) else 0
-        reading = DoneReading(segment.sealed(digest).encode(), digest, extremes or (value, value))
+        reading = DoneReading(segment.encode(segment.digest_over(digest)), digest, extremes or (value, value))
         self.receiver.received(PEER, tagged.lease, segment.payload_bytes + TRAILER_BYTES, reading, self.now_s)
         self.messages += 1
         self.num_bytes += segment.payload_bytes
@@ -124,7 +124,7 @@ def test_a_message_of_another_number_than_its_tag_is_none_of_ours(arrivals: Arri
 
 def test_no_digest_where_one_is_wanted_is_refused(arrivals: Arrivals) -> None:
     segment = all_segments()[0]
-    reading = DoneReading(segment.encode(), 0, (1, 1))
+    reading = DoneReading(segment.encode(segment.digest), 0, (1, 1))
     arrivals.receiver.received(PEER, segment.lease, LARGE + TRAILER_BYTES, reading, 0.0)
     arrivals.messages, arrivals.num_bytes = 1, LARGE
     with pytest.raises(PeerRefused, match="digests"):

@@ -1,12 +1,15 @@
 """config.json of every supported family, in every spelling that published checkpoints use, and what is refused."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.errors import ConfigError
+from models.config.fields import Fields
+from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, MLAConfig, TopKMethod
 from models.config.reader import read_config
 from models.config.rope import Llama3Scaling, YarnScaling
@@ -259,3 +262,21 @@ def test_damaged_config_is_one_line(tmp_path: Path, text: str, said: str) -> Non
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_config(tmp_path)
+
+
+def declared(fields_class: type[Fields]) -> Iterator[tuple[type[Fields], str]]:
+    """(Class, field) of every field that any reader declares with a type."""
+    for name, field in fields_class.model_fields.items():
+        if field.annotation is not object:
+            yield fields_class, name
+    for subclass in fields_class.__subclasses__():
+        yield from declared(subclass)
+
+
+def test_the_error_of_every_declared_field_has_its_allowed_values() -> None:
+    fields = list(declared(Fields))
+    assert len(fields) > 200
+    for fields_class, name in fields:
+        refused = fields_class.refuse_value(ConfigFile("config.json", {}), name)
+        assert refused.field == name
+        assert all(refused.allowed), (fields_class, name)

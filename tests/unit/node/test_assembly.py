@@ -1,4 +1,4 @@
-"""What a node's settings become for its engine."""
+"""The engine's limits that follow from a node's settings."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A link that is slower than the operator wants is a reason against the pair, with what helps for its transport."""
+"""A link slower than the operator wants is a reason to refuse the pair, with a cure for its transport."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A long load is a bar on a terminal and lines in a log elsewhere."""
+"""A long load shows a bar on a terminal, and log lines elsewhere."""
 
 import io
 import logging
@@ -60,7 +60,7 @@ def test_a_terminal_gets_a_bar_and_the_log_nothing(caplog: pytest.LogCaptureFixt
 
 
 def test_the_bar_is_there_only_while_something_is_read() -> None:
-    """What is logged before and behind it has lines of its own."""
+    """Log lines before and after the load do not share its line."""
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=120, color_system=None)
     with LoadingProgress(console=console) as shown:

@@ -1,0 +1,68 @@
+"""What happens to one lease while it is open: from prefill nodes, the transfer, and the gateway. Plain values."""
+
+from dataclasses import dataclass
+
+from baton.convert import token_from_proto
+from baton.errors import BatonError
+from baton.types import TokenOutput
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """The prefill node has sent all KV of the lease.
+
+    Attributes:
+        finished: the first token was also the last one, so no KV is needed.
+        sampled_ago_s: how long ago the first token was sampled.
+    """
+
+    lease: int
+    first: TokenOutput
+    finished: bool
+    sampled_ago_s: float
+
+
+@dataclass(frozen=True)
+class Filled:
+    """All KV of the lease is in its blocks."""
+
+    lease: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """KV of the lease was refused, or its sender is gone."""
+
+    lease: int
+    error: BatonError
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """The gateway wants a new lease in place of this one; `output` is all tokens given so far."""
+
+    lease: int
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LocalPrefill:
+    """The gateway wants the prompt prefilled here; `output` is all tokens given so far."""
+
+    lease: int
+    output: tuple[int, ...]
+
+
+LeaseEvent = HandedOver | Filled | Lost | Renewal | LocalPrefill
+
+
+def handed_over(message: pb.HandOver) -> HandedOver:
+    """A prefill node's message as an event of its lease."""
+    return HandedOver(
+        lease=message.lease,
+        first=token_from_proto(message.first_token),
+        finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
+        sampled_ago_s=message.sampled_ago_s,
+    )

@@ -1,0 +1,117 @@
+"""A prefill and a decode node on real gRPC servers whose answers a test writes by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from protos.baton.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from tests.unit.gateway.fleets import DECODE, PREFILL, peer, status
+
+
+class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
+    """Queues of what it has received and of what it shall send; None ends the stream."""
+
+    def __init__(self, role: common_pb2.Role.ValueType, incarnation: int, model: common_pb2.ModelIdentity) -> None:
+        self.address = ""
+        self.status = status(role, incarnation)
+        self.status.info.model.MergeFrom(model)
+        self.received: asyncio.Queue[decode_pb2.SessionRequest | prefill_pb2.PrefillRequest] = asyncio.Queue()
+        self.answers: asyncio.Queue[decode_pb2.SessionResponse | None] = asyncio.Queue()
+        self.events: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
+        self.connected_to: list[str] = []
+        self.call_ended = asyncio.Event()  # a Prefill call or a session
+        self.silent = asyncio.Event()  # ends the Watch stream
+
+    async def Watch(  # noqa: N802
+        self, request: node_pb2.WatchRequest, context: object
+    ) -> AsyncIterator[node_pb2.NodeStatus]:
+        yield self.status
+        await self.silent.wait()
+
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: object) -> common_pb2.PeerState:  # noqa: N802
+        self.connected_to.append(request.decode_address)
+        state = peer(21)
+        self.status.peers.append(state)
+        return state
+
+    async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: object
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        self.received.put_nowait(request)
+        try:
+            while (event := await self.events.get()) is not None:
+                yield event
+        finally:
+            self.call_ended.set()
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.SessionRequest], context: object
+    ) -> AsyncIterator[decode_pb2.SessionResponse]:
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            while (answer := await self.answers.get()) is not None:
+                yield answer
+        finally:
+            reading.cancel()
+            self.call_ended.set()
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            self.received.put_nowait(request)
+
+    # What a gateway does not call.
+
+    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.NodeStatus:  # noqa: N802
+        raise NotImplementedError
+
+    async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainResponse:  # noqa: N802
+        raise NotImplementedError
+
+    def Pair(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.PairRequest], context: object
+    ) -> AsyncIterator[decode_pb2.PairResponse]:
+        raise NotImplementedError
+
+    async def submission(self) -> decode_pb2.SubmitRequest:
+        request = await asyncio.wait_for(self.received.get(), 10)
+        assert isinstance(request, decode_pb2.SessionRequest)
+        assert request.HasField("submit")
+        return request.submit
+
+    def send_tokens(self, *tokens: decode_pb2.StepToken, key: int = 1) -> None:
+        for token in tokens:
+            token.key = key
+        self.answers.put_nowait(decode_pb2.SessionResponse(step=decode_pb2.Step(tokens=tokens)))
+
+
+@asynccontextmanager
+async def scripted_nodes(
+    model: common_pb2.ModelIdentity,
+) -> AsyncIterator[tuple[ScriptedNode, ScriptedNode]]:
+    """A prefill node and a decode node, on ports of their own."""
+    nodes = ScriptedNode(PREFILL, 11, model), ScriptedNode(DECODE, 21, model)
+    servers = []
+    try:
+        for node in nodes:
+            server = grpc.aio.server()
+            node_pb2_grpc.add_NodeServicer_to_server(node, server)
+            decode_pb2_grpc.add_DecodeServicer_to_server(node, server)
+            prefill_pb2_grpc.add_PrefillServicer_to_server(node, server)
+            node.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            node.status.info.address = node.address
+            await server.start()
+            servers.append(server)
+        yield nodes
+    finally:
+        for server in servers:
+            await server.stop(None)

@@ -1,0 +1,121 @@
+"""The table of nodes: what makes a node usable, unusable, and usable again."""
+
+from baton.types import LocalPolicy
+from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
+from gateway.router import Wanted
+from protos.baton.v1 import common_pb2
+from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, peer, status
+
+WANTED = Wanted(num_tokens=64, policy=LocalPolicy.PREFER)
+
+
+def lines(commands: list[FleetCommand]) -> list[str]:
+    return [command.text for command in commands if isinstance(command, LogLine)]
+
+
+def test_a_node_is_used_from_its_first_status_until_it_is_lost() -> None:
+    fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
+    node = fleet.add(DECODE, "d1")
+    assert not fleet.serves()
+    assert fleet.pick_decode(WANTED) is None
+    assert lines(fleet.status_received(DECODE, "d1", status(DECODE, 21), 1.0)) == [
+        "node-21: connected, d1, KV NHD x 16"
+    ]
+    assert fleet.serves()
+    assert fleet.pick_decode(WANTED) is node
+    assert lines(fleet.status_received(DECODE, "d1", status(DECODE, 21), 2.0)) == []
+    assert node.heard_at_s == 2.0
+    assert fleet.lost(DECODE, "d1", "it ended the stream") == [
+        LogLine("node-21: lost, it ended the stream", warning=True),
+        DropSession("d1", "it ended the stream"),
+    ]
+    assert not fleet.serves()
+    fleet.status_received(DECODE, "d1", status(DECODE, 21), 3.0)
+    assert fleet.pick_decode(WANTED) is node
+
+
+def test_a_node_that_never_answered_is_named_once() -> None:
+    fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
+    fleet.add(PREFILL, "p1")
+    assert lines(fleet.lost(PREFILL, "p1", "Connection refused")) == ["p1: unreachable, retrying: Connection refused"]
+    assert fleet.lost(PREFILL, "p1", "Connection refused") == []
+
+
+def test_requests_on_a_restarted_decode_node_are_dropped() -> None:
+    fleet = SmallFleet(0, 1)
+    commands = fleet.connect("d1", 1.0, restarts=1)
+    assert DropSession("d1", "it was restarted") in commands
+    assert fleet.decodes["d1"].reachable
+
+
+def test_a_node_with_another_role_is_named_once_and_not_used() -> None:
+    fleet = SmallFleet(1, 1)
+    commands = fleet.status_received(DECODE, "d1", status(PREFILL, 30), 1.0)
+    wrong = "it is no decode node but a prefill node"
+    assert commands == [LogLine(f"d1 is not used: {wrong}", warning=True), DropSession("d1", wrong)]
+    assert fleet.status_received(DECODE, "d1", status(PREFILL, 30), 2.0) == []
+    assert not fleet.serves()
+    assert fleet.explain() == "node-11 is there; node-21 cannot be used (it is no decode node but a prefill node)"
+
+
+def test_a_node_with_another_model_gets_no_requests() -> None:
+    fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
+    fleet.add(DECODE, "d1")
+    other = status(DECODE, 21)
+    other.info.model.config_digest = "another"
+    (_, foreign) = lines(fleet.status_received(DECODE, "d1", other, 1.0))
+    assert foreign.startswith("node-21 gets no requests: it serves m (Llama, config digest another)")
+    assert fleet.pick_decode(WANTED) is None
+    assert fleet.max_context_tokens == 1000
+
+
+def test_what_was_sent_counts_until_the_next_status() -> None:
+    fleet = SmallFleet(0, 2)
+    first = fleet.pick_decode(WANTED)
+    assert first is fleet.decodes["d1"]
+    first.note_sent(64)
+    assert fleet.pick_decode(WANTED) is fleet.decodes["d2"]
+    assert first.view().tokens_since == 64
+    fleet.connect("d1", 1.0)
+    assert first.view().tokens_since == 0
+
+
+def test_strict_serves_only_with_a_pair() -> None:
+    fleet = SmallFleet(1, 1, LocalPolicy.STRICT)
+    assert fleet.serves()
+    fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_REFUSED))
+    assert not fleet.serves()
+    fleet.prefills["p1"].take_peer(peer(21))
+    assert fleet.serves()
+
+
+def test_draining_and_retired_nodes_get_no_requests() -> None:
+    fleet = SmallFleet(0, 2)
+    draining = status(DECODE, 21)
+    draining.draining = True
+    fleet.status_received(DECODE, "d1", draining, 1.0)
+    fleet.decodes["d2"].retired = True
+    assert fleet.pick_decode(WANTED) is None
+    assert "node-21 is draining" in fleet.explain()
+
+
+def test_the_longest_context_is_that_of_the_largest_decode_node() -> None:
+    fleet = SmallFleet(0, 1)
+    assert fleet.max_context_tokens == 1000
+    larger = status(DECODE, 21)
+    larger.info.max_context_tokens = 600
+    fleet.status_received(DECODE, "d1", larger, 1.0)
+    assert fleet.max_context_tokens == 600
+
+
+def test_the_report_has_the_peers_as_they_are_now() -> None:
+    fleet = SmallFleet(1, 1)
+    fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_REFUSED))
+    prefill, decode = fleet.report()
+    assert (prefill.address, prefill.reachable) == ("p1", True)
+    assert [each.phase for each in prefill.status.peers] == [common_pb2.PEER_PHASE_REFUSED]
+    assert decode.address == "d1"
+
+
+def test_a_fleet_without_addresses_explains_itself() -> None:
+    assert Fleet(MODEL, 1000, LocalPolicy.PREFER).explain() == "no address of a node is known"

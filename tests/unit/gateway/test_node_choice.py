@@ -1,0 +1,83 @@
+"""Which nodes one request may still use."""
+
+import pytest
+
+from baton.errors import DataLoss, Draining, NoNode, Overloaded
+from baton.types import LocalPolicy
+from gateway.attempt import Attempt
+from gateway.fleet import FleetNode
+from gateway.node_choice import NodeChoice, nobody_left
+from tests.unit.gateway.fleets import SmallFleet, rules
+
+
+def attempt_on(node: FleetNode, *, failed_calls: int = 0) -> Attempt:
+    return Attempt(1, node, num_given=0, waiting_since_s=0.0, failed_calls=failed_calls)
+
+
+def test_a_node_that_refused_is_not_chosen_again() -> None:
+    fleet = SmallFleet(0, 2)
+    choice = NodeChoice(rules(), fleet)
+    first = choice.decode_node(64, begun=False)
+    assert first is fleet.decodes["d1"]
+    choice.refused(first, Draining("going away"))
+    assert choice.decode_node(64, begun=False) is fleet.decodes["d2"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_overload_everywhere_is_the_requests_error(begun: bool) -> None:
+    fleet = SmallFleet(0, 1)
+    choice = NodeChoice(rules(), fleet)
+    choice.refused(fleet.decodes["d1"], Overloaded("full", retry_after_s=1.0))
+    with pytest.raises(Overloaded):
+        choice.decode_node(64, begun=begun)
+
+
+def test_a_request_that_has_begun_waits_for_a_node() -> None:
+    fleet = SmallFleet(0, 1)
+    choice = NodeChoice(rules(), fleet)
+    fleet.lose("d1")
+    assert choice.decode_node(64, begun=True) is None
+    with pytest.raises(NoNode, match=r"no node can take the request: node-21 cannot be used \(gone\)"):
+        choice.decode_node(64, begun=False)
+
+
+def test_a_silent_node_is_not_chosen_until_the_fleet_is_current() -> None:
+    fleet = SmallFleet(0, 1)
+    choice = NodeChoice(rules(), fleet)
+    choice.losing(fleet.decodes["d1"])
+    assert choice.decode_node(64, begun=True) is None
+    choice.fleet_is_current()
+    assert choice.decode_node(64, begun=True) is fleet.decodes["d1"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls"), [(LocalPolicy.STRICT, 3), (LocalPolicy.PREFER, 2), (LocalPolicy.LOCAL, 0)]
+)
+def test_the_policy_limits_the_calls(policy: LocalPolicy, calls: int) -> None:
+    fleet = SmallFleet(5, 1)
+    choice = NodeChoice(rules(policy), fleet)
+    decode = fleet.decodes["d1"]
+    allowed = [choice.prefill_node(attempt_on(decode, failed_calls=failed), 64) is not None for failed in range(5)]
+    assert allowed == [failed < calls for failed in range(5)]
+
+
+def test_a_prefill_node_gets_one_ticket_of_an_attempt() -> None:
+    fleet = SmallFleet(2, 1)
+    choice = NodeChoice(rules(), fleet)
+    attempt = attempt_on(fleet.decodes["d1"])
+    attempt.excluded.add(11)
+    assert choice.prefill_node(attempt, 64) is fleet.prefills["p2"]
+    attempt.excluded.add(12)
+    assert choice.prefill_node(attempt, 64) is None
+
+
+@pytest.mark.parametrize("last", [Overloaded("full"), DataLoss("damaged")])
+def test_overload_and_data_loss_of_the_last_prefill_node_stay_what_they_are(last: Overloaded | DataLoss) -> None:
+    attempt = attempt_on(SmallFleet(0, 1).decodes["d1"], failed_calls=1)
+    attempt.last_error = last
+    assert nobody_left(attempt, NoNode("none")) is last
+
+
+def test_without_any_call_the_reason_is_why_there_was_none() -> None:
+    none = NoNode("none")
+    assert nobody_left(attempt_on(SmallFleet(0, 1).decodes["d1"]), none) is none

@@ -1,0 +1,107 @@
+"""Which pairs are asked for, and when again."""
+
+from baton.errors import NoNode
+from gateway.fleet import LogLine
+from gateway.pairing import Connect, Pairing, PairingCommand
+from protos.baton.v1 import common_pb2
+from tests.unit.gateway.fleets import SmallFleet, peer
+
+PAIR = (11, 21)
+CONNECTING = common_pb2.PeerState(incarnation=21, phase=common_pb2.PEER_PHASE_CONNECTING, detail="dialling")
+
+
+def unpaired(prefills: int = 1, decodes: int = 1) -> SmallFleet:
+    """Nodes of which no pair has been made."""
+    fleet = SmallFleet(prefills, decodes)
+    for node in fleet.prefills.values():
+        node.peers.clear()
+    return fleet
+
+
+def pairing(prefills: int = 1, decodes: int = 1) -> Pairing:
+    return Pairing(unpaired(prefills, decodes), link_retry_s=60.0)
+
+
+def connects(commands: list[PairingCommand]) -> list[Connect]:
+    return [command for command in commands if isinstance(command, Connect)]
+
+
+def refused(*fields: str) -> common_pb2.PeerState:
+    state = peer(21, common_pb2.PEER_PHASE_REFUSED)
+    for field in fields:
+        state.mismatches.add(field=field, ours="1", theirs="2", cure="make them equal")
+    return state
+
+
+def test_every_pair_is_asked_for_once_at_a_time() -> None:
+    pairs = pairing(2, 2)
+    first = connects(pairs.check(0.0))
+    assert {command.pair for command in first} == {(11, 21), (11, 22), (12, 21), (12, 22)}
+    assert first[0].prefill_address == "p1"
+    assert pairs.check(10.0) == []
+    assert not pairs.settled()
+
+
+def test_a_pair_that_is_not_ready_yet_is_asked_for_again_more_and_more_slowly() -> None:
+    pairs = pairing()
+    now_s = 0.0
+    for pause_s in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0):
+        assert connects(pairs.check(now_s))
+        assert pairs.answered(PAIR, CONNECTING, now_s) == [LogLine("node-11 cannot connect to node-21 yet: dialling")]
+        assert pairs.check(now_s + 0.9 * pause_s) == []
+        now_s += 1.001 * pause_s
+
+
+def test_a_prefill_node_that_cannot_be_asked_is_asked_again() -> None:
+    pairs = pairing()
+    pairs.check(0.0)
+    (line,) = pairs.failed(PAIR, NoNode("connection refused"), 1.0)
+    assert line.text == "node-11 could not be asked to connect to node-21: connection refused"
+    assert connects(pairs.check(2.0))
+
+
+def test_a_ready_pair_is_logged_once_and_not_asked_for() -> None:
+    pairs = pairing()
+    pairs.fleet.prefills["p1"].take_peer(peer(21))
+    assert pairs.check(0.0) == [LogLine("node-11 and node-21 are paired over cma at 0.0 GB/s")]
+    assert pairs.check(1.0) == []
+    assert pairs.settled()
+
+
+def test_a_refusal_is_logged_with_every_reason_and_final() -> None:
+    pairs = pairing()
+    pairs.fleet.prefills["p1"].take_peer(refused("kind", "link"))
+    texts = [command.text for command in pairs.check(0.0) if isinstance(command, LogLine)]
+    assert texts == [
+        "node-11 and node-21 cannot work together:",
+        "  kind: 1 and 2; make them equal",
+        "  link: 1 and 2; make them equal",
+    ]
+    assert pairs.check(1000.0) == []
+
+
+def test_a_pair_refused_for_its_link_alone_is_measured_again() -> None:
+    pairs = pairing()
+    pairs.fleet.prefills["p1"].take_peer(refused("link"))
+    assert connects(pairs.check(0.0))
+    pairs.answered(PAIR, refused("link"), 1.0)
+    assert pairs.check(60.0) == []
+    assert connects(pairs.check(61.0))
+
+
+def test_a_restarted_node_is_another_pair() -> None:
+    fleet = unpaired()
+    pairs = Pairing(fleet, link_retry_s=60.0)
+    pairs.check(0.0)
+    fleet.connect("d1", 1.0, restarts=1)
+    assert [command.pair for command in connects(pairs.check(1.0))] == [(11, 121)]
+    assert pairs.answered(PAIR, CONNECTING, 2.0) == []
+    assert pairs.failed(PAIR, NoNode("gone"), 2.0) == []
+
+
+def test_a_lost_node_is_asked_for_nothing() -> None:
+    fleet = unpaired()
+    pairs = Pairing(fleet, link_retry_s=60.0)
+    fleet.lose("d1")
+    assert pairs.check(0.0) == []
+    assert pairs.settled()

@@ -1,0 +1,237 @@
+"""The asyncio shell of the gateway between real gRPC connections: nodes are found, requests served, and ended early."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from baton.config import DEMO_MODELS, GatewaySettings, read_settings
+from baton.errors import ConfigError, DeadlineExceeded, Draining, Overloaded
+from gateway.connections import Connections
+from gateway.model import ServedModel, read_served_model
+from gateway.serving import Serving
+from protos.baton.v1 import decode_pb2
+from protos.baton.v1 import generation_pb2 as pb
+from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
+from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
+
+BOUND_S = 10
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return read_served_model(DEMO_MODELS / "llama", None)
+
+
+def settings_of(*flags: str) -> GatewaySettings:
+    return read_settings(GatewaySettings, "gateway", ["--model", str(DEMO_MODELS / "llama"), *flags])
+
+
+@dataclass
+class Running:
+    """A gateway without its door, between a prefill and a decode node."""
+
+    serving: Serving
+    connections: Connections
+    prefill: ScriptedNode
+    decode: ScriptedNode
+
+    def generate(self, client: "Client", *, budget_s: float | None = None) -> "asyncio.Task[None]":
+        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(1, 65)))
+        message.sampling.max_tokens = 10
+        return asyncio.create_task(self.serving.generate(message, client.write, budget_s=budget_s))
+
+    def answer(self, **message: object) -> None:
+        self.decode.answers.put_nowait(decode_pb2.SessionResponse(**message))  # type: ignore[arg-type]
+
+
+class Client:
+    """Reads messages, unless it is slow."""
+
+    def __init__(self) -> None:
+        self.messages: list[pb.GenerateResponse] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.blocked = asyncio.Event()  # a message waits
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        self.blocked.set()
+        await self.reads.wait()
+        self.messages.append(message)
+
+    @property
+    def num_tokens(self) -> list[int]:
+        return [len(message.tokens) for message in self.messages]
+
+
+@pytest.fixture
+async def running(model: ServedModel) -> AsyncIterator[Running]:
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        settings = settings_of(
+            "--prefill", prefill.address, "--decode", decode.address, "--max-concurrent-requests", "2"
+        )
+        async with Connections(settings, model) as connections:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            yield Running(Serving(settings, model, connections), connections, prefill, decode)
+
+
+async def until_idle(running: Running) -> None:
+    """Nothing of this gateway is left on the decode node."""
+    request = await asyncio.wait_for(running.decode.received.get(), BOUND_S)
+    assert isinstance(request, decode_pb2.SessionRequest)
+    assert request.HasField("cancel")
+    assert running.serving.running == 0
+
+
+async def test_nodes_are_found_paired_and_report(running: Running) -> None:
+    assert running.prefill.connected_to == [running.decode.address]
+    assert all(report.reachable for report in running.connections.fleet.report())
+
+
+async def test_a_remote_prefill(running: Running) -> None:
+    client = Client()
+    request = running.generate(client)
+    key = (await running.decode.submission()).key
+    answer = reserved()
+    answer.key = key
+    running.answer(reserved=answer)
+    await asyncio.wait_for(running.prefill.received.get(), BOUND_S)
+    for event in (SCHEDULED, first_token(), SENT, None):
+        running.prefill.events.put_nowait(event)
+    running.answer(admitted=decode_pb2.Admitted(key=key))
+    running.decode.send_tokens(token(1), key=key)
+    running.decode.send_tokens(token(2, LENGTH), key=key)
+    running.answer(released=decode_pb2.Released(key=key))
+    await asyncio.wait_for(request, BOUND_S)
+    assert sum(client.num_tokens) == 3
+    assert client.messages[-1].finish_reason == LENGTH
+    assert client.messages[-1].receipt.bytes_sent == 4096
+    assert running.serving.counters.remote == running.serving.counters.finished == 1
+
+
+async def decoding(running: Running, client: Client, *, budget_s: float | None = None) -> "asyncio.Task[None]":
+    """A request that the decode node prefilled itself, with one token given."""
+    request = running.generate(client, budget_s=budget_s)
+    key = (await running.decode.submission()).key
+    answer = accepted()
+    answer.key = key
+    running.answer(accepted=answer)
+    client.blocked.clear()
+    running.decode.send_tokens(token(0), key=key)
+    await asyncio.wait_for(client.blocked.wait(), BOUND_S)
+    return request
+
+
+async def test_tokens_for_a_slow_client_collect_and_leave_together(running: Running) -> None:
+    client = Client()
+    client.reads.clear()
+    request = await decoding(running, client)
+    for index in range(1, 4):
+        running.decode.send_tokens(token(index))
+    running.decode.send_tokens(token(4, LENGTH))
+    running.answer(released=decode_pb2.Released(key=1))
+    session = running.connections.session(running.decode.address)
+    async with asyncio.timeout(BOUND_S):
+        while session.num_held:  # noqa: ASYNC110 (nobody waits for it but this test)
+            await asyncio.sleep(0.01)
+    client.reads.set()
+    await asyncio.wait_for(request, BOUND_S)
+    assert client.num_tokens == [1, 4, 0]
+
+
+async def test_a_cancelled_request_is_released(running: Running) -> None:
+    request = await decoding(running, Client())
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    await until_idle(running)
+    assert running.serving.counters.failed == 1
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["client reads", "client reads nothing"])
+async def test_the_deadline_ends_a_request(running: Running, slow: bool) -> None:
+    client = Client()
+    if slow:
+        client.reads.clear()
+    request = await decoding(running, client, budget_s=0.5)
+    with pytest.raises(DeadlineExceeded, match=r"within its 0\.5 s"):
+        await asyncio.wait_for(request, BOUND_S)
+    await until_idle(running)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["client reads", "client reads nothing"])
+async def test_a_drain_ends_what_does_not_finish_and_refuses_the_rest(running: Running, slow: bool) -> None:
+    client = Client()
+    if slow:
+        client.reads.clear()
+    request = await decoding(running, client)
+    await running.serving.drain(0.01)
+    with pytest.raises(Draining, match="going away"):
+        await asyncio.wait_for(request, BOUND_S)
+    await until_idle(running)
+    with pytest.raises(Draining, match="is draining"):
+        await running.generate(client)
+
+
+async def test_too_many_requests_are_refused(running: Running) -> None:
+    requests = [running.generate(Client()) for _ in range(2)]
+    await running.decode.submission()
+    with pytest.raises(Overloaded, match="2 requests are running already"):
+        await running.generate(Client())
+    for request in requests:
+        request.cancel()
+    await asyncio.wait(requests)
+
+
+async def test_a_request_waits_for_its_lost_decode_node_and_continues(running: Running) -> None:
+    client = Client()
+    request = await decoding(running, client)
+    running.decode.answers.put_nowait(None)  # the session ends; the next Watch stream brings the node back
+    submission = await running.decode.submission()
+    assert [token.token_id for message in client.messages for token in message.tokens] == [100]
+    assert list(submission.output_token_ids) == [100]
+    answer = accepted()
+    answer.key = submission.key
+    running.answer(accepted=answer)
+    running.decode.send_tokens(token(1, LENGTH), key=submission.key)
+    await asyncio.wait_for(request, BOUND_S)
+    assert client.num_tokens == [1, 1, 0]
+    assert "was lost (it ended the session)" in client.messages[-1].receipt.why
+
+
+async def test_a_silent_node_is_lost_and_watched_again(running: Running) -> None:
+    (node,) = running.connections.fleet.decodes.values()
+    lost_at_s = node.heard_at_s
+    running.connections.lose(node.role, node.address, "no sign of life for 1 s")
+    assert not running.connections.fleet.serves()
+    await asyncio.wait_for(running.connections.until(lambda: node.open), BOUND_S)
+    assert node.heard_at_s > lost_at_s
+
+
+async def test_a_node_that_is_not_there_is_named_once_with_the_reason(
+    model: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = asyncio.Semaphore(0)
+    with caplog.at_level(logging.WARNING, logger="baton"):
+        async with Connections(settings_of("--decode", "127.0.0.1:1"), model) as connections:
+            connections.add_listener(attempts.release)
+            async with asyncio.timeout(30):
+                for _ in range(3):
+                    await attempts.acquire()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == "127.0.0.1:1: unreachable, retrying: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "BATON_DECODE"),
+        (("--decode", "a:1", "--local-policy", "strict"), "BATON_PREFILL"),
+        (("--decode", "nowhere"), "nowhere"),
+    ],
+)
+def test_settings_without_nodes_are_refused(model: ServedModel, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Connections(settings_of(*flags), model)

@@ -85,7 +85,12 @@ def launch_warm(
 
 
 def run_warm(
-    program: str, *arguments: str, folder: Path | None = None, timeout_s: float = 100.0, **variables: str
+    program: str,
+    *arguments: str,
+    prepare: Callable[[], None] | None = None,
+    folder: Path | None = None,
+    timeout_s: float = 300.0,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` of `python -m program` with its output captured.
 
@@ -94,7 +99,7 @@ def run_warm(
     """
     with tempfile.TemporaryDirectory(prefix="baton-output-") as directory:
         outputs = Path(directory)
-        process = launch_warm(program, arguments, variables=variables, outputs=outputs, folder=folder)
+        process = launch_warm(program, arguments, prepare=prepare, variables=variables, outputs=outputs, folder=folder)
         try:
             code = process.wait(timeout_s)
         finally:

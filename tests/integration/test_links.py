@@ -77,7 +77,7 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     )
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     for node in (prefill, decode):
-        last = await until_status(node, refused, within_s=DEADLINE_S)
+        last = await until_status(node, refused)
         (reason,) = last.peers[0].mismatches
         assert reason.field == "link"
         assert "GB/s over" in reason.ours
@@ -89,7 +89,7 @@ async def test_a_link_below_the_floor_of_either_node_is_refused_on_both_sides(st
     assert "link: " in text
     # Requests that need no pair are served, and hold nothing afterwards.
     assert (await generate(gateway, PROMPT, GREEDY)).token_ids
-    await until_status(decode, nothing_held, within_s=DEADLINE_S)
+    await until_status(decode, nothing_held)
     # Each request for the pair measures the link again, and refuses it again.
     before = (await status(prefill)).peers[0].mismatches[0].ours
     async with asyncio.timeout(DEADLINE_S):
@@ -101,14 +101,12 @@ async def test_a_pair_that_was_refused_for_its_link_is_measured_again_until_it_i
     (prefill,) = start.nodes(("prefill", MODEL))
     (decode,) = start.nodes(("decode", {**MODEL, "link_floor_gb_per_s": TOO_MUCH}))
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="prefer", link_retry_s=0.2)
-    first = (await until_status(prefill, refused, within_s=DEADLINE_S)).peers[0].mismatches[0].ours
-    await until_status(
-        prefill, lambda last: refused(last) and last.peers[0].mismatches[0].ours != first, within_s=DEADLINE_S
-    )
+    first = (await until_status(prefill, refused)).peers[0].mismatches[0].ours
+    await until_status(prefill, lambda last: refused(last) and last.peers[0].mismatches[0].ours != first)
     # The same link, with a floor that every link meets.
     start.kill(decode)
     start.nodes(("decode", {**MODEL, "listen": decode.address}))
-    await until_status(prefill, made, within_s=DEADLINE_S)
+    await until_status(prefill, made)
     sent = attempt = 0
     async with asyncio.timeout(DEADLINE_S):
         while not sent:  # until the gateway knows of the pair

@@ -73,7 +73,7 @@ async def test_a_step_is_launched_while_the_one_in_front_runs(built: Built, monk
     late: list[int] = []
 
     def wait(step: LaunchedStep) -> list[TokenOutput | None]:
-        if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=10):
+        if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=60):
             late.append(len(watched.batches))
         return real_wait(step)
 
@@ -155,15 +155,15 @@ async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_behind_it(
     real_wait = LaunchedStep.wait
 
     def wait(step: LaunchedStep) -> list[TokenOutput | None]:
-        assert hold.wait(timeout=10)
+        assert hold.wait(timeout=60)
         return real_wait(step)
 
     monkeypatch.setattr(LaunchedStep, "wait", wait)
     async with running(built) as (engine, heard):
         engine.submit(request("a", prompt_of(5), greedy(1)))
-        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
         engine.submit(request("b", prompt_of(5, seed=1), greedy(1)))
-        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
         assert heard.steps == []
         hold.set()
         await heard.finished("a", "b")

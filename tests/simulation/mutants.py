@@ -242,7 +242,7 @@ def _frees_blocks_of_a_running_step(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: Scheduler, ended: RequestState) -> None:
         self._blocks.give_back(ended)
 
-    patch.setattr(Scheduler, "_drop", mutated)
+    patch.setattr(Scheduler, "_give_back", mutated)
 
 
 MUTANTS: Mapping[str, Mutant] = {

@@ -82,7 +82,7 @@ async def test_a_step_is_launched_while_the_previous_one_runs(built: Built, monk
     late: list[int] = []
 
     def wait(step: LaunchedStep) -> list[TokenOutput | None]:
-        if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=10):
+        if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=60):
             late.append(len(watched.batches))
         return real_wait(step)
 
@@ -164,15 +164,15 @@ async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_after_it(
     real_wait = LaunchedStep.wait
 
     def wait(step: LaunchedStep) -> list[TokenOutput | None]:
-        assert hold.wait(timeout=10)
+        assert hold.wait(timeout=60)
         return real_wait(step)
 
     monkeypatch.setattr(LaunchedStep, "wait", wait)
     async with running(built) as (engine, events):
         engine.submit(request("a", prompt_of(5), greedy(1)))
-        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
         engine.submit(request("b", prompt_of(5, seed=1), greedy(1)))
-        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
         assert events.steps == []
         hold.set()
         await events.finished("a", "b")

@@ -1,4 +1,4 @@
-"""Which part of each of a checkpoint's tensors one rank holds: one table for all families.
+"""The part of each checkpoint tensor that one rank holds: one table for all families.
 
 Names are as in checkpoints, or paths of our modules for families with another prefix there. A tensor that is not in the
 table is whole on every rank. Where ranks' results are summed, the first rank holds the bias and the others have zeros.

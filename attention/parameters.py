@@ -63,7 +63,7 @@ class PerLayerParameters:
 
 
 def get_per_layer_parameters(layers: Mapping[str, AttentionParameters]) -> dict[str, PerLayerParameters]:
-    """By layer name, what `infer_global_hyperparameters` compares."""
+    """Each layer's parameters, by layer name, for `infer_global_hyperparameters`."""
     return {name: per_layer_parameters(layer) for name, layer in layers.items()}
 
 

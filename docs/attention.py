@@ -122,7 +122,13 @@ def _features(capabilities: list[BackendCapabilities]) -> list[str]:
 
 def _library_api() -> list[str]:
     sentence = "Baton's nodes do not use these; they are for programs that use the packages as a library:"
-    return [sentence, "", "| name | what for |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in LIBRARY_API)]
+    return [
+        sentence,
+        "",
+        "| name | purpose |",
+        "|---|---|",
+        *(f"| `{name}` | {purpose} |" for name, purpose in LIBRARY_API),
+    ]
 
 
 def _names() -> list[str]:

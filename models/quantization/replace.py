@@ -197,7 +197,10 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
             module.kv_b_proj.dequantize_()
 
 
-def _refuse(what: str, *, allowed: str) -> ConfigError:
+def _refuse(problem: str, *, allowed: str) -> ConfigError:
     return ConfigError(
-        what, field="quantization_config", allowed=(allowed,), cure="take the checkpoint in bfloat16, or another in fp8"
+        problem,
+        field="quantization_config",
+        allowed=(allowed,),
+        cure="take the checkpoint in bfloat16, or another in fp8",
     )

@@ -1,5 +1,4 @@
-"""Layouts, the paged cache, metadata, backends and kernels.
+"""Attention over the paged cache: metadata, layers, backends and kernels.
 
-Knows models, requests and transfers not at all: tensors, positions and block tables in, tensors out. Importing this
-package imports no torch; its modules other than `blocksparse`, `layout` and `spec` do.
+Tensors, positions and block tables go in, tensors come out. Importing this package or `blocksparse` imports no torch.
 """

@@ -13,7 +13,7 @@ from baton.errors import InternalError
 def advance_step(common: CommonAttentionMetadata, block_size: int) -> Tensor:
     """Advances a decode step's metadata by one token, on the device and on the CPU; returns the positions [R] int64.
 
-    The block table must name the next token's block already. Padding (sequence length 0) stays padding.
+    The block table must already contain the next token's block. Padding (sequence length 0) stays padding.
 
     Raises:
         InternalError: a request is not a decode, or its next token lies past the block table.
@@ -21,14 +21,14 @@ def advance_step(common: CommonAttentionMetadata, block_size: int) -> Tensor:
     shared = common.seq_lens.data_ptr() == common.seq_lens_cpu.data_ptr()
     advance_on_host(common, block_size)
     if shared:
-        # On a CPU a tensor may be its own copy, which has then advanced already.
+        # On a CPU a tensor and its copy may be the same memory, which has then advanced already.
         return _place_last_tokens(common, block_size)
     return advance_on_device(common, block_size)
 
 
 def advance_on_device(common: CommonAttentionMetadata, block_size: int) -> Tensor:
-    """The device's part, which a CUDA graph can capture: each replay advances by one token and writes the positions to
-    the returned tensor. Call `advance_on_host` with each replay.
+    """Advances the tensors on the device, as a CUDA graph can capture it: each replay advances by one token and writes
+    the positions to the returned tensor. Call `advance_on_host` with each replay.
 
     A token past the block table gets slot -1.
     """
@@ -37,7 +37,7 @@ def advance_on_device(common: CommonAttentionMetadata, block_size: int) -> Tenso
 
 
 def advance_on_host(common: CommonAttentionMetadata, block_size: int) -> None:
-    """The part for the copies on the CPU; touches no other tensor.
+    """Advances the copies on the CPU and no other tensor.
 
     Raises:
         InternalError: as `advance_step`.

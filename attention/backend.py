@@ -1,4 +1,4 @@
-"""What an attention backend is: what it can do, its metadata builder, and the calls that the layers make.
+"""The interface of attention backends: capabilities, metadata builder, and the calls that layers make.
 
 The builder runs once per batch, may read tensors in CPU memory and fills persistent buffers. `forward` runs once per
 layer and touches only tensors, never their values, so that it can be captured in a CUDA graph where the capabilities
@@ -23,7 +23,7 @@ from kvcache.tokens import TokenRanges
 
 
 class AttentionFeature(StrEnum):
-    """What a model asks for beyond causal attention; `attention.parameters` defines each."""
+    """Features beyond causal attention that a model can ask for; `attention.parameters` defines each."""
 
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_LOCAL = "chunked_local"
@@ -38,7 +38,7 @@ class AttentionFeature(StrEnum):
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """None for sizes means any.
+    """What a backend can do. None for sizes means any.
 
     Attributes:
         devices: "cuda"; "cpu" for plain torch; Triton's interpreter counts as "cuda".
@@ -46,10 +46,10 @@ class BackendCapabilities:
         kv_dtypes: of the cache.
         cudagraph: a decode step can be captured and replayed with other lengths.
         min_compute_capability: of the GPU.
-        package: that must be installed, by the name that imports it.
-        install: the command that installs it.
+        package: package that must be installed, by its import name.
+        install: command that installs it.
         uniform_layers: all layers must share window, soft cap and scale.
-        batch_invariant: if needed, a request's result has the same bits alone and in any batch.
+        batch_invariant: on request, a request's result has the same bits alone and in any batch.
     """
 
     name: str
@@ -84,14 +84,14 @@ class AttentionNeeds:
     """What a model on a node asks of a backend.
 
     Attributes:
-        device: torch's name, with the index where there is one.
+        device: torch's name, with the index if there is one.
         dtype: of queries and activations.
         head_size: the cache's channels; for MLA latent plus rotary.
-        kv_dtype: of the cache; "" means as `dtype`.
-        num_heads, num_kv_heads: of this rank.
+        kv_dtype: of the cache; "" means `dtype`.
+        num_heads, num_kv_heads: this rank's.
         max_num_reqs, max_model_len: bounds of any batch, for buffers that are allocated once.
-        layers: what each attention layer asks, by name; without tensors, which do not exist yet.
-        mla: of latent attention; None otherwise.
+        layers: each attention layer's parameters, by name; without tensors, which do not exist yet.
+        mla: head sizes of latent attention; None otherwise.
         batch_invariant: a request's result must have the same bits alone and in any batch, for the same chunks.
     """
 
@@ -136,21 +136,21 @@ class AttentionBackend(Protocol):
         """Attends to one layer [K, B, N, H, C], in which the batch's own KV is already written; writes into `out`.
 
         GQA: all tokens of the batch. k and v are the batch's own keys and values, which a kernel may read in place of
-        the cache's copies; for ENCODER and ENCODER_ONLY they are the only ones, and `kv_layer` is not read; None where
-        the layer has none of its own (a shared cache, an encoder's keys of an earlier step).
-        MLA: the decodes, whose queries are latent, [T, H, C]; the values are the first `out.shape[-1]` channels of the
-        latent; k and v are None.
+        the cache's copies. ENCODER and ENCODER_ONLY have no others: `kv_layer` is not read. None where the layer has no
+        keys of its own (a shared cache, an encoder's keys of an earlier step).
+        MLA: only the decodes, whose queries are latent, [T, H, C]; the values are the first `out.shape[-1]` channels of
+        the latent; k and v are None.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RaggedLens:
-    """Queries and keys of several requests, side by side.
+    """Where the queries and keys of several requests begin in tensors of all requests.
 
     Attributes:
-        query_start_loc, key_start_loc: [R + 1] int32 on the device, where each request's begin, from 0.
-        query_start_loc_cpu, key_start_loc_cpu: the same numbers.
+        query_start_loc, key_start_loc: [R + 1] int32 on the device, each request's first query and key, from 0.
+        query_start_loc_cpu, key_start_loc_cpu: the same numbers on the CPU.
     """
 
     query_start_loc: Tensor
@@ -166,13 +166,13 @@ class RaggedLens:
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Some context of some prefills, as much as the workspace holds.
+    """Part of some prefills' context, as much as the workspace holds.
 
     Attributes:
-        tokens: where that context lies in the cache, request after request.
-        num_tokens: how many tokens that is.
+        tokens: the context's places in the cache, request after request.
+        num_tokens: the context's number of tokens.
         query_start, query_stop: the queries of these prefills, counted from the first prefill token.
-        lens: of these prefills' queries, and of their keys in this chunk.
+        lens: for these prefills' queries and for their keys in this chunk.
     """
 
     tokens: TokenRanges
@@ -227,7 +227,7 @@ class MLABackend(AttentionBackend, Protocol):
         Causal: a request's last query sees all of its keys, the one before it all but one, and so on.
 
         Args:
-            out: memory for the output, of the queries' dtype, channels adjacent, and then returned; None: the backend
-                allocates.
+            out: memory for the output, which is then returned: the queries' dtype, channels adjacent; None: the backend
+                allocates it.
         """
         ...

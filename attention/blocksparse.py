@@ -1,5 +1,4 @@
-"""Which blocks of keys a block of queries sees: local blocks and vertical stripes, as in BLOCKSPARSE_FLASH_ATTN, with
-which Phi-3-small was trained.
+"""The block-sparse pattern of Phi-3-small: a block of queries sees local blocks and vertical stripes of keys.
 
 Pure values without numpy, because gateways read models' configs; `attention.blocksparse_mask` has the masks.
 """
@@ -21,7 +20,7 @@ class BlocksparseParams:
         num_heads, num_kv_heads: of one tensor-parallel rank.
         homo_head: all heads have the same stripes; takes precedence over `homo_head_group`.
         homo_head_group: the query heads of a kv head have the same stripes.
-        tp_rank, tp_size: this rank among those that share the model's heads.
+        tp_rank, tp_size: this rank, and the number of ranks that share the model's heads.
 
     Raises:
         ConfigError: a value is out of its range, or the kv heads do not divide the heads.
@@ -57,8 +56,8 @@ class BlocksparseParams:
 
     @property
     def head_sliding_step(self) -> int:
-        """By how many blocks each head's stripes precede those of the previous head; 0: all heads are alike. Negative:
-        the same from kv head to kv head, by its absolute value."""
+        """Number of blocks by which each head's stripes precede those of the previous head; 0: all heads are alike. If
+        negative, its absolute value is the step from kv head to kv head."""
         if self.homo_head:
             return 0
         heads = self.num_kv_heads if self.homo_head_group else self.num_heads
@@ -72,7 +71,7 @@ class BlocksparseParams:
 
     @property
     def head_offsets(self) -> tuple[int, ...]:
-        """By how many blocks the stripes of each of this rank's heads precede those of offset 0."""
+        """For each of this rank's heads, the number of blocks by which its stripes precede those of offset 0."""
         step = self.head_sliding_step
         if step >= 0:
             return tuple(head * step for head in range(*self.active_head_range))

@@ -19,24 +19,24 @@ from attention.metadata import CommonAttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from kvcache.cache import TORCH_DTYPES
 
-# Query rows of a program of the prefill kernel, which takes them along all keys.
+# Query rows of a program of the prefill kernel, which runs over all keys.
 _PREFILL_ROWS = 128
-# Time per key of such a program, and of a program of the split kernel with all its rows, and the time of three more
-# launches; in units of the 14 ns in which a multiprocessor reads a key of one kv head. 132 multiprocessors, 32/8 heads
-# of 128: 23 and 33 ns, 10 us.
+# Time per key of such a program, time per key of a program of the split kernel with all its rows, and time of three
+# more launches, in units of the 14 ns in which a multiprocessor reads a key of one kv head. On 132 multiprocessors with
+# 32/8 heads of 128: 23 ns, 33 ns and 10 us.
 _PREFILL_COST, _SPLIT_COST, _OVERHEAD_COST = 1.6, 2.2, 700.0
 
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Leading keys of all requests of a batch, as one request that all the batch's queries belong to.
+    """The leading keys that all requests of a batch share, as one request to which all the batch's queries belong.
 
     Attributes:
         query_start_loc: [2] int32.
         seq_lens: [1] int32.
         block_table: [1, blocks] int32.
         num_tokens: queries of the batch.
-        plan: how the keys are split among programs if the queries alone are too few to fill the GPU; otherwise None.
+        plan: split of the keys among programs if the queries alone are too few to fill the GPU; otherwise None.
         rest: the batch without the prefix: its lengths and block tables begin after it.
     """
 
@@ -51,7 +51,7 @@ class SharedPrefix:
 def share_prefix(
     common: CommonAttentionMetadata, common_prefix_len: int, needs: AttentionNeeds, *, num_sms: int
 ) -> SharedPrefix | None:
-    """The prefix as far as it consists of whole blocks and lies before every query; None if nothing remains."""
+    """The part of the prefix that is whole blocks and lies before every query; None if there is none."""
     shortest = int(common.num_computed_tokens_cpu.min())
     num_blocks = min(common_prefix_len, shortest) // needs.block_size
     if not num_blocks or not common.causal:
@@ -105,7 +105,7 @@ def worth_sharing(
 
 
 def _fills(num_rows: int, num_kv_heads: int, num_sms: int) -> bool:
-    """Whether the kernel for prefills, which splits no keys, is the faster one, even if some of the GPU is idle."""
+    """Whether the prefill kernel, which splits no keys, is faster, even if part of the GPU is idle."""
     return 3 * num_kv_heads * -(-num_rows // _PREFILL_ROWS) >= num_sms
 
 

@@ -1,4 +1,4 @@
-"""From arrays on the host to tensors on the device, in one copy that the host does not wait for."""
+"""Copies arrays from the host to the device in one copy, for which the host does not wait."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _ALIGNMENT = 256
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device | str) -> list[Tensor]:
     """The arrays as tensors: on a CPU the same memory, on a GPU views of one new allocation.
 
-    The copy is ordered before whatever the current stream does next; the arrays may be changed at once.
+    The copy is ordered before the current stream's next work; the arrays may be changed at once.
     """
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(array) for array in arrays]

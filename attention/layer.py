@@ -1,6 +1,6 @@
 """Attention of one layer over the paged cache: writes the new keys and values, then attends.
 
-Holds no weights, no cache and no batch: cache and metadata come with each call. Legend: T tokens, H query heads, K kv
+It holds no weights, cache or batch: cache and metadata come with each call. Legend: T tokens, H query heads, K kv
 heads, D head_dim.
 """
 
@@ -32,10 +32,10 @@ class Attention(nn.Module):
         sliding_window, attention_chunk_size, logits_soft_cap, blocksparse: as `AttentionParameters` defines them.
         alibi_slopes: one per query head.
         sinks: one per query head; the model's own parameter, which is read at each call and may be loaded later.
-        kv_sharing_target: an earlier layer whose keys and values this one reads, with that layer's scales. It has none
-            of its own, and ignores those of a call. Library API.
-        scales: of an fp8 cache; None: 1. Calculated scales (`KVScales.calculate`) come from a node's first batch, so
-            two nodes have different ones and their KV means different numbers: a disaggregated pair needs given scales.
+        kv_sharing_target: an earlier layer whose keys and values this one reads, with that layer's scales. This layer
+            then stores no KV and ignores a call's keys and values. Library API.
+        scales: of an fp8 cache; None: 1. Calculated scales (`KVScales.calculate`) come from a node's first batch and
+            differ between nodes, so a disaggregated pair needs given scales.
 
     Raises:
         ConfigError: a value is out of its range, the backend does not declare a feature that is asked for, or the
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
     @property
     def parameters_now(self) -> AttentionParameters:
-        """What the layer asks of the backend, with its tensors as they are now."""
+        """The layer's parameters for the backend, with its tensors as they are now."""
         sinks = self._sinks[0]
         if sinks is None and self.alibi_slopes_H is None:
             return self._parameters_without_tensors
@@ -115,9 +115,9 @@ class Attention(nn.Module):
         """[T, H, D]; rows past the batch's actual tokens hold anything.
 
         Args:
-            k_TKD, v_TKD: of the new tokens, written to `metadata.new_tokens` unless an encoder's. None if the layer
-                shares another's, and for ENCODER_DECODER once the encoder's are in the cache; these are other tokens
-                than the queries, and the metadata of the call that brings them has their `new_tokens`.
+            k_TKD, v_TKD: of the new tokens, written to `metadata.new_tokens` except for an encoder. None if the layer
+                shares another layer's KV. ENCODER_DECODER: the encoder's keys and values, whose tokens are not the
+                queries' and whose places are in that call's `new_tokens`; None once they are in the cache.
             out: contiguous memory for the result, of the queries' shape and dtype; None: new memory.
 
         Raises:
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         turned and written to the cache first, on a GPU by one kernel.
 
         Args:
-            qkv_TX: the heads of queries, keys and values side by side. Used up: holds anything afterwards.
+            qkv_TX: the heads of queries, keys and values, one after another. Overwritten.
             rotation: of all channels of each head.
             norms: of each head of queries and keys, before they turn.
         """
@@ -176,7 +176,7 @@ class Attention(nn.Module):
         return self._attend_stored(q_THD, k_TKD, v_TKD, kv_layer, metadata, out=None)
 
     def _rotated(self, qkv_TX: Tensor, rotation: Rotation, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normed and turned, and values: the twin of the kernel."""
+        """Normed and turned queries and keys, and values: the twin of the kernel."""
         qkv_TXD = qkv_TX.unflatten(-1, (-1, self.head_dim))
         qk_TXD, v_TKD = qkv_TXD.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if norms is not None:
@@ -208,10 +208,10 @@ class Attention(nn.Module):
         return out
 
     def use_scales(self, scales: KVScales) -> None:
-        """Sets the scales of an fp8 cache, for a model that is built before it is known whether the cache is one.
+        """Sets the scales of an fp8 cache, for a model that is built before its cache's dtype is known.
 
         Raises:
-            ConfigError: the layer shares another's KV; set that layer's before the two are joined.
+            ConfigError: the layer shares another layer's KV; set that layer's scales before the two are joined.
         """
         if self.shares_kv:
             raise refused("scales", "given", "none: shared KV is read with the scales of the layer that wrote it")
@@ -236,7 +236,7 @@ class Attention(nn.Module):
         self._parameters_without_tensors = replace(self._parameters_without_tensors, scales=target.scales)
 
     def _calculate_scales(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, metadata: AttentionMetadata) -> None:
-        """From the first batch if that is asked for; padding, which may hold anything, does not count."""
+        """Calculates scales from the first batch if requested. Padding, which may hold anything, does not count."""
         if self.scales is None or not self.scales.calculate:
             return
         if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -250,8 +250,8 @@ class Attention(nn.Module):
         self.scales.calc_kv_scales(q_THD[actual], k_TKD[own], v_TKD[own])
 
     def _quantized(self, q_THD: Tensor, kv_layer: Tensor) -> Tensor:
-        """The query in the cache's fp8, if the backend multiplies in it. Never in e5m2, whose two bits of mantissa lose
-        accuracy and save nothing."""
+        """The query in the cache's fp8 format, if the backend multiplies in that. Never in e5m2, whose two bits of
+        mantissa lose accuracy and save nothing."""
         if not (self._quantizes_query and self.uses_cache and kv_layer.dtype == torch.float8_e4m3fn):
             return q_THD
         return quantize(q_THD, None if self.scales is None else self.scales.q_scale, kv_layer.dtype)

@@ -1,4 +1,4 @@
-"""What an attention layer may ask for, of which backend, and with which memory: refusals, none of its work."""
+"""Checks of an attention layer's parameters, of its backend and of its memory. A failed check raises."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from kvcache.spec import KVKind
 
 
 def asked_features(parameters: AttentionParameters) -> frozenset[AttentionFeature]:
-    """What a backend must declare for a layer."""
+    """The features that a backend must declare for a layer."""
     asked = {
         AttentionFeature.SLIDING_WINDOW: parameters.sliding_window is not None,
         AttentionFeature.CHUNKED_LOCAL: parameters.attention_chunk_size is not None,
@@ -23,7 +23,7 @@ def asked_features(parameters: AttentionParameters) -> frozenset[AttentionFeatur
 
 
 def check_parameters(parameters: AttentionParameters, *, num_heads: int, num_kv_heads: int) -> None:
-    """Raises ConfigError for what no backend could do."""
+    """Raises ConfigError for parameters that no backend could support."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise refused("num_kv_heads", num_kv_heads, f"a divisor of num_heads ({num_heads})")
     for name in ("sliding_window", "attention_chunk_size"):
@@ -48,7 +48,7 @@ def check_parameters(parameters: AttentionParameters, *, num_heads: int, num_kv_
 
 
 def check_backend(capabilities: BackendCapabilities, parameters: AttentionParameters, *, layer_index: int) -> None:
-    """Raises ConfigError for what this backend does not declare."""
+    """Raises ConfigError for features that this backend does not declare."""
     if capabilities.kind is not KVKind.GQA:
         raise ConfigError(
             f"{capabilities.name} reads caches of kind {capabilities.kind}, not keys and values",
@@ -88,12 +88,12 @@ def check_shared(planned: PerLayerParameters, layer: AttentionParameters) -> Non
             field="layers",
             value=asked,
             allowed=(str(planned),),
-            cure="name every layer in the needs: a backend that plans for all of them is then not selected",
+            cure="name every layer in the needs: then no backend is selected that plans for all layers at once",
         )
 
 
 def check_heads(q_THD: Tensor, *, num_heads: int, head_size: int) -> None:
-    """For backends with memory for partial results: raises InternalError for a layer that has more than fits."""
+    """For backends with memory for partial results: raises InternalError for a layer that needs more memory."""
     asked_heads, asked_size = q_THD.shape[1:]
     if asked_heads > num_heads or asked_size > head_size:
         raise InternalError(
@@ -101,7 +101,7 @@ def check_heads(q_THD: Tensor, *, num_heads: int, head_size: int) -> None:
             field="num_heads",
             value=asked_heads,
             allowed=(f"up to {num_heads}, of up to {head_size} channels",),
-            cure="name the largest layer's in the needs",
+            cure="give the largest layer's sizes in the needs",
         )
 
 

@@ -1,5 +1,5 @@
-"""Chunked local attention for backends that are only causal: each chunk with new tokens of a request becomes a virtual
-request, whose keys begin with the chunk. Library API.
+"""Chunked local attention for backends that are only causal: each chunk of a request that has new tokens becomes a
+virtual request, whose keys begin with the chunk. Library API.
 
 Legend: R requests, V virtual requests, B blocks of a chunk.
 """
@@ -32,7 +32,7 @@ def make_local_attention_virtual_batches(
     Args:
         query_start_loc_np: [R + 1].
         seq_lens_np: [R].
-        block_table: [R, blocks], on any device, on which the result's is.
+        block_table: [R, blocks]; the result is on the same device.
 
     Raises:
         ConfigError: blocks do not divide chunks, so that a chunk's keys would begin within a block.

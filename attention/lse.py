@@ -1,4 +1,4 @@
-"""Merging attention over two sets of keys into attention over both. Legend: T tokens, H heads, V value channels."""
+"""Merges attention over two sets of keys into attention over both. Legend: T tokens, H heads, V value channels."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def merge_attn_states(
     Section 2.2 of "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving".
 
     Args:
-        sinks_H: a further score per head, counted here and not yet in either side.
+        sinks_H: a further score per head, counted here and in neither side.
     """
     if out.is_cuda:
         merge.merge_attn_states(
@@ -37,7 +37,7 @@ def merge_attn_states(
         )
         return
     # NOTE: contiguous copies. torch's vectorised and scalar results differ in the last bit, and strides decide which
-    # numbers are scalar, so without copies a request's bits would depend on its neighbours.
+    # numbers are computed as scalars, so without copies a request's bits would depend on its neighbours.
     prefix_lse_HT, suffix_lse_HT = prefix_lse_HT.contiguous(), suffix_lse_HT.contiguous()
     merged_HT = torch.logaddexp(prefix_lse_HT, suffix_lse_HT)
     if sinks_H is not None:

@@ -23,7 +23,7 @@ class AttentionMetadata:
 
     Attributes:
         new_tokens: where the batch's KV goes.
-        num_actual_tokens: rows of the query that count; outputs past them are left as they are.
+        num_actual_tokens: rows of the query without padding; outputs past them are left as they are.
     """
 
     new_tokens: WriteIndex
@@ -40,7 +40,7 @@ class CommonAttentionMetadata:
         num_computed_tokens_cpu: [R] int32, tokens whose KV was in the cache before this batch.
         num_actual_tokens: without padding.
         block_table_tensor: [R, blocks] int32; entries past a request's own blocks are never read.
-        slot_mapping: int64, a slot for each token; what lies past `num_actual_tokens` is set to -1 here, so that a full
+        slot_mapping: int64, a slot for each token; slots past `num_actual_tokens` are set to -1 here, so that a full
             CUDA graph that was captured for more tokens writes nothing for them.
         causal: whether a query sees only keys up to its own position; False for an encoder's keys.
     """
@@ -68,7 +68,7 @@ class HostBatch:
 
     Attributes:
         query_start_loc_R, seq_lens_R, context_lens_R: as in `CommonAttentionMetadata`.
-        block_table: [R, blocks] int32, filled up with 0.
+        block_table: [R, blocks] int32, padded with 0.
         slots_T, positions_T: [T] int64 of the new tokens.
     """
 
@@ -85,7 +85,7 @@ class HostBatch:
         return self.query_start_loc_R, self.seq_lens_R, self.block_table, self.slots_T, self.positions_T
 
     def common(self, copied: Sequence[Tensor]) -> tuple[CommonAttentionMetadata, Tensor]:
-        """The metadata over what was copied, and the positions."""
+        """The metadata over the copied tensors, and the positions."""
         query_start_loc, seq_lens, block_table, slot_mapping, positions = copied
         common = CommonAttentionMetadata(
             query_start_loc=query_start_loc,
@@ -113,7 +113,7 @@ def plan_batch(
     """Computes a batch from each request's lengths and block table.
 
     Args:
-        block_tables: arrays of C ints are read fastest.
+        block_tables: one per request; arrays of C ints are read fastest.
         width_multiple: the block table's width is rounded up to a multiple of it.
 
     Raises:
@@ -156,8 +156,8 @@ def build_common_metadata(
 def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:
     """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch whose decodes come first.
 
-    A decode is a request with at most `decode_threshold` new tokens, whatever its context. After a prefill it counts as
-    a prefill, such as the last token of a prompt that got a chunk of its own.
+    A decode is a request with at most `decode_threshold` new tokens and any context. Such a request counts as a prefill
+    if it comes after a prefill, as the last token of a prompt may when it gets a chunk of its own.
     """
     if common.max_query_len <= decode_threshold:
         return common.num_reqs, 0, common.num_actual_tokens, 0
@@ -176,7 +176,7 @@ def check_causal(common: CommonAttentionMetadata) -> None:
     """
     if not common.causal:
         raise InternalError(
-            "a batch is not causal, and this attention always is",
+            "the batch is not causal, but this backend only computes causal attention",
             field="causal",
             value=common.causal,
             allowed=("True",),
@@ -217,7 +217,7 @@ def common_prefix_len(
 
 
 def block_rectangle(rows: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
-    """The rows, filled up with 0. For 256 arrays of up to 128 numbers 80 us, row by row in numpy 200 us."""
+    """The rows, padded with 0. 80 us for 256 arrays of up to 128 numbers; row by row in numpy 200 us."""
     filling, flat = array("i", bytes(4 * width)), array("i")
     for row in rows:
         flat.extend(row)

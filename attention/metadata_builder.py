@@ -1,4 +1,4 @@
-"""From a batch's common metadata to one backend's own. One builder per backend, for all layers.
+"""Builds one backend's metadata from a batch's common metadata. One builder per backend, for all layers.
 
 A captured CUDA graph reads only the common metadata, whose tensors the caller keeps in place, and buffers that the
 builder allocates once and fills in place at every `build`.
@@ -21,8 +21,8 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
     """The defaults suit a backend without CUDA graphs, cascade attention, or a preferred order of the batch.
 
     Attributes:
-        plans_on_device: for decodes, `build` computes on the device, from the common metadata's tensors, and the host
-            need not know how these have changed. So `build` may be part of the captured step, and a replay needs none.
+        plans_on_device: for decodes, `build` computes on the device from the common metadata's tensors; the host need
+            not know their values. So `build` may be part of the captured step, and a replay needs no other `build`.
     """
 
     plans_on_device: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         use_sliding_window: bool,
         num_sms: int,
     ) -> bool:
-        """Whether attending to the shared prefix once, for all queries together, is faster for this batch. Library
+        """Whether this batch is faster if the shared prefix is attended to once, for all queries together. Library
         API."""
         del common_prefix_len, query_lens, num_query_heads, num_kv_heads, use_alibi, use_sliding_window, num_sms
         return False

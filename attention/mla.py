@@ -1,4 +1,4 @@
-"""Multi-head latent attention of one layer: what every MLA backend shares.
+"""Multi-head latent attention of one layer, for every MLA backend.
 
 The cache holds one latent and one rotary key per token, for all heads. Decodes stay in the latent space: W_UK is
 absorbed into the query and W_UV applied to the result, so that a token's latent is read once for all heads. Prefills
@@ -34,11 +34,11 @@ class MLAAttention(nn.Module):
     """Args:
         scale: factor of the scores.
         kv_b_proj: latent to each head's key part and value, [L] -> [H * (P + V)]; shared with the model, not owned.
-        scales: of an fp8 cache; its `k_scale` is that of the latents.
+        scales: of an fp8 cache; its `k_scale` is the latents' scale.
 
     Attributes:
-        multiply_heads: the products of absorbed decodes; replaced by a function that is faster for few rows, or whose
-            results do not depend on the batch.
+        multiply_heads: computes the products of absorbed decodes; may be replaced by a function that is faster for few
+            rows, or whose results do not depend on the batch.
 
     Raises:
         ConfigError: the backend is for another kind of cache.
@@ -82,7 +82,7 @@ class MLAAttention(nn.Module):
         self._w_uv_HLV: Tensor | None = None
 
     def use_scales(self, scales: KVScales) -> None:
-        """Sets the scales of an fp8 cache, for a model that is built before it is known whether the cache is one."""
+        """Sets the scales of an fp8 cache, for a model that is built before its cache's dtype is known."""
         self.scales = scales
         self.asked = AttentionParameters(scale=self.scale, scales=scales)
 
@@ -133,13 +133,13 @@ class MLAAttention(nn.Module):
 
         Args:
             q_THD: each head's channels without position, then the rotary ones.
-            latent_TC: each token's latent, then its rotary key. Both are used up: they hold anything afterwards.
+            latent_TC: each token's latent, then its rotary key. Both arguments are overwritten.
             norm: of the latents.
         """
         kv_c_TL, k_pe_TR = latent_TC.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if not q_THD.is_cuda:
             q_nope_THP, q_pe_THR = q_THD.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-            # The key's rotary part is one head more to turn: one rotation serves queries and key.
+            # The key's rotary part is turned as one more head: one rotation serves queries and key.
             pe_TXR = rotation.apply(torch.cat((q_pe_THR, k_pe_TR.unsqueeze(1)), dim=1))
             q_THD = torch.cat((q_nope_THP, pe_TXR[:, :-1]), dim=-1)
             return self.forward(q_THD, norm(kv_c_TL), pe_TXR[:, -1], kv_cache, metadata)
@@ -177,7 +177,7 @@ class MLAAttention(nn.Module):
         """Attends after the batch's latents are in the cache.
 
         Args:
-            decode_q_THC: of the decodes, with the rotary part already there; None: it is in `q_THD`.
+            decode_q_THC: the decodes' queries, with the rotary part already there; None: it is in `q_THD`.
         """
         decodes = slice(0, metadata.num_decode_tokens)
         prefills = slice(metadata.num_decode_tokens, metadata.num_actual_tokens)
@@ -206,8 +206,8 @@ class MLAAttention(nn.Module):
     def _decode(
         self, q_nope_THP: Tensor, q_THC: Tensor, kv_layer: Tensor, metadata: MLAMetadata, out_THV: Tensor
     ) -> None:
-        """Every head's query against the latents themselves: q.(W_UK c) is (q W_UK).c, and the sum of weighted W_UV c
-        is W_UV times the weighted sum."""
+        """Attends with every head's query to the latents themselves: q.(W_UK c) is (q W_UK).c, and the weighted sum of
+        W_UV c is W_UV times the weighted sum of c."""
         assert self._w_uk_HPL is not None, "process_weights_after_loading was not called"
         assert self._w_uv_HLV is not None
         rank = self.kv_lora_rank
@@ -226,7 +226,7 @@ class MLAAttention(nn.Module):
         context_chunks: tuple[ContextChunk, ...],
         out_THV: Tensor,
     ) -> None:
-        """The new tokens among themselves, then to each chunk of context those of its prefills, merged in place."""
+        """Attends to the new tokens, then to each chunk of its prefills' context, and merges the results in place."""
         k_THD, v_THV = self._decompress(kv_c_TL, k_pe_TR)
         lse_HT = self._attend(q_THD, k_THD, v_THV, lens=lens, causal=True, out=out_THV)[1]
         for chunk in context_chunks:
@@ -251,8 +251,8 @@ class MLAAttention(nn.Module):
     def _attend(
         self, q_THD: Tensor, k_SHD: Tensor, v_SHV: Tensor, *, lens: RaggedLens, causal: bool, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The backend's attention over decompressed keys; where its kernel wants values as wide as keys, zeros are
-        added and cut off again."""
+        """The backend's attention over decompressed keys. Values are padded with zeros where its kernel needs them as
+        wide as keys, and the output is cut."""
         if not self.backend.pads_v:
             return self.backend.attend(q_THD, k_SHD, v_SHV, lens=lens, causal=causal, scale=self.scale, out=out)
         padded_SHD = pad(v_SHV, (0, k_SHD.shape[-1] - v_SHV.shape[-1]))
@@ -265,7 +265,7 @@ class MLAAttention(nn.Module):
         return None if self.scales is None else self.scales.k_scale
 
     def _calculate_scales(self, q_THD: Tensor, kv_c_TL: Tensor, k_pe_TR: Tensor, metadata: MLAMetadata) -> None:
-        """From the first batch if that is asked for; padding, which may hold anything, does not count."""
+        """Calculates scales from the first batch if requested. Padding, which may hold anything, does not count."""
         if self.scales is None or not self.scales.calculate:
             return
         if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -284,7 +284,7 @@ class MLAAttention(nn.Module):
             return q_THD.new_empty(shape)
         if out.shape != shape or out.dtype != q_THD.dtype or out.stride(-1) != 1:
             raise InternalError(
-                f"attention layer {self.layer_index} is to write {tuple(out.shape)} of {out.dtype}",
+                f"attention layer {self.layer_index} got an output of {tuple(out.shape)} in {out.dtype}",
                 field="out",
                 value=tuple(out.shape),
                 allowed=(f"{shape} of {q_THD.dtype}, channels adjacent",),

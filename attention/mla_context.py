@@ -1,5 +1,5 @@
-"""Cutting the context of a batch's prefills into chunks that fit a fixed workspace. Planning from the host's numbers;
-the device gets all of them in one copy."""
+"""Cuts the context of a batch's prefills into chunks that fit a fixed workspace. The host plans all chunks and sends
+them to the device in one copy."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,7 +25,7 @@ class _Part:
 @dataclass(frozen=True)
 class _Cut:
     """One chunk on the host: for the prefills from `first` on, where their queries and keys begin (and the last ends),
-    and which position their first key has. A prefill without context may lie among them; it has no keys."""
+    and the position of each one's first key. A prefill without context may be among them; it has no keys."""
 
     first: int
     query_starts: list[int]
@@ -53,11 +53,11 @@ def plan_context_chunks(
 ) -> tuple[ContextChunk, ...]:
     """The prefills' context, in order, in chunks of `workspace_tokens`; only the last may be smaller.
 
-    A chunk names the prefills that it has context of, so no query is attended twice to the same context, and none to a
-    chunk without context of its own.
+    A chunk names the prefills whose context it holds, so no query attends twice to the same context, or to a chunk
+    without context of its own.
 
     Args:
-        apart: no two prefills share a chunk, so that where a context is cut depends on no other.
+        apart: no two prefills share a chunk, so that a context's cuts depend on no other prefill.
     """
     context_lens = common.num_computed_tokens_cpu[num_decodes : common.num_reqs].tolist()
     if not any(context_lens):
@@ -74,7 +74,7 @@ def plan_context_chunks(
 
 
 def _query_starts(common: CommonAttentionMetadata, num_decodes: int) -> list[int]:
-    """Where each prefill's queries begin, counted from the first prefill token, and where the last ends."""
+    """Where each prefill's queries begin, counted from the first prefill token, and where the last prefill's end."""
     starts_R = common.query_start_loc_cpu[num_decodes : common.num_reqs + 1]
     starts: list[int] = (starts_R - starts_R[0]).tolist()
     return starts

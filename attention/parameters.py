@@ -1,4 +1,4 @@
-"""What one attention layer asks of a backend on top of the batch. Values only; what they mean is defined here.
+"""The parameters of one attention layer, and their definitions. Values only.
 
 A score is, in this order: q.k * scale, capped, plus the ALiBi bias, or -inf where the query does not see the key.
 Legend: H query heads.
@@ -30,13 +30,13 @@ class AttentionType(StrEnum):
 class AttentionParameters:
     """Attributes:
     sliding_window: a token sees itself and the `sliding_window - 1` before it; None: all before it.
-    attention_chunk_size: chunked local attention: a token sees those before it in its own chunk, where the chunks are
-        [0, size), [size, 2 * size), ... of its sequence.
+    attention_chunk_size: chunked local attention: a token sees itself and earlier tokens of its own chunk. The chunks
+        of a sequence are [0, size), [size, 2 * size), ...
     logits_soft_cap: scores become cap * tanh(score / cap).
     alibi_slopes_H: float32; slope * (key position - query position) is added to the score.
     sinks_H: float32; a further score per head that takes part in the softmax and has no value.
-    blocksparse: which blocks of keys each block of queries sees, per head.
-    scales: of an fp8 cache, and of queries that come in fp8; None: 1.
+    blocksparse: pattern of key blocks that each block of queries sees, per head.
+    scales: of an fp8 cache, and of queries in fp8; None: 1.
     """
 
     scale: float
@@ -52,9 +52,9 @@ class AttentionParameters:
 
 @dataclass(frozen=True)
 class PerLayerParameters:
-    """The parameters that some backends must know before the first layer runs, and need to be the same in all layers.
+    """The parameters that some backends need before the first layer runs, equal in all layers.
 
-    window_left: how many tokens before itself a token sees; -1: all.
+    window_left: number of tokens before itself that a token sees; -1: all.
     """
 
     window_left: int
@@ -63,7 +63,7 @@ class PerLayerParameters:
 
 
 def get_per_layer_parameters(layers: Mapping[str, AttentionParameters]) -> dict[str, PerLayerParameters]:
-    """By layer name, what `infer_global_hyperparameters` compares."""
+    """Each layer's parameters, by layer name, for `infer_global_hyperparameters`."""
     return {name: per_layer_parameters(layer) for name, layer in layers.items()}
 
 
@@ -90,7 +90,7 @@ def infer_global_hyperparameters(per_layer: Mapping[str, PerLayerParameters]) ->
         raise ConfigError("the model has no attention layers", field="layers", value=())
     described = "; ".join(f"{parameters} in {', '.join(names)}" for parameters, names in groups.items())
     raise ConfigError(
-        f"layers disagree about what this backend needs to be the same in all: {described}",
+        f"layers disagree about parameters that this backend needs to be equal in all: {described}",
         field="layers",
         value=tuple(per_layer),
         cure="take a backend that reads these parameters per layer, such as TRITON_ATTN",

@@ -1,4 +1,4 @@
-"""What the machine offers to attention backends, probed once when a node is built; selection stays pure."""
+"""The machine's facts for selecting attention backends, probed once when a node is built."""
 
 import importlib.util
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Norms per head and rotation by position, which queries and keys undergo between their projection and attention.
+"""Norms per head and rotation by position, applied to queries and keys between projection and attention.
 
 Values and plain torch, the twins of `attention.kernels.rotary.heads` and `attention.kernels.rotary.latents`.
 Shapes: T token, H head, D rotary channel, P pair of channels, D = 2 P.
@@ -30,7 +30,7 @@ class RowNorm(Protocol):
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Of each head of the queries and of the keys, before they turn."""
+    """The norms of each head of the queries and of the keys, before they turn."""
 
     q: RowNorm
     k: RowNorm
@@ -60,7 +60,7 @@ class Rotation:
 
     @cached_property
     def _by_channel(self) -> tuple[Tensor, Tensor]:
-        """[T,1,D] each; the sine has the sign that the channel's partner comes with."""
+        """Cosine and sine, [T,1,D] each; the sine has the sign with which the channel's partner is added."""
         if self.interleaved:
             cos_TD = self.cos_TP.repeat_interleave(2, dim=-1)
             sin_TD = torch.stack((-self.sin_TP, self.sin_TP), dim=-1).flatten(-2)

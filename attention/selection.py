@@ -1,7 +1,7 @@
-"""Which backend serves a model on a node: one explicit table, in order of preference.
+"""Selects the backend that serves a model on a node, from one explicit table in order of preference.
 
-Reads no environment and probes no device: needs and platform come in, the reasons go out. Importing it imports none of
-the optional packages; a backend whose package is missing is refused like any other that does not fit.
+It reads no environment and probes no device: needs and platform go in, a backend or the reasons come out. Importing it
+imports none of the optional packages; a backend whose package is missing is refused like any other that does not fit.
 """
 
 import logging
@@ -26,7 +26,7 @@ from baton.errors import ConfigError
 
 
 class BackendClass(Protocol):
-    """How a backend is made; its constructor is called only if there is no reason against it."""
+    """A backend's constructor, which is called only if there is no reason against the backend."""
 
     capabilities: BackendCapabilities
 
@@ -51,11 +51,11 @@ BACKENDS: tuple[BackendClass, ...] = (
     XFormers,
 )
 # With at most this many heads, on Hopper, whole decode steps take 0.86 to 1.02 times as long with TRITON_MLA as with
-# FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 1 to 256 rows): every step of the latter waits for a plan that the host
-# makes, which also costs the host 0.2 to 0.4 ms.
+# FLASHINFER_MLA (DeepSeek-V2-Lite on an H200, 1 to 256 rows): every step of the latter waits for the host's plan, which
+# also costs the host 0.2 to 0.4 ms.
 _FEW_HEADS = 32
 DEFAULT_CONTEXT_WORKSPACE_TOKENS = 4096
-# GPUs before it cannot convert this format, and Triton refuses to compile for them.
+# Earlier GPUs cannot convert e4m3, and Triton refuses to compile for them.
 _E4M3_COMPUTE_CAPABILITY = (8, 9)
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def select_backend(
     Args:
         platform: None asks the machine that this runs on.
         forced: a backend's name; case does not matter.
-        context_workspace_tokens: how much of a prefill's context MLA decompresses at once.
+        context_workspace_tokens: tokens of context that MLA decompresses at once.
 
     Raises:
         ConfigError: no such backend, or none that meets the needs; lists every backend with every reason against it.
@@ -145,7 +145,7 @@ def _report(reasons: Mapping[str, tuple[str, ...]], chosen: str, *, forced: bool
 
 
 def reasons_against(capabilities: BackendCapabilities, needs: AttentionNeeds, platform: Platform) -> tuple[str, ...]:
-    """Everything that keeps a backend from meeting the needs on this platform; () if nothing does."""
+    """Every reason why a backend does not meet the needs on this platform; () if it does."""
     reasons = []
     if needs.kind is not capabilities.kind:
         reasons.append(f"kind {needs.kind} is not {capabilities.kind}")

@@ -26,7 +26,7 @@ _ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
 DEMO_MODELS = _ROOT / "models" / "demo"
 MIB = 1 << 20
 GIGA = 1e9
-# Defaults that depend on the device, or that code without settings needs too.
+# Defaults that depend on the device, or that code without settings also needs.
 KEEPALIVE_S = 10.0
 CPU_CACHE_MIB = 128
 CPU_BATCH_TOKENS = 256
@@ -121,7 +121,7 @@ class NodeSettings(CommonSettings):
         f"{GPU_BATCH_REQUESTS} on a GPU",
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps as CUDA graphs")
-    batch_invariant: bool = Field(False, description="make logits bit-equal whatever else is in the batch; slower")
+    batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     max_waiting: int = Field(256, ge=0, description="most requests that wait for room; further ones are refused")
     max_context_tokens: int | None = Field(
         None, ge=1, description="longest prompt plus output; default: the model's limit"
@@ -154,7 +154,7 @@ class NodeSettings(CommonSettings):
         return int(mib * MIB)
 
     def staging_bytes(self, *, on_gpu: bool) -> int:
-        """Of both directions together."""
+        """Staging memory of both directions together."""
         return 2 * self.staging_slots * self.segment_bytes(on_gpu=on_gpu)
 
     @property
@@ -286,8 +286,8 @@ def describe_validation_error(cls: type[CommonSettings], error: ValidationError)
 def child_environment(**more: str) -> dict[str, str]:
     """The environment for a child process that runs one of our modules: this process's, changed, plus `more`.
 
-    The child imports nothing from its working directory: a `models.py` or a folder `gateway` of the user's would hide
-    ours. An empty entry of PYTHONPATH is the working directory, so it goes too.
+    The child imports nothing from its working directory, where a `models.py` or a folder `gateway` would hide ours. An
+    empty entry of PYTHONPATH means the working directory, so it is dropped too.
     """
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if (_ROOT / "pyproject.toml").is_file():

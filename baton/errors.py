@@ -4,13 +4,13 @@ BatonError
 ├── ConfigError          a setting is wrong; the process ends with exit code 2
 ├── InvalidRequest       a value of a request is wrong
 ├── UnknownModel         no gateway or node serves the model
-├── Overloaded           there is no room now; has the time after which to try again
+├── Overloaded           there is no room now; carries the time after which to retry
 ├── NoNode               no node can take the request
 ├── Draining             the node takes no new work
 ├── DeadlineExceeded     the request's deadline has passed
 ├── Cancelled            the caller cancelled the request
 ├── PeerRefused          two nodes cannot work together; lists every reason
-├── UnknownLease         a lease that this node did not give, or has ended
+├── UnknownLease         the node never granted this lease, or has ended it
 ├── DataLoss             KV arrived damaged or was lost
 └── InternalError        a bug in Baton
 """

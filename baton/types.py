@@ -90,7 +90,7 @@ def _require(name: str, value: object, ok: bool, allowed: str) -> None:
         raise InvalidRequest(f"{name} is {value}", field=name, value=value, allowed=(allowed,))
 
 
-# Not frozen: a frozen one takes three times as long to make, and a decode step makes hundreds. Nothing changes one.
+# Not frozen, but never changed: a frozen dataclass takes three times as long to make, and a decode step makes hundreds.
 @dataclass(slots=True)
 class TokenOutput:
     """One sampled token of a request; `index` is its position in the output, from 0."""

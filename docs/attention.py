@@ -66,15 +66,15 @@ PAGE = Path(__file__).resolve().parent / "attention.md"
 
 _INTRODUCTION = """# Attention backends
 
-A node takes the first backend of this table that serves its model on its machine, and logs the reasons against every
+A node takes the first backend of this table that supports its model on its machine, and logs the reasons against every
 other one; on a Hopper GPU, TRITON_MLA is preferred to FLASHINFER_MLA for at most 32 heads. `BATON_ATTENTION_BACKEND`
-(`--attention-backend`) forces a backend; if it cannot serve, the node prints the reasons and does not start. A backend
-whose package is missing is refused with the command that installs it.
+(`--attention-backend`) forces a backend; if it does not support the model, the node prints the reasons and does not
+start. A backend whose package is missing is refused with the command that installs it.
 
 `attention/parameters.py` defines each feature, `kvcache/layout.py` the layouts. One conformance suite
 (`tests/conformance/attention`) compares the backends with attention by its definition in float64: `make test` runs
-plain torch and Triton's interpreter on a CPU, `make test-gpu` all backends that a GPU machine has. Speeds next to
-those of rivals are in [attention.md](../bench/results/attention.md), the suite's results on a GPU in
+plain torch and Triton's interpreter on a CPU, `make test-gpu` all backends that a GPU machine has. Speeds of Baton and
+its rivals are in [attention.md](../bench/results/attention.md), the suite's results on a GPU in
 [attention_conformance.md](../bench/results/attention_conformance.md).
 
 ![Share of each rival that Baton's kernels reach](../bench/results/attention.svg)
@@ -122,11 +122,17 @@ def _features(capabilities: list[BackendCapabilities]) -> list[str]:
 
 def _library_api() -> list[str]:
     sentence = "Baton's nodes do not use these; they are for programs that use the packages as a library:"
-    return [sentence, "", "| name | what for |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in LIBRARY_API)]
+    return [
+        sentence,
+        "",
+        "| name | purpose |",
+        "|---|---|",
+        *(f"| `{name}` | {purpose} |" for name, purpose in LIBRARY_API),
+    ]
 
 
 def _names() -> list[str]:
-    sentence = "Things that vLLM also has bear its names, except these:"
+    sentence = "Classes and functions that vLLM also has use vLLM's names, except these:"
     return [sentence, "", "| in vLLM | here |", "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES)]
 
 

@@ -1,7 +1,7 @@
-"""Reading and writing tokens of the paged cache by strides alone, so for every layout and block size.
+"""Reads and writes tokens of the paged cache by strides alone, and so serves every layout and block size.
 
-On a GPU one Triton kernel each, on a CPU the runs of `kvcache.tokens`. `kvcache.wire.gather_scatter` moves whole
-requests. Legend as in `kvcache.tokens`.
+On a GPU each function launches one Triton kernel, on a CPU it moves the runs of `kvcache.tokens`. Whole requests are
+moved by `kvcache.wire.gather_scatter`. Legend as in `kvcache.tokens`.
 """
 
 import torch
@@ -29,7 +29,7 @@ def store_kv(
 
     Args:
         k_THC, v_THC: any strides, channels adjacent.
-        k_scale, v_scale: float32 scalars on the device, of an fp8 cache: the number divided by its scale is stored,
+        k_scale, v_scale: float32 scalars on the device, for an fp8 cache, which stores numbers divided by their scale,
             saturating. None is 1.
     """
     if kv_layer.is_cuda:
@@ -84,12 +84,12 @@ def gather_tokens(
 ) -> Tensor:
     """Copies tokens out of one layer: [K, S, H, C], strided as suits attention.
 
-    Reads these tokens and no others, not even the rest of their blocks.
+    Reads only these tokens, not the rest of their blocks.
 
     Args:
-        out: contiguous memory for the result, [S, C] of MLA or [K, S, H, C]; numbers are converted to its dtype.
-        dtype: of the result where no `out` is given; None: the cache's.
-        scale, v_scale: float32 scalars on the device, of an fp8 cache that is converted to another dtype: keys or
+        out: contiguous memory for the result, [S, C] for MLA or [K, S, H, C]; numbers are converted to its dtype.
+        dtype: the result's, where no `out` is given; None: the cache's.
+        scale, v_scale: float32 scalars on the device, for an fp8 cache that is converted to another dtype: keys or
             latents are multiplied by `scale`, values by `v_scale`. None is 1.
     """
     num_k, _, block_size, num_heads, channels = kv_layer.shape

@@ -1,6 +1,6 @@
-"""Whole blocks: copied within a cache, swapped between the caches of a GPU and of its host, converted to another dtype.
+"""Copies whole blocks within a cache, swaps them between the caches of a GPU and its host, and converts their dtype.
 
-Library API: the engine does none of this.
+Library API: the engine does not use it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,19 +16,19 @@ from kvcache.cache import PagedKVCache
 from kvcache.fp8 import dequantize, is_fp8, quantize
 from kvcache.kernels.blocks import convert, copy
 
-# Which block goes where: pairs [P, 2] int64 on the CPU, or a source with its target or targets.
+# Source and target blocks: pairs [P, 2] int64 on the CPU, or a source with its target or targets.
 BlockPairs = Tensor | Mapping[int, int] | Mapping[int, Sequence[int]]
 
-# The GPU's copy engine takes pieces of at least this size that are contiguous in both caches. For smaller ones the 8 us
-# that it needs to start a copy count more, and one kernel moves all of them over the bus. On an H200, where pinned
+# The GPU's copy engine takes pieces of at least this size that are contiguous in both caches. Smaller pieces are moved
+# over the bus by one kernel, because the copy engine needs 8 us to start each copy. On an H200, where pinned
 # memory is copied at 55 GB/s: pieces of 32 KiB, engine 4 GB/s, kernel 51-53; of 1 MiB, engine 50; of 4 MiB, engine 54.
 _ENGINE_BYTES = 1 << 20
-# Programs of that kernel: 16 keep the bus busy, and leave the GPU to others.
+# Programs of that kernel: 16 keep the bus busy and leave the rest of the GPU to other kernels.
 _SWAP_PROGRAMS = 32
 
 
 def copy_blocks(caches: Sequence[PagedKVCache], src_to_dst: BlockPairs) -> None:
-    """Copies blocks within each of the caches, all layers of them; on a GPU in the current stream.
+    """Copies blocks within each of the caches, in all layers; on a GPU in the current stream.
 
     Raises:
         InternalError: a block outside of a cache, written twice, or both read and written.
@@ -47,17 +47,17 @@ def copy_blocks(caches: Sequence[PagedKVCache], src_to_dst: BlockPairs) -> None:
 def swap_blocks(
     source: PagedKVCache, target: PagedKVCache, src_to_dst: BlockPairs, *, stream: "torch.cuda.Stream | None" = None
 ) -> None:
-    """Copies blocks from one cache to another, all layers of them; the source keeps its own.
+    """Copies blocks from one cache to another, in all layers. The source's blocks stay as they are.
 
-    Between a GPU and a host cache in page-locked memory nothing waits: the stream completes the copy, and until then
-    the source's blocks must not change. With pageable memory the host waits.
+    Between a GPU and a host cache in page-locked memory the host does not wait: the stream completes the copy, and the
+    source's blocks must not change before. With pageable memory the host waits.
 
     Args:
         stream: of the GPU; None: the current one.
 
     Raises:
-        InternalError: the caches differ in more than their number of blocks and their device; a block outside of its
-            cache, or written twice.
+        InternalError: the caches differ in more than their number of blocks and their device, or a block is outside of
+            its cache or written twice.
     """
     if source.spec != target.spec or _geometry(source) != _geometry(target):
         raise InternalError(
@@ -74,11 +74,11 @@ def swap_blocks(
 def convert_kv(
     source_KBNHC: Tensor, target_KBNHC: Tensor, *, scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> None:
-    """Writes one layer's numbers into another layer of the same shape and any layout, in its dtype.
+    """Writes one layer's numbers into another layer of the same shape and any layout, in the target's dtype.
 
     Args:
-        scale, v_scale: float32 scalars on the device for the fp8 side: of keys or latents, and of values. None is 1; if
-            both sides are fp8, they share the scales.
+        scale, v_scale: float32 scalars on the device for the fp8 side: `scale` for keys or latents, `v_scale` for
+            values. None is 1; if both sides are fp8, they share the scales.
     """
     if source_KBNHC.is_cuda:
         convert(source_KBNHC, target_KBNHC, scale=scale, v_scale=v_scale)

@@ -1,4 +1,4 @@
-"""A node's paged KV cache: one allocation, seen through one strided view whatever the layout."""
+"""A node's paged KV cache: one allocation, seen through one strided view for every layout."""
 
 import math
 

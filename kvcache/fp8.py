@@ -1,5 +1,5 @@
-"""KV in 8 bits: stored = number / scale, to the nearest and saturating at the format's largest finite number; read =
-stored * scale; NaN stays NaN. Plain torch, the twin of `tritonlib.fp8`.
+"""KV in 8 bits. Writing stores number / scale, rounded to the nearest and saturating at the format's largest finite
+number; reading returns stored * scale; NaN stays NaN. Plain torch, the twin of `tritonlib.fp8`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The order in memory of a cache's axes, its names, and how a node chooses its layout. Pure values; no torch.
+"""KV cache layouts: the order of a cache's axes in memory, their names, and a node's choice. Pure values; no torch.
 
 Axes: L layer, K key/value pair, B block, N token in block, H kv head, C channel. All code indexes in the logical order
 L K B N H C; a layout is only the order in memory, outermost first. MLA keeps axes K and H at size 1, so that one gather
@@ -65,7 +65,7 @@ class LayoutChoice:
     """One node's layout and where it came from.
 
     Precedence: programmatic override, then the environment's, then the transport's or backend's preference, then NHD.
-    The caller reads the environment (`baton.config`); this object replaces a global.
+    The caller reads the environment (`baton.config`).
     """
 
     def __init__(self, *, mla: bool, environment: str | None = None, preferred: KVCacheLayout | None = None) -> None:

@@ -1,6 +1,6 @@
 """The scales of an fp8 cache: a stored number times its scale is the key or value.
 
-One per tensor, as in checkpoints; given with the weights, or calculated once from the first batch.
+There is one scale per tensor, as in checkpoints, given with the weights or calculated once from the first batch.
 """
 
 import torch
@@ -16,8 +16,8 @@ V_RANGE = 100.0
 class KVScales(nn.Module):
     """Attributes:
     q_scale, k_scale, v_scale: float32 scalars on the device of the layer.
-    calculate: the next batch sets the scales, and this to False. Two nodes calculate different scales, so KV that
-        travels between nodes needs given ones.
+    calculate: the next batch sets the scales and resets this to False. Two nodes calculate different scales, so KV
+        that travels between nodes needs given scales.
     """
 
     q_scale: Tensor
@@ -34,7 +34,7 @@ class KVScales(nn.Module):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of queries, keys and values."""
+        """The scales of queries, keys and values."""
         return self.q_scale, self.k_scale, self.v_scale
 
     def calc_kv_scales(self, q: Tensor, k: Tensor, v: Tensor) -> None:

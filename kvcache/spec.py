@@ -6,14 +6,14 @@ from enum import StrEnum
 from baton.errors import ConfigError
 from kvcache.layout import KVCacheLayout
 
-# Of activations, and of a cache that keeps KV as it was computed.
+# Dtypes of activations, and of a cache that stores KV as computed.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Of a cache that keeps KV in 8 bits, with one scale per tensor (`kvcache.scales`).
+# Dtypes of a cache that stores KV in 8 bits, with one scale per tensor (`kvcache.scales`).
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(FP8_DTYPES, 1)}
 
-# Cuts of a request's tokens fall on multiples of this, so that they hit no block of a usual size in its middle: a
-# gather copies runs of a block's tokens.
+# A request's tokens are cut at multiples of this. Such cuts fall inside no block of a usual size, which matters because
+# a gather copies runs of a block's tokens.
 ALIGN_TOKENS = 64
 
 
@@ -31,7 +31,8 @@ class KVCacheSpec:
     head_dim is the size of the channel axis C: for MLA the latent plus the rotary dimensions, with num_kv_heads 1.
 
     Attributes:
-        windows: by layer, how many tokens up to its own a token attends to, 0 for all; empty where no layer has one.
+        windows: for each layer, the number of tokens that a token attends to, itself included; 0: all. Empty: no layer
+            has a window.
     """
 
     kind: KVKind

@@ -1,8 +1,8 @@
 """Where a batch's tokens lie in the paged cache: tokens to read, and slots to write.
 
 On a CPU tokens are moved as runs, the longest pieces that are contiguous both in the cache and where they go. A run is
-named by the place of its first element, and a table of all possible runs is a view with strides (1, 1) over the memory,
-so one `index_select` moves any set of tokens in any layout.
+identified by its first element. A table of all possible runs is a view with strides (1, 1) over the memory, so one
+`index_select` moves any set of tokens in any layout.
 
 Legend: T new tokens, S tokens to read, R requests, K L B N H C as in `kvcache.layout`.
 """
@@ -62,14 +62,14 @@ class TokenIndex:
 
 
 class TokenRanges:
-    """Consecutive tokens of several requests, request after request. A GPU gathers them while the host knows no block;
-    on a CPU their index is computed once.
+    """Consecutive tokens of several requests, request after request. A GPU gathers them by tables on the device, which
+    the host does not read; on a CPU their index is computed once.
 
     Attributes:
         block_table: [R, blocks] int32.
         start_loc: [R + 1] int32, where each request's tokens begin among the gathered ones; the last is their number.
         first_position: [R] int32, the position of each request's first token. All three on the cache's device.
-        num_tokens: of all requests.
+        num_tokens: of all requests together.
     """
 
     def __init__(self, block_table: Tensor, start_loc: Tensor, first_position: Tensor, *, num_tokens: int) -> None:

@@ -15,8 +15,8 @@ from kvtransfer.plan import WirePlan
 @dataclass(frozen=True)
 class KVConversion:
     """Attributes:
-    scales: of a receiver's 8-bit cache: for each layer those of keys and values, or of latents. A number is divided
-        by its scale. Empty for other dtypes.
+    scales: the scales of a receiver's 8-bit cache: for each layer one for keys and one for values, or one for latents.
+        KV is divided by its scale. Empty for other dtypes.
     """
 
     source_dtype: str
@@ -28,7 +28,7 @@ def conversion_of(plan: WirePlan, scales: Sequence[float]) -> KVConversion | Non
     """How a sender converts under a plan; None where it sends its own dtype.
 
     Args:
-        scales: of the receiver's cache, as it sent them.
+        scales: the scales of the receiver's cache, as the receiver sent them.
 
     Raises:
         PeerRefused: no cache can have these scales.

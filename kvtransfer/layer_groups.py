@@ -4,8 +4,8 @@ All groups but the last are sent while the chunk computes. With g groups, a chun
 
     g * cost + S / (g * bytes_per_s)
 
-to the first token's time, which is least at g = sqrt(S / (cost * bytes_per_s)). The cost is that of one more message
-and of one more turn of the sending threads.
+to the first token's time, which is least at g = sqrt(S / (cost * bytes_per_s)). `cost` is the time of one more message
+plus one more turn of the sending threads.
 """
 
 import math
@@ -18,7 +18,7 @@ def choose_layers_per_group(link: LinkSpeed, *, turn_s: float, chunk_bytes: int,
 
     Args:
         turn_s: time from the event loop to the sending threads and back.
-        chunk_bytes: of all layers.
+        chunk_bytes: size of a chunk over all layers.
     """
     costs = (link.message_cost_s + link.latency_s + turn_s) * link.bytes_per_s
     groups = math.sqrt(chunk_bytes / costs) if costs > 0 else num_layers

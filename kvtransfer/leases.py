@@ -1,4 +1,4 @@
-"""What may be written into which lease's blocks, and when those blocks may be freed. Sans-IO: no clock, no torch.
+"""Decides what may be written into a lease's blocks and when the blocks may be freed. Sans-IO: no clock, no torch.
 
     open ──► OPEN ──close, nothing is being scattered──────────────────────► closed
               └────close──► CLOSING ──the last running scatter is done──────► closed
@@ -20,7 +20,7 @@ class Refusal(StrEnum):
     """Why a message was not scattered."""
 
     LATE = "its lease has ended"
-    UNKNOWN_SENDER = "its sender number is not that of the peer that sent it"
+    UNKNOWN_SENDER = "its sender number belongs to another peer"
     UNKNOWN_LEASE = "that lease was never given"
     FOREIGN_SENDER = "another sender fills that lease"
     DUPLICATE = "that segment has arrived before"
@@ -40,8 +40,8 @@ class LeaseGrant:
     """Permission to write tokens [token_start, token_stop) of one request into its blocks.
 
     Attributes:
-        number: greater than that of every lease granted before in this incarnation.
-        block_ids: of the whole request: token i is in block_ids[i // block_size].
+        number: greater than the number of every lease granted before in this incarnation.
+        block_ids: blocks of the whole request: token i is in block_ids[i // block_size].
         resume_at: first position that may still be computed. KV older than the sliding window is not sent. None:
             `token_stop`.
 
@@ -107,7 +107,7 @@ class LeaseTable:
     """All leases of one rank's cache in one incarnation.
 
     Args:
-        spec: of the cache.
+        spec: the cache's.
         heads: the model's kv heads that the cache holds.
     """
 
@@ -140,11 +140,10 @@ class LeaseTable:
         return lease.totals() if cells == 0 else None
 
     def arrival(self, tag: Tag, now_s: float, *, group: int | None = None) -> Refusal | None:
-        """None if a message with that tag may get memory. The first one binds the lease to its sender's group.
+        """None if a message with that tag may get memory. The first message binds the lease to its sender's group.
 
         Args:
-            group: common to the ranks of one node, each of which numbers its segments by itself; None: the sender
-                is alone.
+            group: shared by the ranks of one node, each of which numbers its own segments; None: the sender is alone.
         """
         group = tag.sender if group is None else group
         if self.has_ended(tag.lease):
@@ -163,8 +162,8 @@ class LeaseTable:
         return None
 
     def start_scatter(self, tag: Tag, segment: Segment) -> Refusal | None:
-        """None if a received segment may be scattered. Its cells are claimed then: the caller scatters it and calls
-        `finish_scatter`, whatever happens in between."""
+        """None if a received segment may be scattered. Its cells are then claimed: the caller scatters it and always
+        calls `finish_scatter` afterwards."""
         lease = self._leases.get(tag.lease)
         if lease is None or lease.closing:
             return Refusal.LATE

@@ -18,7 +18,7 @@ class Peer:
         carrier: what moves the bytes; empty until it is connected.
         through_host: the cache is on a GPU, and KV of this peer goes through host memory.
         link: as measured when the pair was made; None until then.
-        group: common to the ranks of one node; None: the peer is alone.
+        group: shared by the ranks of one node; None: the peer is alone.
         converter: applied to KV sent to this peer; None: KV keeps its dtype.
     """
 

@@ -1,7 +1,7 @@
 """The measured speed of a link, and the message size that suits a job over it. Pure; no torch, no clock.
 
-A message of m bytes takes `cost + m / bytes_per_s`; the cost is that of the link and of handling. Gather, send and
-scatter of successive segments overlap, so a job of S bytes in segments of m takes about
+A message of m bytes takes `cost + m / bytes_per_s`; `cost` covers the link and the handling on both hosts. Gather, send
+and scatter of successive segments overlap, so a job of S bytes in segments of m takes about
 
     S / m * cost + S / bytes_per_s + 2 * m / bytes_per_s
 
@@ -11,18 +11,18 @@ scatter of successive segments overlap, so a job of S bytes in segments of m tak
 import math
 from dataclasses import dataclass
 
-# The time of a smaller message is hardly more than its cost, whatever was measured.
+# A smaller message takes hardly longer than its fixed cost, on any link.
 LEAST_PAYLOAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Of one direction of a warm link.
+    """The speed of one direction of a warm link.
 
     Attributes:
-        latency_s: of a message without payload, one way.
-        message_cost_s: of one more message, independent of its size, while messages overlap.
-        bytes_per_s: of large messages.
+        latency_s: one-way time of a message without payload.
+        message_cost_s: time that one more message adds, independent of its size, while messages overlap.
+        bytes_per_s: rate of large messages.
     """
 
     latency_s: float
@@ -43,7 +43,7 @@ def choose_payload_bytes(link: LinkSpeed, *, job_bytes: int, limit: int, handlin
 
 
 def message_cost_s(*, small_bytes: int, small_s: float, large_bytes: int, large_s: float) -> float:
-    """What a message costs independent of its size: the time at zero bytes on the line through two measured sizes.
+    """The fixed cost of a message: the time at zero bytes on the line through two measured sizes.
 
     At least half of a small message's time: noise, or CPU caches that a large message exceeds, would give zero or less.
     """

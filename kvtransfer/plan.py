@@ -1,4 +1,4 @@
-"""Whether two nodes can exchange KV, and in which shape it then travels. Pure values; no torch."""
+"""Decides whether two nodes can exchange KV, and in what form KV travels between them. Pure values; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class NodeDescription:
     conversion and neither node is batch-invariant.
 
     Attributes:
-        spec: of the whole model, not of a rank's part.
-        shape: of each rank's cache.
+        spec: the whole model's, not that of one rank's part.
+        shape: each rank's.
         converted_kv_dtypes: dtypes of senders' caches that this node receives converted to its own.
     """
 
@@ -70,7 +70,7 @@ class WirePlan:
     """How KV travels between two nodes that agreed: the same for both ends, without blocks or layout.
 
     Attributes:
-        spec: of what travels, which is what the receiver keeps.
+        spec: of the KV as it travels, which is how the receiver stores it.
         converted_from: dtype of the sender's cache, if it differs.
     """
 
@@ -147,7 +147,7 @@ def _receiver(ours: NodeDescription, theirs: NodeDescription) -> NodeDescription
     if ours.spec.dtype == theirs.spec.dtype:
         return ours
     for sender, receiver in ((ours, theirs), (theirs, ours)):
-        # KV that was rounded to 8 bits is never converted, whatever a peer asks for.
+        # KV that was rounded to 8 bits is never converted, even if a peer accepts it.
         if sender.spec.dtype in receiver.converted_kv_dtypes and sender.spec.dtype in DTYPE_BYTES:
             return receiver
     return None

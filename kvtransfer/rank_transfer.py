@@ -26,7 +26,7 @@ class RankTransfer(Protocol):
     Two ranks are linked in this order: `listen` on both, `connect` on both, `warm_up` on the sender, `warmed_up` on the
     receiver, `use_link` on the sender. A link ends with `disconnect`, on each end by itself.
 
-    The receiver opens a lease before the sender sends for it, and closes it whatever became of it.
+    The receiver opens a lease before the sender sends for it, and closes every lease, filled or not.
     """
 
     async def start(self) -> None:
@@ -40,10 +40,10 @@ class RankTransfer(Protocol):
         """Cancels what is in flight. Every call that still waits gets an error."""
 
     async def listen(self, peer: int) -> bytes:
-        """Opens this end of a link; returns the address for the peer's `connect`, and for nobody else's.
+        """Opens this end of a link; returns the address for this one peer's `connect`.
 
         Args:
-            peer: at the receiver, the sender number that it drew for the peer; at the sender, its own number for it.
+            peer: at the receiver, the sender number that it drew for the peer; at the sender, a number of its own.
 
         Raises:
             InternalError: the number is in use.
@@ -63,11 +63,11 @@ class RankTransfer(Protocol):
 
         Args:
             message_bytes: the largest message that the peer takes; None: this rank's own limit.
-            group: common to peers that fill leases together; None: the peer fills them alone.
+            group: shared by peers that fill leases together; None: the peer fills them alone.
             conversion: applied to the KV sent to this peer; None: KV keeps its dtype.
 
         Raises:
-            PeerRefused: the address is not one of this rank's transport.
+            PeerRefused: the address is not one of this rank's kind of transport.
             ConfigError: no segment fits into the peer's messages.
         """
 
@@ -75,7 +75,7 @@ class RankTransfer(Protocol):
         """Closes the link. Returns when nothing of the peer is in flight, whether the peer is alive or not.
 
         Returns:
-            The open leases that the peer or its group has begun to fill. Nobody will complete them.
+            The open leases that the peer or its group has begun to fill. They will never be complete.
         """
         ...
 
@@ -94,8 +94,8 @@ class RankTransfer(Protocol):
             messages, bytes: what the peer's `warm_up` returned.
 
         Raises:
-            DataLoss: messages are damaged, or their number is not what the peer says.
-            PeerRefused: they carry no digests, and this rank wants digests.
+            DataLoss: messages are damaged, or their number differs from the peer's count.
+            PeerRefused: they carry no digests, and this rank requires digests.
             DeadlineExceeded: not all of them arrived within the timeout.
         """
         ...
@@ -151,5 +151,5 @@ class RankTransfer(Protocol):
         ...
 
     def stuck(self, *, after_s: float) -> str:
-        """Where the rank has made no turn for that long, as a Python stack, or why it cannot go on; empty otherwise."""
+        """The Python stack of a rank that has made no turn for that long, or why it cannot go on; empty otherwise."""
         ...

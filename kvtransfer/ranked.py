@@ -1,6 +1,6 @@
 """A node's KV transfer over all its ranks: every call goes to each rank, for each of the rank's links.
 
-`kvtransfer.flows` says which links a pair of nodes has. Both nodes number them alike: the pair's own number plus the
+`kvtransfer.flows` defines the links of a pair of nodes. Both nodes number them alike: the pair's own number plus the
 other node's rank. A node of one rank is the simplest case.
 """
 
@@ -43,7 +43,7 @@ class _End:
 
 @dataclass
 class _Lease:
-    """What the ranks have reported of a lease so far."""
+    """What the ranks have reported about a lease so far."""
 
     opening: "asyncio.Future[list[None]]"
     filled: list[LeaseTotals] = field(default_factory=list)
@@ -54,7 +54,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     `start`.
 
     Args:
-        makers: of the ranks' transfers, rank 0's first.
+        makers: each makes one rank's transfer; rank 0's comes first.
         message_bytes: the largest message that each of them takes.
     """
 
@@ -72,7 +72,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self._on_filled, self._on_refused = on_filled, on_refused
 
     async def start(self) -> None:
-        """Raises what a rank raises; every transfer is closed then."""
+        """Raises a rank's error, after all transfers are closed."""
         assert self._on_filled is not None, "deliver_to comes first"
         try:
             await asyncio.gather(*(rank.start() for rank in self._ranks))
@@ -118,7 +118,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         ends = self._pairs[pair]
         if addresses.keys() != {end.link for end in ends}:
             raise PeerRefused(
-                f"the peer listens on {len(addresses)} links, and this node wants {len(ends)} others",
+                f"the peer listens on {len(addresses)} links, this node expects {len(ends)} others",
                 field="links",
                 cure="start both nodes with the same version",
             )
@@ -143,8 +143,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         return sent
 
     async def warmed_up(self, pair: int, sent: Mapping[RankPair, WarmUp], *, timeout_s: float) -> LinkMeasure:
-        """Measures the pair: its GB/s are those of the slowest link, times the number of links that share no rank;
-        transport and times are the slowest's as well.
+        """Measures the pair: its GB/s are the slowest link's, times the number of links that share no rank; transport
+        and times are also the slowest link's.
 
         Raises:
             PeerRefused: the peer has warmed up other links.
@@ -179,8 +179,8 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     # ---- sending
 
     async def send(self, job: SendJob) -> tuple[Segment, ...]:
-        """Sends over each link of the pair the part that this link carries. Every link numbers its segments from the
-        job's first number. Returns or raises once nothing of the job is in flight on any link."""
+        """Sends each link's part of the job over that link. Every link numbers its segments from the job's first
+        number. Returns or raises once nothing of the job is in flight on any link."""
         ends = self._pairs.get(job.peer)
         if not ends:
             raise DataLoss("the peer is not connected", field="peer", value=job.peer)
@@ -213,7 +213,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     def _filled(self, totals: LeaseTotals) -> None:
         lease = self._leases.get(totals.number)
         if lease is None:
-            return  # closed since
+            return  # closed in the meantime
         lease.filled.append(totals)
         if len(lease.filled) == len(self._ranks):
             assert self._on_filled is not None

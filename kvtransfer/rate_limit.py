@@ -1,6 +1,6 @@
 """A budget of bytes over time: whether more messages may be received now. Pure; the caller passes the time."""
 
-# Unused budget is kept this long, so that a caller that is a little late loses nothing of the rate.
+# Unused budget is kept this long, so that a caller that is a little late still reaches the full rate.
 _KEPT_S = 0.02
 
 

@@ -95,7 +95,7 @@ class Receiver:
         self._closing: dict[int, Future[LeaseTotals]] = {}
         self._receptions: list[_Reception] = []
         self._held: Counter[int] = Counter()
-        # In order of arrival: messages of peers that already hold their share of the slots, and those over the limit.
+        # In order of arrival: messages over the limit, and messages of peers that already hold their share of slots.
         self._parked: deque[tuple[Tag, Arrival]] = deque()
         self._limit = RateLimit(settings.receive_bytes_per_s) if settings.receive_bytes_per_s else None
         self.warm_ups = WarmUpReceiver(digests=settings.digests)
@@ -137,7 +137,7 @@ class Receiver:
         """Forgets a peer. The caller then has the transport cancel what is in flight.
 
         Returns:
-            The open leases of the peer or its group, which nobody can fill any more.
+            The open leases of the peer or its group. They will never be complete.
         """
         self.warm_ups.lost(peer)
         self.round_trips.lost(peer)
@@ -152,7 +152,7 @@ class Receiver:
         return self._held[peer] > 0
 
     def step(self) -> bool:
-        """Takes what has arrived and advances what was taken; whether anything happened."""
+        """Accepts arrived messages and advances accepted ones. Returns whether anything happened."""
         moved = self._accept_all()
         for item in tuple(self._receptions):
             moved = self._advance(item) or moved
@@ -222,7 +222,7 @@ class Receiver:
     # ---- from received to over
 
     def _advance(self, item: _Reception) -> bool:
-        """Advances one message as far as possible without waiting; whether it advanced."""
+        """Advances one message as far as possible without waiting. Returns whether it advanced."""
         moved = False
         if item.reading is None:
             if not item.request.done:
@@ -247,7 +247,7 @@ class Receiver:
         return self._end(item)
 
     def _read(self, item: _Reception) -> Reading:
-        """Reads a received message: the trailer, and unless the message only measures its link, what checks need."""
+        """Reads a received message: its trailer and, unless it only measures its link, what the checks need."""
         maps = item.tag.number == WARM_UP and maps_slot(item.tag.lease)
         measures = item.tag.number == WARM_UP and not maps
         with_digest = self._digests and not measures

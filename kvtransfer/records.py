@@ -10,19 +10,20 @@ from kvtransfer.link import LinkSpeed
 
 @dataclass(frozen=True)
 class SendJob:
-    """KV of one request's tokens [token_start, token_stop) for one lease of a peer. A rank sends it to a rank, or a
-    node to a node, whose links then carry a part each.
+    """KV of one request's tokens [token_start, token_stop) for one lease of a peer. It goes from rank to rank, or from
+    node to node over links that carry a part each.
 
     Attributes:
         peer: this node's number for the receiver.
         sender_number: the receiver's number for this node.
-        incarnation: of the receiver that gave the lease.
-        first_segment: number of the job's first segment: the number of segments sent for the lease before.
+        incarnation: of the receiver that granted the lease.
+        first_segment: number of the job's first segment, which is the count of segments sent for the lease before.
         resume_at: first position that may still be computed. KV older than the sliding window is not sent.
-        block_ids: of the whole request in this node's cache; they must not change until the job has ended. On a GPU the
-            step that computed the tokens must be over, not only queued: gathers are not ordered after its stream.
-        layers: those to send; None: all.
-        heads: the kv heads to send, by the model's numbers; None: all that the cache has.
+        block_ids: the whole request's blocks in this node's cache; they must not change until the job has ended. On a
+            GPU the step that computed the tokens must be over, not only queued: gathers are not ordered after its
+            stream.
+        layers: layers to send; None: all.
+        heads: kv heads to send, in the model's numbering; None: all that the cache has.
     """
 
     peer: int
@@ -40,7 +41,7 @@ class SendJob:
 
 @dataclass(frozen=True)
 class SegmentRefused:
-    """A message that was not scattered. `lease` and `sender` are what its tag claims."""
+    """A message that was not scattered. `lease` and `sender` are taken from its tag, unverified."""
 
     lease: int
     sender: int
@@ -80,7 +81,7 @@ class PeerTraffic:
 
 @dataclass(frozen=True)
 class TransferCounters:
-    """Totals of a transfer. `refused` counts messages that must not exist; `late` those of ended leases.
+    """Totals of a transfer. `refused` counts invalid messages, `late` counts messages of ended leases.
 
     Attributes:
         converted: segments that this node sent in another dtype than its cache's.

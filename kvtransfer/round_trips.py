@@ -14,7 +14,7 @@ from kvtransfer.segments import PING, PONG, Tag
 from kvtransfer.transports.transport import Arrival, Transport
 
 _ROUND_TRIPS = 24
-# Nobody reads it: its arrival is the message.
+# The content is never read: only its arrival counts.
 _MESSAGE_BYTES = 1
 
 
@@ -29,7 +29,7 @@ class _Measurement:
 
 
 class RoundTrips:
-    """Answers the pings of every peer, and measures the peers that it is asked to."""
+    """Answers the pings of every peer, and measures a peer on request."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

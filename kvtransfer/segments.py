@@ -1,7 +1,7 @@
 """One message: its tag, its trailer, and how a token range is cut into messages. Pure; no torch.
 
 A message is a payload in wire order, followed by a trailer, the serialized `baton.v1.Segment`. Its digest is the
-payload's digest plus a hash of all other fields: whoever sums up the payload, such as a GPU, starts from that hash.
+payload's digest plus a hash of all other fields, from which a kernel can start when it sums up the payload.
 
 Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits.
 """
@@ -51,7 +51,7 @@ class Tag:
 
     @classmethod
     def unpack(cls, value: int) -> Self:
-        """The tag in 64 bits; every 64-bit number is a tag."""
+        """The tag that a 64-bit number encodes; every 64-bit number encodes one."""
         lease_and_number = value & ((1 << (LEASE_BITS + NUMBER_BITS)) - 1)
         return cls(
             value >> (LEASE_BITS + NUMBER_BITS),
@@ -65,7 +65,7 @@ class Segment:
     """Some layers and heads of some consecutive tokens of one request.
 
     Attributes:
-        incarnation: of the node that gave the lease.
+        incarnation: of the node that granted the lease.
         digest: over the payload and all other fields; 0 when the sender has digests off.
 
     The fields are in the order of the trailer's.
@@ -94,7 +94,7 @@ class Segment:
 
     @property
     def cells(self) -> int:
-        """How many (layer, token, head) it holds."""
+        """Number of (layer, token, head) cells."""
         return len(self.layers) * (self.token_stop - self.token_start) * len(self.heads)
 
     def within(self, held: range) -> "Segment":
@@ -175,13 +175,13 @@ def cut(
     token_stop: int,
     resume_at: int,
 ) -> Iterator[Piece]:
-    """Cuts what is read of a token range into pieces of at most `segment_bytes` payload each.
+    """Cuts the KV of a token range that will be read into pieces of at most `segment_bytes` payload each.
 
     All layers in one piece if they fit; else as many layers of the whole range as fit; else one layer of part of it,
     because long runs of tokens are what gather and scatter copy fast.
 
     Args:
-        layers, heads: those that one sender sends to one receiver; of heads it is their number.
+        layers, heads: the layers, and the number of heads, that one sender sends to one receiver.
         resume_at: first position that may still be computed. KV older than the sliding window is not sent.
 
     Raises:
@@ -196,8 +196,8 @@ def cut(
 def read_boxes(
     spec: KVCacheSpec, *, layers: range, token_start: int, token_stop: int, resume_at: int
 ) -> Iterator[Piece]:
-    """The part of a token range that token `resume_at` and later ones read: one box for each run of tokens that the
-    same evenly spaced layers read."""
+    """The KV of a token range that tokens from `resume_at` on read: one box for each run of tokens that is read by the
+    same evenly spaced layers."""
     if not spec.windows:  # the short path, because a link waits for the first piece
         if layers and token_start < token_stop:
             yield Piece(layers, token_start, token_stop)

@@ -68,7 +68,7 @@ class _InFlight:
 
 
 class Sender:
-    """Sends the jobs of each peer in the order in which they came."""
+    """Sends each peer's jobs in the order in which they were queued."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Sender:
 
         def done(finished: _Job) -> None:
             blocks.free()
-            # Messages can become ready in another order than they were begun in.
+            # Messages can become ready out of order.
             _complete(future, tuple(sorted(finished.sent, key=attrgetter("number"))), finished.error)
 
         pool, segments = self._pools.of(through_host=peer.through_host), self._cut(job, peer)
@@ -161,7 +161,7 @@ class Sender:
         return self._held[peer] > 0
 
     def step(self) -> bool:
-        """Advances what is in flight and begins at most one segment; whether anything happened."""
+        """Advances segments in flight and begins at most one more. Returns whether anything happened."""
         if not self._jobs and not self._in_flight:
             return False
         moved = False
@@ -199,7 +199,7 @@ class Sender:
         self._advance(item)
 
     def _advance(self, item: _InFlight) -> bool:
-        """Advances one segment as far as possible without waiting; whether it advanced."""
+        """Advances one segment as far as possible without waiting. Returns whether it advanced."""
         moved = False
         if item.request is None:
             if not item.message.done:

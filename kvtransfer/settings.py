@@ -1,4 +1,4 @@
-"""What one rank's KV transfer is configured with. Its defaults are those of the node's settings."""
+"""Settings of one rank's KV transfer. The defaults are those of the node's settings."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class TransferSettings:
         incarnation: of the node; segments for another one are refused.
         transport: a name of `kvtransfer.transports.table`.
         segment_bytes: largest payload of one message; a staging slot holds it and its trailer.
-        staging_slots: how many, for each direction that is used.
+        staging_slots: number of slots, for each direction that is used.
         digests: segments are sent with a digest, and refused without the right one.
-        receive_bytes_per_s: average rate at which segments are received; the rest waits at the senders. None: no limit.
+        receive_bytes_per_s: highest average rate of received segments; senders wait. None: no limit.
         heads: the model's kv heads that the rank's cache holds; None: all of them.
 
     Raises:
@@ -45,5 +45,5 @@ class TransferSettings:
         return self.segment_bytes + TRAILER_BYTES
 
     def held_heads(self, spec: KVCacheSpec) -> range:
-        """The heads of a rank whose cache has that spec, by the model's numbers."""
+        """The heads of a rank whose cache has that spec, in the model's numbering."""
         return range(spec.num_kv_heads) if self.heads is None else self.heads

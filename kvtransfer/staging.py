@@ -28,8 +28,8 @@ class Slot:
 
     @cached_property
     def message(self) -> Callable[[int], Tensor]:
-        """The first bytes, always as the same tensor for the same size: a request's segments have few sizes, and
-        transports cache what they know of a tensor."""
+        """Maps a size to a tensor of that many first bytes, always the same tensor: a request's segments have few
+        sizes, and transports cache a handle for each tensor."""
         memory = self.memory
         return lru_cache(_SIZES_KEPT)(lambda num_bytes: memory[:num_bytes])
 

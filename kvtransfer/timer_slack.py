@@ -1,4 +1,4 @@
-"""How punctually Linux wakes a thread that sleeps."""
+"""Sets how punctually Linux wakes a sleeping thread."""
 
 import ctypes
 

@@ -34,9 +34,9 @@ class KVTransfer(RankTransfer):
     """The transfer of one rank's cache; an async context manager. `RankTransfer` documents the verbs.
 
     Args:
-        on_filled, on_refused: called on the event loop, in the order of what happened.
-        make_mover: makes what moves KV between cache and staging; by default the mover for the cache's device.
-        clock: seconds that never go back, for receive limits and for timing links.
+        on_filled, on_refused: called on the event loop, in the order of the events.
+        make_mover: makes the mover between cache and staging; by default the mover for the cache's device.
+        clock: monotonic seconds, for receive limits and for timing links.
 
     Raises:
         ConfigError: not even one token of one layer fits into a segment.
@@ -97,7 +97,7 @@ class KVTransfer(RankTransfer):
         limit = self.message_bytes if message_bytes is None else min(message_bytes, self.message_bytes)
         converter: Converter | None = None
         if conversion is not None:
-            # On a GPU this waits and compiles, so it must not hold up the transfer thread, which has other peers.
+            # On a GPU this waits and compiles. It runs here so that the transfer thread keeps serving other peers.
             converter = await asyncio.to_thread(open_converter, self._cache, conversion.target_dtype, conversion.scales)
         check_segment_bytes(converter.spec if converter else self._cache.spec, limit - TRAILER_BYTES)
         wanted = Peer(peer, limit - TRAILER_BYTES, group=group, converter=converter)

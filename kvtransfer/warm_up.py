@@ -43,7 +43,7 @@ def warm_up_segments(slots: int, payload_bytes: int, clock: Callable[[], float])
 
 def maps_slot(lease: int) -> bool:
     """Whether a warm-up message with that lease field maps a slot: its payload is a pattern, which is checked. Timed
-    messages carry whatever the slot holds."""
+    messages carry the slot's current content."""
     return lease >> _NUMBER_BITS == 0
 
 
@@ -71,7 +71,7 @@ class _Progress:
 
 
 class WarmUpReceiver:
-    """Collects the warm-up messages of all peers until they are asked for."""
+    """Collects the warm-up messages of all peers until `expect` asks for a peer's measure."""
 
     def __init__(self, *, digests: bool) -> None:
         self._digests = digests
@@ -82,7 +82,7 @@ class WarmUpReceiver:
 
         Args:
             lease: the lease field of its tag.
-            reading: with extremes and, if this node wants digests, with a digest for messages that map a slot.
+            reading: with extremes and, if this node requires digests, with a digest for messages that map a slot.
         """
         progress = self._peers.setdefault(peer, _Progress())
         payload_bytes = num_bytes - TRAILER_BYTES
@@ -112,8 +112,8 @@ class WarmUpReceiver:
                 raise progress.error
             if (len(progress.arrived), arrived_bytes) != (messages, num_bytes):
                 raise DataLoss(
-                    f"the warm-up brought {arrived_bytes} bytes in {len(progress.arrived)} messages, "
-                    f"and not {num_bytes} in {messages}"
+                    f"the warm-up delivered {arrived_bytes} bytes in {len(progress.arrived)} messages, "
+                    f"the peer sent {num_bytes} in {messages}"
                 )
             future.set_result(_measure(progress.arrived, carrier))
         except BatonError as error:
@@ -125,7 +125,7 @@ class WarmUpReceiver:
             return DataLoss("a warm-up message arrived without its trailer")
         if self._digests and segment.digest == 0:
             return PeerRefused(
-                "the peer sends no digests, and this node wants them",
+                "the peer sends no digests, and this node requires them",
                 field="digests",
                 value="off",
                 allowed=("on",),
@@ -154,7 +154,7 @@ def _measure(arrived: list[_Arrived], carrier: str) -> LinkMeasure:
         size = messages[0].payload_bytes
         quickest_s[size] = min(each_s, quickest_s.get(size, each_s))
     if len(quickest_s) != _SIZES:
-        raise DataLoss(f"the warm-up timed messages of {len(quickest_s)} sizes, and not of {_SIZES}")
+        raise DataLoss(f"the warm-up timed messages of {len(quickest_s)} sizes instead of {_SIZES}")
     small, large = sorted(quickest_s)
     cost_s = message_cost_s(small_bytes=small, small_s=quickest_s[small], large_bytes=large, large_s=quickest_s[large])
     return LinkMeasure(carrier, large / max(quickest_s[large], 1e-9) / 1e9, message_cost_s=cost_s)

@@ -1,4 +1,4 @@
-"""The transfer thread of one rank: owns its transport, staging and mover, so gather, digest and scatter.
+"""The transfer thread of one rank: owns its transport, staging and mover, so it gathers, digests and scatters.
 
 Other threads post calls, which it runs in order; it answers through futures and callbacks.
 """
@@ -46,7 +46,7 @@ _NAP_SHORTEST_S = 20e-6
 _NAP_SHORTEST_GPU_S = 5e-6
 _NAP_LONGEST_S = 1e-3
 _NAP_FRACTION = 1 / 8
-# With nothing in flight, the thread polls for this long, because segments come in bursts; then it waits for an event.
+# With nothing in flight, the thread polls this long, because segments arrive in bursts; then it waits for an event.
 _HOT_S = 2e-3
 # The longest wait, in case an event is lost: with open leases, and without.
 _WAIT_LEASED_MS = 20
@@ -59,7 +59,7 @@ class TransferThread:
 
     Args:
         on_filled, on_refused: called on the thread.
-        clock: for the receiver; the thread's own waits keep to the monotonic clock.
+        clock: for the receiver; the thread's own waits use the monotonic clock.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TransferThread:
 
     @property
     def stalled_s(self) -> float:
-        """Age of the thread's current turn: far under a second while it works, infinite once it has failed."""
+        """Age of the thread's current turn: far below a second while it works, infinite once it has failed."""
         if self._failed:
             return math.inf
         return time.monotonic() - self._turned_s if self._thread.is_alive() else 0.0
@@ -158,15 +158,15 @@ class TransferThread:
 
     def listen(self, peer: int, future: "Future[bytes]") -> None:
         if peer in self._listening:
-            raise InternalError(f"peer {peer} is listened to already", field="peer", value=peer)
+            raise InternalError(f"this transfer already listens to peer {peer}", field="peer", value=peer)
         self._listening.add(peer)
         future.set_result(self.transport.listen(peer))
 
     def connect(self, peer: Peer, address: bytes, future: "Future[None]") -> None:
         number = peer.number
         if number in self.ledger.peers or number not in self._listening:
-            state = "connected already" if number in self.ledger.peers else "not listened to"
-            raise InternalError(f"peer {number} is {state}", field="peer", value=number)
+            state = "is connected already" if number in self.ledger.peers else "has no listening end"
+            raise InternalError(f"peer {number} {state}", field="peer", value=number)
         self.transport.connect(number, address)
         carrier = self.transport.carrier(number)
         through_host = self.mover.on_gpu and carrier not in REACH_GPU_MEMORY
@@ -225,7 +225,7 @@ class TransferThread:
             self._end(ended)
 
     def _end(self, error: Exception) -> None:
-        """Fails every call with this error, those that wait and those that come."""
+        """Fails every waiting and every later call with this error."""
         with self._lock:
             self._ended = error
         if not self._started.done():
@@ -289,7 +289,7 @@ class TransferThread:
         return _WAIT_LEASED_MS if self.receiver.open_leases else _WAIT_IDLE_MS
 
     def _advance(self) -> bool:
-        """Moves every part on once; whether anything happened in one of them."""
+        """Advances every part once. Returns whether anything happened in one of them."""
         results = (self._run_calls(), self.transport.progress(), self.receiver.step(), self.sender.step())
         if self._disconnecting:
             self._finish_disconnects()

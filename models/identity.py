@@ -1,4 +1,4 @@
-"""Which model a node serves, as digests that two nodes compare before they share KV."""
+"""A model's identity, as digests that two nodes compare before they share KV."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _SAMPLES = 4
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """`name` is for people; nodes compare the other fields."""
+    """A model's identity. `name` is for people; nodes compare the other fields."""
 
     name: str
     architecture: str

@@ -1,4 +1,4 @@
-"""Linear layers: one of a checkpoint's, or several that read the same input and are computed as one.
+"""Linear layers: one layer of a checkpoint, or several that read the same input and are computed as one.
 
 Parameters are allocated and not initialized: the loader fills every one.
 """

@@ -27,7 +27,7 @@ _MAX_BYTES_IN_ONE_LAUNCH = 32 << 20
 
 
 class Router(nn.Module):
-    """Chooses experts and their weights, in float32 whatever the model's dtype: close scores must not tie.
+    """Chooses experts and their weights, in float32 for every model dtype: close scores must not tie.
 
     Attributes:
         choice: the config's rule, as the kernels take it.
@@ -97,8 +97,8 @@ class Router(nn.Module):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """torch's own sigmoid rounds differently where it takes numbers one by one, so a token's score would depend on how
-    many tokens there are."""
+    """A sigmoid whose result does not depend on the number of tokens. torch's own rounds differently where it takes
+    numbers one by one."""
     return torch.exp(-x).add_(1).reciprocal_()
 
 
@@ -195,7 +195,7 @@ def run_experts(x_AD: Tensor, experts_TK: Tensor, num_experts: int, one: Callabl
 
 
 def weighted_sum(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    """A token's experts are always summed in the same order, whichever other tokens are in the batch."""
+    """The sum of each token's experts, always in the same order, independent of other tokens in the batch."""
     return torch.einsum("tkd,tk->td", out_TKD, weights_TK.to(out_TKD.dtype))
 
 

@@ -15,7 +15,7 @@ from models.families.table import FAMILIES
 def resolve_dtype(config: ModelConfig, dtype: str, *, device_type: str) -> str:
     """The dtype that the model runs in.
 
-    "auto" is float32 on a CPU, else the checkpoint's dtype, or bfloat16 where the family overflows in that.
+    "auto" is float32 on a CPU, else the checkpoint's dtype, or bfloat16 where the family overflows in the checkpoint's.
 
     Raises:
         ConfigError: no such dtype, or the family overflows in it.
@@ -70,7 +70,7 @@ def attention_needs(
     Args:
         kv_dtype: of the cache; "" means `dtype`.
         max_num_reqs: most requests in one batch.
-        batch_invariant: a request's result must have the same bits whatever else is in the batch.
+        batch_invariant: a request's result must have the same bits alone and in any batch.
     """
     spec = kv_cache_spec(config, dtype, kv_dtype)
     attention = config.attention

@@ -2,7 +2,7 @@
 
 A rank has some query heads with their kv heads, some channels of every MLP and of every expert, and some rows of the
 vocabulary; everything else is whole on each rank. Experts are split by channels instead of among ranks, so all ranks
-have equal work whatever tokens choose.
+have equal work for any choice of experts.
 """
 
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ class ParallelModule(nn.Module):
 
 
 def query_heads(num_heads: int, parallel: TensorParallel) -> range:
-    """A rank's query heads. All ranks have the same number, or of a single kv head's some have one more."""
+    """A rank's query heads. All ranks have the same number; only with a single kv head some may have one more."""
     return _equal_part(num_heads, parallel)
 
 

@@ -18,15 +18,14 @@ from models.linear import Linear
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """Makes a token's results have the same bits whatever else runs in its step. Call it after weights are loaded and
-    post-processed.
+    """Makes a token's results have the same bits in any batch. Call it after weights are loaded and post-processed.
 
     Replaces every product for which the library chooses its method by the number of rows, and sets the attribute
     `batch_invariant` of modules that have kernels of their own. Norms, activations and rotations work row by row
     already, and attention is the backend's (`AttentionNeeds.batch_invariant`).
 
     Raises:
-        InternalError: a module multiplies by a method that is not known here.
+        InternalError: a module multiplies by an unknown method.
     """
     for name, module in model.named_modules():
         if hasattr(module, "batch_invariant"):

@@ -35,7 +35,7 @@ from node.ranks.runner import RankedRunner
 from node.ranks.steps import StepWriter
 from protos.baton.v1 import common_pb2, node_pb2
 
-# Prompts are cut at multiples of this in batch-invariant mode, on every node, whatever its step size.
+# In batch-invariant mode every node cuts prompts at multiples of this, regardless of its step size.
 _INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
 
 
@@ -158,7 +158,7 @@ class Node:
 
 
 def transfer_settings(settings: NodeSettings, built: Built, incarnation: int) -> TransferSettings:
-    """What the node's settings mean for one rank's transfer."""
+    """One rank's transfer settings, derived from the node's settings."""
     return TransferSettings(
         incarnation=incarnation,
         transport=settings.transport,
@@ -200,7 +200,7 @@ def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: i
     max_batch_tokens, max_batch_requests = built.limits.max_batch_tokens, built.limits.max_batch_requests
     align_tokens = _INVARIANT_CHUNK_TOKENS[built.cache.view.device.type] if settings.batch_invariant else None
     if align_tokens is not None and settings.max_batch_tokens is None:
-        # A step size that was chosen for its speed may be too small for a chunk next to decodes.
+        # A step size chosen for speed may be too small for a chunk next to decodes.
         max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
     return EngineLimits(
         max_batch_tokens=max_batch_tokens,

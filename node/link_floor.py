@@ -1,4 +1,4 @@
-"""Whether a pair's link is as fast as the operator wants, and what helps where it is not."""
+"""Refuses a pair whose link is slower than the operator's floor, with cures."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def below_floor(node: Node, measure: LinkMeasure) -> Mismatch | None:
 
 
 def machine_cures(wanted: Wanted, host: Host, root: Path = Path("/")) -> Iterator[str]:
-    """What `baton doctor` would warn of on this machine; reads a few files."""
+    """Cures for everything that `baton doctor` would warn of on this machine; reads a few files."""
     for verdict in check_machine(wanted, host, root):
         if verdict.grade is not Grade.OK:
             yield f"{verdict.check} {verdict.found}: {verdict.cure}"

@@ -41,7 +41,7 @@ log = logging.getLogger("baton")
 
 _FILES = 1 << 16
 _STUCK_AFTER_S = 4.0
-# After a rank's end, for failing its requests.
+# Time to fail all requests after a rank has ended.
 _FAIL_REQUESTS_S = 1.0
 
 
@@ -61,7 +61,7 @@ class Role(Protocol):
         """Whether requests are still running."""
 
     def stop_admission(self) -> None:
-        """From now on new requests are refused with `Draining`."""
+        """Refuses new requests with `Draining` from now on."""
 
     async def close(self) -> None:
         """Ends what still runs, with a typed error for each; returns when nothing is held."""
@@ -98,7 +98,7 @@ def run_node(
 
 
 def _raise_file_limit() -> None:
-    """Raises the soft limit: every pair takes a dozen files, and UCX keeps those of a peer lost in mid-message."""
+    """Raises the soft limit: every pair takes a dozen files, and UCX keeps the files of a peer lost in mid-message."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -128,7 +128,7 @@ async def _run(
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup) -> str | None:
-    """Why the ranks cannot go on; None when serving ended first."""
+    """Waits; returns why the ranks cannot go on, or None when serving ended first."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[str] = loop.create_future()
 

@@ -20,15 +20,15 @@ class LoadingProgress:
     The bar is visible only between the first call and completion, because it would share its line with log output.
 
     Args:
-        what: the thing that is loaded, such as "weights".
-        console: where the bar goes if that is a terminal; None: stderr.
-        clock: seconds that never go back.
+        loaded: name of the thing that is loaded, such as "weights".
+        console: gets the bar if it is a terminal; None: stderr.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, what: str = "weights", *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self, loaded: str = "weights", *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._what = what
+        self._loaded = loaded
         self._clock = clock
         self._since = clock()
         self._shown_tenths = 0
@@ -41,7 +41,7 @@ class LoadingProgress:
             TimeRemainingColumn(),
         )
         self._bar = Progress(*columns, console=console, transient=True, get_time=clock) if console.is_terminal else None
-        self._task = None if self._bar is None else self._bar.add_task(what, total=None)
+        self._task = None if self._bar is None else self._bar.add_task(loaded, total=None)
 
     def __enter__(self) -> "LoadingProgress":
         return self
@@ -64,4 +64,4 @@ class LoadingProgress:
         if tenths > self._shown_tenths and elapsed_s > _SILENT_S:
             self._shown_tenths = tenths
             rate = done_bytes / elapsed_s / 1e9
-            log.info("%s: %d of %d MiB, %.2f GB/s", self._what, done_bytes >> 20, total_bytes >> 20, rate)
+            log.info("%s: %d of %d MiB, %.2f GB/s", self._loaded, done_bytes >> 20, total_bytes >> 20, rate)

@@ -15,7 +15,7 @@ _INTERVAL_S_MIN = 0.02
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """Answers about one node.
+    """The Node service of one node.
 
     Args:
         status: returns the node's current status.

@@ -1,4 +1,4 @@
-"""Polls for conditions that nothing signals, with a deadline."""
+"""Polls, with a deadline, for conditions that have no event."""
 
 import asyncio
 from collections.abc import Callable

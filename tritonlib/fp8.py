@@ -1,5 +1,5 @@
-"""Numbers to and from 8 bits, inside of kernels: to the nearest, ties to even, saturating at the format's largest
-finite number; NaN stays NaN. The twin is `kvcache.fp8`.
+"""Conversion to and from fp8 inside kernels: to the nearest, ties to even, saturating at the format's largest finite
+number; NaN stays NaN. The twin is `kvcache.fp8`.
 
 A GPU has instructions for this. Triton's interpreter casts wrongly (it truncates and loses NaN), so there the bits are
 computed.
@@ -31,7 +31,7 @@ def from_fp8(stored, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_of(k, scale_ptr, v_scale_ptr):
-    """The scale of keys or latents (k = 0), or of values; no pointer is 1."""
+    """The scale of keys or latents (k = 0), or of values; 1 without a pointer."""
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     v_scale = 1.0 if v_scale_ptr is None else tl.load(v_scale_ptr)
     return tl.where(k == 0, scale, v_scale)

@@ -1,12 +1,11 @@
-"""How kernels are launched: compiled for a GPU or interpreted on a CPU, one after another or overlapping, by Triton or
-prepared.
+"""Kernel launches: compiled for a GPU or interpreted on a CPU, in sequence or overlapping, by Triton or prepared.
 
 Overlapping launches (programmatic dependent launch) save most of the time between a decode step's kernels: programs
 start while the previous kernel still runs, and wait for its end inside. `await_predecessors` returns when the previous
 kernel and all before it have ended, provided that EVERY program of EVERY overlapping kernel calls it. So such a kernel
 writes nothing before the wait, and loads only what was complete at the last plain launch: weights, and a step's
 lengths, slots and block tables. It may prefetch anything into L2. A kernel whose warps redistribute registers calls
-`start_dependents` only after that: `attention.kernels.mla.hopper`.
+`start_dependents` only after that (see `attention.kernels.mla.hopper`).
 """
 
 from collections.abc import Mapping
@@ -20,8 +19,8 @@ from triton.runtime import driver
 
 # Whole decode steps on an H200, at a context of 1024 tokens. Llama-3.1-8B with the library's products: overlapping
 # saves 0.9 % at 1 row, and costs 0.7 % at 32, 4.5 % at 128 and 5.3 % at 256; products for few rows need it up to 32,
-# and to overlap at 64 costs 1 %. DeepSeek-V2-Lite, of more and shorter kernels: it saves 15 % at 1 row, 6 % at 8, 4 %
-# at 32.
+# and overlapping at 64 costs 1 %. DeepSeek-V2-Lite, with more and shorter kernels: it saves 15 % at 1 row, 6 % at 8,
+# 4 % at 32.
 MOST_OVERLAPPING_ROWS = 32
 # Gluon, the language of the kernels for Hopper, is experimental; they were measured with these versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)
@@ -50,7 +49,7 @@ def overlap(device: torch.device, *, rows: int) -> dict[str, bool]:
     `start_dependents`.
 
     Args:
-        rows: tokens of the launch, or a number that is at least as large.
+        rows: tokens of the launch, or an upper bound.
     """
     small = rows <= MOST_OVERLAPPING_ROWS and _can_overlap(device)
     return {"OVERLAP": True, "launch_pdl": True} if small else {"OVERLAP": False}
@@ -61,12 +60,12 @@ class PreparedKernel:
 
     Triton inspects every argument of every launch to find out what to compile. Here that is fixed beforehand, which
     saves most of a launch's time on the host. So the kernel's numbers are annotated with their types and not
-    specialised, and its constants contain what it needs to know about how they divide.
+    specialised, and its constants say by what the numbers are divisible.
 
     Args:
         kernel: its constants are its last parameters.
         device: the thread's current device at each launch; the CPU where kernels are interpreted.
-        examples: a dtype for each pointer, and any number for each number.
+        examples: a dtype for each pointer, and any value for each number.
     """
 
     ALIGN_BYTES = 16
@@ -92,7 +91,7 @@ class PreparedKernel:
         """Tensors start at multiples of ALIGN_BYTES, except for pointers that the kernel does not specialise.
 
         Args:
-            stream: its handle.
+            stream: the stream's handle.
         """
         if self._compiled is None:
             self._kernel[(num_programs,)](*arguments, **self._options)

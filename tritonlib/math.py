@@ -1,4 +1,4 @@
-"""Functions inside of kernels that Triton's language lacks."""
+"""Functions for kernels that Triton's language lacks."""
 
 import triton
 import triton.language as tl

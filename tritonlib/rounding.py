@@ -1,6 +1,6 @@
-"""float32 to a model's dtype inside of kernels, to the nearest, ties to even.
+"""Rounds float32 to a model's dtype inside kernels, to the nearest, ties to even.
 
-A GPU's casts do that; Triton's interpreter truncates to bfloat16, so there the bits are rounded.
+A GPU's casts do that. Triton's interpreter truncates to bfloat16, so there this code rounds the bits.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """BLOCKSPARSE_FLASH_ATTN: local blocks and vertical stripes over a paged key/value cache, and the dense layers between.
 
-Semantics of the pattern are `attention.blocksparse`'s; unlike its namesake this backend prefills any context. Legend:
+`attention.blocksparse` defines the pattern. Unlike vLLM's backend of this name, this one prefills any context. Legend:
 T tokens, H heads, D head_dim.
 """
 
@@ -38,8 +38,8 @@ _HOPPER = 9  # the first number of its compute capability
 class BlocksparseMetadata(AttentionMetadata):
     """Attributes:
     num_decodes: the first requests of the batch, of one token each; all others are prefills.
-    pieces: into how many the keys of each decode are cut.
-    without_context: no prefill has any, so that the keys of the call are all its keys.
+    pieces: the number of pieces that each decode's keys are cut into.
+    without_context: no prefill has context, so the call's keys are all keys.
     """
 
     common: CommonAttentionMetadata
@@ -149,7 +149,7 @@ class BlocksparseFlashAttention:
             metadata.without_context
             and k_THD is not None
             and v_THV is not None
-            and k_THD.dtype == kv_layer.dtype  # what an fp8 cache keeps must not depend on where a prompt is cut
+            and k_THD.dtype == kv_layer.dtype  # an fp8 cache rounds: results would depend on a prompt's cuts
             and can_read_directly(k_THD, layer.blocksparse)
             and can_read_directly(v_THV, layer.blocksparse)
         )

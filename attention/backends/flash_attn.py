@@ -26,7 +26,7 @@ from kvcache.tokens import WriteIndex
 class FlashAttnPrefills:
     """Attributes:
     query_start_loc, key_start_loc: [R + 1] int32 on the device, where each request's queries begin, and where its keys
-        would if all requests' keys were adjacent.
+        would begin if all requests' keys were adjacent.
     block_table: [R, blocks] int32.
     max_query_len, max_seq_len: of any request.
     without_context: all keys are those of the batch's own tokens.
@@ -42,7 +42,7 @@ class FlashAttnPrefills:
 
 @dataclass(frozen=True)
 class FlashAttnMetadata(AttentionMetadata):
-    """`seq_lens` [R] and `block_table` [R, blocks] are of the decodes."""
+    """`seq_lens` [R] and `block_table` [R, blocks] are those of the decodes."""
 
     causal: bool
     num_decodes: int
@@ -77,7 +77,7 @@ class FlashAttnBuilder(DecodesFirstBuilder[FlashAttnMetadata]):
 
 
 class FlashAttention:
-    """What is declared is what the conformance suite has passed with; flash-attn itself also knows float16 and all head
+    """Declares only what the conformance suite has passed with; flash-attn itself also supports float16 and all head
     sizes up to 256."""
 
     capabilities: ClassVar = BackendCapabilities(
@@ -172,7 +172,7 @@ class FlashAttention:
 
 
 def _asked(layer: AttentionParameters) -> dict[str, object]:
-    """As flash-attn names it; its windows do not count the token itself, and 0 is no soft cap."""
+    """A layer's parameters as flash-attn takes them. Its windows do not count the token itself; 0 is no soft cap."""
     window = layer.sliding_window
     return {
         "softmax_scale": layer.scale,

@@ -22,7 +22,7 @@ from kvcache.layout import GQA_LAYOUTS
 from kvcache.spec import FP8_DTYPES, KVKind
 from kvcache.tokens import WriteIndex
 
-# Their keys are the call's own, of which no cache has changed the scale.
+# The keys of these types are the call's own, so no scale of a cache applies.
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
@@ -31,7 +31,7 @@ class FlashInferMetadata(AttentionMetadata):
     """Attributes:
     cascade: a planned wrapper for the whole batch, if its shared prefix is computed once; None otherwise.
     decode: a planned wrapper for the first `num_decodes` requests; None without decodes.
-    prefills: all others.
+    prefills: all other requests.
     """
 
     causal: bool
@@ -160,7 +160,7 @@ class FlashInfer:
         check_shared(self._wrappers.planned, layer)
         scales = layer.scales if self._fp8 and layer.attn_type not in _ENCODERS else None
         if scales is not None:
-            # The wrappers take scales as numbers of the host, which would have to wait for the device to know them.
+            # The wrappers take scales as host numbers, for which the host would have to wait for the device.
             q_THD = (q_THD * scales.k_scale).to(q_THD.dtype)
         decodes = slice(0, metadata.num_decodes)
         prefills = slice(metadata.num_decodes, metadata.num_actual_tokens)
@@ -177,8 +177,8 @@ class FlashInfer:
             out[: metadata.num_actual_tokens].mul_(scales.v_scale)
 
     def _reads_own_keys(self, prefills: Prefills, layer: AttentionParameters) -> bool:
-        """Rather than the cache: an encoder must; a decoder may, where the cache holds nothing else, and nothing less
-        precise."""
+        """Whether prefills read the call's keys rather than the cache: an encoder must; a decoder may where the cache
+        holds no other keys and holds them just as precisely."""
         if layer.attn_type in _ENCODERS:
             return True
         return layer.attn_type is AttentionType.DECODER and prefills.without_context and not self._fp8

@@ -1,6 +1,6 @@
 """FLASHINFER_MLA: decodes of DeepSeek V2, V2-Lite and V3 by flashinfer's kernel over the latent cache.
 
-Prefills, over decompressed keys and values, are our own kernels'. Legend: R requests, T queries, S keys, H heads, D
+Prefills, over decompressed keys and values, run our own kernels. Legend: R requests, T queries, S keys, H heads, D
 key channels, V value channels, C latent plus rotary channels.
 """
 
@@ -46,7 +46,7 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
         self._num_heads = needs.num_heads
         self._dtype = TORCH_DTYPES[needs.dtype]
         self._workspace_tokens = workspace_tokens
-        # One for all batches, captured or not: its plans lie in the same memory whatever their size.
+        # One wrapper for all batches, captured or not: plans of every size use the same memory.
         self._decode = Planned(flashinfer_mla.BatchMLAPagedAttentionWrapper(partial_results))
 
     def build(
@@ -67,8 +67,8 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
         return common.max_query_len == 1
 
     def _plan_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> Any:
-        # The block table itself serves as the list of blocks, in which each request's begin a row further on: nothing
-        # is made of it, and a captured graph reads it where it lies.
+        # The block table itself serves as the list of blocks: each request's blocks begin one row later. Nothing is
+        # copied, and a captured graph reads the table in place.
         table_RB, starts = common.block_table_tensor, torch.arange(num_decodes + 1, dtype=torch.int32)
         self._decode.plan(
             starts,
@@ -80,7 +80,7 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
             ROTARY_DIM,
             self._block_size,
             causal=False,
-            # NOTE: each layer sets its own before it runs; what is planned does not depend on it.
+            # NOTE: each layer sets its own scale before it runs; the plan does not depend on it.
             sm_scale=math.nan,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
@@ -89,7 +89,7 @@ class FlashInferMLABuilder(DecodesFirstBuilder[FlashInferMLAMetadata]):
 
 
 class FlashInferMLA:
-    """Declares what DeepSeek's models run in; flashinfer itself also knows float16.
+    """Declares what DeepSeek's models use; flashinfer itself also supports float16.
 
     Raises:
         ConfigError: a workspace below one token.

@@ -1,4 +1,4 @@
-"""What both flashinfer backends plan with: lists of blocks, and wrappers that are planned again for every batch.
+"""Planning for both flashinfer backends: lists of blocks, and wrappers that are planned again for every batch.
 
 Imports no flashinfer. Legend: R requests.
 """
@@ -14,15 +14,15 @@ from attention.kernels.block_list import list_blocks
 from attention.metadata import CommonAttentionMetadata
 from baton.errors import InternalError
 
-# What flashinfer recommends for the partial results of one call.
+# flashinfer's recommendation for the partial results of one call.
 WORKSPACE_BYTES = 128 << 20
 
 
 class Planned:
-    """A flashinfer wrapper, which its latest plan belongs to.
+    """A flashinfer wrapper with its latest plan.
 
     Attributes:
-        wrapper: to be run as flashinfer says.
+        wrapper: run it as flashinfer documents.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -30,7 +30,7 @@ class Planned:
         self._copied = torch.cuda.Event()
 
     def plan(self, *args: object, **kwargs: object) -> None:
-        """As the wrapper's. Waits until the device has read the plan before, which lies in pinned memory."""
+        """The wrapper's `plan`. Waits until the device has read the previous plan, which lies in pinned memory."""
         self._copied.synchronize()
         self.wrapper.plan(*args, **kwargs)
         self._copied.record()
@@ -38,7 +38,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class BlockLists:
-    """The blocks of requests, as flashinfer names them; all on the CPU but the blocks.
+    """The blocks of requests in flashinfer's form. Only the block ids are on the device.
 
     Attributes:
         start_loc: [R + 1] int32, where each request's blocks begin among `block_ids`.
@@ -53,7 +53,7 @@ class BlockLists:
     seq_lens: Tensor
 
     def of(self, start: int, stop: int) -> "BlockLists":
-        """Those of some consecutive requests."""
+        """The lists of some consecutive requests."""
         starts = self.start_loc[start : stop + 1]
         first = int(starts[0])
         return BlockLists(
@@ -75,10 +75,10 @@ class BlockLister:
         self._start_loc = torch.zeros(needs.max_num_reqs + 1, dtype=torch.int32, device=needs.device)
 
     def list(self, common: CommonAttentionMetadata, *, skipped_blocks: int = 0) -> BlockLists:
-        """The lists hold until the next call, or as long as the device works on what was queued before that.
+        """Lists a batch's blocks. The lists hold until the next call, and for work queued on the device before it.
 
         Args:
-            skipped_blocks: of each request, whose first tokens then count as not there.
+            skipped_blocks: number of each request's first blocks to leave out, with their tokens.
 
         Raises:
             InternalError: more requests or blocks than the backend was made for.
@@ -91,7 +91,7 @@ class BlockLister:
         num_blocks = int(start_loc[-1])
         if num_reqs >= len(self._start_loc) or num_blocks > len(self.buffer):
             raise InternalError(
-                f"a batch of {num_reqs} requests and {num_blocks} blocks; room is for {len(self._start_loc) - 1} and "
+                f"a batch of {num_reqs} requests and {num_blocks} blocks; room for {len(self._start_loc) - 1} and "
                 f"{len(self.buffer)}",
                 field="max_num_reqs",
             )

@@ -24,7 +24,7 @@ _TILES_PER_SM = 2
 
 
 class Wrappers:
-    """All wrappers of one backend, on one workspace, and what every plan says alike."""
+    """All wrappers of one backend, on one workspace, and the arguments common to all plans."""
 
     def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
         flashinfer = importlib.import_module("flashinfer")
@@ -48,7 +48,7 @@ class Wrappers:
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, self.layout, use_tensor_cores=True)
         )
         self._captured: dict[int, Planned] = {}
-        # Its kernels for Hopper multiply what the cache holds as it is, so they want an fp8 cache's queries in fp8 too.
+        # flashinfer's Hopper kernels multiply a cache's numbers as stored, so an fp8 cache needs fp8 queries too.
         version = "fa2" if needs.cache_dtype in FP8_DTYPES else "auto"
         self.paged = Planned(
             flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, self.layout, backend=version)
@@ -62,7 +62,7 @@ class Wrappers:
         return num_reqs in self._captured
 
     def capture(self, num_reqs: int) -> None:
-        """From now on batches of that many decodes are planned in memory that stays."""
+        """Plans batches of that many decodes in persistent memory from now on."""
         if num_reqs in self._captured:
             return
         self._captured[num_reqs] = Planned(
@@ -78,8 +78,8 @@ class Wrappers:
         )
 
     def plan_cascade(self, common: CommonAttentionMetadata, common_prefix_len: int) -> Any:
-        """One level for the prefix, which all queries see as those of one request, and one for the keys after it;
-        None if no whole block lies before every query."""
+        """Plans one level for the prefix, which all queries attend to as if they were one request's, and one for the
+        keys after it. None if no whole block lies before every query."""
         num_blocks = min(common_prefix_len, int(common.num_computed_tokens_cpu.min())) // self.block_size
         if not num_blocks or not common.causal or not self.shares_prefixes:
             return None
@@ -116,8 +116,7 @@ class Wrappers:
 
 
 class Prefills:
-    """The prefills of one batch; the first layer that runs has them planned, because only layers know whose keys they
-    read."""
+    """The prefills of one batch. The first layer to run plans them, because only layers know whose keys they read."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class Prefills:
         self._paged: Any = None
 
     def ragged(self) -> Any:
-        """A wrapper planned for keys and values of the call, as many as queries."""
+        """A wrapper planned for the call's own keys and values, one for each query."""
         if self._ragged is None:
             self._wrappers.ragged.plan(
                 self._query_start_loc,
@@ -176,8 +175,8 @@ def _int32(*numbers: int) -> Tensor:
 
 
 def _workspace_bytes(needs: AttentionNeeds, platform: Platform) -> int:
-    """Room for the partial outputs, float32 with one log-sum-exp each, of prefills in as many tiles as are in flight at
-    once, or of the largest batch of decodes with one tile each."""
+    """Bytes for partial outputs, float32 with one log-sum-exp each: of all prefill tiles in flight at once, or of the
+    largest batch of decodes with one tile each."""
     group = needs.num_heads // needs.num_kv_heads
     rows_of_prefills = group * _TILES_PER_SM * platform.num_sms * _MAX_TILE_ROWS
     tile_rows = 16 if group <= 16 else _DECODE_TILE_ROWS

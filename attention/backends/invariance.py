@@ -1,9 +1,9 @@
-"""What all backends do when a request's result must have the same bits alone and in any batch.
+"""Rules for all backends when a request's result must have the same bits alone and in any batch.
 
 Decodes split their keys at fixed places, counted from a request's first key. Prefills run one kernel with one tile
 size, over the cache alone. A request of one new token is always a decode, so it must come first. The scheduler cuts
 prompts into chunks, and results depend on that cut. Decodes and prefills sum in different orders: a decoded token that
-is computed again with a prompt (preemption, another node, an answer that begins the next prompt) has other bits there.
+is computed again with a prompt (preemption, another node, an answer that begins the next prompt) gets other bits.
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ import numpy as np
 from attention.metadata import CommonAttentionMetadata
 from baton.errors import InternalError
 
-# Keys of a decode that make one partial result. On an H200 512 keys of 8 heads are read in 5 us by as many programs;
-# smaller splits cost memory and merging, larger ones leave most of the GPU idle where requests are few.
+# Keys of a decode that make one partial result. On an H200 8 programs read 512 keys of 8 heads in 5 us; smaller splits
+# cost memory and merging, larger ones leave most of the GPU idle when requests are few.
 SPLIT_KEYS = 512
-# Of one request at most, so that memory for partial results has a bound: longer ones have longer splits.
+# Most splits of one request, so that memory for partial results has a bound: longer requests have longer splits.
 MAX_SPLITS = 32
-# Prefill kernels cut their tiles for so many queries of a request, however many there are.
+# Prefill kernels choose their tiles for this many queries of a request, regardless of the actual number.
 ANY_QUERY_LEN = 2**15
 
 

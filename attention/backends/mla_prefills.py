@@ -1,5 +1,5 @@
-"""What the latent backends share for prefills: the memory for one chunk of context, and our kernel for attention over
-decompressed keys and values."""
+"""Prefills of the latent backends: the memory for one chunk of context, and our kernel for attention over decompressed
+keys and values."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def new_workspace(needs: AttentionNeeds, context_workspace_tokens: int) -> Tenso
     """[tokens, latent plus rotary channels] in the model's dtype.
 
     Raises:
-        ConfigError: below one token.
+        ConfigError: `context_workspace_tokens` is below 1.
     """
     if context_workspace_tokens < 1:
         raise ConfigError(
@@ -40,7 +40,7 @@ def attend_decompressed(
     """As `MLABackend.attend`.
 
     Args:
-        max_query_len: what the kernel's tile is cut for; None: the longest of these.
+        max_query_len: query length that the kernel's tile is chosen for; None: the longest of these.
     """
     num_queries, num_heads, _ = q_THD.shape
     if out is None:

@@ -29,11 +29,11 @@ class DecodeGroup:
 
     Attributes:
         rows: their rows of the query; None: all decodes, in order.
-        num_rows: how many there are.
-        tokens: the keys that they see, [R * S]; a short request's row is filled up with its own last token.
-        mask: [R, 1, 1, S], -inf over the filling; None: nothing is filled up.
-        positions_RS: of the keys; the filling is at the query's own position.
-        query_positions_R: of the queries.
+        num_rows: number of rows.
+        tokens: the keys that they see, [R * S]; a short request's row is padded with its own last token.
+        mask: [R, 1, 1, S], -inf over the padding; None: there is no padding.
+        positions_RS: positions of the keys; the padding is at the query's own position.
+        query_positions_R: positions of the queries.
     """
 
     rows: Tensor | None
@@ -54,10 +54,10 @@ def plan_decodes(
     mask_dtype: torch.dtype,
     apart: bool = False,
 ) -> tuple[DecodeGroup, ...]:
-    """Groups the decodes, longest first, so that filling up costs less than another call.
+    """Groups the decodes, longest first, so that padding costs less than another call.
 
     Args:
-        apart: every request has a group of its own, so that its result depends on no other.
+        apart: every request gets a group of its own, so that its result depends on no other request.
     """
     if not len(seq_lens_R):
         return ()
@@ -92,20 +92,20 @@ def attend_decodes(
     v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Attends with one query per request. A latent cache (K = 1) is keys and values at once: of the output the first
-    `out.shape[-1]` channels are kept.
+    """Attends with one query per request. A latent cache (K = 1) holds keys and values at once: the first
+    `out.shape[-1]` channels of the output are kept.
 
     Args:
-        layer: asks for more than scores times `scale`; None: nothing.
-        k_scale, v_scale: of an fp8 cache; a latent one has the former.
+        layer: parameters beyond `scale`; None: none.
+        k_scale, v_scale: of an fp8 cache; a latent cache has only `k_scale`.
     """
     num_kv_heads, head_dim = kv_layer.shape[3:]
     value_dim = out.shape[-1]
     written_out = layer is not None and needs_softmax(layer)
     for group in groups:
         q = q_RHD if group.rows is None else q_RHD.index_select(0, group.rows)
-        # The query heads of a kv head stand where several queries would: they share their keys, and SDPA has no
-        # need to repeat these. 2 times faster than enable_gqa in float32, 5-20 times in bfloat16.
+        # The query heads of a kv head take the place of several queries: they share their keys, so SDPA need not
+        # repeat the keys. 2 times faster than enable_gqa in float32, 5-20 times in bfloat16.
         q = q.view(group.num_rows, num_kv_heads, -1, head_dim)
         kv = gather_tokens(kv_layer, group.tokens, dtype=q.dtype, scale=k_scale, v_scale=v_scale)
         kv = kv.view(kv.shape[0], group.num_rows, -1, num_kv_heads, head_dim).transpose(2, 3)
@@ -143,7 +143,7 @@ def _attend_written_out(
 
 
 def _unseen_by_pattern(group: DecodeGroup, params: BlocksparseParams) -> NDArray[np.bool_]:
-    """[R, H, S], of a block-sparse pattern."""
+    """[R, H, S], True where a block-sparse pattern hides the key from the query."""
     key_blocks_RS = group.positions_RS // params.block_size
     query_blocks_R = group.query_positions_R // params.block_size
     rows = zip(key_blocks_RS, query_blocks_R.tolist(), strict=True)
@@ -158,7 +158,7 @@ def _group_by_length(lengths_R: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     boundaries, longest, waste = [], int(lengths_R[order[0]]), 0
     for place, length in enumerate(lengths_R[order].tolist()):
         waste += longest - length
-        # A request without keys has no last token to fill its row up with.
+        # A request without keys has no last token to pad its row with.
         if waste > _WASTE_TOKENS or (longest and not length):
             boundaries.append(place)
             longest, waste = length, 0

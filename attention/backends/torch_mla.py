@@ -1,6 +1,6 @@
 """TORCH_MLA: latent attention in plain torch, on the CPU; the oracle of the other MLA backends.
 
-Decodes are attention with one kv head whose keys are latent plus rotary part and whose values are the latent.
+Decodes attend to one kv head whose keys are latent plus rotary part and whose values are the latent.
 Legend: T queries, S keys, H heads, D key channels, V value channels, C latent plus rotary channels.
 """
 
@@ -24,7 +24,7 @@ from kvcache.layout import MLA_LAYOUTS
 from kvcache.spec import DTYPE_BYTES, KV_DTYPE_BYTES, KVKind
 from kvcache.tokens import WriteIndex
 
-# Queries whose scores are in memory at once; with the workspace this bounds them whatever prompt and context.
+# Queries whose scores are in memory at once. With the workspace this bounds memory for any prompt and context.
 _PIECE_TOKENS = 256
 
 
@@ -69,7 +69,7 @@ class TorchMLABuilder(DecodesFirstBuilder[TorchMLAMetadata]):
 
 class TorchMLA:
     """Raises:
-    ConfigError: a workspace below one token.
+    ConfigError: the workspace is smaller than one token.
     """
 
     capabilities: ClassVar = BackendCapabilities(

@@ -18,14 +18,14 @@ from attention.parameters import AttentionParameters
 from kvcache.access import gather_tokens
 from kvcache.tokens import TokenIndex
 
-# Queries per call: bounds the mask, and the scores above the diagonal that are computed in vain.
+# Queries per call: bounds the mask, and the useless scores above the diagonal.
 _PIECE_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Piece:
     """Queries [query_start, query_stop) of the batch, the first of them at `position` of its sequence, over keys
-    [key_start, key_stop) of those that its request reads."""
+    [key_start, key_stop), counted among the keys that the request reads."""
 
     query_start: int
     query_stop: int
@@ -45,8 +45,8 @@ class Piece:
 @dataclass(frozen=True)
 class Prefill:
     """Attributes:
-    keys: where the request's keys lie in the cache, or their rows among the call's own.
-    first_key: the position of the first of them.
+    keys: places of the request's keys in the cache, or their rows among the call's own keys.
+    first_key: position of the first key.
     """
 
     keys: TokenIndex | slice
@@ -74,8 +74,8 @@ def plan_prefills(
     mask_dtype: torch.dtype,
 ) -> Prefills:
     """Args:
-    query_starts: one more than requests.
-    seq_lens: keys of each request in the cache.
+    query_starts: each request's first query, then the number of queries.
+    seq_lens: each request's number of keys in the cache.
     """
     requests = []
     for request, seq_len in enumerate(seq_lens):

@@ -1,6 +1,6 @@
 """TORCH_SDPA: attention over a paged key/value cache in plain torch, on the CPU: every feature that a model can need.
 
-Scores and sums are in float32 whatever the dtype. Legend: T tokens, H heads, D key channels, V value channels.
+Scores and sums are in float32 for every dtype. Legend: T tokens, H heads, D key channels, V value channels.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class TorchSDPAMetadata(AttentionMetadata):
-    """`plans` holds one plan for each choice of keys that a layer has asked for; the first such layer makes it."""
+    """`plans` holds one plan for each `Sight` that a layer has asked for; the first such layer makes it."""
 
     common: CommonAttentionMetadata
     num_decodes: int
@@ -76,7 +76,7 @@ class TorchSDPA:
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
-        del platform, context_workspace_tokens  # the latter is MLA's; keys and values are gathered as they are
+        del platform, context_workspace_tokens  # the latter is for MLA
         self._block_size = needs.block_size
         self._dtype = TORCH_DTYPES[needs.dtype]
         self._apart = needs.batch_invariant

@@ -17,7 +17,7 @@ from attention.parameters import AttentionParameters, AttentionType
 
 @dataclass(frozen=True)
 class Sight:
-    """What layers must have in common to share a plan of which keys are read.
+    """Which keys a layer's queries see. Layers with equal values share a plan.
 
     Attributes:
         causal: no key after the query's own position.
@@ -62,6 +62,6 @@ class Sight:
 def unseen_by_pattern(
     params: BlocksparseParams, positions_T: NDArray[np.int64], key_positions_S: NDArray[np.int64]
 ) -> Tensor:
-    """[H, T, S] bool, of a block-sparse pattern, causality included."""
+    """[H, T, S] bool, True where a block-sparse pattern or causality hides the key from the query."""
     seen_HTS = token_mask(params, positions_T, int(key_positions_S[-1]) + 1)
     return torch.from_numpy(~seen_HTS[:, :, key_positions_S])

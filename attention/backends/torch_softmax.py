@@ -1,5 +1,5 @@
-"""Attention written out, for what fused SDPA lacks: capped and biased scores, sinks, a pattern per head, queries that
-see no key. In float32 throughout.
+"""Unfused attention, for features that fused SDPA lacks: capped and biased scores, sinks, a pattern per head, queries
+that see no key. In float32 throughout.
 
 Legend: K kv heads, G query heads per kv head, T queries, S keys, D key channels, V value channels; x any leading axes.
 """
@@ -32,7 +32,7 @@ def softmax_attention(
         unseen: [x, K, G, T, S] or what broadcasts to it; True where the query does not see the key.
     """
     heads = q_xKGTD.shape[-4:-2]
-    # The query heads of a kv head stand where queries would, so that their keys need not be repeated.
+    # The query heads of a kv head take the place of queries, so that their keys need not be repeated.
     scores_xKMS = (q_xKGTD.float() * layer.scale).flatten(-3, -2) @ k_xKSD.float().mT
     scores = scores_xKMS.unflatten(-2, (heads[1], -1))
     if layer.logits_soft_cap is not None:

@@ -44,7 +44,7 @@ class TritonAttention:
     )
 
     def __init__(self, needs: AttentionNeeds, platform: Platform, *, context_workspace_tokens: int) -> None:
-        del context_workspace_tokens  # MLA's; keys and values are read where they lie
+        del context_workspace_tokens  # for MLA
         self._num_heads, self._head_size = needs.num_heads, needs.head_size
         self.builder = TritonAttentionBuilder(needs, platform)
 
@@ -99,7 +99,7 @@ class TritonAttention:
 
 @dataclass(frozen=True)
 class _Scales:
-    """The scales that count: those of numbers in 8 bits."""
+    """The scales of numbers in 8 bits; None for others."""
 
     q: Tensor | None
     k: Tensor | None
@@ -170,7 +170,7 @@ def _attend_cache(
     out: Tensor,
     lse_HT: Tensor | None = None,
 ) -> None:
-    """Decodes and prefills of a batch. `own_kv`: the call's own keys and values, if they are all the prefills need."""
+    """Attends for decodes and prefills. `own_kv`: the call's own keys and values, if prefills need no others."""
     if plan is not None:
         decode_attention(
             q_THD[:num_decodes],
@@ -237,7 +237,7 @@ def _attend_own(
     layer: AttentionParameters,
     out: Tensor,
 ) -> None:
-    """The requests from the `first` on, whose keys are exactly their new tokens."""
+    """Attends for the requests from `first` on, whose keys are exactly their new tokens."""
     start_loc = common.query_start_loc[first:]
     ragged_attention(
         q_THD,

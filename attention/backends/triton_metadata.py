@@ -29,11 +29,11 @@ from kvcache.tokens import WriteIndex
 
 
 class DecodePlans:
-    """The decodes' split over the GPU: one plan for each choice of keys that a layer's queries see, in memory that is
-    allocated once and refilled for each batch.
+    """The decodes' split over the GPU: one plan for each window and chunk size, in memory that is allocated once and
+    refilled for each batch.
 
     Args:
-        layers: those whose plans are made with each batch; a layer that is not among them joins when it first asks.
+        layers: layers whose plans are made with each batch; any other layer joins when it first asks.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ def _visibility(layer: AttentionParameters) -> tuple[int | None, int | None]:
 class TritonAttentionMetadata(AttentionMetadata):
     """Attributes:
     num_decodes: the first requests of the batch, one token each.
-    fresh_prefills: no other request has context, so that its keys are all among the call's own; never where results
-        must not depend on the batch, which this would.
-    prefill_query_len: what the prefills' tiles are cut for: the longest of them, or more.
+    fresh_prefills: no prefill has context, so all its keys are among the call's own. Always False where results must
+        not depend on the batch, because this does.
+    prefill_query_len: query length that the prefills' tiles are chosen for: the longest, or more.
     plans: of the decodes.
     prefix: the keys that cascade attention reads once; None without one.
     rest_plans: of the decodes' keys after that prefix.
@@ -117,7 +117,7 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False
     ) -> TritonAttentionMetadata:
-        del fast_build  # a plan takes one small launch
+        del fast_build  # a plan costs one small launch
         num_decodes, _, _, _ = split_decodes_and_prefills(common)
         invariant = self._needs.batch_invariant
         if invariant:

@@ -37,8 +37,8 @@ class TritonMLAMetadata(MLAMetadata):
 
 
 class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
-    """A decode step's metadata are views of the common metadata, and the kernel splits its work on the device: there is
-    nothing to refill for a captured graph."""
+    """A decode step's metadata are views of the common metadata, and the kernel splits its work on the device. So a
+    captured graph needs no refill."""
 
     plans_on_device: ClassVar[bool] = True
 
@@ -72,7 +72,7 @@ class TritonMLABuilder(DecodesFirstBuilder[TritonMLAMetadata]):
 
 class TritonMLA:
     """Raises:
-    ConfigError: a workspace below one token.
+    ConfigError: the workspace is smaller than one token.
     """
 
     capabilities: ClassVar = BackendCapabilities(

@@ -1,8 +1,8 @@
 """XFORMERS: prefills by the unified kernel over the paged cache, decodes by xformers' paged attention.
 
 xformers' own decode kernel splits a request's keys over the GPU and takes head sizes that are powers of two; with
-blocks of multiples of 256 tokens it uses flash-attn, a fifth faster. The unified kernel decodes whatever neither
-serves. Legend: R requests, T tokens, G query heads per kv head, H kv heads, D channels.
+blocks of multiples of 256 tokens it uses flash-attn, a fifth faster. The unified kernel runs all other decodes. Legend:
+R requests, T tokens, G query heads per kv head, H kv heads, D channels.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from kvcache.tokens import WriteIndex
 
 _SPLIT_K_HEAD_SIZES = frozenset({32, 64, 128, 256})
 _FLASH_BLOCK_MULTIPLE = 256
-# That FLASH_ATTN has been verified with.
+# Head sizes that FLASH_ATTN has been verified with.
 _FLASH_HEAD_SIZES = frozenset({64, 128, 192})
 _FLASH_DTYPE = "bfloat16"
 
@@ -99,7 +99,7 @@ class XFormersBuilder(DecodesFirstBuilder[XFormersMetadata]):
             page_size=self._block_size,
             device=block_table.device,
         )
-        # The batch's own tensor instead of a copy of its numbers, so that a captured graph reads the new ones.
+        # The batch's own tensor instead of a copy, so that a captured graph reads the new numbers.
         bias.k_seqinfo.seqlen = common.seq_lens[:num_decodes]
         return bias
 

@@ -1,4 +1,4 @@
-"""The blocks of several requests as one list, made on the device. Legend: R requests, B blocks."""
+"""Lists the blocks of several requests in one tensor, on the device. Legend: R requests, B blocks."""
 
 import triton
 import triton.language as tl

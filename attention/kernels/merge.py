@@ -1,4 +1,4 @@
-"""Merging attention over two sets of keys, in one pass over both outputs. Its plain twin is `attention.lse`.
+"""Merges attention over two sets of keys, in one pass over both outputs. Its plain-torch twin is `attention.lse`.
 
 Legend: T tokens, H heads, V value channels.
 """
@@ -26,7 +26,7 @@ def merge_attn_states(
         prefix_lse_HT, suffix_lse_HT: float32; -inf: no keys on that side, whose output is then not read.
         out: [T, H, V] of any float type; 0 without keys on both sides.
         lse_HT: float32, merged; may be one of the two.
-        sinks_H: float32; a further score per head, counted here and not yet in either side.
+        sinks_H: float32; a further score per head, counted here and in neither side.
     """
     num_tokens, num_heads, num_channels = out.shape
     if not num_tokens:
@@ -111,7 +111,7 @@ def _merge(
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=head_mask, other=minus_inf)
         highest = tl.maximum(highest, sink)
-    # Nothing is subtracted where there are no keys at all: -inf minus -inf is NaN.
+    # Without any keys nothing is subtracted: -inf minus -inf is NaN.
     highest = tl.where(highest == minus_inf, 0.0, highest)
     prefix_weight = tl.exp(prefix - highest)
     suffix_weight = tl.exp(suffix - highest)
@@ -133,8 +133,8 @@ def _merge(
         other=0.0,
     ).to(tl.float32)
     merged = prefix_values * (prefix_weight * share)[:, None] + suffix_values * (suffix_weight * share)[:, None]
-    # NOTE: what is written may be what was read, and every warp reads the log-sum-exps: without the barrier a late warp
-    # takes the merged one for a side's.
+    # NOTE: outputs may be written over inputs, and every warp reads the log-sum-exps: without the barrier a late warp
+    # would read the merged one as a side's.
     tl.debug_barrier()
     if merged_lse is not None:
         lse = tl.where(empty, minus_inf, tl.log(total) + highest)

@@ -1,4 +1,4 @@
-"""Keys or values as a matrix for the bulk tensor copy engine (TMA), whatever the cache's layout.
+"""Keys or values as a matrix for the bulk tensor copy engine (TMA), for every cache layout.
 
 Legend: B blocks, N tokens in a block, H kv heads, C channels.
 """
@@ -24,8 +24,8 @@ class TmaRows:
 
 
 def as_rows(kv_BNHC: Tensor) -> TmaRows | None:
-    """None where the copy engine cannot read them: address or strides are no multiples of 16 bytes, or there are more
-    rows than its 32-bit coordinates count."""
+    """The matrix; None where the copy engine cannot read it: address or strides are no multiples of 16 bytes, or there
+    are more rows than its 32-bit coordinates count."""
     num_blocks, block_size, num_heads, channels = kv_BNHC.shape
     stride_b, stride_n, stride_h, stride_c = kv_BNHC.stride()
     # The stride of an axis of size 1 may be anything.

@@ -173,7 +173,7 @@ async def _all(
             async def one(prompt: Prompt) -> Completion | BatonError:
                 async with free:
                     try:
-                        return await _when_there_is_room(client, prompt, params, timeout_s)
+                        return await _retry_while_full(client, prompt, params, timeout_s)
                     except BatonError as error:
                         return error
                     finally:
@@ -192,10 +192,10 @@ async def _all(
     return any(isinstance(result, BatonError) for result in results)
 
 
-async def _when_there_is_room(
+async def _retry_while_full(
     client: Client, prompt: Prompt, params: SamplingParams, timeout_s: float | None
 ) -> Completion:
-    """Tries again while the cluster is full, after the time that the gateway gives."""
+    """Completes one prompt; while the cluster is full, retries after the time that the gateway names."""
     while True:
         try:
             return await client.complete(prompt, params, timeout_s=timeout_s)

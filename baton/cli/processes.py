@@ -21,7 +21,7 @@ _STOP_TIMEOUT_S = 40.0
 
 
 class Running(Protocol):
-    """The part of `subprocess.Popen` that is used here."""
+    """The part of `subprocess.Popen` that this module uses."""
 
     @property
     def pid(self) -> int: ...

@@ -113,8 +113,8 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
 
 
 def _devices(num_nodes: int, num_gpus: int, *, ranks: int = 1) -> Iterator[list[str]]:
-    """Device flags of each node. Nodes take GPUs in turn, one per rank, and divide the memory of a GPU that they share.
-    Settings from the environment win."""
+    """Device flags of each node. Nodes take GPUs in turn, one per rank, and split the memory of a shared GPU. Settings
+    from the environment win."""
     places = max(1, num_gpus // ranks)
     sharing = -(-num_nodes // places)
     for index in range(num_nodes):
@@ -238,7 +238,7 @@ def demo(
 
 
 def _wait_until_the_gateway_ends(processes: Processes) -> None:
-    """Returns only by an exception. The cluster goes on without a node that ended.
+    """Never returns: it ends with an exception. The cluster goes on without a node that ended.
 
     Raises:
         ConfigError: the gateway ended.

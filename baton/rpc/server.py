@@ -24,7 +24,7 @@ from baton.errors import ConfigError
 MESSAGE_BYTES_MAX = 256 << 20
 _EVERYWHERE = ("0.0.0.0", "[::]")
 
-# With gRPC's default limit, bursts of over 1000 calls lose random calls as cancelled before a service sees them. Our
+# With gRPC's default limit, random calls of a burst of over 1000 end as cancelled before they reach a service. Our
 # services limit their requests themselves, with a typed error.
 _PENDING_CALLS_MAX = 1 << 20
 
@@ -83,7 +83,7 @@ def check_advertised(text: str | None) -> None:
     """Checks the address that other processes are to use.
 
     Raises:
-        ConfigError: it is not host:port, or is a wildcard address, which nobody can connect to.
+        ConfigError: it is not host:port, or is a wildcard address, which no process can connect to.
     """
     if text and Address.parse(text, field="advertise").host in _EVERYWHERE:
         cure = "give an address under which other machines reach this one"
@@ -93,7 +93,7 @@ def check_advertised(text: str | None) -> None:
 
 
 def listens_everywhere(listen: str) -> bool:
-    """Whether the address is a wildcard, so that other processes need another one to connect to."""
+    """Whether the address is a wildcard. Other processes then need another address to connect to."""
     return Address.parse(listen, field="listen").host in _EVERYWHERE
 
 

@@ -58,7 +58,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
 
 
 def last_cause(error: grpc.aio.AioRpcError) -> str:
-    """Last link of the chain of causes that gRPC reports for a failed connection."""
+    """The last cause in the chain that gRPC reports for a failed connection."""
     return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")
 
 

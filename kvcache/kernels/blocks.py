@@ -1,5 +1,4 @@
-"""Copies of whole blocks, and a layer's conversion to another dtype; the twins are the CPU halves of
-`kvcache.block_ops`.
+"""Copies whole blocks and converts a layer to another dtype. The twins are the CPU halves of `kvcache.block_ops`.
 
 Legend: O axes outside of the block axis in memory (layers times keys and values, or none), B blocks, X contiguous bytes
 of a block, P pairs, R rows, N H C token in a block, head, channel.
@@ -26,8 +25,8 @@ def copy(source_OBX: Tensor, target_OBX: Tensor, pairs_P2: Tensor, *, num_progra
 
     Args:
         source_OBX, target_OBX: uint8; on a GPU, or one of them in page-locked memory of the CPU.
-        pairs_P2: int64, on the GPU; no block is written twice, nor read and written.
-        num_programs: how many share the work. Few leave multiprocessors to other kernels; None: one per tile.
+        pairs_P2: int64, on the GPU; no block is written twice, or both read and written.
+        num_programs: programs that share the work. Few leave multiprocessors to other kernels; None: one per tile.
     """
     num_outside, _, block_bytes = source_OBX.shape
     strides = (source_OBX.stride(0), source_OBX.stride(1), target_OBX.stride(0), target_OBX.stride(1))
@@ -52,7 +51,7 @@ def copy(source_OBX: Tensor, target_OBX: Tensor, pairs_P2: Tensor, *, num_progra
 def convert(
     source_KBNHC: Tensor, target_KBNHC: Tensor, *, scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> None:
-    """Writes one layer's numbers into another of the same shape and any strides, in its dtype.
+    """Writes one layer's numbers into another of the same shape and any strides, in the target's dtype.
 
     Args:
         scale, v_scale: float32 scalars of the fp8 side for k = 0 and k = 1; None is 1.

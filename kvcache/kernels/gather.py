@@ -1,6 +1,6 @@
-"""Reading tokens of one layer of the paged cache into adjacent memory; the twin is the CPU half of `gather_tokens`.
+"""Reads tokens of one layer of the paged cache into adjacent memory. The twin is the CPU half of `gather_tokens`.
 
-A program takes consecutive rows; a row is a piece of one token's adjacent channels, and all have one size.
+A program takes consecutive rows; a row is a piece of one token's adjacent channels, and all rows have one size.
 
 Legend: S tokens to read, R requests, K key and value, H heads, C channels, B N a block and a token in it, P rows, E
 elements of a row.
@@ -25,7 +25,7 @@ def gather_slots(
     """Copies the tokens of these slots, int64, in their order; from an fp8 cache, `number * scale`.
 
     Args:
-        out_KSHC: any strides, channels adjacent; numbers become of its dtype.
+        out_KSHC: any strides, channels adjacent; numbers are converted to its dtype.
         scale, v_scale: float32 scalars for k = 0 and k = 1; None is 1.
     """
     _launch(kv_layer, slots_S, None, None, None, slots_S.shape[0], out_KSHC, scale, v_scale)

@@ -1,4 +1,4 @@
-"""Writing a batch's new tokens into one layer of the cache; the twin is the CPU half of `store_kv`.
+"""Writes a batch's new tokens into one layer of the cache. The twin is the CPU half of `store_kv`.
 
 Legend: T tokens, H heads, C channels, B N a block and a token in it.
 """
@@ -10,10 +10,10 @@ from torch import Tensor
 from tritonlib.fp8 import to_fp8
 from tritonlib.launch import interpreted
 
-# Elements that one program writes: 16 bytes of bf16 in each of 128 threads, twice over.
+# Elements that one program writes: twice 16 bytes of bf16 in each of 128 threads.
 _TILE = 2048
 _NUM_WARPS = 4
-# Below this many elements programs are smaller, so that more multiprocessors have one.
+# Below this many elements programs are smaller, so that more multiprocessors get one.
 _SMALL = 1 << 21
 
 
@@ -29,8 +29,8 @@ def store(
 ) -> None:
     """Writes row t of both sources to slot_mapping[t] of a layer; to an fp8 layer, `number / scale`.
 
-    Skips rows and slots past the shorter of the two, and rows with a negative slot. The sources are keys and values, or
-    latents and rotary parts: any two with as many heads, channels adjacent.
+    Skips rows without a slot, slots without a row, and rows with a negative slot. The sources are keys and values, or
+    latents and rotary parts: any two with equally many heads, channels adjacent.
 
     Args:
         kv_layer: [K, B, N, H, C].

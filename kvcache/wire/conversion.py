@@ -1,6 +1,6 @@
-"""A request's tokens from the paged cache to wire order in another dtype, for a node that keeps KV in 8 bits.
+"""Gathers a request's tokens from the paged cache to wire order in another dtype, for a node that keeps KV in 8 bits.
 
-The converted numbers are bit for bit those that the other cache would hold if it had stored them itself.
+The converted numbers equal, bit for bit, the numbers that the other cache would have stored itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,11 +40,12 @@ class Converter:
 
 
 def open_converter(cache: PagedKVCache, dtype: str, scales: Sequence[float] = ()) -> Converter:
-    """Slow on a GPU: it compiles the kernel and waits, on its own stream, so any thread may call it.
+    """Makes a converter. Slow on a GPU: it compiles the kernel and waits, on its own stream, so any thread may call it.
 
     Args:
-        dtype: of the payload; any dtype of a cache.
-        scales: for a dtype of 8 bits, by layer, of keys and values or of latents; none: all are 1.
+        dtype: the payload's; any dtype of a cache.
+        scales: for a dtype of 8 bits: for each layer one for keys and one for values, or one for latents. Empty: all
+            are 1.
     """
     spec = cache.spec
     assert spec.dtype in DTYPE_BYTES, "a cache in 8 bits is not converted"
@@ -106,7 +107,7 @@ def _gather_on_cpu(
     out: Tensor,
     between: Callable[[], object],
 ) -> None:
-    """Tile by tile of one layer."""
+    """Gathers and converts tile by tile, each of one layer."""
     spec, (token_start, token_stop) = cache.spec, tokens
     shape = (len(layers), spec.kv_factor, token_stop - token_start, len(heads), spec.head_dim)
     out_LKTHC = out.view(converter.dtype).view(shape)

@@ -9,11 +9,11 @@ Definition. Let the payload, zero-padded to whole rows of ROW_BYTES, be a matrix
     digest = LENGTH_WEIGHT * length_bytes + sum over i of row(i) * R(i) + sum over j of column(j) * C(j)  (mod 2**64)
     row(i) = mix(2**63 + i) | 1,  column(j) = 2 * (mix(j) | 1)             (mix: splitmix64's finalizer; mod 2**64)
 
-A word costs additions only, in any order and no multiplication, so a kernel that gathers tile by tile adds up the words
-in its registers.
+A word costs only additions, in any order and without multiplication, so a kernel that gathers tile by tile adds up the
+words in its registers.
 
-What it detects. A change within one word always shows: its lowest changed bit stays the lowest in the row's part, and
-moves up by one in the column's. Any other error that does not cancel in every row and every column at once (rows,
+Detection. A change within one word always shows: its lowest changed bit stays the lowest in the row's part, and moves
+up by one in the column's. Any other error that does not cancel in every row and every column at once (rows,
 tails, tokens or segments that are swapped, shifted, zeroed, repeated or torn) stays undetected for about one in 2**33
 choices of weights at worst, and one in 2**64 for most errors. Contrived patterns that cancel both ways, such as equal
 errors of alternating sign on the corners of a rectangle, are never detected.
@@ -85,7 +85,7 @@ def digest_on_device(payload: Tensor, *, out: Tensor | None = None, add: int = 0
 
     Args:
         out: the scalar to write, or any 8 contiguous bytes.
-        add: is added to the digest, mod 2**64.
+        add: added to the digest, mod 2**64.
     """
     if out is None:
         out = torch.empty((), dtype=torch.int64, device=payload.device)

@@ -1,7 +1,6 @@
-"""A request's tokens between the paged cache and wire order [layer, k/v, token, head, channel], for every layout.
+"""Moves a request's tokens between the paged cache and wire order [layer, k/v, token, head, channel], for every layout.
 
-Blocks and ranges in, bytes out: on a CPU as runs, as in `kvcache.tokens`; on a GPU by one kernel, for which the host
-never waits.
+On a CPU it copies runs, as `kvcache.tokens` does; on a GPU it launches one kernel, for which the host never waits.
 """
 
 from collections.abc import Callable
@@ -43,13 +42,13 @@ def gather_to_wire(
 
     Args:
         block_ids: int64; block_ids[i] holds the request's tokens [i * block_size, (i + 1) * block_size). For a cache on
-            a GPU they may be on the CPU, at the price of a copy, or on the GPU, where a check would have to wait:
-            blocks outside the cache are then neither read nor written, and the payload has zeros in their place.
+            a GPU they may be on the CPU, at the price of a copy, or on the GPU. A check of the latter would have to
+            wait, so blocks outside the cache are neither read nor written, and the payload has zeros in their place.
         out: contiguous uint8 of exactly the payload's size; any start, on a GPU best a multiple of 16 bytes.
-        block_ids_cpu: the same as `block_ids`, for the check.
+        block_ids_cpu: the same block ids on the CPU, for the check.
         digest_out: int64 scalar on the cache's device, or any 8 contiguous bytes; receives the payload's digest as a
             signed number. On a GPU this costs far less than a digest afterwards.
-        digest_add: is added to the digest, mod 2**64.
+        digest_add: added to the digest, mod 2**64.
         between: on a CPU, called after each tile, so that callers can keep other work going.
 
     Raises:
@@ -91,7 +90,7 @@ def scatter_from_wire(
 ) -> None:
     """Copies a payload of `gather_to_wire`, from a cache of any layout and block size, into this request's tokens.
 
-    Every other slot stays as it is. Same arguments and errors, with the payload in place of `out`.
+    Every other slot stays as it is. Arguments and errors are the same, with the payload in place of `out`.
 
     Measured in the same way: 6-10 GB/s at 4 KiB per token and layer, 5-9 at 512 bytes; on an H200 93-97 % of a copy.
     """
@@ -115,7 +114,7 @@ def _gather_on_cpu(
     digest_add: int,
     between: Callable[[], object] | None,
 ) -> None:
-    """Tile by tile where each tile is followed by a digest or by `between`: the digest then finds its tile in the CPU's
+    """Gathers tile by tile where a digest or `between` follows each tile: the digest then finds its tile in the CPU's
     cache."""
     runs, run_bytes = _wire_runs(places, block_ids)
     rows = torch.from_numpy(runs)

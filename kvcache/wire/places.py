@@ -17,7 +17,7 @@ class WirePlaces:
     """Where a payload's runs lie in a cache; all sizes and strides in bytes.
 
     Attributes:
-        first: of the first layer, head and block.
+        first: first byte of the first layer, head and block.
         run: bytes that are adjacent on both sides: one head of a token, or all of its heads where `num_heads` is 1.
         stride_L, stride_K, stride_B, stride_N, stride_H: from one to the next in the cache.
         num_parts, kv_factor: layers times keys and values, and how many of these a layer has.
@@ -43,7 +43,7 @@ class WirePlaces:
 
     @property
     def unit_bytes(self) -> int:
-        """Kernels count sizes in this unit, so that they know how sizes divide: at most what a thread loads."""
+        """The unit in which kernels count sizes, so that they know a common divisor. At most what a thread loads."""
         sizes = (self.first, self.run, self.stride_L, self.stride_K, self.stride_B, self.stride_N, self.stride_H)
         return gcd(PreparedKernel.ALIGN_BYTES, *sizes)
 
@@ -61,7 +61,7 @@ class WirePlaces:
 
 
 def places_of(cache: PagedKVCache, token_start: int, token_stop: int, layers: range, heads: range) -> WirePlaces:
-    """Where a request's runs lie in its blocks, for ranges that are known to be right."""
+    """Where a request's runs lie in its blocks, for ranges that were checked before."""
     spec, shape = cache.spec, cache.shape
     stride_L, stride_K, stride_B, stride_N, stride_H, _ = (stride * spec.itemsize for stride in cache.view.stride())
     run = spec.head_dim * spec.itemsize

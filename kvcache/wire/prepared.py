@@ -1,7 +1,7 @@
 """Prepared kernels for gather, scatter and digest on a GPU, for callers that move one segment after another.
 
-What is equal for all segments is computed once, so a segment costs the host little more than one launch. After a
-stream's first use nothing is allocated, and the host never waits.
+Everything that all segments have in common is computed once, so a segment costs the host little more than one launch.
+After a stream's first use nothing is allocated, and the host never waits.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,9 @@ from tritonlib.launch import PreparedKernel, current_stream
 class DeviceWire:
     """One cache's prepared kernels. One thread makes and uses it; that thread's current device is the cache's.
 
-    Memory and block ids may be longer than a segment needs, which uses their beginning, so that callers keep the same
-    tensors for all segments. Otherwise arguments and errors are those of `kvcache.wire.gather_scatter`, except that
-    block ids are not checked: blocks outside the cache are neither read nor written, and a payload has zeros in their
-    place.
+    A segment uses the beginning of memory and block ids. Both may be longer, so that callers keep the same tensors for
+    all segments. Otherwise arguments and errors are those of `kvcache.wire.gather_scatter`, except that block ids are
+    not checked: blocks outside the cache are neither read nor written, and a payload has zeros in their place.
 
     Methods launch on `stream`; None is the thread's current one.
     """

@@ -27,13 +27,13 @@ _TIMED_SEGMENTS = 8
 _SIZES_KEPT = 4
 
 
-class _Desk:
-    """Buffers and events of one slot, made once and used by whoever holds the slot.
+class _SlotBuffers:
+    """Buffers and events of one slot, made once and reused by every message in the slot.
 
     Attributes:
         work: the message for kernels: the slot itself or, for a slot in host memory, device memory of the same size.
-        over: recorded after the last operation.
-        trailer_cpu, digest_cpu: a message's, in pinned memory: before it is sent, and after it was read.
+        over: event recorded after the last operation.
+        trailer_cpu, digest_cpu: a message's trailer and digest, in pinned memory.
     """
 
     def __init__(self, slot: Slot, work: Tensor) -> None:
@@ -47,31 +47,31 @@ class _Desk:
         self.extremes_cpu = torch.zeros(2, dtype=torch.uint8, pin_memory=True)
         self.work_ptr, self.slot_ptr = work.data_ptr(), slot.memory.data_ptr()
         self.trailer_ptr = self.trailer_cpu.data_ptr()
-        # By payload size: where the digest goes in the message.
+        # Payload size to the digest's place in the message.
         self.digest_places: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """An operation queued on the device; its results are in the desk."""
+    """An operation queued on the device; its results are in the slot's buffers."""
 
-    desk: _Desk
+    buffers: _SlotBuffers
 
     @property
     def done(self) -> bool:
-        return bool(self.desk.over.query())
+        return bool(self.buffers.over.query())
 
     @property
     def digest(self) -> int:
-        return int(self.desk.digest[0])
+        return int(self.buffers.digest[0])
 
     @property
     def trailer(self) -> bytes:
-        return bytes(self.desk.trailer)
+        return bytes(self.buffers.trailer)
 
     @property
     def extremes(self) -> tuple[int, int]:
-        lowest, highest = self.desk.extremes_cpu.tolist()
+        lowest, highest = self.buffers.extremes_cpu.tolist()
         return lowest, highest
 
 
@@ -88,8 +88,8 @@ class CudaMover:
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
         self._device = cache.storage.device
-        self._desks: dict[Slot, _Desk] = {}
-        # UCX opens its CUDA transports in the context that is current when it is made.
+        self._buffers: dict[Slot, _SlotBuffers] = {}
+        # UCX opens its CUDA transports in the context that is current when UCX is opened.
         torch.cuda.set_device(self._device)
         # A gather is short and a peer waits for it, so it has priority over a prefill's kernels. A scatter runs next to
         # decode and has none.
@@ -104,17 +104,17 @@ class CudaMover:
             for incoming, stream in ((False, self._outgoing), (True, self._incoming))
         }
         self.handling_s = self._time_handling()
-        # Waits, but before there are peers: the cache has been zeroed then, and no kernel of ours uses memory that
-        # torch's allocator may give out again.
+        # The host waits once, before there are peers. From then on the cache is zeroed, and no kernel of ours uses
+        # memory that torch's allocator may give out again.
         torch.cuda.synchronize()
 
     def open_pool(self, *, slot_bytes: int, slots: int, through_host: bool) -> StagingPool:
         device = torch.device("cpu") if through_host else self._device
         pool = StagingPool(slot_bytes=slot_bytes, slots=slots, device=device, pinned=through_host)
         for slot in pool.members:
-            beside = torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) if through_host else slot.memory
-            self._desks[slot] = _Desk(slot, beside)
-        # This stream may have used the memory before, and from now on others use it too. Allocating waits anyway.
+            work = torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) if through_host else slot.memory
+            self._buffers[slot] = _SlotBuffers(slot, work)
+        # This stream may have used the memory before, and other streams use it from now on. Allocation waits anyway.
         self._incoming.synchronize()
         return pool
 
@@ -134,8 +134,8 @@ class CudaMover:
     ) -> _Queued:
         assert isinstance(blocks, BlockTable)
         self._check_tokens(blocks, segment)
-        desk = self._desks[slot]
-        digest_place = self._put_trailer(slot, desk, segment)
+        buffers = self._buffers[slot]
+        digest_place = self._put_trailer(slot, buffers, segment)
         digest_out = digest_place if with_digest else None
         if converter is None:
             self._wire.gather(
@@ -144,7 +144,7 @@ class CudaMover:
                 token_stop=segment.token_stop,
                 layers=segment.layers,
                 heads=heads,
-                out=desk.work,
+                out=buffers.work,
                 digest_out=digest_out,
                 digest_add=segment.seal if with_digest else 0,
                 stream=self._outgoing,
@@ -159,53 +159,53 @@ class CudaMover:
                     token_stop=segment.token_stop,
                     layers=segment.layers,
                     heads=heads,
-                    out=desk.work[: segment.payload_bytes],
+                    out=buffers.work[: segment.payload_bytes],
                 )
-            self._digest(desk, segment, digest_out)
-        return self._put(desk, segment)
+            self._digest(buffers, segment, digest_out)
+        return self._put(buffers, segment)
 
     def fill(self, slot: Slot, segment: Segment, value: int | None, *, with_digest: bool) -> _Queued:
-        desk = self._desks[slot]
+        buffers = self._buffers[slot]
         if value is None:
             sealed = segment.digest_over(0) if with_digest else 0
-            self._put_trailer(slot, desk, segment, digest=sealed)
-            return self._put(desk, segment)
-        digest_place = self._put_trailer(slot, desk, segment)
+            self._put_trailer(slot, buffers, segment, digest=sealed)
+            return self._put(buffers, segment)
+        digest_place = self._put_trailer(slot, buffers, segment)
         with torch.cuda.stream(self._outgoing):
-            desk.work[: segment.payload_bytes].fill_(value)
-        self._digest(desk, segment, digest_place if with_digest else None)
-        return self._put(desk, segment)
+            buffers.work[: segment.payload_bytes].fill_(value)
+        self._digest(buffers, segment, digest_place if with_digest else None)
+        return self._put(buffers, segment)
 
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> _Queued:
-        desk, stream = self._desks[slot], self._incoming
+        buffers, stream = self._buffers[slot], self._incoming
         payload_bytes = num_bytes - TRAILER_BYTES
-        if desk.in_host:
-            desk.trailer[:] = slot.bytes[payload_bytes:num_bytes]
-            self._copy(desk.work_ptr, desk.slot_ptr, payload_bytes, stream.cuda_stream)
+        if buffers.in_host:
+            buffers.trailer[:] = slot.bytes[payload_bytes:num_bytes]
+            self._copy(buffers.work_ptr, buffers.slot_ptr, payload_bytes, stream.cuda_stream)
         else:
-            self._copy(desk.trailer_ptr, desk.work_ptr + payload_bytes, TRAILER_BYTES, stream.cuda_stream)
+            self._copy(buffers.trailer_ptr, buffers.work_ptr + payload_bytes, TRAILER_BYTES, stream.cuda_stream)
         if with_digest:
-            self._wire.digest(desk.work, payload_bytes, out=desk.digest_cpu, stream=stream)
+            self._wire.digest(buffers.work, payload_bytes, out=buffers.digest_cpu, stream=stream)
         if with_extremes and payload_bytes:
-            payload = desk.work[:payload_bytes]
+            payload = buffers.work[:payload_bytes]
             with torch.cuda.stream(stream):
-                desk.extremes_cpu.copy_(torch.stack((payload.amin(), payload.amax())), non_blocking=True)
-        return self._end(desk, stream)
+                buffers.extremes_cpu.copy_(torch.stack((payload.amin(), payload.amax())), non_blocking=True)
+        return self._end(buffers, stream)
 
     def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> _Queued:
         assert isinstance(blocks, BlockTable)
         self._check_tokens(blocks, segment)
-        desk = self._desks[slot]
+        buffers = self._buffers[slot]
         self._wire.scatter(
             block_ids=blocks.block_ids,
             token_start=segment.token_start,
             token_stop=segment.token_stop,
             layers=segment.layers,
             heads=segment.heads,
-            payload=desk.work,
+            payload=buffers.work,
             stream=self._incoming,
         )
-        return self._end(desk, self._incoming)
+        return self._end(buffers, self._incoming)
 
     def close(self) -> None:
         for stream in (self._outgoing, self._incoming):
@@ -219,35 +219,37 @@ class CudaMover:
                 field="token_stop",
             )
 
-    def _put_trailer(self, slot: Slot, desk: _Desk, segment: Segment, *, digest: int = 0) -> Tensor:
+    def _put_trailer(self, slot: Slot, buffers: _SlotBuffers, segment: Segment, *, digest: int = 0) -> Tensor:
         """Puts the trailer after the payload's place; returns the digest's place in it, at any alignment."""
         start = segment.payload_bytes
-        if desk.in_host:
+        if buffers.in_host:
             slot.bytes[start : start + TRAILER_BYTES] = segment.encode(digest)
         else:
-            desk.trailer[:] = segment.encode(digest)
-            self._copy(desk.work_ptr + start, desk.trailer_ptr, TRAILER_BYTES, self._outgoing.cuda_stream)
-        place = desk.digest_places.get(start)
+            buffers.trailer[:] = segment.encode(digest)
+            self._copy(buffers.work_ptr + start, buffers.trailer_ptr, TRAILER_BYTES, self._outgoing.cuda_stream)
+        place = buffers.digest_places.get(start)
         if place is None:
             place = slot.memory[start + DIGEST_OFFSET :][:DIGEST_BYTES]
-            if len(desk.digest_places) == _SIZES_KEPT:
-                desk.digest_places.clear()
-            desk.digest_places[start] = place
+            if len(buffers.digest_places) == _SIZES_KEPT:
+                buffers.digest_places.clear()
+            buffers.digest_places[start] = place
         return place
 
-    def _digest(self, desk: _Desk, segment: Segment, out: Tensor | None) -> None:
+    def _digest(self, buffers: _SlotBuffers, segment: Segment, out: Tensor | None) -> None:
         if out is not None:
-            self._wire.digest(desk.work, segment.payload_bytes, out=out, digest_add=segment.seal, stream=self._outgoing)
+            self._wire.digest(
+                buffers.work, segment.payload_bytes, out=out, digest_add=segment.seal, stream=self._outgoing
+            )
 
-    def _put(self, desk: _Desk, segment: Segment) -> _Queued:
+    def _put(self, buffers: _SlotBuffers, segment: Segment) -> _Queued:
         """Copies the payload to where it is sent from."""
-        if desk.in_host:
-            self._copy(desk.slot_ptr, desk.work_ptr, segment.payload_bytes, self._outgoing.cuda_stream)
-        return self._end(desk, self._outgoing)
+        if buffers.in_host:
+            self._copy(buffers.slot_ptr, buffers.work_ptr, segment.payload_bytes, self._outgoing.cuda_stream)
+        return self._end(buffers, self._outgoing)
 
-    def _end(self, desk: _Desk, stream: torch.cuda.Stream) -> _Queued:
-        desk.over.record(stream)
-        return _Queued(desk)
+    def _end(self, buffers: _SlotBuffers, stream: torch.cuda.Stream) -> _Queued:
+        buffers.over.record(stream)
+        return _Queued(buffers)
 
     def _time_handling(self) -> float:
         """Host time per segment, the larger of both sides'; runs every kernel."""
@@ -268,5 +270,5 @@ class CudaMover:
             took_s.append(max(gathered_s - started_s, time.perf_counter() - gathered_s))
         for table in nowhere.values():
             table.free()
-        del self._desks[slot]
+        del self._buffers[slot]
         return min(took_s)

@@ -1,6 +1,6 @@
 """The Protocol of movers, which move KV between the cache and staging slots.
 
-A mover begins an operation and returns an object that says when it is done; its caller polls and never waits.
+A mover begins an operation and returns an object that reports when it is done; its caller polls and never waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ class Blocks(Protocol):
 
 
 class Reading(Pending, Protocol):
-    """What a receiver must know of a message before it scatters it; available once done."""
+    """The parts of a message that a receiver checks before it scatters the message; available once done."""
 
     @property
     def trailer(self) -> bytes: ...
 
     @property
     def digest(self) -> int:
-        """Of the payload, if requested."""
+        """The payload's digest, if requested."""
         ...
 
     @property
@@ -86,8 +86,8 @@ class Mover(Protocol):
         """Puts a segment's message into a slot: its payload, then its trailer.
 
         Args:
-            heads: the segment's, by the cache's numbers.
-            with_digest: the trailer gets a digest.
+            heads: the segment's heads, numbered as in the cache.
+            with_digest: write a digest into the trailer.
             converter: applied to the payload; None: KV keeps its dtype. Must stay until the operation is done.
 
         Raises:
@@ -105,11 +105,11 @@ class Mover(Protocol):
         ...
 
     def scatter(self, slot: Slot, blocks: Blocks, segment: Segment) -> Pending:
-        """Puts a segment's payload from a slot into its blocks. The segment's heads are by the cache's numbers."""
+        """Puts a segment's payload from a slot into its blocks. The segment's heads are numbered as in the cache."""
         ...
 
     def close(self) -> None:
-        """Waits for all operations, because their memory goes away."""
+        """Waits for all operations, because their memory is freed next."""
         ...
 
 

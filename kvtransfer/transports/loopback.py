@@ -1,6 +1,6 @@
 """Messages between transports of one process: for nodes that share a process, and for tests.
 
-It behaves like a network: a message waits at its sender until it is taken, and either end may vanish.
+It behaves like a network: a message waits at its sender until it is received, and either end may vanish.
 """
 
 import itertools

@@ -17,7 +17,7 @@ class Arrival:
     """A probed message: exactly one `receive` or `discard` must follow.
 
     Attributes:
-        peer: over whose link it arrived.
+        peer: the peer whose link it arrived on.
         tag: 64 bits.
     """
 
@@ -42,21 +42,21 @@ class Transport(Protocol):
     """One node's end of all its links. Peers are this node's own numbers."""
 
     def listen(self, peer: int) -> bytes:
-        """Opens this node's end for one peer; returns the address for that peer's `connect`, and for nobody else's."""
+        """Opens this node's end for one peer; returns the address for this one peer's `connect`."""
         ...
 
     def connect(self, peer: int, address: bytes) -> None:
         """Makes the endpoint to a peer after `listen`.
 
         Raises:
-            PeerRefused: the address is not one of this transport.
+            PeerRefused: the address is not one of this kind of transport.
         """
         ...
 
     def disconnect(self, peer: int) -> None:
         """Closes the link and cancels its requests, whether the peer is alive, stopped or dead. Unknown peer: no-op.
 
-        Other peers are not affected, whatever the peer was doing. None of its messages arrives any more.
+        Other peers are not affected. No further message of this peer arrives.
         """
         ...
 
@@ -76,15 +76,15 @@ class Transport(Protocol):
         ...
 
     def discard(self, arrival: Arrival) -> None:
-        """Drops a message, whether its peer is connected or not; its sender sees it as sent."""
+        """Drops a message, whether its peer is connected or not; for its sender the message is sent."""
         ...
 
     def progress(self) -> bool:
-        """Advances all messages; whether anything happened."""
+        """Advances all messages. Returns whether anything happened."""
         ...
 
     def arm(self) -> bool:
-        """Prepares a wait on `fileno`: True if the next event makes it readable, False if an event is there already."""
+        """Prepares a wait on `fileno`: True if the next event makes it readable, False if an event is pending."""
         ...
 
     def fileno(self) -> int: ...

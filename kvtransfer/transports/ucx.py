@@ -19,7 +19,7 @@ from kvtransfer.transports.transport import Arrival
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
 _CONTEXT = {"MM_ERROR_HANDLING": "y"}
 
-# An address: this, a checksum of the rest, whether the node offers GPU memory, the worker's address.
+# An address is this prefix, a checksum of the rest, whether the node offers GPU memory, and the worker's address.
 _ADDRESS_MAGIC = b"baton-ucx-2:"
 _ON_GPU = {True: b"g", False: b"h"}
 # Zero-copy lanes, where there are any, carry the bulk; another lane carries small messages.
@@ -83,8 +83,8 @@ class _Link:
         return request
 
     def progress(self) -> bool:
-        # NOTE: not `worker.progress`: it does not say whether anything happened, runs for as long as anything does, and
-        # may wait seconds for cancelled requests.
+        # NOTE: not `worker.progress`: it does not return whether anything happened, runs until nothing happens any
+        # more, and may wait seconds for cancelled requests.
         moved = False
         for _ in range(_EVENTS_MAX):
             if not self.worker.progress_once():
@@ -137,7 +137,7 @@ class UcxTransport:
         try:
             self._context: Any = libucxx.UCXContext(_CONTEXT)
         except Exception as error:  # noqa: BLE001  (ucxx makes its exception types at run time)
-            cure = "see what the environment's UCX_* variables leave of transports and devices, UCX_TLS first"
+            cure = "check which transports and devices the UCX_* variables allow, UCX_TLS first"
             raise ConfigError(f"UCX cannot start: {error}", cure=cure) from None
         self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
         self._links: dict[int, _Link] = {}
@@ -293,7 +293,7 @@ def _lanes(endpoint_handle: int) -> list[str]:
     query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
     status = query(endpoint_handle, ctypes.byref(attributes))
     if status != 0 or attributes.lanes.count == 0:
-        raise InternalError(f"UCX does not say which transport it uses (status {status})")
+        raise InternalError(f"UCX did not report which transport it uses (status {status})")
     return [entries[index].transport.decode() for index in range(attributes.lanes.count)]
 
 

@@ -1,4 +1,4 @@
-"""The fields of config.json that families share, and what a family's reader makes of them."""
+"""The fields of config.json that families share, and their conversion to a `ModelConfig`."""
 
 import math
 from typing import ClassVar, Self
@@ -122,7 +122,7 @@ class DecoderFields(Fields):
         Args:
             windows: of each layer; None: no layer has one.
             num_kv_heads: where the family does not have the field `num_key_value_heads`.
-            scale: None: that of the head size.
+            scale: None: the head size's.
         """
         num_heads = self.num_attention_heads
         num_kv_heads = num_kv_heads or self.num_key_value_heads or num_heads

@@ -46,7 +46,7 @@ class ConfigFile:
         return cls(str(path), values)
 
     def raw(self, name: str) -> object:
-        """The value as it stands; None when absent."""
+        """The unchecked value; None when absent."""
         return self.values.get(name)
 
     def table(self, name: str) -> "ConfigFile":

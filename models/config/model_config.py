@@ -1,4 +1,4 @@
-"""What a model is, in one spelling for all families: values only, so that model code sees no file and no default.
+"""A model's configuration, in one spelling for all families: values only, so that model code sees no file or default.
 
 `models.config.reader` makes them from a checkpoint's config.json.
 """
@@ -21,7 +21,7 @@ class GQAConfig:
         attention_chunk_sizes: of layers that see only their own chunk; () when no layer does.
         logits_soft_cap: scores become cap * tanh(score / cap).
         sinks: every head has one more logit in its softmax.
-        alibi_slopes: of each head, where distances are in the scores; () where they are not.
+        alibi_slopes: one per head; () without ALiBi.
         blocksparse: the pattern of layers that do not see all blocks; () when all layers do.
     """
 
@@ -56,7 +56,7 @@ class TopKMethod(StrEnum):
     """How the experts of a token are chosen.
 
     GREEDY: the best of all. GROUP_LIMITED_GREEDY: the best within the groups with the best single experts. NOAUX_TC:
-    like it, by scores plus a learnt correction, and a group counts by its two best experts.
+    like GROUP_LIMITED_GREEDY, but scores include a learnt correction, and a group ranks by its two best experts.
     """
 
     GREEDY = "greedy"
@@ -99,7 +99,7 @@ class ModelConfig:
         final_logits_soft_cap: the model's logits become cap * tanh(logit / cap).
         mtp_layers: number of layers that checkpoints store after the last, for multi-token prediction.
         quantization: None where weights are not quantized.
-        switches: what only one family has: a frozen dataclass of its own.
+        switches: values of this family alone, in a frozen dataclass of its own.
     """
 
     architecture: str

@@ -1,7 +1,7 @@
 """`read_config` reads a checkpoint's config.json of any supported family.
 
-Readers of families own every difference between the field names and defaults of families and of transformers'
-versions. A feature that is switched on and that we do not compute is an error.
+The families' readers handle all differences between field names and defaults, of families and of transformers'
+versions. A feature that is switched on and not supported is an error.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from models.config.model_config import ModelConfig
 from models.families.table import FAMILIES
 from models.weights.checkpoint import stored_dtype
 
-# What publishers leave outside of the language model's table.
+# Fields that publishers keep outside of the language model's table.
 _OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 
 
@@ -29,7 +29,7 @@ def read_config(directory: Path) -> ModelConfig:
     """The configuration of the checkpoint in `directory`.
 
     Raises:
-        ConfigError: a file cannot be read, a field is missing or wrong, or the model needs what we do not compute.
+        ConfigError: a file cannot be read, a field is missing or wrong, or the model needs an unsupported feature.
     """
     file = ConfigFile.read(directory / "config.json")
     architecture = _architecture(file)
@@ -63,7 +63,7 @@ def _text_config(file: ConfigFile) -> ConfigFile:
 
 
 def _dtype(directory: Path, file: ConfigFile) -> str:
-    """Files that name none, such as BLOOM's as published, mean that of the weights."""
+    """The file's dtype; the weights' dtype if it names none, as BLOOM's published files do."""
     name = "torch_dtype" if file.raw("dtype") is None else "dtype"
     if file.raw(name) is None:
         file = file.with_values({name: stored_dtype(directory) or "float32"})
@@ -74,7 +74,7 @@ def _dtype(directory: Path, file: ConfigFile) -> str:
 
 
 def _eos_token_ids(directory: Path, file: ConfigFile) -> tuple[int, ...]:
-    """From generation_config.json, which publishers keep current, else from config.json; none if neither names any."""
+    """The ids in generation_config.json, which publishers keep current; else those in config.json; else ()."""
     path = directory / "generation_config.json"
     if path.exists() and (ids := _EndOfText.read(ConfigFile.read(path)).eos_token_id):
         return ids

@@ -1,6 +1,6 @@
 """Rotary embeddings, and the tables of config.json that describe them.
 
-A type or field that we do not compute is an error.
+An unsupported type or field is an error.
 """
 
 import math
@@ -69,7 +69,7 @@ Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """`interleaved`: channels 2i and 2i+1 turn together; otherwise channel i and i + dim/2."""
+    """A rotary embedding. `interleaved`: channels 2i and 2i+1 turn together; otherwise channels i and i + dim/2."""
 
     dim: int
     theta: float
@@ -156,11 +156,11 @@ def read_rope(
     Args:
         theta: the base, unless the table has one.
         max_position_embeddings: the original context, unless the table has one.
-        original_max_position_embeddings: the original context as some files have it next to the table. It counts
-            whatever the table says, as it does in transformers.
+        original_max_position_embeddings: the original context that some files have next to the table. It takes
+            precedence over the table, as it does in transformers.
 
     Raises:
-        ConfigError: a type or field that we do not compute, or a wrong value.
+        ConfigError: an unsupported type or field, or a wrong value.
     """
     if dim % 2:
         raise ConfigError(f"{table.where}: rotary dimensions are {dim}", field="head_dim", value=dim, allowed=("even",))

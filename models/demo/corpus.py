@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
-MIN_PARAGRAPH_CHARS = 50  # what is shorter teaches to list phrases, not to finish sentences
+MIN_PARAGRAPH_CHARS = 50  # shorter ones teach a model to list phrases, not to finish sentences
 MIN_DOCUMENT_CHARS = 400  # shorter neighbours of one file are joined, so that an answer has some sentences
 SHINGLE_WORDS = 6
 HELD_OUT_PERCENT = 3
@@ -32,7 +32,7 @@ COMMON_WORD = re.compile(
 LIST_ITEM = re.compile(r"(?:[-*+•]|\(?\d{1,2}[.)]|\(?[a-z]\))\s+")
 ROLE = re.compile(r":[a-z:+-]+:`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`")
 NOT_PROSE = re.compile(r">>>|https?://|\bCopyright\b|[{}]|\$\w|[=<>|+*/\\~^_-]{4,}|@\w|\w\(\w*=|[^\x00-\x7f]")
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages"})  # what was installed beside the library
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages"})  # packages that are not the standard library's
 
 
 def files(root: Path) -> Iterator[Path]:
@@ -97,8 +97,8 @@ def texts_of_c_module(name: str) -> list[str]:
 def c_modules() -> list[str]:
     """Names of the C modules that are built into this interpreter or lie next to its library."""
     folder = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
-    beside = {path.name.split(".")[0] for path in folder.glob("*.*")}
-    names = beside | set(sys.builtin_module_names)
+    libraries = {path.name.split(".")[0] for path in folder.glob("*.*")}
+    names = libraries | set(sys.builtin_module_names)
     return sorted(name for name in names if "test" not in name and not name.startswith("xx"))
 
 
@@ -159,7 +159,7 @@ class Seen:
 
 
 def sources(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """(name, texts) of every source, the most literary first: of two alike paragraphs the first is kept."""
+    """(name, texts) of every source, the most literary first: of two similar paragraphs the first is kept."""
     yield from topics().items()
     tests = []
     for path in files(root):

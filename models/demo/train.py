@@ -84,7 +84,7 @@ def shape(arch: str, eos_token_id: int | None) -> PreTrainedConfig:
         topk_method="greedy",
         n_group=1,
         topk_group=1,
-        norm_topk_prob=False,  # transformers does not normalize for this architecture, whatever is said here
+        norm_topk_prob=False,  # transformers ignores this field for this architecture and does not normalize
         routed_scaling_factor=1.0,
         **common,
     )

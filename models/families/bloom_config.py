@@ -10,7 +10,7 @@ from models.config.fields import Count, Positive
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 
-# As published, and as other families and newer files call them.
+# Published field names, and the names in other families and newer files.
 _SPELLINGS = (
     ("n_embed", "hidden_size"),
     ("n_layer", "num_hidden_layers"),

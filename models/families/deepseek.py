@@ -18,7 +18,7 @@ from models.layers import GatedMLP, RMSNorm
 from models.linear import FusedLinear, Linear
 from models.moe import MoE
 
-# NOTE: the norms of the two latents use this whatever `rms_norm_eps` is, because the models were trained so.
+# NOTE: the norms of the two latents use this instead of `rms_norm_eps`, because the models were trained so.
 _LATENT_NORM_EPS = 1e-6
 
 

@@ -43,7 +43,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = Linear(q_size, hidden_size, dtype=dtype, bias=gqa.output_bias)
         self.q_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
         self.k_norm = norm(gqa.head_dim, eps=norm_eps, dtype=dtype) if gqa.qk_norm else None
-        # float32 whatever the model's dtype, because the softmax is.
+        # float32 for every model dtype, because the softmax is in float32.
         self.sinks = nn.Parameter(torch.empty(gqa.num_heads, dtype=torch.float32)) if gqa.sinks else None
         self.attend = Attention(
             num_heads=gqa.num_heads,

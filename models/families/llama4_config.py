@@ -79,7 +79,7 @@ class _Llama4Fields(RotaryFields):
         return tuple(flag == 1 for flag in flags[:num_layers])
 
     def chunk_sizes(self) -> tuple[int | None, ...]:
-        """As `layer_types` says; without it, the layers with rotary embedding see their own chunk only."""
+        """Chunk sizes by `layer_types`; without it, only layers with rotary embedding see just their own chunk."""
         size = self.attention_chunk_size
         types = self.types_of_layers("full_attention", "chunked_attention")
         if size is None and "chunked_attention" in types:

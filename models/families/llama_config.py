@@ -45,7 +45,7 @@ class _QwenFields(_LlamaLikeFields):
     max_window_layers: CountOrZero = 28
 
     def windows(self) -> tuple[int | None, ...]:
-        """Layer by layer as `layer_types` says; without it, sliding from layer `max_window_layers` on."""
+        """Each layer's window by `layer_types`; without it, sliding from layer `max_window_layers` on."""
         window = self.sliding_window if self.use_sliding_window else None
         types = self.types_of_layers("full_attention", "sliding_attention")
         if not types:

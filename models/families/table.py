@@ -23,8 +23,8 @@ class Family:
     Attributes:
         model: "module:class" of its `models.causal_lm.CausalLM`, imported on first use because reading a config must
             not import torch.
-        text_config: the language model's fields are in this table of config.json, as in models that also see.
-        overflows_float16: published weights bring the residual stream beyond float16's 65504, so outputs would be NaN.
+        text_config: table of config.json that holds the language model's fields, as in multimodal models.
+        overflows_float16: published weights exceed float16's 65504 in the residual stream, so outputs would be NaN.
     """
 
     read: Callable[[ConfigFile], ModelConfig]

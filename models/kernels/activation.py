@@ -1,4 +1,4 @@
-"""The activation of gated MLPs: f(gate) * up, with f(gate) rounded to the tensor's dtype as between two calls.
+"""The activation of gated MLPs: f(gate) * up, with f(gate) rounded to the tensor's dtype, as two calls would round it.
 
 The twins are in `models.layers`. Legend: T rows, I channels of the gate, and of the up after it.
 """

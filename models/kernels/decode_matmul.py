@@ -2,8 +2,8 @@
 and rounded once.
 
 A library starts its kernels one after the other, so memory idles between them and while each begins. Here each kernel
-is started while the one before it runs, brings its first weights to the L2 cache and only then waits for its input.
-The twin is `torch.nn.functional.linear`.
+starts while the previous one runs, loads its first weights into the L2 cache and only then waits for its input. The
+twin is `torch.nn.functional.linear`.
 
 Weight rows stand in the rows of a product and tokens in its columns: the tensor cores' rows come in 64s, their columns
 in 8s. A step is one block of a tile's channels. Legend: M tokens, N rows of the weight, K channels, P steps prefetched.
@@ -78,7 +78,7 @@ def choose(num_tokens: int, rows: int, channels: int, num_sms: int) -> Tile | No
 
 
 def _of_many_rows(num_tokens: int, tiles: int, num_sms: int) -> Tile:
-    """Tiles that fill the GPU, two or three to a multiprocessor. Nothing is prefetched: it would come too early."""
+    """Tiles that fill the GPU, two or three per multiprocessor. Prefetching is off, because it would be too early."""
     if num_tokens > 16:
         return Tile(32, 64, 128, num_warps=4, num_stages=4)
     # 384 tiles are faster three at a time, all at once: 50.8 us instead of 52.8.
@@ -95,17 +95,17 @@ def _of_few_rows(num_tokens: int, tiles: int, channels: int, num_sms: int) -> Ti
     is_short = num_bytes < _SHORT_BYTES
     if is_short and 4 * tiles > num_sms and (depth == 128 or splits == 1):
         return None
-    # One multiprocessor reads 30 bytes a nanosecond, so it takes all of them to use the memory's 4.2 TB/s.
+    # One multiprocessor reads 30 bytes per nanosecond, so the memory's 4.2 TB/s need all of them.
     if num_bytes > 2 * _SHORT_BYTES and splits * tiles < 0.9 * num_sms:
         return None
     if num_tokens > 16:
         return Tile(32, 64, 128, num_warps=4, num_stages=8, splits=splits, prefetched=4)
     if depth == 128:
         return Tile(16, 64, 128, num_warps=4, num_stages=10, prefetched=2)
-    # Memory idles during attention of few tokens, so the projection that follows may come to L2 as a whole: its 32 MiB
-    # fit into 50 MB. The keys and values of more tokens, 4 MB for 1024 of them, would evict it.
+    # Memory idles during attention of few tokens, so the next projection may be prefetched as a whole: its 32 MiB fit
+    # into L2's 50 MB. The keys and values of more tokens, 4 MB for 1024 of them, would evict it.
     whole = num_tokens <= 8 and num_bytes <= _SHORT_BYTES and steps // splits >= 8
-    # Few steps are all in flight at once anyway.
+    # So few steps are all in flight at once without prefetching.
     prefetched = 1 if steps // splits <= 5 else 8 if whole else 4
     return Tile(16, 64, 256, num_warps=4, num_stages=5, splits=splits, prefetched=prefetched)
 
@@ -226,7 +226,7 @@ def multiply_few_rows(
 
     Without `partial_ptr` it has all of them. With it, each of the tile's `splits` programs writes a partial sum, and
     the last one to arrive adds them up in the order of the programs.
-    PREFETCHED: number of steps whose weights go to the L2 cache before this program waits for the kernel before it.
+    PREFETCHED: number of steps whose weights go to the L2 cache before this program waits for the previous kernel.
     """
     tile, part = tl.program_id(0) // splits, tl.program_id(0) % splits
     first, stop = _share(part, tl.cdiv(num_channels, DEPTH), splits)
@@ -279,7 +279,7 @@ def _prefetch(
     DEPTH: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
-    """Brings the weights of a program's first steps to L2. Weights depend on no earlier kernel."""
+    """Loads the weights of a program's first steps into L2. Weights depend on no earlier kernel."""
     rows_N = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1)
     columns_P = tl.minimum(first + tl.arange(0, PREFETCHED), stop - 1) * DEPTH
     bytes_P = tl.minimum(num_channels - columns_P, DEPTH) * 2
@@ -296,7 +296,7 @@ def _prefetch(
 
 @triton.jit
 def _add_up(ptrs_NM, exists_NM, splits, INTERPRETED: tl.constexpr):
-    """A tile's partial sums, in the order of the programs."""
+    """Adds up a tile's partial sums, in the order of the programs."""
     SIZE: tl.constexpr = ptrs_NM.shape[0] * ptrs_NM.shape[1]
     sum_NM = tl.load(ptrs_NM, mask=exists_NM, other=0.0, cache_modifier=".cg")
     for some in range(1, bound(splits, INTERPRETED), _AT_ONCE):

@@ -46,7 +46,7 @@ def num_tiles_max(num_assignments: int, num_experts: int, tile_tokens: int) -> i
 
 
 def order_by_expert(experts_TK: Tensor, *, num_experts: int, tile_tokens: int) -> ExpertOrder:
-    """The order of the assignments. A single token's experts, which differ, need no sorting."""
+    """The order of the assignments. A single token's experts all differ and need no sorting."""
     if len(experts_TK) == 1:
         return ExpertOrder(None, experts_TK)
     return sort_assignments(experts_TK, num_experts=num_experts, tile_tokens=tile_tokens)
@@ -152,7 +152,7 @@ def _place(
 
 @triton.jit
 def _count_all(experts, num_assignments, first, EXPERTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """(assignments of each expert, those of them before `first`)"""
+    """(number of each expert's assignments, number of them before `first`)"""
     STEP: tl.constexpr = 1024
     totals_E = tl.zeros([EXPERTS], tl.int32)
     before_E = tl.zeros([EXPERTS], tl.int32)

@@ -2,8 +2,8 @@
 in float32, for the cores themselves keep too few bits of long sums.
 
 For few tokens the weights are the tall side of each tile and several programs share the channels; the last one to
-arrive adds up all partial sums, always in the same order. Programs do not overlap the kernel before them: they would
-wait on multiprocessors that it needs (measured, 1 to 5 us more). The twin is `models.quantization.fp8.multiply`.
+arrive adds up all partial sums, always in the same order. Programs do not overlap the previous kernel: they would wait
+on multiprocessors that it needs (1 to 5 us more, measured). The twin is `models.quantization.fp8.multiply`.
 
 Legend: T tokens, N output channels, K input channels, R C rows and columns of scales.
 """
@@ -113,7 +113,7 @@ def multiply(
         x_scale_TC: float32, one column or, where the weight has as many, one for every 128 channels; tokens adjacent in
             memory.
         batch_invariant: a token's bits do not depend on other tokens: the channels are never split.
-        tile, splits: None: those that are chosen for the shapes. Tests and measurements pass others.
+        tile, splits: None: chosen by the shapes. Tests and measurements pass others.
     """
     num_tokens, channels = x_TK.shape
     rows = weight.stored_NK.shape[0]

@@ -1,6 +1,6 @@
-"""Products of quantized activations with fp8 weights by torch's library: which weights it takes, the layout of scales,
-and from how many tokens on it is faster than `fp8_gemm`. It never waits for the device and can be captured, but a
-token's bits depend on the number of tokens.
+"""Products of quantized activations with fp8 weights by torch's library: the weights that it supports, its layout of
+scales, and the number of tokens from which it is faster than `fp8_gemm`. It never waits for the device and can be
+captured, but a token's bits depend on the number of tokens.
 
 Legend: P tokens and padding, N output channels, K input channels, C columns of scales.
 """
@@ -13,7 +13,7 @@ from models.quantization.config import FP8_BLOCK
 
 # With blocks, the number of tokens must be a multiple of this.
 TOKENS = 4
-# Both sizes of a weight must be. With blocks, a column of the weight's scales must be aligned so, too.
+# Both sizes of a weight must be multiples of this. With blocks, a column of the weight's scales must be one too.
 _ALIGNMENT = 16
 _ALIGNED_COLUMNS = _ALIGNMENT // 4
 # First CUDA version whose cuBLAS takes scales of blocks, on Hopper only.
@@ -28,7 +28,7 @@ _MANY_ROWS = 5120
 
 
 def takes(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether the library has this product, on a GPU that multiplies fp8."""
+    """Whether the library supports this product, on a GPU that multiplies fp8."""
     rows, channels = weight.stored_NK.shape
     if dtype is not torch.bfloat16 or rows % _ALIGNMENT or channels % _ALIGNMENT:
         return False

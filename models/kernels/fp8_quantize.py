@@ -1,5 +1,5 @@
-"""Activations in fp8, for products with fp8 weights: one scale per token, one for every 128 of its channels, or one
-for all from the checkpoint. A token's numbers depend on nothing else in the batch. The twin, for a CPU, is
+"""Quantizes activations to fp8, for products with fp8 weights: one scale per token, one for every 128 of its channels,
+or one for all from the checkpoint. A token's numbers depend on nothing else in the batch. The twin, for a CPU, is
 `models.quantization.fp8`.
 
 Legend: T tokens, P those and padding, K channels, C columns of scales.
@@ -26,7 +26,7 @@ def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False, multiple_of: in
     Args:
         x_TK: channels adjacent.
         power_of_two: scales are rounded up to powers of two.
-        multiple_of: tokens of zeros are added until P is one.
+        multiple_of: tokens of zeros are added until P is a multiple of this.
     """
     if not x_TK.is_cuda:
         return fp8.quantize_blocks(x_TK, power_of_two=power_of_two, multiple_of=multiple_of)

@@ -3,10 +3,10 @@
 The first product finds its rows of x through the order and applies the activation. The second one applies the routing
 weights and writes each assignment to a row of its own, and the third launch adds up a token's experts in the order of
 its choices. Shared experts, through which every token goes, may be part of the same launches: their rows follow those
-of the assignments. Tiles depend on shapes alone, which the host knows: what the router chose stays on the device.
+of the assignments. Tiles depend on shapes alone, which the host knows: the router's choice stays on the device.
 
 An expert's weights are read once per tile of its tokens, from memory the first time and then from L2. Few tokens per
-expert: small tiles, so that many programs stream weights at once; many: large ones, for the tensor cores.
+expert get small tiles, so that many programs stream weights at once; many tokens get large tiles, for the tensor cores.
 
 Legend: T token, D hidden channel, E expert, K chosen expert of a token, X shared expert, I intermediate channel, R row:
 T*K assignments and X*T shared ones, N output channel, C input channel.
@@ -122,7 +122,7 @@ _SINGLE_PRECISION = ExpertTiles(Tiles(16, 32, 32, 4, 2), Tiles(16, 32, 32, 4, 2)
 def tiles_for(
     *, num_assignments: int, num_experts: int, dtype: torch.dtype, fp8: bool, batch_invariant: bool
 ) -> ExpertTiles:
-    """The smallest tiles that hold an expert's tokens and a third more; some will have more than their share."""
+    """The smallest tiles that hold an expert's mean share of tokens and a third more, because shares are uneven."""
     if dtype == torch.float32:
         return _SINGLE_PRECISION
     table = _FP8 if fp8 else _HALF_PRECISION
@@ -319,7 +319,7 @@ def _launch_down(
 
 
 def _part(scales: Tensor | None, axis: int, size: int, *, halves: int = 1) -> int:
-    """How many channels share a scale."""
+    """The number of channels that share a scale."""
     return 128 if scales is not None and scales.shape[axis] > halves else size
 
 

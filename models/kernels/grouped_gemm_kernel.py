@@ -1,8 +1,8 @@
-"""The products of rows with the weights of their experts, as Triton kernels; `grouped_gemm` says what they are for.
+"""The products of rows with the weights of their experts, as Triton kernels, for `grouped_gemm`.
 
 Weights stand in the rows of a product and tokens in its columns: the tensor cores' rows come in 64s, their columns in
 8s, so an expert with few tokens costs hardly more than reading its weights. Shared experts, which have all tokens, need
-neither order nor routing: their programs come first and bring weights to L2 while the routing still runs. Legend:
+neither order nor routing: their programs come first and load weights into L2 while the routing still runs. Legend:
 M row of a tile (one assignment each, or a token), N output channel, K input channel, Q numbers of gate and up, P piece
 of a row.
 """
@@ -283,7 +283,7 @@ def _down(
     for start in range(0, IN, BLOCK_K):
         if x_map is None:
             x_KM = inputs(x_ptrs_M, exists_M, start, IN, BLOCK_K)
-        else:  # past the expert's places are the next expert's, whose products are not stored
+        else:  # past the expert's places come the next expert's, whose products are not stored
             x_KM = tl.trans(x_map.load([first_place, start]))
         down_NK = weight_tile(
             weights, weights_map, expert, first, start, stride_N, stride_K, OUT, IN, INPUTS_FIRST, BLOCK_N, BLOCK_K
@@ -366,7 +366,7 @@ def shared_tile(num_tokens, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(row_ptrs_N, channels: tl.constexpr, PREFETCHED: tl.constexpr):
-    """Brings PREFETCHED channels of rows, a power of two, to L2. Rows begin at multiples of 16 bytes and have a
+    """Loads PREFETCHED channels of rows, a power of two, into L2. Rows begin at multiples of 16 bytes and have a
     multiple of 16 bytes. Not for the interpreter."""
     PIECE: tl.constexpr = PREFETCHED if PREFETCHED < _PIECE else _PIECE
     columns_P = tl.minimum(tl.arange(0, PREFETCHED // PIECE), (channels - 1) // PIECE) * PIECE

@@ -1,13 +1,13 @@
-"""Products in which a row's result has the same bits whatever the other rows are, and however many.
+"""Products in which a row's result has the same bits for any other rows and any number of rows.
 
 On a GPU each number of the result is one sum over K in one float32 accumulator, in order. The tensor cores' instruction
-adds 16 products at a time (an fma of float32: one), and which ones does not depend on a tile's rows and columns. So the
-tile may depend on the number of rows, for fast reading at 1 row and fast arithmetic at 8192, as long as all tiles use
-one instruction: 64 rows of a warpgroup on Hopper, also for 1 row, and K is never split.
-`tests/gpu/test_batch_invariant.py` proves for every tile that the hardware does so. A CPU's library chooses its method
-by the number of rows, so rows go to it in blocks of a fixed number.
+adds 16 products at a time (an fma of float32: one), and the choice of these products does not depend on a tile's rows
+and columns. So the tile may depend on the number of rows, for fast reading at 1 row and fast arithmetic at 8192. All
+tiles must use one instruction: 64 rows of a warpgroup on Hopper, also for 1 row, and K is never split.
+`tests/gpu/test_batch_invariant.py` checks every tile on the hardware. A CPU's library chooses its method by the number
+of rows, so rows go to it in blocks of a fixed number.
 
-Legend: M rows, N columns, K what is summed over, H heads.
+Legend: M rows, N columns, K the summed axis, H heads.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ _WIDE = Tile(64, 128, 64, num_warps=4, num_stages=4)
 _LARGE = Tile(128, 256, 64, num_warps=8, num_stages=4)
 _SQUARE = Tile(128, 128, 64, num_warps=8, num_stages=4)
 TILES = (_NARROW, _HIGH, _WIDE, _LARGE, _SQUARE)
-# From this many rows on arithmetic takes most of the time, whatever the columns.
+# From this many rows on, arithmetic takes most of the time for any number of columns.
 _MANY_ROWS = 1024
 # For any strides and dtypes. Products of float32 are unrolled into registers, which spill unless tiles are small.
 _STRIDED = Tile(64, 64, 64, num_warps=4, num_stages=3)
@@ -92,10 +92,10 @@ def _multiply_in_blocks(x_HMK: Tensor, weight_HKN: Tensor, out_HMN: Tensor) -> N
         out_HMN[:, start:stop] = product_HMN[:, : stop - start]
 
 
-@lru_cache(maxsize=4096)  # microseconds of the host otherwise, for each product of each layer
+@lru_cache(maxsize=4096)  # otherwise microseconds of host time for each product of each layer
 def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
-    """The fastest tile on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest one of which every
-    multiprocessor gets at most one, else one that is wide enough to read the rows seldom."""
+    """The fastest tile on an H200 for the products of Llama 8B at 1 to 8192 rows: the smallest tile of which every
+    multiprocessor gets at most one, else a tile wide enough to reread the rows only a few times."""
 
     def count(tile: Tile) -> int:
         tiles: int = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
@@ -115,8 +115,8 @@ def choose_tile(num_rows: int, num_columns: int, *, num_sms: int) -> Tile:
 def multiply_in_tiles(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, tile: Tile | None = None
 ) -> None:
-    """Launches the kernel that reads whole tiles with the copy engine (TMA), or the one for any strides where the first
-    cannot, which depends on dtype and sizes alone."""
+    """Launches the kernel that reads whole tiles with the copy engine (TMA) where it can, else the kernel for any
+    strides. The choice depends on dtype and sizes alone."""
     if not _has_tiles(weight_NK):
         weight_HKN = weight_NK.t().unsqueeze(0)
         multiply_strided(x_MK.unsqueeze(0), weight_HKN, bias_N, out_MN.unsqueeze(0))

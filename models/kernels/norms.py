@@ -81,7 +81,7 @@ def _norm(
     row = tl.program_id(0).to(tl.int64)
     channels_D = tl.arange(0, BLOCK)
     mask_D = channels_D < SIZE
-    # All loads first: few rows then wait for memory once, which is most of their time.
+    # All loads come first: few rows spend most of their time waiting for memory, and so wait only once.
     weight_D = tl.load(weight_ptr + channels_D, mask=mask_D, other=0.0)
     if update_weight_ptr is not None:
         update_weight_D = tl.load(update_weight_ptr + channels_D, mask=mask_D, other=0.0)

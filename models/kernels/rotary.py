@@ -1,4 +1,4 @@
-"""Angles of a batch's positions. The twin is in `models.rotary`. Legend: T tokens, P pairs of channels."""
+"""Computes the angles of a batch's positions. The twin is in `models.rotary`. Legend: T tokens, P pairs of channels."""
 
 import torch
 import triton

@@ -26,7 +26,7 @@ class Choice:
     """How experts are chosen by their scores.
 
     Attributes:
-        by_logits: experts are ranked by logits, which scores rise with; only where scores are not corrected.
+        by_logits: experts are ranked by logits, because scores rise with logits; only where scores are not corrected.
         groups_by_two: groups are ranked by the sum of their two best experts, else by the best one.
     """
 
@@ -170,8 +170,9 @@ def _logits(
 
 @triton.jit
 def _add_product(logits_TE, rest_TE, x_TD, weight_DE, INTERPRETED: tl.constexpr):
-    """bfloat16 holds x exactly, and three bfloat16 numbers hold a float32 weight: three products on the tensor cores.
-    These round every sum towards zero, so the small products are summed apart, where they lose hardly anything."""
+    """Adds a product in float32 precision as three products on the tensor cores: bfloat16 holds x exactly, and three
+    bfloat16 numbers hold a float32 weight. The cores round every sum towards zero, so the small products are summed
+    separately, where they lose hardly anything."""
     if x_TD.dtype == tl.bfloat16 and not INTERPRETED:
         high_DE = weight_DE.to(tl.bfloat16)
         below_DE = weight_DE - high_DE.to(tl.float32)
@@ -208,8 +209,8 @@ def _choose(
     NORMALIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token. Chosen experts and padding rank -inf. So does NaN: it must not give the number of an expert that does
-    not exist."""
+    """Chooses one token's experts. Chosen experts and padding rank -inf, and so does NaN, which could otherwise give
+    the number of an expert that does not exist."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     token = tl.program_id(0).to(tl.int64)

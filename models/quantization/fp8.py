@@ -35,7 +35,7 @@ def quantize_blocks(x_TK: Tensor, *, power_of_two: bool = False, multiple_of: in
     """(e4m3 [P, K], scales [P, C] float32 with tokens adjacent): one scale for every 128 channels of a token.
 
     Args:
-        multiple_of: tokens of zeros are added until P is one.
+        multiple_of: tokens of zeros are added until P is a multiple of this.
     """
     tokens, channels = x_TK.shape
     columns, padded = -(-channels // FP8_BLOCK), -(-tokens // multiple_of) * multiple_of

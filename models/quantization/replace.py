@@ -62,7 +62,7 @@ def quantize(model: CausalLM, config: ModelConfig, checkpoint_name: CheckpointNa
         checkpoint_name: maps a module's path to its name in checkpoints.
 
     Raises:
-        ConfigError: the quantization covers a part of a fused layer, or experts in a way that we do not compute.
+        ConfigError: the quantization covers only part of a fused layer, or covers experts in an unsupported way.
     """
     quantization = config.quantization
     assert quantization is not None
@@ -96,7 +96,7 @@ def _covers(quantization: Fp8Config, module: Linear, name: str) -> bool:
     if len(set(covered.values())) > 1:
         left_out = [name for name, is_covered in covered.items() if not is_covered]
         raise _refuse(
-            f"{', '.join(left_out)} is left out of the quantization, and {', '.join(covered.keys() - left_out)} is not",
+            f"{', '.join(left_out)} is left out of the quantization, but {', '.join(covered.keys() - left_out)} is not",
             allowed="layers that read the same input are quantized together, or left out together",
         )
     return all(covered.values())
@@ -192,12 +192,15 @@ def finish_quantized(model: CausalLM, views: Mapping[str, Tensor]) -> None:
                 on_device = getattr(module, name).to(module.gate_up_proj.device)
                 setattr(module, name, nn.Parameter(on_device, requires_grad=False))
     for module in model.modules():
-        # MLA absorbs its parts into queries and outputs, in the model's dtype.
+        # MLA absorbs parts of this layer into queries and outputs, in the model's dtype.
         if isinstance(module, MLAAttention) and isinstance(module.kv_b_proj, Fp8Linear):
             module.kv_b_proj.dequantize_()
 
 
-def _refuse(what: str, *, allowed: str) -> ConfigError:
+def _refuse(problem: str, *, allowed: str) -> ConfigError:
     return ConfigError(
-        what, field="quantization_config", allowed=(allowed,), cure="take the checkpoint in bfloat16, or another in fp8"
+        problem,
+        field="quantization_config",
+        allowed=(allowed,),
+        cure="take the checkpoint in bfloat16, or another in fp8",
     )

@@ -169,5 +169,5 @@ def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, S
         raise _damaged(path, "has a header that does not follow the safetensors format") from error
 
 
-def _damaged(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"{path} {what}", field="model", value=str(path), cure="download the checkpoint again")
+def _damaged(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{path} {problem}", field="model", value=str(path), cure="download the checkpoint again")

@@ -55,7 +55,7 @@ def scale_views(
 
 
 def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors that a model needs whose cache keeps KV as computed."""
+    """The tensors without scales, for a model whose cache stores KV as computed."""
     return {name: tensor for name, tensor in stored.items() if not _SCALE.search(name)}
 
 

@@ -66,7 +66,7 @@ def load_model(
         kv_dtype: of the cache; "" means `dtype`. An fp8 cache takes the checkpoint's scales, or 1 where it has none.
         load_format: "safetensors" reads `directory`; "dummy" draws the same weights in every process on the same
             kind of device, and each rank keeps its part of them.
-        batch_invariant: a token's results have the same bits whatever else is in its batch.
+        batch_invariant: a token's results have the same bits in any batch.
         progress: called repeatedly with the bytes read so far and the bytes in all.
 
     Raises:

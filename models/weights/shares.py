@@ -1,4 +1,4 @@
-"""Which part of each of a checkpoint's tensors one rank holds: one table for all families.
+"""The part of each checkpoint tensor that one rank holds: one table for all families.
 
 Names are as in checkpoints, or paths of our modules for families with another prefix there. A tensor that is not in the
 table is whole on every rank. Where ranks' results are summed, the first rank holds the bias and the others have zeros.
@@ -88,18 +88,18 @@ def _table(config: ModelConfig, parallel: TensorParallel) -> Iterator[tuple[str,
         part = channels(config.moe.intermediate_size, parallel, block=block)
         yield from _experts_in_one(config.moe, part, of_first)
     if isinstance(config.switches, Phi3SmallSwitches):
-        for what in ("weight", "bias"):
-            yield f"mlp.up_proj.{what}", _by_turns(part_of(config.intermediate_size))
+        for parameter in ("weight", "bias"):
+            yield f"mlp.up_proj.{parameter}", _by_turns(part_of(config.intermediate_size))
 
 
 def _grouped_attention(gqa: GQAConfig, of_first: Share, parallel: TensorParallel) -> Iterator[tuple[str, Share]]:
     heads, sharing = query_heads(gqa.num_heads, parallel), kv_heads(gqa.num_kv_heads, parallel)
     queries = Share(0, gqa.num_heads * gqa.head_dim, (_times(heads, gqa.head_dim),))
     keys = Share(0, gqa.num_kv_heads * gqa.head_dim, (_times(sharing, gqa.head_dim),))
-    for what in ("weight", "bias"):
-        yield f"self_attn.q_proj.{what}", queries
-        yield f"self_attn.k_proj.{what}", keys
-        yield f"self_attn.v_proj.{what}", keys
+    for parameter in ("weight", "bias"):
+        yield f"self_attn.q_proj.{parameter}", queries
+        yield f"self_attn.k_proj.{parameter}", keys
+        yield f"self_attn.v_proj.{parameter}", keys
     yield "self_attn.o_proj.weight", _as_inputs(queries)
     yield "self_attn.o_proj.bias", of_first
     yield "self_attn.sinks", Share(0, gqa.num_heads, (heads,))
@@ -136,18 +136,18 @@ def _latent_attention(mla: MLAConfig, parallel: TensorParallel) -> Iterator[tupl
     yield "self_attn.o_proj.weight", _as_inputs(of_heads(mla.v_head_dim))
 
 
-def _mlp(where: str, part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
-    for what in ("weight", "bias"):
-        yield f"{where}.gate_proj.{what}", part
-        yield f"{where}.up_proj.{what}", part
-    yield f"{where}.down_proj.weight", _as_inputs(part)
-    yield f"{where}.down_proj.bias", of_first
+def _mlp(prefix: str, part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
+    for parameter in ("weight", "bias"):
+        yield f"{prefix}.gate_proj.{parameter}", part
+        yield f"{prefix}.up_proj.{parameter}", part
+    yield f"{prefix}.down_proj.weight", _as_inputs(part)
+    yield f"{prefix}.down_proj.bias", of_first
 
 
 def _plain_mlp(part: Share, of_first: Share) -> Iterator[tuple[str, Share]]:
     """An MLP of two layers."""
-    for what in ("weight", "bias"):
-        yield f"mlp.dense_h_to_4h.{what}", part
+    for parameter in ("weight", "bias"):
+        yield f"mlp.dense_h_to_4h.{parameter}", part
     yield "mlp.dense_4h_to_h.weight", _as_inputs(part)
     yield "mlp.dense_4h_to_h.bias", of_first
 

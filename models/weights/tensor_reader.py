@@ -223,7 +223,7 @@ class _Slot:
 
 
 class _PinnedRing:
-    """Two buffers from which a GPU copies while the host goes on, and the stream of these copies."""
+    """Two buffers from which a GPU copies while the host continues, and the stream of these copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

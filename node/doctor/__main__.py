@@ -1,4 +1,4 @@
-"""All checks in turn, each printed as soon as it is known. Exit code 1 when one of them failed."""
+"""Runs all checks in turn and prints each verdict at once. Exit code 1 when a check failed."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""What makes a link faster, depending on what carries its bytes."""
+"""Cures for a slow link, by the carrier of its bytes."""
 
 THROUGH_HOST = " through host memory"
 

@@ -51,13 +51,13 @@ def check_link(devices: tuple[str, str], *, floor_gigabytes_per_s: float) -> Ver
         return fail(check, f"{type(error).__name__}: {error}", _NO_CURE)
     found = f"{link.carrier}, {link.gigabytes_per_s:.1f} GB/s, {link.round_trip_us:.0f} us there and back"
     if link.gigabytes_per_s < floor_gigabytes_per_s:
-        return fail(check, f"{found}; wanted are {floor_gigabytes_per_s:g} GB/s", cure_for(link.carrier))
+        return fail(check, f"{found}; at least {floor_gigabytes_per_s:g} GB/s is required", cure_for(link.carrier))
     return ok(check, found)
 
 
 def measure(devices: tuple[str, str]) -> Link:
     """Raises:
-    RuntimeError: bytes returned changed, or not in time.
+    RuntimeError: bytes came back changed, or too late.
     """
     with _echo(devices[1]) as connection:
         transport = open_as_a_node(devices[0])
@@ -76,7 +76,7 @@ def measure(devices: tuple[str, str]) -> Link:
 
 
 def open_as_a_node(device: str) -> Transport:
-    """Opens UCX as a node does: its GPU is current, with a context, before."""
+    """Opens UCX as a node does: after its GPU has been made current and has a context."""
     on_gpu = device != "cpu"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -93,7 +93,7 @@ def where_messages_lie(transport: Transport, device: str) -> tuple[str, str]:
 
 
 def _ready(message: Tensor) -> Tensor:
-    """UCX is not ordered after torch's stream, so whatever fills the memory must have ended."""
+    """The message, once its content is written: UCX is not ordered after torch's stream."""
     if message.is_cuda:
         torch.cuda.synchronize(message.device)
     return message

@@ -52,12 +52,12 @@ def read_host() -> Host:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the node to be started will need.
+    """Requirements of the node that will run here.
 
     Attributes:
         pairs: number of peers.
-        cache_bytes: of a cache in main memory; 0 for a cache on a GPU.
-        staging_bytes: of both directions together.
+        cache_bytes: size of a cache in main memory; 0 for a cache on a GPU.
+        staging_bytes: size of both directions together.
     """
 
     pairs: int = 8
@@ -77,7 +77,7 @@ def check_machine(wanted: Wanted, host: Host, root: Path = Path("/")) -> Iterato
 def _shared_memory(wanted: Wanted, mount: Path) -> Verdict:
     check = "/dev/shm"
     if not mount.is_dir():
-        return fail(check, "not there", "mount a tmpfs there; in a pod, an emptyDir with medium: Memory")
+        return fail(check, "missing", "mount a tmpfs there; in a pod, an emptyDir with medium: Memory")
     free, needed = shutil.disk_usage(mount).free, wanted.pairs * _SHM_PER_PAIR_BYTES
     found = f"{free / MIB:.0f} MiB free, {wanted.pairs} pairs need {needed / MIB:.0f}"
     if free < needed:

@@ -1,8 +1,8 @@
-"""Calls and answers between the processes of one node, on event loops: pickles after their length, over a socketpair.
+"""Calls and answers between the processes of one node, on event loops: length-prefixed pickles over a socketpair.
 
-An event loop must not block on a rank that is stopped, and a `multiprocessing.connection.Connection` only blocks; so
-steps, whose ends may block, use a `Connection` (as quick: 18-40 us for a round trip of 300 bytes to 60 kB), and calls
-use this. When a process ends, its peer reads the end of the file. Pickles are safe: nobody else has these sockets.
+An event loop must not block on a stopped rank, and a `multiprocessing.connection.Connection` has only blocking calls.
+So steps, whose ends may block, use a `Connection` (as fast: 18-40 us for a round trip of 300 bytes to 60 kB), and calls
+use this channel. When a process ends, its peer reads end of file. Pickles are safe: no other process has these sockets.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class Channel:
 
     @classmethod
     async def over(cls, end: socket.socket) -> Self:
-        """Takes a socket over."""
+        """Makes a channel over a socket, which it then owns."""
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     def send(self, message: object) -> None:

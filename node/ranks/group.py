@@ -26,7 +26,7 @@ from node.ranks.messages import Setup
 log = logging.getLogger("baton")
 
 _END_TIMEOUT_S = 5.0
-# A rank's connections break up to this long before its end is seen.
+# A rank's connections break up to this long before the parent sees that its process has ended.
 _EXPLAINED_S = 0.5
 # While ranks load, all of them find the same fault: this process gets that long to log it itself.
 _OWN_FAULT_S = 2.0
@@ -63,7 +63,7 @@ class RankGroup:
             threading.Thread(target=self._watch, args=(worker,), name=f"rank-{worker.rank}", daemon=True).start()
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        """From now on the first failure calls back, on any thread, and no longer ends the process."""
+        """Sets who gets the first failure, on any thread; from now on it no longer ends the process."""
         with self._lock:
             self._on_failure = callback
             failure = self._failure
@@ -71,7 +71,7 @@ class RankGroup:
             callback(failure)
 
     def fail(self, reason: str) -> None:
-        """The node cannot go on. The first call counts; may be called on any thread."""
+        """Ends the node, which cannot go on, for this reason. Only the first call counts; any thread may call it."""
         with self._lock:
             if self._ending or self._failure is not None:
                 return
@@ -86,7 +86,7 @@ class RankGroup:
             self.abandon(reason)
 
     def fail_unless_explained(self, reason: str) -> None:
-        """As `fail`, unless a rank's end, noticed shortly after, is the reason."""
+        """As `fail`, unless a rank's end is noticed shortly after: then that is the reason."""
         if not self._failed.wait(_EXPLAINED_S):
             self.fail(reason)
 
@@ -95,7 +95,7 @@ class RankGroup:
         return self._failure if self._failed.wait(_EXPLAINED_S) else None
 
     def abandon(self, reason: str) -> None:
-        """Logs the reason and ends this process and all ranks at once: threads may wait for a GPU for ever."""
+        """Logs the reason and ends this process and all ranks at once: threads may wait for a GPU forever."""
         log.error("%s", reason)
         self._kill()
         self._remove_directory()
@@ -171,7 +171,7 @@ class RankGroup:
 
 @contextmanager
 def start_ranks(settings: NodeSettings, program: str) -> Iterator[RankGroup]:
-    """Starts the ranks above 0 as child processes, none for a node of one rank. They load their parts of the model
+    """Starts the ranks above 0 as child processes; a node of one rank has none. They load their parts of the model
     while the caller loads its own. They end with this context, and with this process, however it ends."""
     group = RankGroup(settings, program)
     try:

@@ -12,16 +12,16 @@ from baton.config import use_loopback_for_gloo
 from baton.errors import ConfigError
 from models.parallel import TensorParallel
 
-# Ranks that read a checkpoint at their own pace wait for each other that long. The death of one ends the wait at once.
+# Ranks read a checkpoint at their own pace and wait this long for each other. The end of one ends the wait at once.
 _TIMEOUT = timedelta(minutes=20)
 
 
 def join(rank: int, size: int, *, store: Path, device: str) -> TensorParallel:
-    """Meets the other ranks; NCCL where they have GPUs, else gloo, over this machine's loopback.
+    """Joins the other ranks: over NCCL where they have GPUs, else over gloo on this machine's loopback device.
 
     Args:
         store: a file that all ranks see and that no other group has used.
-        device: the node's setting; each rank takes another GPU.
+        device: the node's setting; each rank takes a GPU of its own.
     """
     place = torch.device(rank_device(device, rank))
     on_gpu = place.type == "cuda"
@@ -41,7 +41,7 @@ def join(rank: int, size: int, *, store: Path, device: str) -> TensorParallel:
 
 
 def leave() -> None:
-    """Leaves the group, if there is one: the last thing that a rank does."""
+    """Leaves the group, if there is one. A rank calls this last."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "gloo":

@@ -21,7 +21,7 @@ class Setup:
     Attributes:
         program: the node's, for log lines.
         store: a file in which the ranks find each other.
-        leader: the process that must outlive the rank.
+        leader: id of rank 0's process; the rank ends with it.
     """
 
     settings: NodeSettings
@@ -124,7 +124,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody waits any more for the call of that number."""
+    """The caller of that number no longer waits."""
 
     number: int
 
@@ -148,7 +148,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent once a second: the rank's counters, and where its transfer thread is stuck if it is."""
+    """Sent once a second: the rank's counters and, if its transfer thread is stuck, the thread's stack."""
 
     counters: TransferCounters
     stuck: str

@@ -43,8 +43,8 @@ _CLOSE_TIMEOUT_S = 5.0
 class RemoteTransfer(RankTransfer):
     """The verbs of `RankTransfer`, performed by another process.
 
-    A call to a rank that is gone raises `Draining`; closing a lease, quiet and disconnect succeed then, because such a
-    rank reads and writes nothing any more.
+    Calls to a rank that is gone raise `Draining`, except closing a lease, quiet and disconnect: these succeed, because
+    such a rank no longer reads or writes anything.
 
     Args:
         calls: the socket to that rank, which this object closes.

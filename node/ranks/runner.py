@@ -45,7 +45,7 @@ class RankedRunner:
     def _fail(self, error: Exception) -> NoReturn:
         self._on_failure(f"an engine step failed: {type(error).__name__}: {error}")
         threading.Event().wait()
-        raise AssertionError("nobody sets that event")
+        raise AssertionError("the event is never set")
 
 
 class RankedStep:

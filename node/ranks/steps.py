@@ -36,7 +36,7 @@ def follow(steps: Connection, runner: ModelRunner) -> None:
     """Performs rank 0's steps until rank 0 closes the connection or is gone. All ranks sample the same tokens, so
     nothing is sent back.
 
-    Raises whatever a step raises: the ranks are not in step any more then.
+    Raises a step's error: after that the ranks are out of step.
     """
     reader = BatchReader()
     launched: deque[LaunchedStep] = deque()

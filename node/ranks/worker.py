@@ -29,7 +29,7 @@ from node.ranks.steps import follow
 log = logging.getLogger("baton")
 
 _PR_SET_PDEATHSIG = 1
-# Rank 0 most likely finds the same fault, logs it, and ends this process before it logs it again.
+# Rank 0 most likely finds the same fault. It gets this long to log it and end this process, so it is logged once.
 _LEADER_FIRST_S = 1.0
 
 
@@ -76,7 +76,7 @@ def _end_with(leader: int) -> None:
 
 
 def _exit(code: int) -> None:
-    """At once: other threads may wait for a GPU that waits for a rank that is gone."""
+    """Exits without cleanup: other threads may wait for a GPU that waits for a rank that is gone."""
     logging.shutdown()
     os._exit(code)
 

@@ -4,7 +4,7 @@ Legend: R requests, H query heads, G query heads of a kv head, N keys of
 a tile, D channels, P pieces.
 
 One program takes all query heads of one kv head, which share the local blocks, over a piece of the blocks that any of
-them sees. Their stripes differ: G heads that slide by `step` have `turns` different ones, and block number b of these
+them sees. Their stripes differ: G heads that slide by `step` have `turns` different sets of stripes, and stripe block b
 belongs to the heads g with g % turns == b % turns. Each piece leaves a partial result; a second kernel merges them.
 """
 
@@ -31,7 +31,7 @@ _GOOD_FILLING = 0.9
 
 @dataclass(frozen=True)
 class DecodePartials:
-    """Memory for the pieces' results, shared by all layers and batches: of one stream at a time.
+    """Memory for the pieces' results, shared by all layers and batches; used by one stream at a time.
 
     Attributes:
         out: [P, H, D] float32, normalised.
@@ -54,12 +54,12 @@ def new_decode_partials(
 
 
 def decode_pieces(*, num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
-    """Into how many pieces the keys of each request are cut: the fewest with which the programs, as many at a time as
-    the GPU holds, leave next to none of it idle at the end; else as many as it holds at once.
+    """The number of pieces that each request's keys are cut into: the smallest number with which the last wave of
+    programs leaves almost none of the GPU idle; otherwise as many as fit on the GPU at once.
 
-    A function of the batch's size alone, so that a captured CUDA graph may keep it. H200, 32/8 heads, 8192 keys, in us
-    as chosen and in the next best of 1 to 12 pieces: 12 requests 75 and 78, 16: 93 and 96, 32: 169 and 173, 40: 213
-    and 219, 56: 288 and 288, 96: 450 and 460.
+    It depends on the batch's size alone, so that a captured CUDA graph may keep it. H200, 32/8 heads, 8192 keys, in us
+    with this number and with the next best of 1 to 12 pieces: 12 requests 75 and 78, 16: 93 and 96, 32: 169 and 173,
+    40: 213 and 219, 56: 288 and 288, 96: 450 and 460.
     """
     room, programs = _PROGRAMS_PER_SM * num_sms, num_reqs * num_kv_heads
     for pieces in range(1, min(_MAX_PIECES, _MAX_WAVES * room // programs) + 1):
@@ -89,7 +89,7 @@ def blocksparse_decode(
 
     Args:
         kv_layer: [2, B, N, H, D], any strides but a last one of 1; may be fp8.
-        pieces: of each request; all together at most as many as `partials` has room for.
+        pieces: of each request; `partials` must have room for the pieces of all requests.
         params: None attends to all blocks.
         k_scale, v_scale: of an fp8 cache; None: 1.
     """
@@ -225,7 +225,7 @@ def _decode_kernel(
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr)
 
-    # Stripes before local_start, one for each turn in each period, then all blocks from there on.
+    # First the stripes before local_start, one for each turn in each period, then all blocks from local_start on.
     last_block = tl.maximum(seq_len - 1, 0) // SPARSE_BLOCK
     local_start = tl.maximum(last_block - tl.maximum(local_blocks, 1) + 1, 0)
     offset = (first_offset + kv_head * GROUP // HEADS_PER_OFFSET) * step
@@ -262,7 +262,7 @@ def _decode_kernel(
         weights, shrink, m, total = soften(scores, scale, m, total)
         acc = dot(weights.to(q.dtype), v, acc * shrink[:, None], INTERPRETED)
 
-    acc /= tl.where(total == 0.0, 1.0, total)[:, None]  # 0 where there was nothing to see
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]  # 0 where no key was seen
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr)
     if SPLIT:

@@ -1,8 +1,8 @@
 """Block-sparse attention of prompts on Hopper: a warp that loads, two warpgroups that multiply.
 
-Does what `attention.kernels.blocksparse.prefill` does, in the same order, for 16-bit keys and values. Programs stay on
-their multiprocessor and take one tile of queries after another, so that the loading warp is ahead with the next tile's
-keys while the last one's results are written: with few blocks to a tile, that is what costs most. Legend as there.
+Computes what `attention.kernels.blocksparse.prefill` computes, in the same order, for 16-bit keys and values. Programs
+stay on their multiprocessor and take one tile of queries after another, so the loading warp fetches the next tile's
+keys while the last tile's results are written: with few blocks per tile, writing costs most. The legend is the same.
 H200, 8192 tokens, 32/8 heads of 128, block size 64, from the cache: 402 us here and 572 there with 16 local blocks and
 a stride of 8, 195 and 249 with 4 and 16, 1415 and 1663 with all blocks; from the prompt's own keys 393 and 408.
 """
@@ -28,10 +28,10 @@ _BLOCK_N = 64
 _STAGES = 4
 _CONSUMER_REGISTERS = 232
 _LOADER_REGISTERS = 40
-# Requests that are looked at together in search of a tile's own.
+# Requests that one step of the search for a tile's request compares.
 _SEARCHED = 128
 _HEAD_SIZES = (64, 128)
-# Rows that are copied together.
+# Rows in one copy.
 _PIECES = (16, 32, 64, 128)
 
 
@@ -50,10 +50,11 @@ def launch(
     block_n: int = _BLOCK_N,
     stages: int = _STAGES,
 ) -> bool:
-    """False, and nothing is done, unless heads have 64 or 128 channels of 16 bits, in rows for the bulk copy engine.
+    """Launches the kernel. Does nothing and returns False unless heads have 64 or 128 channels of 16 bits, in rows that
+    the bulk copy engine can read.
 
     Args:
-        block_table: None reads the keys of the only block from the row of a request's first query on.
+        block_table: None: all keys are in one block, each request's from the row of its first query on.
     """
     num_tokens, num_heads, head_size = q_THD.shape
     block_size, num_kv_heads = k_BNHD.shape[1:3]
@@ -71,7 +72,7 @@ def launch(
         return False
     dtype = gl.bfloat16 if q_THD.dtype == torch.bfloat16 else gl.float16
     num_reqs = seq_lens.shape[0]
-    # One more than a request's tokens need, and one because its first tile need not begin with its first token.
+    # Two more tiles than full ones: a request's last may be partial, and its first need not begin with its first token.
     num_tiles = num_tokens // 128 + 2 * num_reqs
 
     def descriptor(rows: TmaRows) -> TensorDescriptor:
@@ -210,8 +211,8 @@ def _attend_kernel(
 
 @gluon.jit
 def _find_tile(item, query_start_ptr, seq_lens_ptr, num_reqs, num_tiles, num_heads, SEARCHED: gl.constexpr):
-    """The head and the 128 positions of an item: all heads of a tile together, the last tiles first. A tile before the
-    first request, where `query_start_ptr` does not begin with 0, has no positions that exist."""
+    """The head and the 128 positions of an item. Items go through all heads of a tile, the last tiles first. A tile
+    before the first request, where `query_start_ptr` does not begin with 0, has no valid positions."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tile = num_tiles - 1 - item // num_heads
     before = 0
@@ -329,7 +330,7 @@ def _attend_rows(
             new_weights, shrink, m, total = _soften(scores, scale, m, total)
             weights = gl.convert_layout(new_weights.to(dtype), operand)
             for index in range(1, last + 1):
-                # The softmax of this tile runs alongside the product of the tile before with its values.
+                # This tile's softmax overlaps the previous tile's product with its values.
                 last_buffer = count % STAGES
                 last_phase = (count // STAGES) & 1
                 count += 1
@@ -362,7 +363,7 @@ def _attend_rows(
             count += 1
 
             acc *= gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), per_row_d)[:, None]
-            # Through the queries' memory, for stores of 16 bytes.
+            # The result passes through the queries' memory, for stores of 16 bytes.
             tile_q.store(acc.to(dtype))
             out_places = tokens[:, None] * out_stride_t + head * out_stride_h + channels[None, :]
             gl.store(out_ptr + out_places, tile_q.load(copies), mask=is_query[:, None])
@@ -370,7 +371,7 @@ def _attend_rows(
 
 @gluon.jit
 def _zero_rows(tile, valid):
-    """Clears what lies past the last key: a weight of 0 times NaN would be NaN."""
+    """Clears the rows past the last key: a weight of 0 times NaN would be NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     BLOCK_N: gl.constexpr = tile.shape[0]
     HEAD_SIZE: gl.constexpr = tile.shape[1]
@@ -383,7 +384,7 @@ def _zero_rows(tile, valid):
 @gluon.jit
 def _soften(scores, scale, m, total):
     m_new = gl.maximum(m, gl.max(scores, 1) * scale)
-    # A query that has seen nothing yet: any finite maximum gives it weights of 0.
+    # For a query that has seen no key yet, any finite maximum gives weights of 0.
     m_finite = gl.where(m_new == -float("inf"), 0.0, m_new)
     weights = gl.exp2(scores * scale - m_finite[:, None])
     shrink = gl.exp2(m - m_finite)
@@ -404,7 +405,7 @@ def _mask(
     SPARSE_BLOCK: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Hides what these queries do not see, where there is any such key in the tile."""
+    """Hides the keys that these queries do not see, if the tile has any."""
     first_stripe, num_stripes, vert_stride, local_start = order
     BLOCK_N: gl.constexpr = scores.shape[1]
     start = index * BLOCK_N
@@ -438,7 +439,7 @@ def _load_tile(
     SPARSE_BLOCK: gl.constexpr,
     PIECE: gl.constexpr,
 ):
-    """Brings one tile of keys or values, piece by piece; past the last key it reads any of the request's blocks."""
+    """Loads one tile of keys or values, piece by piece; past the last key it reads any of the request's blocks."""
     first_stripe, num_stripes, vert_stride, local_start = order
     row_b, row_h, col_h = strides
     PIECES: gl.constexpr = tile.shape[0] // PIECE

@@ -1,4 +1,4 @@
-"""What the block-sparse kernels of prompts and of decodes share: products, reading rows, a step of the softmax.
+"""Parts that the block-sparse kernels of prompts and of decodes share: products, loading rows, a softmax step.
 
 Legend: M queries of a tile, N keys of a tile, D channels.
 """
@@ -11,7 +11,7 @@ from tritonlib.fp8 import from_fp8
 
 @triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """Exact to float32 where the operands are."""
+    """A product that is exact to float32 where the operands are float32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc, input_precision="tf32x3")
@@ -26,7 +26,7 @@ def cached_rows(base, positions, pages_ptr, stride_block, stride_token, CACHE_BL
 
 @triton.jit
 def load_rows(rows, channels, wanted, HEAD_SIZE: tl.constexpr, dtype, FP8: tl.constexpr, INTERPRETED: tl.constexpr):
-    """[N, D] of the rows that are wanted (None: all), else 0, as operands of a product."""
+    """[N, D] with the wanted rows (None: all) and zeros for the others, as operands of a product."""
     pointers = rows + channels[None, :]
     if wanted is not None:
         stored = tl.load(pointers, mask=wanted[:, None] & (channels < HEAD_SIZE)[None, :], other=0.0)
@@ -39,9 +39,9 @@ def load_rows(rows, channels, wanted, HEAD_SIZE: tl.constexpr, dtype, FP8: tl.co
 
 @triton.jit
 def soften(scores, scale, m, total):
-    """One step of a softmax in base 2: the weights, what earlier results shrink by, the new maximum and total."""
+    """One step of a softmax in base 2: the weights, the factor for earlier results, the new maximum and total."""
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-    # A query that has seen nothing yet: any finite maximum gives it weights of 0.
+    # For a query that has seen no key yet, any finite maximum gives weights of 0.
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weights = tl.exp2(scores * scale - m_finite[:, None])
     shrink = tl.exp2(m - m_finite)

@@ -8,7 +8,7 @@ LOG2E = 1.4426950408889634
 # Stands for "all of them" where every block is local: no sequence has more.
 _ALL_BLOCKS = 2**30
 _DENSE_BLOCK_SIZE = 64
-# Of a pattern; larger ones would not fit a tile, and the block size of the cache is independent of them.
+# Largest block of a pattern: larger blocks would not fit a tile. The cache's block size is independent of it.
 SPARSE_BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -26,7 +26,7 @@ class KernelPattern:
 
 
 def kernel_pattern(params: BlocksparseParams | None) -> KernelPattern:
-    """None: a dense layer, all of whose blocks are local."""
+    """The pattern in kernel form. None is a dense layer: all its blocks are local."""
     if params is None:
         return KernelPattern(_DENSE_BLOCK_SIZE, _ALL_BLOCKS, vert_stride=1, step=0, first_offset=0, heads_per_offset=1)
     step, group = params.head_sliding_step, params.num_heads // params.num_kv_heads

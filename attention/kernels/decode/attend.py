@@ -1,6 +1,6 @@
-"""Few queries per request over the paged cache: keys are split among workers by the plan, then results merged.
+"""Attention of few queries per request over the paged cache: a plan splits keys among workers, a kernel merges results.
 
-Bound by reading the cache: the query heads of a kv head share its keys, padded to the 16 rows of a tensor core's
+Reading the cache is the bound. The query heads of a kv head share its keys, padded to the 16 rows of a tensor core's
 product, while the loads of the next tiles are in flight.
 Legend: R requests, H query heads, G query heads per kv head, N keys of a tile, D channels, L lines of L2.
 """
@@ -15,7 +15,7 @@ from tritonlib.launch import await_predecessors, bound, interpreted, overlap, pr
 from tritonlib.math import tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Rows, a query head each, of one program: more would not fit into its registers. Larger groups read keys again.
+# Rows of one program, one per query head: more would not fit into its registers. Larger groups read keys again.
 MAX_ROWS = 64
 # Prefetched while the previous kernel still runs: as many tiles as the loop over them has in flight.
 _TILES_AHEAD = tl.constexpr(2)
@@ -39,15 +39,15 @@ def decode_attention(
     out: Tensor,
     lse_HR: Tensor | None = None,
 ) -> None:
-    """Attends with the last token of each request to what the plan's window and chunk size let it see.
+    """Attends with the last token of each request to the keys in the plan's window and chunk.
 
-    A request of length 0 is padding: its output is 0, its log-sum-exp that of no keys, and nothing is read for it.
+    A request of length 0 is padding: its output is 0, its log-sum-exp -inf without sinks, and nothing is read for it.
 
     Args:
-        q_RHD: a request's queries follow each other, where there are several; nothing may depend on their positions.
+        q_RHD: several queries of a request follow each other; no feature may then depend on their positions.
         kv_layer: [2, B, N, H, D], any strides but a last one of 1.
-        q_scale, k_scale, v_scale: float32 scalars on the device, of what is kept in 8 bits; None: 1.
-        seq_lens: [R] int32, what the plan was filled with.
+        q_scale, k_scale, v_scale: float32 scalars on the device, for 8-bit queries, keys and values; None: 1.
+        seq_lens: [R] int32, the lengths that the plan was filled with.
         block_table: [R, blocks] int32. Plan, lengths and table are read before the previous kernel has ended: they
             must be complete before that kernel starts.
         lse_HR: float32, natural log-sum-exp, sinks included.
@@ -121,7 +121,7 @@ def decode_attention(
 def _in_half(values):
     """8-bit numbers as float16, four to an instruction pair."""
     # NOTE: declared impure, so that the compiler does not move it after the conversion to a product's layout. There it
-    # would load byte by byte, since the numbers of a column lie apart. The whole kernel: 178 us instead of 271.
+    # would load byte by byte, because a column's numbers are not adjacent. The kernel takes 178 us instead of 271.
     CONVERT: tl.constexpr = "cvt.rn.f16x2.e4m3x2" if values.dtype == tl.float8e4nv else "cvt.rn.f16x2.e5m2x2"
     return tl.inline_asm_elementwise(
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2; " + CONVERT + " $0, low; " + CONVERT + " $1, high; }",
@@ -198,7 +198,7 @@ def _decode_kernel(
 
     q_type: tl.constexpr = q_ptr.dtype.element_ty
     kept_type: tl.constexpr = k_ptr.dtype.element_ty
-    # Numbers of 8 bits are multiplied in float16, which holds all of them and has one instruction to get there.
+    # 8-bit numbers are multiplied in float16, which represents all of them; one instruction converts them.
     IN_HALF: tl.constexpr = kept_type.primitive_bitwidth == 8 and q_type != tl.float32
     product_type: tl.constexpr = tl.float32 if INTERPRETED else tl.float16 if IN_HALF else q_type
 
@@ -234,7 +234,7 @@ def _decode_kernel(
 
     while unit < stop:
         run_stop = tl.minimum(unit + 1 if ONE_UNIT_EACH else stop, last_unit)
-        # Of the next request, which most programs turn to while nothing of theirs is in flight: asked for early.
+        # Loaded early for the next request, because most programs reach it with no other load in flight.
         next_last_unit = tl.load(unit_starts_ptr + request + 2, mask=request + 1 < num_reqs, other=0)
         next_seq_len = tl.load(seq_lens_ptr + request + 1, mask=request + 1 < num_reqs, other=0)
         if unit < run_stop:
@@ -249,7 +249,7 @@ def _decode_kernel(
             )
             scale_G = tl.full([BLOCK_G], 1.0, tl.float32) * scale
             if IN_HALF and q_type == tl.bfloat16:
-                # Brought to the size of 1 by powers of two, lest a query leaves float16's range.
+                # Scaled to about 1 by powers of two, so that a query stays in float16's range.
                 q_GD = q_GD.to(tl.float32)
                 size_G = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.max(tl.abs(q_GD), 1), 2.0**-100))))
                 q_GD = q_GD / size_G[:, None]
@@ -272,7 +272,7 @@ def _decode_kernel(
                 blocks_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < key_stop, other=0)
                 places_ND = rows_N[:, None] + offset_D[None, :]
                 mask_ND = seen_N[:, None] & in_head_D[None, :]
-                # NOTE: what no token was written to may be NaN, and 0 * NaN is NaN: both loads are masked to 0.
+                # NOTE: memory that no token was written to may be NaN, and 0 * NaN is NaN: both loads are masked to 0.
                 k_ND = tl.load(k_ptr + places_ND, mask=mask_ND, other=0.0).to(product_type)
                 scores_GN = tl.dot(q_GD, tl.trans(k_ND), input_precision="ieee") * scale_G[:, None]
                 if SOFT_CAP:
@@ -356,7 +356,7 @@ def _prefetch_keys(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Brings the first tiles' keys and values into L2, the newest token's too, even if it is not written yet."""
+    """Loads the first tiles' keys and values into L2, including the newest token's, which may not be written yet."""
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_SIZE, LINE))
     lines_L = tl.arange(0, _TILES_AHEAD * TILE_KEYS * LINES)

@@ -1,4 +1,4 @@
-"""The last step of split decodes: each request's partial results become one.
+"""The last step of split decodes: merges each request's partial results.
 
 Legend: R requests, H query heads, P partial results of a request, D channels.
 """
@@ -70,7 +70,7 @@ def _merge_kernel(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_H heads of one query: its request's partial results in order, or what a request without keys comes to."""
+    """Merges BLOCK_H heads of one query: its request's partial results in order, or the result without keys."""
     start_dependents(OVERLAP)
     row = tl.program_id(1)
     request = row // num_queries
@@ -109,7 +109,7 @@ def _merge_kernel(
             mask=mask_HP[:, :, None] & (channels_D < HEAD_SIZE)[None, None, :],
             other=0.0,
         )
-        # Heads past the last have no numbers at all, and -inf minus -inf is NaN.
+        # Heads past the last have no partial results, and -inf minus -inf is NaN.
         new_max_H = tl.where(mask_H, tl.maximum(max_lse2_H, tl.max(lse2_HP, 1)), 0.0)
         rescale_H = tl.exp2(max_lse2_H - new_max_H)
         weights_HP = tl.exp2(lse2_HP - new_max_H[:, None])

@@ -1,4 +1,4 @@
-"""The plan that `attention.kernels.decode.attend` follows: how programs share the keys of a batch of decodes.
+"""Plans how programs share the keys of a batch of decodes; `attention.kernels.decode.attend` follows the plan.
 
 The plan is made on the device, in tensors, so that a captured CUDA graph follows the lengths of each replay. Legend: R
 requests, W workers, U units, P partial results.
@@ -60,7 +60,7 @@ def decode_tiling(head_size: int, cache_dtype: torch.dtype) -> DecodeTiling:
 
 @dataclass(frozen=True)
 class DecodePartials:
-    """Memory for partial results, shared by all plans and layers of a backend: of one stream at a time.
+    """Memory for partial results, shared by all plans and layers of a backend; used by one stream at a time.
 
     Attributes:
         out: [P, H, D] float32, normalised.
@@ -78,12 +78,12 @@ class DecodePlan:
     Attributes:
         unit_keys: a multiple of the tiling's tile_keys.
         one_unit_each: every unit leaves its own partial result, so that a request's result has the same bits alone and
-            in any batch; otherwise a worker's whole share of a request does.
-        max_units: into how many the keys that a request's query sees are cut at most, and one more where they begin
-            within a unit: those of a longer request are longer, by whole times. 0: any number.
+            in any batch; otherwise a worker's share of a request leaves one partial result.
+        max_units: most units of the keys that a request's query sees, plus one where the first key is inside a unit.
+            Units of longer requests are a whole number of times longer. 0: any number.
         sliding_window, attention_chunk_size: as in `attention.parameters`; they decide which keys are seen.
         unit_starts: [max_num_reqs + 1] int32, where each request's units begin among the batch's.
-        first_requests: [W] int32, the request that each worker begins in.
+        first_requests: [W] int32, the request in which each worker begins.
     """
 
     tiling: DecodeTiling
@@ -124,20 +124,20 @@ class DecodePlan:
             self.attention_chunk_size or NO_LIMIT,
             UNIT_KEYS=self.unit_keys,
             MAX_UNITS=self.max_units,
-            # The same for most batches, so that few kernels are compiled.
+            # Equal for most batches, so that few kernels are compiled.
             BLOCK_R=max(128, triton.next_power_of_2(num_reqs)),
         )
 
 
 def num_decode_workers(num_kv_heads: int, num_sms: int, tiling: DecodeTiling) -> int:
-    """As many as the GPU runs at once."""
+    """The number of workers that the GPU runs at once."""
     return max(1, num_sms * tiling.programs_per_sm // num_kv_heads)
 
 
 def new_partials(
     *, max_num_reqs: int, num_workers: int, num_heads: int, head_size: int, max_units: int = 0, device: torch.device
 ) -> DecodePartials:
-    """Room for any batch. `max_units`: of all requests of a batch together, where every unit has its own result."""
+    """Memory for any batch. `max_units`: units of a whole batch, where every unit has its own result."""
     # A run of units begins either with a request or with a worker.
     places = max(max_num_reqs + num_workers, max_units)
     return DecodePartials(
@@ -160,9 +160,9 @@ def new_decode_plan(
     """An empty plan.
 
     Args:
-        split_keys: every so many keys of a request, counted from its start, make one partial result, whatever else is
-            in the batch; a multiple of the tiling's tile_keys. None: as balances the batch best.
-        max_splits: of a request; splits of longer ones are so much longer. 0: any number.
+        split_keys: keys of a request that make one partial result, counted from its start and independent of the rest
+            of the batch; a multiple of the tiling's tile_keys. None: the split that balances the batch best.
+        max_splits: most splits of a request; longer requests have longer splits. 0: any number.
     """
     device = partials.out.device
     assert split_keys is None or split_keys % tiling.tile_keys == 0
@@ -181,7 +181,7 @@ def new_decode_plan(
 
 @triton.jit
 def first_visible_key(seq_len, window, chunk):
-    """Of a request's last token."""
+    """The first key that a request's last token sees."""
     return tl.maximum(tl.maximum(seq_len - window, (seq_len - 1) // chunk * chunk), 0)
 
 
@@ -212,7 +212,7 @@ def _plan_kernel(
     MAX_UNITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Every program works out the whole plan and keeps one worker's part of it."""
+    """Every program computes the whole plan and stores one worker's part of it."""
     worker = tl.program_id(0)
     requests = tl.arange(0, BLOCK_R)
     seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_reqs, other=0)

@@ -1,8 +1,8 @@
 """Each head's product of few rows with a weight that is read once: `x @ weight`, in 16 bits, summed in float32 and
 rounded once.
 
-The absorbed products of latent decodes are too short to be fast one after another: a program brings its tile of the
-weight to shared memory while the previous kernel runs, and only then waits for its input. The twin is `torch.bmm`.
+The absorbed products of latent decodes are too short to be fast one after another. So a program loads its tile of the
+weight into shared memory while the previous kernel runs, and only then waits for its input. The twin is `torch.bmm`.
 Legend: H heads, T tokens, I inputs, O outputs.
 
 On an H200, W_UK and W_UV of a layer, one product after the other: 16 heads and 1 token 1.4 and 1.7 us, torch's 3.4 and
@@ -22,10 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tritonlib.launch import await_predecessors, interpreted, overlap, start_dependents
 from tritonlib.rounding import round_to
 
-# torch multiplies more tokens than this, and more inputs, whose tiles would be too narrow.
+# torch multiplies if there are more tokens than this, or more inputs, whose tiles would be too narrow.
 MAX_TOKENS = 32
 _MAX_INPUTS = 512
-# Of a tile, in bytes: several programs share a multiprocessor then.
+# Largest tile in bytes, so that several programs share a multiprocessor.
 _MAX_BYTES = 64 << 10
 # A layer's attention of 1 token takes 16.1 us with these, 16.4 with tiles of 16 and twice as many programs.
 _MIN_OUTPUTS = 32
@@ -33,7 +33,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Tile(NamedTuple):
-    """What a program computes: so many outputs of one head, from all of its inputs."""
+    """The part of the result that a program computes: some outputs of one head, from all of its inputs."""
 
     outputs: int
     num_warps: int
@@ -48,16 +48,16 @@ def choose(num_heads: int, num_inputs: int, num_outputs: int, num_sms: int) -> T
 
 @dataclass(frozen=True, eq=False)
 class HeadProducts:
-    """A `MultiplyHeads` of `attention.mla`."""
+    """The kernel as a `MultiplyHeads` of `attention.mla`."""
 
     num_sms: int
 
     @classmethod
     def for_weight(cls, weight: Tensor) -> "HeadProducts | None":
-        """None where nothing is gained over `torch.bmm`: not a Hopper GPU, or another dtype.
+        """None where `torch.bmm` is as fast: not a Hopper GPU, or another dtype.
 
         Args:
-            weight: that all heads' weights are views of.
+            weight: the memory of which all heads' weights are views.
         """
         if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) != (9, 0):
             return None
@@ -75,7 +75,7 @@ class HeadProducts:
 
 
 def multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor, tile: Tile) -> None:
-    """The kernel, for 1 to MAX_TOKENS tokens. Each row is what it is alone and among others of one block of tokens.
+    """Launches the kernel for 1 to MAX_TOKENS tokens. A row's result is the same alone and among the rows of a block.
 
     Args:
         weight_HIO: inputs or outputs are adjacent, and the copy engine can read it.
@@ -109,7 +109,7 @@ def multiply_heads(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor, tile: Til
 
 
 def _copyable(weight_HIO: Tensor) -> bool:
-    """Whether the copy engine reads it, in tiles of all inputs."""
+    """Whether the copy engine can read the weight in tiles of all inputs."""
     stride_H, stride_I, stride_O = weight_HIO.stride()
     return (
         weight_HIO.dtype in _DTYPES
@@ -142,13 +142,13 @@ def multiply_few_rows_of_heads(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_O outputs of one head. They are the rows of the product: the tensor cores' rows come in 64s or 16s, their
-    columns in 8s."""
+    """Computes BLOCK_O outputs of one head. They are the product's rows: the tensor cores' rows come in 64s or 16s,
+    their columns in 8s."""
     start_dependents(OVERLAP)
     tiles: tl.constexpr = (OUTPUTS + BLOCK_O - 1) // BLOCK_O
     head = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_O
-    # What lies past the last input or output is read as 0.
+    # Numbers past the last input or output are read as 0.
     if INPUTS_ADJACENT:
         weight_OI = weight_map.load([head, first, 0]).reshape(BLOCK_O, BLOCK_I)
     else:

@@ -34,7 +34,7 @@ from attention.kernels.mla.plan import (
 )
 from tritonlib.launch import overlap
 
-# Of DeepSeek V2, V2-Lite and V3. Two tiles of such keys and 64 heads' queries just fit into shared memory.
+# Sizes of DeepSeek V2, V2-Lite and V3. Two tiles of such keys and 64 heads' queries just fit into shared memory.
 LATENT = 512
 ROTARY = 64
 STAGES = 2
@@ -46,7 +46,7 @@ _MAX_REGISTERS = {16: 96, 32: 160}
 
 
 def serves(q_RHC: Tensor, kv_layer: Tensor, latent: int) -> bool:
-    """Whether the copy engine can read this cache in tiles, and the sizes are those of this kernel."""
+    """Whether the copy engine can read this cache in tiles, and this kernel supports the sizes."""
     _, num_blocks, block_size, _, channels = kv_layer.shape
     stride_B, stride_N = kv_layer.stride()[1:3]
     return (
@@ -76,7 +76,7 @@ def launch(
     num_reqs, num_heads, _ = q_RHC.shape
     _, num_blocks, block_size, _, channels = kv_layer.shape
     stride_B, stride_N = kv_layer.stride()[1:3]
-    # The cache is one table of tokens to the copy engine, whatever else lies between this layer's blocks.
+    # To the copy engine the cache is one table of tokens, with other layers' data between this layer's blocks.
     rows_per_block = stride_B // stride_N
     rows = kv_layer.as_strided(((num_blocks - 1) * rows_per_block + block_size, channels), (stride_N, 1))
     piece = min(block_size, TILE)
@@ -180,7 +180,7 @@ def _decode(
         seq_lens, num_reqs, worker, num_workers, SPLIT_TILES, TILE, BLOCK_R
     )
     if OVERLAP:
-        # Here for all warps: the parts below start only now.
+        # Called here for all warps: the parts below start only now.
         gdc_wait()
     gl.warp_specialize(
         [
@@ -329,7 +329,7 @@ def _load_tiles(
         for tile in range(first, last):
             buffer = count % STAGES
             if PIECES == 1:
-                # Asked for before the wait, so that the number is there when the buffer is.
+                # Loaded before the wait, so that the number is there when the buffer is free.
                 block = gl.load(row + tile * TILE // block_size)
                 mbarrier.wait(empty.index(buffer), ((count // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(buffer), TILE * (LATENT + ROTARY) * 2)
@@ -340,7 +340,7 @@ def _load_tiles(
                 mbarrier.wait(empty.index(buffer), ((count // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(buffer), TILE * (LATENT + ROTARY) * 2)
                 for piece in gl.static_range(PIECES):
-                    # Past the request's own blocks any block will do: its keys are masked.
+                    # Past the request's own blocks any block works, because its keys are masked.
                     kv_row = gl.load(row + gl.minimum(tile * PIECES + piece, last_block)) * rows_per_block
                     target_L = tiles_L.index(buffer).slice(piece * PIECE, PIECE, dim=0)
                     target_P = tiles_P.index(buffer).slice(piece * PIECE, PIECE, dim=0)
@@ -479,13 +479,13 @@ def _along_heads(x_H, KEYS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _across_heads(x, KEYS_FIRST: gl.constexpr):
-    """Of keys or channels."""
+    """A vector of keys or channels with an axis for heads."""
     return gl.expand_dims(x, 1 if KEYS_FIRST else 0)
 
 
 @gluon.jit
 def _load_queries(q, q_stride_H, q_L, q_P, head_start, num_heads):
-    """One request's, into shared memory; heads past the last are 0."""
+    """Loads one request's queries into shared memory; heads past the last are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     heads_H = head_start + gl.arange(0, q_L.shape[0], layout=gl.SliceLayout(1, layout))
     channels_L = gl.arange(0, q_L.shape[1], layout=gl.SliceLayout(0, layout))
@@ -511,8 +511,8 @@ def _scores(tile_L, tile_P, q_L, q_P, shape: gl.constexpr, layout: gl.constexpr,
 
 @gluon.jit
 def _add_tile(tile_L, weights_tile, scores, acc, highest_H, total, KEYS_FIRST: gl.constexpr):
-    """(values so far, highest scores so far, weights so far): the usual online softmax, except that the weights are
-    summed up over a tile's keys only at the end."""
+    """Adds a tile; returns (values, highest scores, weights) so far: the usual online softmax, except that weights are
+    summed over a tile's keys only at the end."""
     AXIS: gl.constexpr = 0 if KEYS_FIRST else 1
     new_highest_H = gl.maximum(highest_H, gl.max(scores, AXIS))
     shrink_H = gl.exp2(highest_H - new_highest_H)
@@ -530,7 +530,7 @@ def _add_tile(tile_L, weights_tile, scores, acc, highest_H, total, KEYS_FIRST: g
 
 @gluon.jit
 def _clear_rows(tile_L, num_keys, TILE: gl.constexpr, LATENT: gl.constexpr):
-    """Zeros past the request's end, where anything may lie: a weight of 0 times NaN would be NaN."""
+    """Writes zeros past the request's end, where memory may hold NaN: a weight of 0 times NaN would be NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     rows = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
     for start in gl.static_range(0, LATENT, 64):

@@ -1,4 +1,4 @@
-"""Merging the results of several workers for one request.
+"""Merges the results of several workers for one request.
 
 Legend as in `attention.kernels.mla.decode`; S splits, V channels of a program.
 """
@@ -14,8 +14,8 @@ from tritonlib.launch import await_predecessors, bound, interpreted, overlap, st
 def merge_splits(seq_lens: Tensor, plan: MLADecodePlan, out: Tensor, lse_HR: Tensor | None) -> None:
     """Writes the output of each request that several workers share, and 0 for those without keys."""
     num_reqs, num_heads, latent = out.shape
-    # Few requests are cut into many parts: then many programs share the merging of one request. This decides the order
-    # of the sums, so with a fixed split it is the same for any number of requests.
+    # Few requests are cut into many parts, so many programs share the merge of one request. Their number decides the
+    # order of the sums, so with a fixed split it is the same for any number of requests.
     few = (plan.split_tiles > 0 or num_reqs * num_heads < 4 * plan.num_workers) and not interpreted()
     block_v = min(triton.next_power_of_2(latent), 128 if few else 512)
     block_h = 1 if few else min(triton.next_power_of_2(num_heads), 4)
@@ -67,7 +67,7 @@ def _merge_splits(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One request, BLOCK_H heads, BLOCK_V channels. Nothing to do where one worker had the whole request."""
+    """Merges one request's BLOCK_H heads and BLOCK_V channels, unless one worker had the whole request."""
     start_dependents(OVERLAP)
     request = tl.program_id(0)
     requests_R = tl.arange(0, BLOCK_R)
@@ -94,7 +94,7 @@ def _merge_splits(
         acc_HV = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
         for begin in range(0, bound(num_splits, INTERPRETED), BLOCK_S):
             splits_S = begin + tl.arange(0, BLOCK_S)
-            # A request's first part lies in the second slot of its worker, the others in the first of theirs.
+            # A request's first part is in its worker's second slot; other parts are in their workers' first slots.
             slots_S = first_slot + (splits_S if SPLIT_TILES else 2 * splits_S + (splits_S == 0).to(tl.int32))
             rows_SH = slots_S.to(tl.int64)[:, None] * num_heads + heads_H[None, :]
             mask_SH = (splits_S < num_splits)[:, None] & head_mask[None, :]
@@ -104,7 +104,7 @@ def _merge_splits(
                 mask=mask_SH[:, :, None] & (channels_V < LATENT)[None, None, :],
                 other=0.0,
             )
-            # Heads past the last have no numbers at all, and -inf minus -inf is NaN.
+            # Heads past the last have no partial results, and -inf minus -inf is NaN.
             new_highest_H = tl.where(head_mask, tl.maximum(highest_H, tl.max(lse_SH, 0)), 0.0)
             weights_SH = tl.exp(lse_SH - new_highest_H[None, :])
             shrink_H = tl.exp(highest_H - new_highest_H)

@@ -1,5 +1,5 @@
-"""How the keys of a decode step are divided among workers: the plan on the host, and each worker's share, which the
-worker computes on the device.
+"""Divides the keys of a decode step among workers: the host makes the plan, and each worker computes its share on the
+device.
 
 Everything is counted in tiles of keys, all requests' tiles in one row, request after request. Legend: R requests, H
 heads, L latent channels.
@@ -25,10 +25,10 @@ class MLADecodePlan:
     """Made once for all steps and layers; holds for any lengths.
 
     Attributes:
-        num_workers: runs into which a step's keys are cut.
-        split_tiles: cut at these multiples of a request's own keys instead, whatever else is in the batch: a
-            request's result is then the same in any batch; 0: cut the whole step evenly.
-        partial_output: [slots, H, L] float32, shared by all layers: of one stream at a time.
+        num_workers: number of runs into which a step's keys are cut.
+        split_tiles: cut every request at multiples of this many of its own tiles, so that its result is the same in
+            any batch; 0: cut the whole step evenly.
+        partial_output: [slots, H, L] float32, shared by all layers; used by one stream at a time.
         partial_lse: [slots, H] float32.
         hopper: `attention.kernels.mla.hopper` where it can run; None elsewhere.
     """
@@ -70,12 +70,12 @@ def make_mla_decode_plan(
 
 
 def heads_of_a_program(num_heads: int) -> int:
-    """64 heads keep the tensor cores busy; with fewer, memory is the bound."""
+    """Heads of one program: 64 keep the tensor cores busy; with fewer, memory is the bound."""
     return 16 if num_heads <= 16 else 32 if num_heads <= 32 else 64
 
 
 def requests_of_a_block(num_reqs: int) -> int:
-    """A power of two that holds them; the same for most batches, so that few kernels are compiled."""
+    """The requests rounded up to a power of two; equal for most batches, so that few kernels are compiled."""
     return 128 if num_reqs <= 128 else 1 << (num_reqs - 1).bit_length()
 
 
@@ -85,7 +85,7 @@ def _hopper_kernel(device: torch.device) -> ModuleType | None:
 
 @triton.jit
 def request_cost(seq_len, SPLIT_TILES: tl.constexpr, TILE: tl.constexpr):
-    """Tiles that requests take in the row; with a fixed split, whole splits."""
+    """The number of tiles that each request takes in the row; with a fixed split, whole splits."""
     tiles = (seq_len + TILE - 1) // TILE
     if SPLIT_TILES:
         tiles = (tiles + SPLIT_TILES - 1) // SPLIT_TILES * SPLIT_TILES

@@ -1,4 +1,4 @@
-"""Attention of any mix of prefills and decodes, over the paged cache or over keys that lie side by side.
+"""Attention of any mix of prefills and decodes, over the paged cache or over contiguous keys.
 
 Both entry points make one `Call` and start the fastest kernel that can run it.
 """

@@ -1,4 +1,4 @@
-"""One attention over a batch: its tensors and features, what follows from their shapes, and the groups in which both
+"""The arguments of one attention over a batch: tensors and features, derived shapes, and the groups in which both
 kernels take them.
 """
 
@@ -14,8 +14,8 @@ L2_KEY_BYTES = 16 * 2**20
 LOG2E = 1.4426950408889634
 
 
-# NOTE: Triton specialises every member of a tuple argument of a kernel, whatever `do_not_specialize` says. So numbers
-# that change from batch to batch are arguments by themselves, and the kernels group them (`LogSumExps`, `Requests`,
+# NOTE: Triton specialises every member of a kernel's tuple argument and ignores `do_not_specialize` there. So numbers
+# that change from batch to batch are separate arguments, and the kernels group them (`LogSumExps`, `Requests`,
 # `Tiles`); otherwise a batch of other lengths would compile a kernel anew.
 
 
@@ -47,7 +47,7 @@ class Requests(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A program for each pair of a tile of tokens and a pack of query heads, `section` packs at a time."""
+    """One program for each pair of a tile of tokens and a pack of query heads, `section` packs at a time."""
 
     num_tiles: int
     num_packs: int
@@ -68,7 +68,7 @@ class Keys:
     keys, values: [B, N, H, D] and [B, N, H, V]; without a block table, one block holds all keys.
     key_start_loc: [R + 1] int32; only without a block table.
     seq_lens, block_table: [R] and [R, blocks] int32, of a paged cache.
-    expected_len: keys of one request, roughly; a wrong number costs time.
+    expected_len: rough number of keys of one request; a wrong number costs only time.
     """
 
     keys: Tensor
@@ -100,7 +100,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Call:
-    """One attention: queries [T, H, D], `max_query_len` of a request at most, into `out` [T, H, V]."""
+    """One attention of queries [T, H, D] into `out` [T, H, V]; a request has at most `max_query_len` queries."""
 
     q_THD: Tensor
     keys: Keys
@@ -146,9 +146,9 @@ class Call:
         return Mask(features.causal, features.sliding_window or 0, features.attention_chunk_size or 0)
 
     def tiles(self, rows: int, pack: int) -> Tiles:
-        """Of `rows` rows, which `pack` query heads of a kv head share.
+        """Tiles of `rows` rows, which `pack` query heads of a kv head share.
 
-        The number of tiles is a bound that holds whatever the requests' lengths.
+        The number of tiles is an upper bound for any lengths of the requests.
         """
         packs_per_kv_head = -(-self.group // pack)
         channels = self.keys.keys.shape[-1] + self.keys.values.shape[-1]

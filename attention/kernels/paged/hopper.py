@@ -1,9 +1,9 @@
 """The Hopper kernel of attention over a batch: a warp that loads, and two warpgroups that multiply.
 
 The loading warp brings tiles of keys and values with the bulk tensor copy engine into rings in shared memory. Each
-warpgroup has 64 rows of a tile, and takes the softmax of one tile of keys while the tensor cores multiply the weights
-of the tile before. Does what `attention.kernels.paged.portable` does, for 16-bit numbers; legend as there, with A and P
-for the two parts of the key channels.
+warpgroup has 64 rows of a tile, and computes the softmax of one tile of keys while the tensor cores multiply the
+weights of the previous tile. The kernel computes what `attention.kernels.paged.portable` computes, for 16-bit numbers;
+the legend is the same, with A and P for the two parts of the key channels.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _RequestKeys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """What a warpgroup's softmax knows of its rows; no slopes without ALiBi."""
+    """A warpgroup's rows, as its softmax needs them; no slopes without ALiBi."""
 
     positions_M: gl.tensor
     slopes_M: gl.tensor | None
@@ -126,7 +126,8 @@ class _Queries(NamedTuple):
 
 
 def launch(call: Call, tiling: HopperTiling | None = None) -> bool:
-    """False, and nothing is done, where sizes or the keys' addresses and strides do not suit the kernel."""
+    """Launches the kernel. Does nothing and returns False if it does not support the sizes or the keys' addresses and
+    strides."""
     q_THD, keys, features = call.q_THD, call.keys, call.features
     head_size, value_size = q_THD.shape[-1], keys.values.shape[-1]
     if max(head_size, value_size) > 256 or min(head_size, value_size) < 64 or not _are_blocks_of_tiles(keys.block_size):
@@ -177,7 +178,7 @@ def launch(call: Call, tiling: HopperTiling | None = None) -> bool:
 
 
 def _are_blocks_of_tiles(block_size: int) -> bool:
-    """Whether a tile is whole blocks, or a block whole tiles; none (0) is fine."""
+    """Whether a tile is whole blocks, or a block whole tiles. True without blocks (0)."""
     return block_size % 128 == 0 or block_size in (8, 16, 32, 64)
 
 
@@ -192,7 +193,7 @@ def _descriptor(rows: Tensor, piece: int, channels: int) -> TensorDescriptor:
         "lse_stride_h", "lse_stride_t", "num_reqs", "table_stride", "num_tiles", "num_packs", "section", "block_size",
         "k_row_b", "k_row_h", "k_col_h", "v_row_b", "v_row_h", "v_col_h",
     ],
-    # After a batch's decodes they begin anywhere.
+    # After a batch's decodes these pointers may have any alignment.
     do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
 )  # fmt: skip
 def attend_tile(
@@ -224,7 +225,7 @@ def attend_tile(
     sizes: gl.constexpr,
     mask: gl.constexpr,
 ):
-    """A tile of queries: what it is, and which of its work each warp does."""
+    """One program: finds its tile of queries and divides the work among its warps."""
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
     requests = Requests(num_reqs, query_start_ptr, key_start_ptr, seq_lens_ptr, block_table_ptr, table_stride)
     tiles = Tiles(num_tiles, num_packs, section)
@@ -384,7 +385,7 @@ def _load_tile(
         if not PAGED:
             row += keys.key_start
         else:
-            # Only blocks that hold seen keys are looked up; any will do for what is masked.
+            # Only blocks that hold seen keys are looked up; for masked keys any block works.
             place = gl.maximum(gl.minimum(row // keys.block_size, keys.last_block), keys.first_block)
             block = gl.load(keys.table_ptr + place)
             row = block * places.row_b + row % keys.block_size
@@ -478,7 +479,7 @@ def _attend(
             mbarrier.wait(full_v.index(0), 0)
             _keep_rows(tiles_V.index(0), 0, seq_len - (stop - 1) * BLOCK_N, BLOCK_N, BLOCK_V)
 
-        # The tiles from the last to the first: those of the diagonal, those that all see, those that windows cut.
+        # Tiles from the last to the first: tiles on the diagonal, tiles that all rows see, tiles that windows cut.
         count = 0
         for part in gl.static_range(3):
             if part != 2 or LIMITED:
@@ -508,12 +509,12 @@ def _attend(
         acc = warpgroup_mma(weights, tiles_V.index(last_stage), acc_MV, is_async=True)
         acc_MV = warpgroup_mma_wait(0, deps=(acc,))
 
-    # Nothing seen: the output is 0, and the log-sum-exp `max_M`, which is -inf.
+    # For a query that saw no key the output is 0, and the log-sum-exp is `max_M`, which is -inf.
     total_M = gl.where(sum_M == 0.0, 1.0, sum_M)
     acc_MV *= gl.convert_layout(1.0 / total_M, per_row_V)[:, None]
     out_ptr = out.ptr + query_start.to(gl.int64) * out.stride_t + head * out.stride_h
     if BLOCK_V == BLOCK_A:
-        # Through the memory of the queries, for stores of 16 bytes.
+        # The result passes through the queries' memory, for stores of 16 bytes.
         q_A.store(acc_MV.to(dtype))
         out_rows_C = tokens_C.to(gl.int64) * out.stride_t + rows_C % PACK * out.stride_h
         _store(out_ptr, out_rows_C, q_A.load(copies), valid_C, sizes.value_size)
@@ -561,7 +562,7 @@ def _multiply_keys(q_A, q_P, tile_A, tile_P, BLOCK_P: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def _softmax(scores_MN, max_M, sum_M, first_key, queries, scoring, mask: gl.constexpr, MASKED: gl.constexpr):
-    """A tile's weights, and what the rows' maximum, sum and earlier results become; all in powers of 2."""
+    """A tile's weights, the rows' new maximum and sum, and the factor for earlier results; all in powers of 2."""
     WINDOW: gl.constexpr = mask.window
     CHUNK: gl.constexpr = mask.chunk
     SOFT_CAP: gl.constexpr = scoring.soft_cap2 is not None
@@ -589,7 +590,7 @@ def _softmax(scores_MN, max_M, sum_M, first_key, queries, scoring, mask: gl.cons
     new_max_M = gl.maximum(max_M, highest_M)
     base_M = new_max_M
     if MASKED:
-        # A query that has seen nothing yet: -inf minus -inf would be NaN.
+        # For a query that has seen no key yet, -inf minus -inf would be NaN.
         base_M = gl.where(new_max_M == -float("inf"), 0.0, new_max_M)
     if SOFT_CAP or ALIBI:
         weights_MN = gl.exp2(scores_MN - base_M[:, None])
@@ -601,7 +602,7 @@ def _softmax(scores_MN, max_M, sum_M, first_key, queries, scoring, mask: gl.cons
 
 @gluon.jit
 def _keep_rows(tile, first, stop, BLOCK_N: gl.constexpr, CHANNELS: gl.constexpr):
-    """Clears the values that nobody sees and that may be NaN: a weight of 0 times NaN would be NaN."""
+    """Clears values that no query sees, which may be NaN: a weight of 0 times NaN would be NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     rows = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
     for start in gl.static_range(0, CHANNELS, 64):

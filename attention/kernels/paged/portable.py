@@ -1,7 +1,8 @@
 """The portable kernel of attention over a batch: how its tiles are cut, its launch, and what its programs do.
 
-Every feature; what a call does not ask for is not compiled. Legend: R requests, M rows of a tile (tokens times the
-query heads that share a kv head), N keys of a tile, D and P the two parts of the key channels, V value channels.
+It has every feature; features that a call does not use are not compiled. Legend: R requests, M rows of a tile (tokens
+times the query heads that share a kv head), N keys of a tile, D and P the two parts of the key channels, V value
+channels.
 """
 
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ class _Scoring(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Constants. Of the kernel's tiles: `pack` query heads share `block_m` rows; channels are padded, those of keys
-    split into `block_d` and `block_p`, which may be 0. Of the cache: `block_size`, 0 without blocks."""
+    """Constants. In a tile, `pack` query heads share `block_m` rows. Channels are padded; key channels are split into
+    `block_d` and `block_p`, which may be 0. `block_size` is the cache's, 0 without blocks."""
 
     key_size: int
     value_size: int
@@ -120,7 +121,7 @@ class _RequestKeys(NamedTuple):
 
 
 class _Types(NamedTuple):
-    """Constants: what keys and values are multiplied in."""
+    """Constants: the dtypes in which keys and values are multiplied."""
 
     k: tl.dtype
     v: tl.dtype
@@ -171,7 +172,7 @@ def launch(call: Call, tiling: Tiling | None = None) -> None:
 
 
 def _multiplied_as(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> _Types:
-    """8-bit numbers are multiplied in float16, which holds all of them."""
+    """The dtypes of both products. 8-bit numbers are multiplied in float16, which represents all of them."""
     if interpreted():
         return _Types(tl.float32, tl.float32, interpreted=True)
     k_type = _TRITON_TYPES.get(q_dtype, _TRITON_TYPES.get(kv_dtype, tl.float16))
@@ -181,7 +182,7 @@ def _multiplied_as(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> _Types:
 
 @triton.jit(
     do_not_specialize=["lse_stride_h", "lse_stride_t", "num_reqs", "table_stride", "num_tiles", "num_packs", "section"],
-    # After a batch's decodes they begin anywhere, and a table is as wide as its longest request.
+    # After a batch's decodes these pointers may have any alignment, and a table is as wide as its longest request.
     do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "seq_lens_ptr", "block_table_ptr"],
 )
 def attend_tile(
@@ -206,9 +207,9 @@ def attend_tile(
     mask: tl.constexpr,
     types: tl.constexpr,
 ):
-    """Keys are in the cache's blocks where there is a block table, else they begin at `key_start_ptr`.
+    """Attends for one tile. With a block table, keys are in the cache's blocks; else they begin at `key_start_ptr`.
 
-    The order of the tiles: few kv heads at a time, so that their keys stay in the L2 cache, and a request's last
+    Tiles go through few kv heads at a time, so that their keys stay in the L2 cache, and through a request's last
     queries first, which have most to do.
     """
     lse = LogSumExps(lse_ptr, lse_stride_h, lse_stride_t)
@@ -324,7 +325,7 @@ def attend_tile(
                 part != 1,
             )
 
-    # Nothing seen: the output is 0, and the log-sum-exp `max_M`, which is -inf.
+    # For a query that saw no key the output is 0, and the log-sum-exp is `max_M`, which is -inf.
     total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
     factor_M = 1.0 / total_M
     if scoring.v_scale_ptr is not None:
@@ -444,7 +445,7 @@ def _attend_keys(
             new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1) * (scale * 1.4426950408889634))
         safe_max_M = new_max_M
         if MASKED:
-            # A query that has seen nothing yet: -inf minus -inf would be NaN.
+            # For a query that has seen no key yet, -inf minus -inf would be NaN.
             safe_max_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
         if SOFT_CAP or ALIBI:
             weights_MN = tl.exp2(scores_MN - safe_max_M[:, None])
@@ -462,8 +463,8 @@ def _attend_keys(
 
 @triton.jit
 def _find_blocks(keys, tile, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of a tile's keys: one number where a block holds whole tiles, else one for each key. For keys that may
-    not be read it is the nearest block that may."""
+    """The blocks of a tile's keys: one number where a block holds whole tiles, else one for each key. A key that must
+    not be read gets the nearest block that may be read."""
     if BLOCK_SIZE == 0:
         return 0
     elif BLOCK_SIZE % BLOCK_N == 0:  # noqa: RET505 (branches of the compiler)

@@ -1,4 +1,4 @@
-"""Queries and keys normed, turned and left where they lie, and keys and values written to the cache, in one launch.
+"""Norms and turns queries and keys in place, and writes keys and values to the cache, in one launch.
 
 The twin is the CPU's half of `Attention.rotate_and_attend`. Legend: T tokens, X the channels of all heads, R rows (a
 head of a token each), P pairs of channels, B N a block and a token in it.
@@ -42,7 +42,7 @@ def rotate_qkv(
         qkv_TX: the heads of queries, keys and values, one after another; rows at any stride.
         kv_layer: [2, B, N, H, C], of any dtype that caches have.
         slot_mapping: int64; a negative slot is not written, nor is a token past the last slot.
-        k_scale, v_scale: float32 scalars, of an fp8 cache: what is stored is the number divided by it. None is 1.
+        k_scale, v_scale: float32 scalars, for an fp8 cache, which stores numbers divided by their scale. None is 1.
     """
     num_tokens, channels = qkv_TX.shape
     head_dim = channels // (num_heads + 2 * num_kv_heads)
@@ -113,7 +113,7 @@ def _rotate_qkv(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """ROWS heads of queries, or of keys, or of values; heads are counted through all tokens."""
+    """Handles ROWS heads of queries, of keys or of values; heads are counted through all tokens."""
     start_dependents(OVERLAP)
     program = tl.program_id(0)
     first_of_k = tl.cdiv(num_tokens * NUM_HEADS, ROWS)

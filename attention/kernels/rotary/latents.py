@@ -1,4 +1,4 @@
-"""Latents normed, their rotary keys and the queries' rotary parts turned, and the latents written to the cache, in one
+"""Norms latents, turns their rotary keys and the queries' rotary parts, and writes the latents to the cache, in one
 launch.
 
 The twin is the CPU's half of `MLAAttention.rotate_and_attend`. Legend: T tokens, H query heads, D their channels, P
@@ -41,11 +41,11 @@ def rotate_latents(
 
     Args:
         q_THD, latent_TC: any strides, channels adjacent.
-        decode_q_THC: where the turned part of the first tokens' queries goes instead, after L channels that stay as
-            they are; it has one row for each of those tokens.
+        decode_q_THC: memory that gets the turned part of the first tokens' queries instead, after L channels that stay
+            as they are; it has one row for each of those tokens.
         kv_layer: [1, B, N, 1, C], of any dtype that caches have.
         slot_mapping: int64; a negative slot is not written, nor is a token past the last slot.
-        scale: float32 scalar, of an fp8 cache: what is stored is the number divided by it. None is 1.
+        scale: float32 scalar, for an fp8 cache, which stores numbers divided by it. None is 1.
     """
     num_tokens, num_heads, channels = q_THD.shape
     pairs = rotation.cos_TP.shape[1]
@@ -123,7 +123,7 @@ def _rotate_latents(
     INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token's latent row, or ROWS heads of queries, counted through all tokens."""
+    """Handles one token's latent row, or ROWS heads of queries, counted through all tokens."""
     start_dependents(OVERLAP)
     await_predecessors(OVERLAP)
     dtype: tl.constexpr = latent_ptr.dtype.element_ty
@@ -179,7 +179,7 @@ def _normed(
     BLOCK_L: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A latent by its norm [1, L], in the dtype that the row has."""
+    """A normed latent [1, L], in the row's dtype."""
     channels_1L = tl.arange(0, BLOCK_L)[None, :]
     mask_1L = channels_1L < LATENT
     x_1L = tl.load(row_1[:, None] + channels_1L, mask=mask_1L, other=0.0).to(tl.float32)

@@ -62,7 +62,7 @@ def load_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr, BLOCK_P
 
 @triton.jit
 def prefetch_angles(cos_ptr, sin_ptr, tokens_R, mask_R, PAIRS: tl.constexpr):
-    """Into L2: since the previous layer, weights and keys have evicted them."""
+    """Loads the angles into L2: weights and keys have evicted them since the previous layer."""
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(PAIRS, 32))
     at_RL = tl.where(mask_R, tokens_R, 0).to(tl.int64)[:, None] * PAIRS
     at_RL += tl.minimum(tl.arange(0, LINES) * 32, PAIRS - 1)[None, :]
@@ -80,7 +80,7 @@ def turn(first_RP, second_RP, cos_RP, sin_RP, dtype: tl.constexpr, INTERPRETED: 
 
 @triton.jit
 def cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLOCK_SIZE: tl.constexpr):
-    """Where in the cache each row's token begins (elements, int64), and whether it has a place there at all."""
+    """Where in the cache each row's token begins (elements, int64), and whether it has a place there."""
     slots_R = tl.load(slots_ptr + tokens_R, mask=mask_R & (tokens_R < num_slots), other=-1)
     # A division of 32 bits is cheaper, and slots do not reach 2**31.
     blocks_R = slots_R.to(tl.int32) // BLOCK_SIZE
@@ -90,7 +90,7 @@ def cache_places(slots_ptr, tokens_R, mask_R, num_slots, stride_B, stride_N, BLO
 
 @triton.jit
 def for_cache(values, dtype: tl.constexpr, scale_ptr, INTERPRETED: tl.constexpr):
-    """Numbers of a model's dtype in the cache's; no pointer is a scale of 1."""
+    """Numbers of a model's dtype in the cache's dtype; without a pointer the scale is 1."""
     values = values.to(tl.float32)
     if dtype == tl.float8e4nv or dtype == tl.float8e5:
         if scale_ptr is not None:

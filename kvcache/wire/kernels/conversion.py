@@ -1,8 +1,8 @@
-"""A request's tokens out of the paged cache in wire order, in another dtype; the twin is the CPU half of
+"""Gathers a request's tokens from the paged cache in wire order, in another dtype. The twin is the CPU half of
 `kvcache.wire.conversion`.
 
-Each number is read once and written once. Rows are as in `kvcache.wire.kernels.gather_scatter`, but of numbers, not
-words.
+Each number is read once and written once. Rows are as in `kvcache.wire.kernels.gather_scatter`, but hold numbers
+instead of words.
 
 Legend: R rows, W numbers of a row, L layers, K key and value.
 """
@@ -37,9 +37,9 @@ def gather_converted(
 
     Args:
         numbers: the whole cache, [numbers], float32, bfloat16 or float16.
-        payload: [numbers], adjacent, of any dtype of a cache.
+        payload: [numbers], adjacent, in any dtype of a cache.
         block_ids: int64, of the whole request.
-        scales_LK: float32, of the layers of `places`, for a payload in 8 bits: numbers are divided by it. None is 1.
+        scales_LK: float32, for the layers of `places` and a payload in 8 bits: numbers are divided by it. None is 1.
     """
     row_numbers, tile_numbers, num_warps = tuning
     cut = cut_rows(places, numbers.element_size(), row_numbers, tile_numbers)

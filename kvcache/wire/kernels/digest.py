@@ -1,10 +1,10 @@
-"""The digest of `kvcache.wire.digest` on a GPU: a kernel for payloads in memory, and parts for kernels that digest what
-they hold in registers.
+"""The digest of `kvcache.wire.digest` on a GPU: a kernel for payloads in memory, and parts for kernels that digest
+numbers in their registers.
 
-All in one launch: a program weighs the sum of each of its rows, adds up its rows' columns in registers, and writes both
-to memory of its own. The last program of a group adds up the group's sums, and the last group adds up those of all
-groups, weighs them and writes the digest. (Atomic additions to shared memory locations cost 17 us, more than gathering
-4 MB.) All sums wrap, so their order is free.
+One launch does everything: a program weighs the sum of each of its rows, adds up its rows' columns in registers, and
+writes both to memory of its own. The last program of a group adds up the group's sums; the last group adds up all
+groups' sums, weighs them and writes the digest. (Atomic additions to common memory locations cost 17 us, more than
+gathering 4 MB.) All sums wrap, so their order is free.
 """
 
 import torch
@@ -17,7 +17,7 @@ from tritonlib.launch import PreparedKernel
 # Rows that a program takes at a time, and its warps.
 _ROWS = 16
 _NUM_WARPS = 8
-# The fewest rows of a program: each writes a whole row of column sums.
+# The fewest rows of a program, because each program writes a whole row of column sums.
 _ROWS_PER_PROGRAM_MIN = 8
 _PROGRAMS_PER_SM = 2
 # Programs in a group, and the most groups.
@@ -25,19 +25,19 @@ _GROUP = 16
 _MOST_GROUPS = 32
 # Rows whose sums a program holds until it weighs them.
 _HELD_ROWS = 256
-# What a kernel that digests needs to know about its scratch memory.
+# A digesting kernel's constants about its scratch memory.
 CONSTANTS = {"HELD_ROWS": _HELD_ROWS, "GROUP": _GROUP, "MOST_GROUPS": _MOST_GROUPS}
 
 
 def programs_at_once(device: torch.device) -> int:
-    """How many programs digest one payload at most."""
+    """The largest number of programs that digest one payload."""
     if device.type != "cuda":
         return _GROUP + 1
     return min(_GROUP * _MOST_GROUPS, _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def programs_for(num_rows: int, at_once: int) -> int:
-    """How many programs share a payload of so many rows."""
+    """The number of programs that share a payload of so many rows."""
     return max(1, min(at_once, num_rows // _ROWS_PER_PROGRAM_MIN))
 
 
@@ -73,7 +73,7 @@ def digest_payload(payload: Tensor, *, columns: int, constant_term: int, out: Te
 
 
 def prepare_digest(columns: int, device: torch.device) -> PreparedKernel:
-    """Prepared `digest_payload`, for payloads whose sizes too are multiples of `PreparedKernel.ALIGN_BYTES`.
+    """Prepared `digest_payload`, for payloads whose sizes are also multiples of `PreparedKernel.ALIGN_BYTES`.
 
     Arguments of a launch: payload, scratch, out, payload's bytes, constant term.
     """
@@ -131,7 +131,7 @@ def _digest_kernel(
 
 @triton.jit
 def own_memory(scratch_ptr, COLUMNS: tl.constexpr, MOST_GROUPS: tl.constexpr):
-    """Where a program writes its columns' sums; until then it holds its rows' sums there."""
+    """A program's own memory: first for its rows' sums, at the end for its columns' sums."""
     return scratch_ptr + (2 + MOST_GROUPS + tl.program_id(0)) * COLUMNS
 
 
@@ -177,7 +177,7 @@ def finish(
     """Writes a program's sums; the last program of all writes the digest.
 
     Args:
-        of_columns, columns: the sums of a program's columns, and which these are.
+        of_columns, columns: the sums of a program's columns, and the columns' numbers.
         of_rows_R: the sum of the results of `weigh`.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -234,7 +234,7 @@ def _mix(values):
 
 @triton.jit
 def _low_half(sums):
-    """int32, or what Triton's interpreter makes of sums of int32, as an unsigned number in int64."""
+    """int32, or the wider type that Triton's interpreter sums int32 in, as an unsigned number in int64."""
     return sums.to(tl.int64) & 0xFFFFFFFF
 
 

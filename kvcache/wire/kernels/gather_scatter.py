@@ -1,9 +1,9 @@
-"""A request's tokens between the paged cache and wire order [layer, k/v, token, head, channel]; the twins are the CPU
-halves of `gather_to_wire` and `scatter_from_wire`.
+"""Moves a request's tokens between the paged cache and wire order [layer, k/v, token, head, channel]. The twins are the
+CPU halves of `gather_to_wire` and `scatter_from_wire`.
 
 The payload is cut into rows, pieces of one token's adjacent bytes, all of one size. A program takes consecutive rows,
-computes where each lies in the cache, and moves them. So the payload's side is one stream whatever the layout, and a
-gathered tile is whole rows of the digest's matrix: the digest costs additions only.
+computes where each lies in the cache, and moves them. So the payload is one stream for every layout, and a gathered
+tile is whole rows of the digest's matrix: the digest costs only additions.
 
 Legend: R rows, W words of a row.
 """
@@ -22,7 +22,7 @@ from tritonlib.launch import PreparedKernel
 
 # The most words in a row, the words that a program moves at a time, and its warps.
 _TUNING = (512, 2048, 1)
-# With a digest few programs of many tiles each, because each leaves a row of column sums.
+# With a digest: few programs with many tiles each, because each program writes a row of column sums.
 _DIGEST_TUNING = (512, 8192, 8)
 
 
@@ -121,7 +121,8 @@ def cut_to_digest(places: WirePlaces) -> Cut:
     return cut_rows(places, 4, *_DIGEST_TUNING[:2])
 
 
-# Not specialised, so that a kernel is compiled for a cache's shape, not for each payload's. UNIT is how they divide.
+# Not specialised, so that a kernel is compiled for a cache's shape, not for each payload's. `first` and the strides
+# are counted in UNIT.
 NUMBERS = [
     "num_rows",
     "rows_of_part",
@@ -229,7 +230,7 @@ def _gather_and_digest_kernel(
     tl.static_assert(WORD_BYTES == 4)
     cache_ptr = cache_ptr.to(tl.pointer_type(tl.int32)) + first * UNIT
     payload_ptr = payload_ptr.to(tl.pointer_type(tl.int32))
-    # A row of the digest's matrix is as many rows of ours.
+    # Payload rows in one row of the digest's matrix.
     PER_ROW: tl.constexpr = COLUMNS // WORDS
     DIGEST_ROWS: tl.constexpr = ROWS // PER_ROW
     of_columns = tl.zeros([PER_ROW, WORDS], tl.int32)

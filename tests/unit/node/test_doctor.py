@@ -43,7 +43,7 @@ def test_shared_memory_that_is_missing_or_too_small(tmp_path: Path) -> None:
     (tmp_path / "dev/shm/.keep").unlink()
     (tmp_path / "dev/shm").rmdir()
     (missing,) = [verdict for verdict in check_machine(WANTED, HOST, tmp_path) if verdict.check == "/dev/shm"]
-    assert (missing.grade, missing.found) == (Grade.FAIL, "not there")
+    assert (missing.grade, missing.found) == (Grade.FAIL, "missing")
 
 
 @pytest.mark.parametrize("file", ["sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"])

@@ -1,1 +1,1 @@
-"""Benchmarks: what Baton's parts reach, each beside a rival measured in the same run. Knows nothing of tests."""
+"""Benchmarks of Baton's parts, each against a rival measured in the same run."""

@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark of this machine, as tables on the terminal and as pages under bench/results."""
+"""`make bench` runs every benchmark of this machine. It prints tables and writes pages to bench/results."""
 
 import importlib
 import platform
@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from bench.table import Row, print_rows, read_json, write_json, write_markdown
@@ -14,13 +15,13 @@ from bench.table import Row, print_rows, read_json, write_json, write_markdown
 RESULTS = Path(__file__).resolve().parent / "results"
 PLOT = "--plot"
 
-# Name, title, and the module whose `run` measures it: a machine need only have what the wanted ones import.
+# Name, title, and the module whose `run` measures it. Modules are imported on use: their libraries are optional.
 BENCHMARKS = (
     ("transport", "Transport alone", "bench.transport"),
     ("cache_to_cache", "Cache to cache: gather, digest, UCX, scatter", "bench.cache_to_cache"),
-    ("transfer_gpu", "Cache to cache between GPUs, beside a plain copy", "bench.transfer_gpu"),
+    ("transfer_gpu", "Cache to cache between GPUs, against a plain copy", "bench.transfer_gpu"),
     ("exposed", "Exposed transfer time of a prompt", "bench.exposed"),
-    ("receiving", "Decoding beside receiving", "bench.receiving"),
+    ("receiving", "Decoding while receiving", "bench.receiving"),
     ("hand_over", "Handed over against one process", "bench.hand_over"),
     ("latency", "Latency at the client with default settings", "bench.latency"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
@@ -28,7 +29,7 @@ BENCHMARKS = (
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
 )
-# A machine with a GPU measures them there, and has pages of its own for them.
+# On a machine with a GPU these run on the GPU and have their own pages.
 EITHER = frozenset({"exposed", "receiving", "loading", "latency"})
 PLOTS = (
     ("transport", "bench.transfer_plot"),
@@ -40,8 +41,10 @@ PLOTS = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Args:
-    arguments: names of benchmarks, none for all. With `--plot` nothing is measured: what was, is drawn.
+    """Runs benchmarks, or draws the plots of earlier results.
+
+    Args:
+        arguments: names of benchmarks, none for all. `--plot` measures nothing and draws the results on disk.
     """
     wanted = [argument for argument in arguments if argument != PLOT]
     if PLOT in arguments:
@@ -55,8 +58,8 @@ def main(arguments: Sequence[str]) -> None:
             continue
         rows: list[Row] = []
         try:
-            rows.extend(importlib.import_module(module).run(_say))
-        finally:  # one that breaks, or is stopped, keeps what it has measured
+            rows.extend(importlib.import_module(module).run(_print_progress))
+        finally:  # a benchmark that fails or is stopped keeps its rows so far
             if rows:
                 print_rows(title, rows)
                 page = f"{name}_gpu" if name in EITHER and torch.cuda.is_available() else name
@@ -65,19 +68,19 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _machine() -> str:
-    """What the figures were measured on, and when."""
+    """The machine and the date of the measurement."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     model = platform.processor() or platform.machine()
+    # psutil does not report the model of the processor.
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             model = line.partition(":")[2].strip()
             break
-    cores = Path("/proc/cpuinfo").read_text().count("processor\t:")
-    return f"{model}, {cores} cores, {time.strftime('%Y-%m-%d')}"
+    return f"{model}, {psutil.cpu_count()} cores, {time.strftime('%Y-%m-%d')}"
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(f"bench: {line}", file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Pairs of KV caches in two processes, the one sending to the other: what benchmarks of transfers time.
+"""Pairs of KV caches in two processes, one sending to the other, for benchmarks of transfers.
 
-All pairs that are to be compared are open at once and transfer in turns, so that whatever else the machine does falls
-on all alike. Uses what a node uses, in the way it does; knows no figure's meaning.
+All pairs under comparison are open at once and transfer in turns, so other load on the machine affects all alike. They
+use the transfer code as a node does.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class End:
-    """One side of a pair: a cache for each rank, with its share of the heads. All are in one process."""
+    """One side of a pair: a cache for each rank, with the rank's heads. All ranks are in one process."""
 
     layout: KVCacheLayout
     block_size: int
@@ -51,9 +51,9 @@ class Case:
     """One pair.
 
     Attributes:
-        tokens: what the caches hold; their blocks are used in random order.
-        segment_bytes: of the largest segment, within which each job's is chosen as a node does it.
-        fixed_segments: all segments are the largest.
+        tokens: capacity of the caches; their blocks are used in random order.
+        segment_bytes: size of the largest segment; each job's segment size is chosen below it, as a node does.
+        fixed_segments: all segments have the largest size.
     """
 
     spec: KVCacheSpec
@@ -78,27 +78,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Place:
-    """Where KV is received: caches, one for each rank, and which of their blocks may be written."""
+    """Where KV is received: one cache for each rank, and the blocks that may be written."""
 
     caches: tuple[PagedKVCache, ...]
     block_ids: tuple[int, ...]
 
 
 class _SendingProcess:
-    """The other process, as this one sees it."""
+    """Controls the sending process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._started: dict[tuple[int, int], asyncio.Future[float]] = {}
 
     def order(self, pair: int, lease: int, tokens: int) -> "asyncio.Future[float]":
-        """Has so many tokens sent; the future gets when that began, once it is over there."""
+        """Orders the transfer of this many tokens. The future gets its start time once the sender has finished."""
         started = self._started[pair, lease] = asyncio.get_running_loop().create_future()
         self._connection.send((pair, lease, tokens))
         return started
 
     async def listen(self) -> None:
-        """Until the process has ended."""
+        """Receives the start times until the process ends."""
         try:
             while True:
                 pair, lease, start_s = await asyncio.to_thread(self._connection.recv)
@@ -106,14 +106,14 @@ class _SendingProcess:
         except (EOFError, ConnectionResetError):
             for started in self._started.values():
                 if not started.done():
-                    started.set_exception(RuntimeError("the sending process has ended; see its message above"))
+                    started.set_exception(RuntimeError("the sending process has ended; see its error above"))
 
 
 class Pair:
-    """One pair of caches, from this, the receiving process.
+    """One pair of caches, seen from this process, which receives.
 
     Attributes:
-        measure: what the pair was measured to do when it was made, as nodes do it.
+        measure: the link's measurement when the pair was made, as nodes make it.
     """
 
     def __init__(self, case: Case, number: int, place: Place, sending: _SendingProcess) -> None:
@@ -127,14 +127,15 @@ class Pair:
         self.transfer = _transfer(case, case.target, place.caches, self._on_filled)
 
     async def seconds(self, tokens: int, *, part: int = 0) -> float:
-        """Sends the KV of so many tokens: from the call of `send` over there until it is all in the blocks here.
+        """Transfers the KV of this many tokens. Returns the time from the sender's call of `send` until all KV is in
+        the blocks here.
 
         Args:
-            part: which of the place's blocks, so many tokens at a time; parts that are on their way together differ.
+            part: which of the place's blocks to use, `tokens` at a time; concurrent transfers use different parts.
 
         Raises:
-            RuntimeError: not all of it came.
-            TimeoutError: it did not come in time.
+            RuntimeError: some bytes did not arrive.
+            TimeoutError: they did not arrive in time.
         """
         needed = -(-tokens // self.case.target.block_size)
         lease = next(self._leases)
@@ -146,11 +147,11 @@ class Pair:
             start_s, end_s = await asyncio.gather(self._sending.order(self._number, lease, tokens), filled)
         totals = await self.transfer.close_lease(lease)
         if totals.bytes != tokens * self.case.spec.bytes_per_token:
-            raise RuntimeError(f"{totals.bytes} bytes came of {tokens} tokens")
+            raise RuntimeError(f"{totals.bytes} bytes of {tokens} tokens arrived")
         return float(end_s - start_s)
 
     async def open_idle_lease(self, tokens: int) -> None:
-        """A lease that nothing is sent for."""
+        """Opens a lease for which nothing is sent."""
         await self.transfer.open_lease(LeaseGrant(next(self._leases), self.place.block_ids, 0, tokens))
 
     @property
@@ -164,16 +165,16 @@ class Pair:
 
 @asynccontextmanager
 async def open_pairs(cases: Sequence[Case], places: Sequence[Place] | None = None) -> AsyncIterator[list[Pair]]:
-    """Pairs that are connected and warm, all of them with the same second process.
+    """Connected and warm pairs, all with the same sending process.
 
     Args:
-        places: where each receives; new caches if not given.
+        places: where each pair receives; None: in new caches.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, tuple(cases)), daemon=True)
     process.start()
-    theirs.close()  # or nobody would hear of the process's end
+    theirs.close()  # otherwise the end of the process would not close the pipe
     sending = _SendingProcess(ours)
     try:
         async with AsyncExitStack() as stack:
@@ -216,7 +217,7 @@ async def _connect(pair: Pair, connection: Connection) -> None:
 
 
 def _new_place(case: Case, end: End, *, seed: int) -> Place:
-    """Its memory is written to, so that no page of it is new to the first transfer."""
+    """A place whose memory is already written, so that the first transfer touches no new page."""
     num_blocks = -(-case.tokens // end.block_size)
     shape = KVCacheShape(end.layout, end.block_size, num_blocks)
     caches = []
@@ -231,7 +232,7 @@ def _new_place(case: Case, end: End, *, seed: int) -> Place:
 
 
 def _transfer(case: Case, end: End, caches: Sequence[PagedKVCache], on_filled: OnFilled) -> RankedTransfer:
-    def made(rank: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
+    def make(rank: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
         settings = TransferSettings(
             incarnation=_INCARNATION,
             transport="ucx",
@@ -243,7 +244,7 @@ def _transfer(case: Case, end: End, caches: Sequence[PagedKVCache], on_filled: O
         )
         return KVTransfer(caches[rank], settings, on_filled=on_filled, on_refused=on_refused)
 
-    makers = [partial(made, rank) for rank in range(end.ranks)]
+    makers = [partial(make, rank) for rank in range(end.ranks)]
     message_bytes = case.segment_bytes + TRAILER_BYTES
     transfer = RankedTransfer(makers, message_bytes=message_bytes)
     transfer.deliver_to(on_filled, _fail)
@@ -261,19 +262,19 @@ def _serve(connection: Connection, cases: Sequence[Case]) -> None:
     torch.set_num_threads(1)
     if cases[0].source.device != "cpu":
         torch.cuda.set_device(cases[0].source.device)
-    asyncio.run(_send_as_ordered(connection, cases))
+    asyncio.run(_run_orders(connection, cases))
 
 
-async def _send_as_ordered(connection: Connection, cases: Sequence[Case]) -> None:
+async def _run_orders(connection: Connection, cases: Sequence[Case]) -> None:
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as orders:
         sources = [_new_place(case, case.source, seed=1) for case in cases]
         transfers = []
         for case, source in zip(cases, sources, strict=True):
             transfer = _transfer(case, case.source, source.caches, _fail)
             transfers.append(await stack.enter_async_context(transfer))
-            await _be_connected(transfer, case, connection)
+            await _accept_connection(transfer, case, connection)
 
-        async def obey(pair: int, lease: int, tokens: int) -> None:
+        async def send(pair: int, lease: int, tokens: int) -> None:
             needed = -(-tokens // cases[pair].source.block_size)
             blocks = sources[pair].block_ids[:needed]
             start_s = time.monotonic()
@@ -283,10 +284,10 @@ async def _send_as_ordered(connection: Connection, cases: Sequence[Case]) -> Non
             connection.send((pair, lease, start_s))
 
         while (order := await asyncio.to_thread(connection.recv)) is not None:
-            orders.create_task(obey(*order))
+            orders.create_task(send(*order))
 
 
-async def _be_connected(transfer: RankedTransfer, case: Case, connection: Connection) -> None:
+async def _accept_connection(transfer: RankedTransfer, case: Case, connection: Connection) -> None:
     addresses = await asyncio.to_thread(connection.recv)
     connection.send(await transfer.listen(_PEER, case.flows, sends=True))
     await transfer.connect(_PEER, addresses)

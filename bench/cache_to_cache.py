@@ -1,8 +1,8 @@
 """KV from one process's cache to another's through KVTransfer: throughput over prompt size, layouts, block sizes and
-ranks, the first transfer of a pair, latency, and the cost of waiting. All in turns, best of several rounds.
+ranks, the first transfer of a pair, latency, and the cost of waiting. All pairs take turns; the best round counts.
 
-The rivals are of the same run. What memcpy and ucx_perftest imply: each side moves every byte once between cache and
-staging, at memcpy's speed, and once over the link, at ucx_perftest's. And NIXL, which reads as many scattered blocks.
+The rivals are measured in the same run. "memcpy and ucx_perftest imply" assumes that every byte moves once between
+cache and staging at memcpy's speed and once over the link at ucx_perftest's speed. NIXL reads as many scattered blocks.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheSpec, KVKind
 
 NHD, HND, BLHNC = KVCacheLayout.NHD, KVCacheLayout.HND, KVCacheLayout.BLHNC
-# The shape of Llama 8B's layers, fewer of them: 64 KiB a token, and 64 KiB a block's keys of one layer.
+# Llama 8B with fewer layers: 64 KiB per token, and 64 KiB for the keys of a block in one layer.
 SPEC = KVCacheSpec(KVKind.GQA, num_layers=8, num_kv_heads=8, head_dim=128, dtype="float32")
 BLOCK_SIZE = 16
 SEGMENT_MIB = 4
@@ -34,7 +34,7 @@ GOAL, UNEQUAL_GOAL, FIRST_GOAL = 0.9, 0.95, 0.95
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is transferred how often: so many tokens by every pair, and fewer and more by some."""
+    """How much is transferred, and how often. Some pairs also transfer `few_tokens` and `many_tokens`."""
 
     spec: KVCacheSpec = SPEC
     tokens: int = 2048
@@ -50,7 +50,7 @@ class Scale:
 
     @property
     def fixed(self) -> list[Case]:
-        """With segments that are all of the largest size."""
+        """Cases whose segments all have the largest size."""
         return [replace(self.equal, segment_bytes=mib * MIB, fixed_segments=True) for mib in (1, 16)]
 
     @property
@@ -65,7 +65,7 @@ class Scale:
 
 @dataclass
 class _Limits:
-    """What the machine did best in this run, in GB/s."""
+    """The best rates of the machine in this run, in GB/s."""
 
     memcpy: float = 0.0
     perftest: dict[int, float] = field(default_factory=dict)
@@ -104,7 +104,7 @@ async def _throughput(scale: Scale, limits: _Limits, progress: Callable[[str], N
         progress("cache to cache: other prompt sizes")
         (half,) = await in_turns(pairs[:1], scale.tokens // 2, scale.rounds)
         (many,) = await in_turns([long_pair], scale.many_tokens, scale.many_rounds)
-        rivals = await _beside_nixl(scale, pairs[:2], progress)
+        rivals = await _against_nixl(scale, pairs[:2], progress)
     limits.measure()
     rows = first_rows(f"{scale.tokens} tokens, median of {len(cases)} pairs", list(seconds.values()))
     implied = limits.implied(equal.segment_bytes)
@@ -118,12 +118,12 @@ async def _throughput(scale: Scale, limits: _Limits, progress: Callable[[str], N
     return rows + rivals
 
 
-async def _beside_nixl(scale: Scale, pairs: Sequence[Pair], progress: Callable[[str], None]) -> list[Row]:
-    """A block's keys of one layer lie together, and its values: so many bytes, scattered on both sides, NIXL moves."""
+async def _against_nixl(scale: Scale, pairs: Sequence[Pair], progress: Callable[[str], None]) -> list[Row]:
+    """NIXL moves runs of the same size, scattered on both sides: the keys or values of one block in one layer."""
     if not nixl_rival.available():
         progress("cache to cache: nixl-cu13 is not installed, its rows are missing")
         return []
-    progress("cache to cache: beside NIXL")
+    progress("cache to cache: against NIXL")
     spec = scale.spec
     run_bytes = spec.bytes_per_token_layer // spec.kv_factor * BLOCK_SIZE
     rows = []
@@ -144,7 +144,7 @@ async def _beside_nixl(scale: Scale, pairs: Sequence[Pair], progress: Callable[[
 
 
 async def _latency(scale: Scale) -> list[Row]:
-    """With one pair, so that nothing else waits in these processes."""
+    """Measures one pair alone, so that nothing else waits in its processes."""
     async with open_pairs([replace(scale.equal, tokens=scale.few_tokens)]) as (pair,):
         small = []
         for _ in range(scale.small_rounds):
@@ -166,7 +166,7 @@ def _row(case: Case, tokens: int, seconds: Sequence[float], rival: str, limit: f
 
 
 def work_of(case: Case, tokens: int, model: str = "") -> str:
-    """What is transferred, in words; the plot reads it again."""
+    """What is transferred, in words. The plot parses this text."""
     model = model or f"{case.spec.num_layers} layers {case.spec.dtype}"
     segments = "" if not case.fixed_segments else f", segments of {case.segment_bytes // MIB} MiB"
     digests = "" if case.digests else ", digests off"
@@ -178,10 +178,10 @@ def best_gigabytes_per_s(spec: KVCacheSpec, tokens: int, seconds: Sequence[float
 
 
 def first_rows(work: str, seconds: Sequence[Sequence[float]]) -> list[Row]:
-    """The first transfer of pairs that were just made beside their tenth.
+    """Compares the first transfer of new pairs with their tenth.
 
     Args:
-        seconds: of each pair's transfers, all of the same work, from its first on.
+        seconds: durations of each pair's transfers, starting with its first one.
     """
     first, tenth = (median(own[index] for own in seconds) * 1e3 for index in (0, 9))
     return [Row("first transfer of a pair", work, first, "ms", "the tenth", tenth, FIRST_GOAL, less_is_better=True)]

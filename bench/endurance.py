@@ -1,11 +1,9 @@
-"""Thousands of small requests through one pair of node processes: does one of them grow, or keep what it should return?
+"""Thousands of small requests through one pair of node processes: does a process grow, or keep blocks or leases?
 
-Every request is handed over from the prefill to the decode node. Between batches nothing runs: then every block is
-free and no lease is open, and memory and file descriptors of each process are read. `python -m bench.endurance 2000`
-prints the table of so many requests.
-
-An allocator takes what it will go on with at a time of its own, and then keeps it; a leak goes on. So a process that
-grew is given as many requests again, and has leaked if it grows in every one of several rounds.
+Every request is handed over from the prefill to the decode node. Between batches nothing runs; then every block must be
+free and no lease open, and the memory and file descriptors of each process are read. An allocator may grow once at any
+time, while a leak continues: a process has leaked if it grows in each of several rounds.
+`python -m bench.endurance 2000` prints the table for 2000 requests.
 """
 
 import asyncio
@@ -34,9 +32,9 @@ CONCURRENT = 32
 PROMPT_TOKENS = (3, 20)
 OUTPUT_TOKENS = 2
 SEED = 7
-# Few, so that all have been written to before the second quarter: memory is real only then.
+# Few, so that all are written before the second quarter: memory counts only once it is written.
 BLOCKS = 128
-# What a process may grow by from the second quarter to the last: allocators and gRPC breathe by that much.
+# Allowed growth from the second quarter to the last: allocators and gRPC vary by this much.
 GROWTH_MIB_MAX = 2.0
 GROWTH_MAX = 0.01
 _QUIET_TIMEOUT_S = 60.0
@@ -53,7 +51,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Growth:
-    """What a process held in the second quarter of the batches and in the last: medians, of files the fewest."""
+    """A process in the second and the last quarter of the batches: median memory, minimum of open files."""
 
     program: str
     before: Reading
@@ -69,7 +67,7 @@ def run(progress: Callable[[str], None], requests: int = REQUESTS) -> Iterator[R
     """The rows of this benchmark; about ten seconds for each thousand requests.
 
     Args:
-        requests: of one round. There is another one only while a process grows.
+        requests: requests of one round. Another round follows only while a process grows.
 
     Raises:
         RuntimeError: a process grew in every round, or a node kept a block or a lease.
@@ -101,8 +99,10 @@ def run(progress: Callable[[str], None], requests: int = REQUESTS) -> Iterator[R
 
 
 def growth_of(program: str, readings: Sequence[Reading]) -> Growth:
-    """Args:
-    readings: at even distances; four at least.
+    """Compares the second and the last quarter of the readings.
+
+    Args:
+        readings: at even intervals; at least four.
     """
     quarter = len(readings) // 4
     return Growth(program, _typical(readings[quarter : 2 * quarter]), _typical(readings[-quarter:]))
@@ -111,7 +111,7 @@ def growth_of(program: str, readings: Sequence[Reading]) -> Growth:
 def _typical(readings: Sequence[Reading]) -> Reading:
     return Reading(
         int(statistics.median(reading.rss_bytes for reading in readings)),
-        min(reading.files for reading in readings),  # a connection that is just being made or closed is no leak
+        min(reading.files for reading in readings),  # a connection being opened or closed is not a leak
     )
 
 
@@ -128,7 +128,7 @@ def _rows(growth: Growth, work: str) -> Iterator[Row]:
 async def _endure(
     processes: Sequence[Process], requests: int, drawn: random.Random, progress: Callable[[str], None]
 ) -> dict[int, list[Reading]]:
-    """What each process, by its pid, held after each batch."""
+    """The readings of each process after each batch, by pid."""
     prefill, decode, gateway = processes
     watched = {process.pid: psutil.Process(process.pid) for process in processes}
     readings: dict[int, list[Reading]] = {pid: [] for pid in watched}
@@ -144,17 +144,19 @@ async def _endure(
 
 
 async def _send(client: Client, requests: int, drawn: random.Random) -> None:
-    """That many requests, so many at once."""
+    """Sends this many requests, `CONCURRENT` at once. The first failure cancels the others."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     prompts = iter([drawn.choices(range(10, 2000), k=drawn.randint(*PROMPT_TOKENS)) for _ in range(requests)])
 
-    async def work_through() -> None:
+    async def send_prompts() -> None:
         for prompt in prompts:
             completion = await client.complete(prompt, params, timeout_s=60)
             if completion.receipt.path is not Path.REMOTE or len(completion.tokens) != OUTPUT_TOKENS:
                 raise RuntimeError(f"not handed over whole: {completion.receipt}")
 
-    await asyncio.gather(*(work_through() for _ in range(CONCURRENT)))
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CONCURRENT):
+            tasks.create_task(send_prompts())
 
 
 async def _until_nothing_held(*nodes: Process) -> None:
@@ -169,7 +171,7 @@ async def _until_nothing_held(*nodes: Process) -> None:
 
 
 def _held(status: node_pb2.NodeStatus) -> str:
-    """What a node without requests should not hold; empty when all is well."""
+    """What the node holds although it has no requests; empty if nothing."""
     counts = {
         "requests": status.requests_running + status.requests_waiting,
         "leased blocks": status.blocks_leased,

@@ -1,10 +1,10 @@
-"""How much of a hand-over's transfer is exposed: from the first token's sampling to the request's admission by the
-decode node, as a share of the prompt's prefill. Real node processes; what receipts say, medians of prompts in turns.
+"""How much of a hand-over's transfer is exposed: the time from sampling the first token to admission by the decode
+node, as a share of the prompt's prefill. Real node processes, figures from receipts, medians over prompts in turns.
 
-The receipt's time ends when the decode node has heard that all was sent and has all of it; the message's own way is not
-in it. So a second figure stands beside it, taken at the client: how much longer the second token takes than those that
-follow. On a CPU the demo model's shape stands in, which computes 5,500 operations of an 8k prompt for each byte of KV,
-and Llama 8B 123,000: the less it computes, the less there is to hide a transfer behind.
+The receipt's time ends when the decode node has all KV and the prefill node's completion; it does not include that
+message's own latency. So the client also measures how much longer the second token takes than the later ones. On a CPU
+the demo model's shape is used. For an 8k prompt it computes 5,500 operations per byte of KV, Llama 8B 123,000: less
+computation hides less of a transfer.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Way:
-    """One prefill node: what is said of it, and its flags."""
+    """One prefill node: its name in the rows, and its flags."""
 
     name: str
     flags: tuple[str, ...]
@@ -48,8 +48,9 @@ class Setup:
     """What is measured on a kind of machine.
 
     Attributes:
-        config: of the model, whose weights are random, with room for so many positions.
-        warm_tokens: of the prompt that each way gets first, and that does not count.
+        config: of the model, whose weights are random.
+        positions: longest sequence of the model.
+        warm_tokens: length of the first prompt of each way, which is not measured.
     """
 
     model: str
@@ -65,24 +66,26 @@ class Setup:
 
 
 def _way(chunk: int, *, whole: bool = False) -> Way:
-    """Args:
-    whole: a chunk's KV leaves when all of its layers are computed.
+    """A prefill node with this chunk size.
+
+    Args:
+        whole: a chunk's KV is sent only when all of its layers are computed.
     """
     flags = ("--max-batch-tokens", str(chunk), "--layer-groups", "off" if whole else "on")
     return Way(f"chunks of {chunk}" + ", each sent whole" * whole, flags)
 
 
 def on_cpu() -> Setup:
-    """The first chunk is the default one."""
+    """The first way has the default chunk size."""
     flags = ("--device", "cpu", "--num-blocks", "640")
     ways = (_way(256), _way(256, whole=True), _way(64))
     return Setup("the demo Llama's shape", _DEMO / "config.json", 16384, (1024, 8192), 1024, ways, 3, flags, (), ())
 
 
 def on_gpus() -> Setup:
-    """The first chunk is what a profile on an H200 chooses; given, since several nodes would be profiled at once."""
+    """The first chunk size is that of a profile on an H200. Given sizes keep nodes from profiling at the same time."""
     other = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
-    # Blocks for the longest prompt and some more; a few requests, so that few graphs are captured.
+    # Enough blocks for more than the longest prompt; few requests, so that few graphs are captured.
     flags = ("--num-blocks", "2304", "--max-batch-requests", "8")
     prefill = ("--device", "cuda:0", "--cuda-graphs", "false")
     decode = ("--device", other, "--max-batch-tokens", "2048")
@@ -93,14 +96,14 @@ def on_gpus() -> Setup:
 
 @dataclass
 class Seen:
-    """What became of one way's prompts of one length."""
+    """Results of one way's prompts of one length."""
 
     receipts: list[Receipt] = field(default_factory=list)
     late_ms: list[float] = field(default_factory=list)
 
 
 def run(progress: Callable[[str], None], setup: Setup | None = None) -> list[Row]:
-    """About a minute on a CPU."""
+    """The rows of this benchmark; takes about a minute on a CPU."""
     setup = setup or (on_gpus() if torch.cuda.is_available() else on_cpu())
     with tempfile.TemporaryDirectory(prefix="baton-") as folder, Processes(progress) as processes:
         model = write_model(Path(folder), setup)
@@ -133,7 +136,7 @@ async def _measure(
     seen: dict[tuple[Way, int], Seen] = {(way, tokens): Seen() for tokens in setup.prompts for way in setup.ways}
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(gateway.address)) for gateway in gateways]
-        for client in clients:  # caches, allocators, compilers
+        for client in clients:  # warms caches, allocators and compilers
             await _hand_over(client, _prompt(0, setup.warm_tokens))
         for (way, tokens), own in _turns(setup.rounds, seen):
             progress(f"exposed: {tokens} tokens, {way.name}")
@@ -150,7 +153,7 @@ def _turns(rounds: int, seen: dict[tuple[Way, int], Seen]) -> Iterator[tuple[tup
 
 
 async def _hand_over(client: Client, prompt: list[int]) -> tuple[Receipt, list[float]]:
-    """One request's receipt, and when each of its tokens came.
+    """One request's receipt, and when each of its tokens arrived.
 
     Raises:
         RuntimeError: not all of the prompt was handed over.
@@ -173,7 +176,7 @@ def _prompt(seed: int, tokens: int) -> list[int]:
 
 
 def write_model(folder: Path, setup: Setup) -> Path:
-    """A model's directory without weights, with the demo's tokenizer."""
+    """Writes a model's directory without weights, with the demo's tokenizer."""
     config = {**json.loads(setup.config.read_text()), "max_position_embeddings": setup.positions}
     (folder / "config.json").write_text(json.dumps(config))
     copyfile(_DEMO / "tokenizer.json", folder / "tokenizer.json")

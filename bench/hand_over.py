@@ -1,7 +1,7 @@
-"""What disaggregation costs a request: time to first token and between tokens, handed over against one process.
+"""The cost of disaggregation for a request: time to first token and between tokens, handed over against one process.
 
-Three ways to the same tokens, on the same machine, in turns: prefill node to decode node; the decode node alone behind
-the same gateway; and an engine inside this process, with no gateway and no RPC at all.
+Three ways to the same tokens take turns on the same machine: prefill node to decode node; the decode node alone with
+the same gateway; and an engine inside this process, without gateway and RPC.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class Times:
     def ttft_ms(self) -> float:
         return 1e3 * statistics.median(self.first_token_s)
 
-    def behind_ms(self, other: "Times") -> float:
-        """By how much this way's first token comes later, the median over rounds: both had each prompt in turn."""
+    def later_ms(self, other: "Times") -> float:
+        """How much later this way's first token arrives: the median over rounds, each with one prompt for both ways."""
         pairs = zip(self.first_token_s, other.first_token_s, strict=True)
         return 1e3 * statistics.median(ours - theirs for ours, theirs in pairs)
 
@@ -104,10 +104,10 @@ def _rows(ways: dict[str, Times], per_token_ms: float) -> list[Row]:
         Row("TTFT, decode node alone, same gateway", work, alone.ttft_ms, "ms"),
         Row("TTFT, one process, no gateway", work, one.ttft_ms, "ms"),
         Row(
-            "hand-over overhead", "TTFT minus one process, pair by pair", handed.behind_ms(one), "ms",
+            "hand-over overhead", "TTFT minus one process, pair by pair", handed.later_ms(one), "ms",
             limit=HAND_OVER_GOAL_MS,
         ),
-        Row("hand-over overhead", "TTFT minus decode node alone, pair by pair", handed.behind_ms(alone), "ms"),
+        Row("hand-over overhead", "TTFT minus decode node alone, pair by pair", handed.later_ms(alone), "ms"),
         Row("inter-token latency, handed over", "one request", handed.itl_ms, "ms"),
         Row("inter-token latency, decode node alone", "one request", alone.itl_ms, "ms"),
         Row("inter-token latency, one process", "one request", one.itl_ms, "ms"),
@@ -137,8 +137,8 @@ async def _through(client: Client, prompt: list[int]) -> list[float]:
 
 
 async def _gateway_cpu_per_token_ms(client: Client, gateway: Process) -> float:
-    """The gateway process's own CPU time over many streaming requests, by the kernel's account, less what it takes to
-    watch its nodes while nothing is asked of it."""
+    """CPU time of the gateway process over many streaming requests, less the time that it takes to watch its nodes
+    while idle."""
     process = psutil.Process(gateway.pid)
     idle_share = _cpu_s(process)
     await asyncio.sleep(IDLE_S)

@@ -28,7 +28,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests at once with prompts of so many tokens."""
+    """Concurrent requests, and the length of their prompts."""
 
     requests: int
     tokens: int
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass
 class Latencies:
-    """What clients measured, in milliseconds, one number per request or per gap."""
+    """Latencies at the clients: one number per request or per gap between tokens."""
 
     first_token_ms: list[float] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ async def _measure(address: str, loads: list[Load], progress: Callable[[str], No
 
 
 async def _request(client: Client, prompt: list[int]) -> list[float]:
-    """When the request was sent, and when each token came."""
+    """When the request was sent, and when each token arrived."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     stamps = [time.perf_counter()]
     async for event in client.generate(prompt, params, timeout_s=_TIMEOUT_S):

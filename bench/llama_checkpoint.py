@@ -1,4 +1,4 @@
-"""Random checkpoints of Llama shapes, in several files as publishers store them. Knows no loader."""
+"""Random checkpoints of Llama shapes, in several files as publishers store them."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _CONFIG = Path(__file__).resolve().parent / "engine" / "configs" / "llama-3.1-8b" / "config.json"
-# What Llama-3.2-1B has otherwise.
+# Where Llama-3.2-1B differs.
 _OF_1B = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "tie_word_embeddings": True}
 _8B_BYTES_MIN = 8 << 30
 _NUMBER_BYTES = 2
@@ -29,8 +29,8 @@ class Written:
 
 
 def llama_of(num_bytes: int) -> tuple[str, dict[str, Any]]:
-    """Name and config.json of Llama-3.2-1B's shape, or from 8 GiB on of Llama-3.1-8B's, with as many layers as bring a
-    checkpoint in bfloat16 nearest to that size."""
+    """Name and config.json of Llama-3.2-1B's shape, or from 8 GiB on of Llama-3.1-8B's. The number of layers brings a
+    bfloat16 checkpoint closest to `num_bytes`."""
     config, name = json.loads(_CONFIG.read_text()), "Llama-3.1-8B"
     if num_bytes < _8B_BYTES_MIN:
         config, name = config | _OF_1B, "Llama-3.2-1B"
@@ -40,7 +40,7 @@ def llama_of(num_bytes: int) -> tuple[str, dict[str, Any]]:
 
 
 def write_llama(directory: Path, name: str, config: Mapping[str, Any], *, num_files: int) -> Written:
-    """A random checkpoint in bfloat16, in at most so many files."""
+    """Writes a random bfloat16 checkpoint in at most `num_files` files."""
     (directory / "config.json").write_text(json.dumps(config))
     block = _numbers()
     files, weight_map = list[Path](), dict[str, str]()
@@ -83,7 +83,7 @@ def _bytes_of(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def _split(shapes: Mapping[str, tuple[int, ...]], num_files: int) -> list[dict[str, tuple[int, ...]]]:
-    """Tensors one behind the other in at most so many files of about the same size."""
+    """Distributes the tensors in order over at most `num_files` files of similar size."""
     total_bytes, done_bytes = _bytes_of(shapes), 0
     parts: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -93,7 +93,7 @@ def _split(shapes: Mapping[str, tuple[int, ...]], num_files: int) -> list[dict[s
 
 
 def _numbers() -> bytes:
-    """Such as weights are; no disk can compress them, and files repeat them."""
+    """Bytes of normally distributed weights, which no disk can compress. Files repeat this block."""
     generator = torch.Generator().manual_seed(_SEED)
     drawn = torch.empty(_BLOCK_BYTES // _NUMBER_BYTES, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
     return drawn.view(torch.uint8).numpy().tobytes()

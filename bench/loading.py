@@ -1,8 +1,8 @@
-"""Loading a model from disk beside what the disk gives: cold, and out of the page cache.
+"""Loading a model from disk against plain reads of the same files: cold, and from the page cache.
 
-A checkpoint in several files is written to a temporary directory, and thrown out of the page cache before every cold
-reading. Plain reads of the same files, in as many threads as are quickest, take turns with loads. `python -m
-bench.loading 16 /data` prints the table of 16 GiB on the disk of that directory.
+A checkpoint in several files is written to a temporary directory, and evicted from the page cache before every cold
+read. Plain reads with the fastest number of threads take turns with loads. `python -m bench.loading 16 /data` prints
+the table for 16 GiB on the disk of that directory.
 """
 
 import gc
@@ -28,9 +28,9 @@ GIB, GIB_ON_GPU = 2.3, 15.0
 FILES = 8
 GOAL = 0.9
 ROUNDS = 5
-# Looking for the quickest plain read, and taking turns, end after that; each has had one round then.
+# Time for finding the fastest plain read, and for the rounds; each way gets at least one round.
 SCOUT_S, TURNS_S = 25.0, 60.0
-# The likeliest first.
+# The fastest on most disks first.
 PLAIN = (
     Plain(8),
     Plain(8, direct=True),
@@ -42,7 +42,7 @@ PLAIN = (
     Plain(1, direct=True),
 )
 PLAIN_WARM = tuple(Plain(threads) for threads in (1, 2, 4, 8))
-# What may be left in the page cache of files that are cold.
+# Share of cold files that may remain in the page cache.
 CACHED_MAX = 0.01
 
 Way = Callable[[], float]
@@ -52,20 +52,20 @@ def run(progress: Callable[[str], None], gib: float | None = None, directory: Pa
     """The rows of this benchmark; takes one to two minutes.
 
     Args:
-        gib: size of the checkpoint; None is 15 GiB where there is a GPU and the disk has room, else 2.3.
-        directory: on the disk that is measured; None is the one for temporary files.
+        gib: size of the checkpoint; None: 15 GiB if there is a GPU and the disk has room, else 2.3.
+        directory: on the disk to measure; None: the directory for temporary files.
 
     Raises:
-        RuntimeError: the files stay in the page cache, so that nothing can be said of the disk.
+        RuntimeError: the files stay in the page cache, so the disk cannot be measured.
     """
     with tempfile.TemporaryDirectory(prefix="baton-loading-", dir=directory) as path:
         if gib is None:
             roomy = shutil.disk_usage(path).free > 1.2 * GIB_ON_GPU * (1 << 30)
             gib = GIB_ON_GPU if roomy and torch.cuda.is_available() else GIB
-        progress(f"loading: writes {gib:g} GiB to {path}")
+        progress(f"loading: writing {gib:g} GiB to {path}")
         written = write_llama(Path(path), *llama_of(round(gib * (1 << 30))), num_files=FILES)
         bench = _Bench(Path(path), written, progress)
-        bench.load()  # for what a process sets up once
+        bench.load()  # the first load also does the one-time setup of the process
         yield from bench.warm()
         yield from bench.cold()
 
@@ -79,7 +79,7 @@ class _Bench:
     progress: Callable[[str], None]
 
     def warm(self) -> Iterator[Row]:
-        """Nothing is wanted of these: a load fills memory that is new, which costs more than the copy does."""
+        """These rows have no goal: a load writes to new memory, which costs more than the copy."""
         plain = min(min(each.seconds(self.written.files) for _ in range(2)) for each in PLAIN_WARM)
         load = min(self.load() for _ in range(3))
         rivals = (("plain read, warm,", self._rate(plain)), ("memcpy, 1 thread,", memcpy_gigabytes_per_s()))
@@ -93,14 +93,14 @@ class _Bench:
         best = min(scouted, key=lambda plain: scouted[plain])
         loads: dict[str, Way] = {"load": self.load}
         if not torch.cuda.is_available():
-            loads["load as float32"] = partial(self.load, "float32")  # what a node on a CPU does by default
+            loads["load as float32"] = partial(self.load, "float32")  # the default on a CPU
         timed = self._by_turns({"plain read": partial(best.seconds, self.written.files), **loads})
         rival, rate = f"plain read, {best},", self._rate(timed["plain read"])
         for name in loads:
             yield Row(f"{name}, cold", self._work, self._rate(timed[name]), "GB/s", rival, rate, goal=GOAL)
 
     def _scout(self) -> dict[Plain, float]:
-        """Seconds of each way to read that this disk knows, as long as there is time."""
+        """Seconds of each way to read that the disk supports, until the time is over."""
         scouted: dict[Plain, float] = {}
         since = time.perf_counter()
         for plain in PLAIN:
@@ -113,7 +113,7 @@ class _Bench:
         return scouted
 
     def load(self, dtype: str = "bfloat16") -> float:
-        """Seconds from a directory to a model: what a node does, with a small cache and nothing captured."""
+        """Seconds to load the model as a node does, with a small cache and without graphs."""
         gc.collect()
         since = time.perf_counter()
         built = build_runner(
@@ -132,7 +132,7 @@ class _Bench:
         return time.perf_counter() - since
 
     def _by_turns(self, ways: dict[str, Way]) -> dict[str, float]:
-        """The shortest time of each."""
+        """The shortest time of each way."""
         times: dict[str, list[float]] = {name: [] for name in ways}
         since = time.perf_counter()
         for index in range(ROUNDS):

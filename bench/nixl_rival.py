@@ -1,6 +1,6 @@
 """How fast NIXL reads scattered blocks of another process's memory into scattered places of its own.
 
-The same work as a transfer of paged KV between two caches, by the library that other systems use for it. The package is
+This is the work of a KV transfer between two paged caches, done by the library that other systems use. The package is
 optional: without it there is no row.
 """
 
@@ -30,15 +30,15 @@ def available() -> bool:
 
 @contextmanager
 def open_reader(num_blocks: int, block_bytes: int, devices: tuple[str, str] = _CPU) -> Iterator[Callable[[], float]]:
-    """Gives a function that reads as many blocks once, scattered on both sides, by prepared descriptors, and returns
-    GB/s. Every read is checked to have brought the other process's bytes.
+    """Yields a function that reads all blocks once by prepared descriptors, scattered on both sides, and returns GB/s.
+    Every read checks that the other process's bytes arrived.
 
-    Between reads both processes are stopped: each has a thread that takes a core all the time.
+    Between reads both processes are stopped, because each has a thread that occupies a core.
 
-    NOTE: both ends are processes of their own: beside our UCX in one process NIXL's reached a third of its speed.
+    NOTE: both ends have their own processes: in one process with our UCX, NIXL reached a third of its speed.
 
     Args:
-        devices: of the memory that is read, and of the reader's.
+        devices: of the memory that is read, and of the reader's memory.
     """
     context = multiprocessing.get_context("spawn")
     to_reader, from_owner = context.Pipe()
@@ -50,7 +50,7 @@ def open_reader(num_blocks: int, block_bytes: int, devices: tuple[str, str] = _C
     ]
     for process in processes:
         process.start()
-    reader.close()  # or nobody would hear of its end
+    reader.close()  # otherwise the end of the process would not close the pipe
 
     def signal_all(number: signal.Signals) -> None:
         for process in processes:
@@ -61,7 +61,7 @@ def open_reader(num_blocks: int, block_bytes: int, devices: tuple[str, str] = _C
         signal_all(signal.SIGCONT)
         ours.send("read")
         if not ours.poll(2 * _TIMEOUT_S):
-            raise TimeoutError("NIXL's processes do not answer")
+            raise TimeoutError("NIXL's processes do not respond")
         seconds: float = ours.recv()
         signal_all(signal.SIGSTOP)
         return num_blocks * block_bytes / seconds / GIGA
@@ -109,10 +109,10 @@ def _own(connection: Connection, num_blocks: int, block_bytes: int, device: str)
 
 
 def _agent(name: str, num_bytes: int, device: str) -> tuple[Any, torch.Tensor]:
-    """An agent and the memory that it has registered."""
+    """An agent, and the memory that it has registered."""
     if device != "cpu":
         torch.cuda.set_device(device)
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)  # makes the GPU's context, which UCX wants first
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)  # creates the context that UCX needs
     api: Any = importlib.import_module(f"{PACKAGE}._api")
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
     agent.register_memory([(memory.data_ptr(), num_bytes, _index(device), "")], _kind(device))

@@ -1,4 +1,4 @@
-"""What a disk gives to plain reads of files, and what of files the page cache holds. Knows no model."""
+"""Plain reads of files, and which share of files the page cache holds."""
 
 import ctypes
 import mmap
@@ -15,10 +15,10 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Plain:
-    """A way to read: pieces in the order of the files, each thread into one buffer of its own.
+    """A way to read: pieces in the order of the files, each thread into its own buffer.
 
     Attributes:
-        direct: past the page cache.
+        direct: bypasses the page cache.
     """
 
     threads: int
@@ -32,7 +32,7 @@ class Plain:
         """How long it takes to read these files.
 
         Raises:
-            OSError: one cannot be read, or not so.
+            OSError: a file cannot be read, or not in this way.
         """
         pieces = deque((file, start) for file in files for start in range(0, file.stat().st_size, self.piece_bytes))
         failures: list[OSError] = []
@@ -48,14 +48,14 @@ class Plain:
         return took_s
 
     def _work(self, pieces: deque[tuple[Path, int]], failures: list[OSError]) -> None:
-        # O_DIRECT wants memory at a page's boundary, as a mapping is.
+        # O_DIRECT needs page-aligned memory, which a mapping is.
         with mmap.mmap(-1, self.piece_bytes) as buffer, memoryview(buffer) as memory:
             try:
                 while True:
                     file, start = pieces.popleft()
                     _read(file, start, memory, direct=self.direct)
             except IndexError:
-                return  # none is left
+                return  # no piece is left
             except OSError as error:
                 failures.append(error)
 
@@ -75,12 +75,12 @@ def _read(file: Path, start: int, memory: memoryview, *, direct: bool) -> None:
 
 
 def drop(files: Sequence[Path]) -> float:
-    """Takes files out of the page cache, as anybody may who can read them; returns the share of their pages that stays
-    nevertheless."""
+    """Evicts files from the page cache, which needs only the right to read them. Returns the share of their pages that
+    stays in the cache."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)  # a page that is not written yet would stay
+            os.fsync(descriptor)  # dirty pages would stay in the cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
@@ -94,15 +94,15 @@ def cached_share(files: Sequence[Path]) -> float:
 
 
 def _cached_pages(file: Path) -> tuple[int, int]:
-    """Pages of the file in the cache, and in all."""
+    """The file's pages in the cache, and all its pages."""
     size_bytes = file.stat().st_size
     if not size_bytes:
         return 0, 0
     libc = ctypes.CDLL(None, use_errno=True)
     count = -(-size_bytes // _PAGE_BYTES)
     states = (ctypes.c_ubyte * count)()
-    # NOTE: ctypes takes the address of writable memory only; a private mapping is, and its untouched pages are the
-    # file's.
+    # NOTE: ctypes takes the address of writable memory only. A private mapping is writable, and its untouched pages are
+    # those of the file.
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
         first = ctypes.c_ubyte.from_buffer(mapping)
         try:

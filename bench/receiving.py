@@ -1,8 +1,9 @@
-"""What receiving KV costs a node that decodes: time of a decode step with and without, at full speed and at a limit.
+"""The cost of receiving KV for a node that decodes: time of a decode step with and without it, at full speed and at a
+limit.
 
-An engine and a KV transfer share a cache in this process, as in a decode node; another process sends without a pause.
-Stretches with and without it take turns. Receiving moves every byte through this side's memory several times; what part
-of the memory's bandwidth that is, by a copy's speed in the same run, is what decoding may lose to it.
+An engine and a KV transfer share a cache in this process, as in a decode node; another process sends without pause.
+Stretches with and without receiving take turns. Receiving moves every byte through this side's memory several times.
+Its share of the memory's bandwidth, measured by a copy in the same run, is what decoding may lose.
 """
 
 import asyncio
@@ -30,17 +31,17 @@ from engine.request import EngineLimits, EngineRequest
 MIB = 1 << 20
 GIGA = 1e9
 LIMIT_GOAL = 1.05
-# Of the slow-down that the goal allows, what the limit is set to use. It is not in proportion to the rate: with 0.7
+# Share of the allowed slow-down for which the limit is set. The slow-down is not proportional to the rate: with 0.7
 # decoding on two cores was 1.07 and 1.08 times as slow.
 LIMIT_SHARE = 0.35
-# How often receiving reads or writes a byte of this side's memory. Both: the digest reads it once, the scatter reads
-# and writes it. A GPU's link writes it once; a CPU's copies it out of shared memory.
+# How often receiving reads or writes each byte in this side's memory. The digest reads it, and the scatter reads and
+# writes it. A GPU's link writes it once; on a CPU it is copied out of shared memory.
 PASSES = {"cpu": 5, "cuda": 4}
-# On their way together: the sender has the next one while the last one of these is scattered.
+# Concurrent transfers: the next one is sent while the last one is scattered.
 PARTS = 2
-# Of requests that only hold the blocks into which is received.
+# Requests that only hold the blocks for receiving.
 _SEATS_ASIDE = 4
-# At the beginning of a stretch, when what was before it still ends.
+# Steps at the start of a stretch, while earlier work still ends.
 _UNTIMED_STEPS = 3
 _TIMEOUT_S = 120.0
 _LLAMA_8B = Path(__file__).resolve().parent / "engine" / "configs" / "llama-3.1-8b"
@@ -51,9 +52,9 @@ class Setup:
     """What is measured on a kind of machine.
 
     Attributes:
-        context: of each decoding request at the start of every stretch.
-        tokens: whose KV is received under one lease.
-        steps: how many decode steps are timed at a time.
+        context: context length of each decoding request at the start of every stretch.
+        tokens: tokens whose KV is received under one lease.
+        steps: decode steps of one measurement.
         source: the sending end's device.
     """
 
@@ -71,7 +72,7 @@ class Setup:
 
     @property
     def room(self) -> int:
-        """Tokens of a request that its stretches may take it to."""
+        """Largest context that a request may reach in its stretches."""
         return self.context + 1024
 
 
@@ -92,7 +93,7 @@ def on_gpus() -> Setup:
 
 @dataclass
 class Stretches:
-    """Milliseconds of a decode step, stretch by stretch in turns, and what came meanwhile."""
+    """Milliseconds of a decode step in each stretch, and the rate of receiving."""
 
     alone_ms: list[float] = field(default_factory=list)
     receiving_ms: list[float] = field(default_factory=list)
@@ -131,20 +132,22 @@ async def _measure(setup: Setup, progress: Callable[[str], None]) -> list[Row]:
 
 
 def limit_gigabytes_per_s(free: Stretches) -> float:
-    """GB/s at which decoding should slow down by less than the goal, if it does so in proportion."""
+    """GB/s at which decoding slows down by less than the goal if the slow-down is proportional to the rate."""
     lost = max(free.slow_down - 1, 1e-3)
     return median(free.gigabytes_per_s) * min(1.0, LIMIT_SHARE * (LIMIT_GOAL - 1) / lost)
 
 
 def rows_of(setup: Setup, free: Stretches, limited: Stretches, *, limit: float, memory: float) -> list[Row]:
-    """Args:
-    memory: what this side's memory does, in GB/s read and written.
+    """The rows of this benchmark.
+
+    Args:
+        memory: bandwidth of this side's memory, in GB/s read and written.
     """
     work = f"{setup.model}, batch {setup.requests}, context {setup.context}"
     received = median(free.gigabytes_per_s)
     share = min(1.0, received * PASSES[setup.device.partition(":")[0]] / memory)
     bounded = f"{work}, at most {limit:.3g} GB/s"
-    # Where receiving takes all of the memory's bandwidth there is nothing that decoding may not lose.
+    # Where receiving takes all of the memory's bandwidth, there is no bound for decoding.
     allowed = 1 / (1 - share) if share < 1 else None
     return [
         Row("decode step", work, median(free.alone_ms), "ms"),
@@ -188,7 +191,7 @@ async def _stretch(stretches: Stretches, pair: Pair, decoding: "_Decoding", *, r
 
 @asynccontextmanager
 async def _receiving(pair: Pair) -> AsyncIterator[None]:
-    """Leases are filled one after the other, several at a time; on exit those under way end."""
+    """Receives under one lease after the other, several at a time; on exit the open ones finish."""
     over = False
 
     async def fill(part: int) -> None:
@@ -203,7 +206,7 @@ async def _receiving(pair: Pair) -> AsyncIterator[None]:
 
 
 class _Decoding:
-    """An engine whose requests decode all the time; what is in their KV does not matter."""
+    """An engine whose requests decode all the time. The content of their KV does not matter."""
 
     def __init__(self, built: Built, setup: Setup) -> None:
         self.setup = setup
@@ -228,7 +231,7 @@ class _Decoding:
         await self._engine.__aexit__(None, None, None)
 
     def set_aside(self, tokens: int) -> tuple[int, ...]:
-        """Blocks for so many tokens that no request decodes in."""
+        """Holds blocks for this many tokens, in which no request decodes."""
         blocks: tuple[int, ...] = ()
         while tokens > 0:
             part = min(tokens, self._context - 1)
@@ -239,7 +242,7 @@ class _Decoding:
 
     @asynccontextmanager
     async def requests(self) -> AsyncIterator[None]:
-        """So many requests decode, from the context on that the setup says."""
+        """The setup's requests decode, from its context on."""
         sampling = SamplingParams(temperature=0.0, max_tokens=self.setup.room - self.setup.context, ignore_eos=True)
         names = [f"bench-{next(self._names)}" for _ in range(self.setup.requests)]
         for name in names:

@@ -1,4 +1,4 @@
-"""One benchmark figure as a row, rows as a table for people and as a file. Knows nothing of what is measured."""
+"""One benchmark figure as a row; rows as a table on the terminal, as Markdown and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ class Row:
     """One figure.
 
     Attributes:
-        name, work: what was measured, doing what.
-        rival: what stands beside it, measured in the same run; empty when nothing does.
+        name, work: what was measured, and with which work.
+        rival: name of the rival measured in the same run; empty if there is none.
         rival_measured: the rival's figure, in the same unit.
-        goal: the share of the rival that we want; None when the row only informs.
-        limit: the figure that ours should stay under, for goals that are no share of a rival.
+        goal: the wanted share of the rival; None: the row only informs.
+        limit: an upper bound for our figure, for goals without a rival.
         less_is_better: for times; the share is then the rival's figure over ours.
     """
 
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """How much of the rival this reaches; None without a rival."""
+        """Our share of the rival's figure; None without a rival."""
         if self.rival_measured is None:
             return None
         better, worse = (
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is met; None without one."""
+        """Whether the goal is met; None without a goal."""
         if self.limit is not None:
             return self.measured < self.limit
         if self.goal is None or self.share is None:
@@ -79,7 +79,7 @@ def write_markdown(title: str, rows: Sequence[Row], path: Path) -> None:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Writes what `read_json` reads; makes the directory."""
+    """Writes a file for `read_json`; makes the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n")
 

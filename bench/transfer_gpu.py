@@ -1,8 +1,8 @@
-"""KV from one GPU's cache to another's through KVTransfer, between two processes, beside a plain peer copy of as many
-bytes and beside NIXL in the same run: throughput over prompt length, layouts and block sizes, and the first transfer of
-a pair. All pairs transfer in turns.
+"""KV from one GPU's cache to another's through KVTransfer, between two processes: throughput over prompt length,
+layouts and block sizes, and the first transfer of a pair. All pairs take turns.
 
-With one GPU both caches are on it, and the rival is a copy within its memory.
+The rivals of the same run are a plain peer copy of as many bytes, and NIXL. With one GPU both caches are on it, and the
+copy stays within its memory.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from kvcache.spec import KVCacheSpec, KVKind
 
 MIB = 1 << 20
 GIGA = 1e9
-# The first is what every pair transfers first.
+# Every pair transfers the first length first.
 TOKENS = (8192, 1024, 32768)
-# What of a peer copy is wanted, by tokens of Llama 8B between equal ends.
+# Wanted share of a peer copy by tokens, for Llama 8B between equal ends.
 GOALS = {1024: 0.6, 8192: 0.92, 32768: 0.92, 131072: 0.92}
 SEGMENT_MIB = 256
 ROUNDS = 10
 NIXL_TOKENS, NIXL_ROUNDS = (1024, 8192), 5
-# A copy of more is no faster.
+# A larger copy is not faster.
 COPY_BYTES_MOST = 4 << 30
 
 LLAMA_8B = KVCacheSpec(KVKind.GQA, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -41,7 +41,7 @@ LBNC, BLNC = KVCacheLayout.LBNC, KVCacheLayout.BLNC
 
 @dataclass(frozen=True)
 class Model:
-    """One model's KV between equal ends, and variants of that, to be measured beside it.
+    """One model's KV between equal ends, and variants to compare with it.
 
     Attributes:
         long_tokens: a prompt length that is measured between equal ends only; 0: none.
@@ -53,7 +53,7 @@ class Model:
     long_tokens: int = 0
 
     def on(self, devices: tuple[str, str], tokens: int) -> tuple[Case, ...]:
-        """All cases, the one with equal ends first, from the one device to the other."""
+        """All cases between the two devices; the one with equal ends comes first."""
         return tuple(
             replace(
                 case,
@@ -94,7 +94,7 @@ MODELS = (
 
 
 def run(progress: Callable[[str], None]) -> Iterator[Row]:
-    """Nothing on a machine without a GPU."""
+    """The rows of this benchmark; none on a machine without a GPU."""
     if not torch.cuda.is_available():
         progress("transfer between GPUs: there is no GPU")
         return
@@ -105,11 +105,11 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
         rows = measure(model, devices, TOKENS, ROUNDS)
         best.update({row.work: row.measured for row in rows if row.name == "cache to cache"})
         yield from rows
-    yield from _beside_nixl(devices, best, progress)
+    yield from _against_nixl(devices, best, progress)
 
 
 def measure(model: Model, devices: tuple[str, str], tokens: Sequence[int], rounds: int) -> list[Row]:
-    """A model's figures, for prefill and decode on those devices."""
+    """A model's rows for transfers between these devices."""
     return asyncio.run(_measure(model, devices, tokens, rounds))
 
 
@@ -146,11 +146,13 @@ def _rows(model: Model, measured: dict[Case, list[float]], tokens: int, copy: fl
         )
 
 
-def _beside_nixl(devices: tuple[str, str], best: Mapping[str, float], progress: Callable[[str], None]) -> Iterator[Row]:
-    """On the same GPUs' memory, in blocks as long as those in which Llama's keys lie together.
+def _against_nixl(
+    devices: tuple[str, str], best: Mapping[str, float], progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """NIXL between the same GPUs, with blocks as large as the keys of one block of Llama in one layer.
 
     Args:
-        best: what was measured, by the work.
+        best: our best figures by work.
     """
     if not nixl_rival.available():
         progress("transfer between GPUs: nixl-cu13 is not installed, its rows are missing")
@@ -168,7 +170,7 @@ def _beside_nixl(devices: tuple[str, str], best: Mapping[str, float], progress: 
 
 
 def copy_gigabytes_per_s(devices: tuple[str, str], num_bytes: int) -> float:
-    """A plain copy of that many bytes from one GPU to the other, or within the one there is."""
+    """A plain copy of this many bytes from one GPU to the other, or within a single one."""
     num_bytes = min(num_bytes, COPY_BYTES_MOST)
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for device in devices)
     seconds = []

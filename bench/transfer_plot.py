@@ -1,4 +1,4 @@
-"""Draws transfers: GB/s over the size of messages, or over the prompt's. Measures nothing."""
+"""Draws transfers: GB/s over the size of messages or over the length of prompts."""
 
 import re
 from collections import defaultdict
@@ -18,7 +18,7 @@ _Curves = dict[str, dict[str, dict[float, float]]]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes an SVG: of the rows of the transport alone one panel, of those between caches one for each model."""
+    """Writes an SVG: one panel for rows of the transport alone, or one per model for rows between caches."""
     messages = [row for row in rows if row.name == "transport"]
     if messages:
         _draw_messages(messages, path)
@@ -42,7 +42,7 @@ def _draw_messages(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw_prompts(rows: Sequence[Row], path: Path) -> None:
-    """Each model's first row says what its equal ends are. Curves of one point are left out."""
+    """Each model's first row has its equal ends. Curves with one point are left out."""
     curves: _Curves = defaultdict(lambda: defaultdict(dict))
     limits: _Curves = defaultdict(lambda: defaultdict(dict))
     for row in rows:

@@ -1,5 +1,5 @@
-"""The UCX transport alone, between two processes, over message size: beside ucx_perftest over the same lanes, beside
-memcpy, and beside NIXL's reads of blocks of that size."""
+"""The UCX transport alone, between two processes, over message size: against ucx_perftest over the same lanes, memcpy,
+and NIXL's reads of blocks of that size."""
 
 import multiprocessing
 import socket
@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import libucx
+import psutil
 import torch
 
 from bench import nixl_rival
@@ -20,25 +21,25 @@ from kvtransfer.transports.transport import Request, Transport
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_KIB = (64, 256, 1024, 4096, 16384, 65536)
-# Under it a message is more its own cost than its bytes; nodes send larger ones.
+# Smaller messages cost more per message than per byte; nodes send larger ones.
 GOAL_KIB = 1024
 BYTES_PER_ROUND = 512 * MIB
 MOST_MESSAGES = 2048
 ROUNDS = 3
 WINDOW = 3
-# As the transfer thread does while messages are in flight.
+# As in the transfer thread while messages are in flight.
 NAP_S = 20e-6
 TIMEOUT_S = 120.0
 
 
 def run(progress: Callable[[str], None]) -> list[Row]:
-    """Best of several rounds for every message size."""
+    """The best of several rounds for every message size."""
     rows = []
     memcpy = memcpy_gigabytes_per_s()
     for size_kib in SIZES_KIB:
         size = size_kib * KIB
-        said = f"{size_kib} KiB" if size < MIB else f"{size // MIB} MiB"
-        progress(f"transport: messages of {said}")
+        size_text = f"{size_kib} KiB" if size < MIB else f"{size // MIB} MiB"
+        progress(f"transport: messages of {size_text}")
         ours, lanes = transport_gigabytes_per_s(size)
         rivals = {"ucx_perftest": perftest_gigabytes_per_s(size), "memcpy": memcpy}
         if nixl_rival.available():
@@ -46,18 +47,18 @@ def run(progress: Callable[[str], None]) -> list[Row]:
                 rivals["NIXL"] = max(read() for _ in range(1 + ROUNDS))
         for rival, measured in rivals.items():
             goal = 0.8 if rival == "ucx_perftest" and size_kib >= GOAL_KIB else None
-            rows.append(Row("transport", f"{said} messages over {lanes}", ours, "GB/s", rival, measured, goal))
+            rows.append(Row("transport", f"{size_text} messages over {lanes}", ours, "GB/s", rival, measured, goal))
     return rows
 
 
 def memcpy_gigabytes_per_s(num_bytes: int = 64 * MIB) -> float:
-    """Copying memory that fits into no cache, one thread."""
+    """The rate of copying memory that exceeds all caches, with one thread."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
     return max(num_bytes / _seconds(lambda: target.copy_(source)) for _ in range(10)) / 1e9
 
 
 def transport_gigabytes_per_s(num_bytes: int) -> tuple[float, str]:
-    """Best round of messages of that size from another process, and what carried them."""
+    """The best round of messages of this size from another process, and the lanes that carried them."""
     messages = _messages(num_bytes, least=4)
     with _sender(num_bytes, messages) as connection:
         transport = open_transport("ucx")
@@ -74,8 +75,8 @@ def transport_gigabytes_per_s(num_bytes: int) -> tuple[float, str]:
 
 
 def perftest_gigabytes_per_s(num_bytes: int) -> float:
-    """ucx_perftest's tagged bandwidth. Over shared memory without single-copy lanes, because those stand no peer's
-    death and Baton's endpoints do not use them."""
+    """ucx_perftest's tagged bandwidth over shared memory. It excludes single-copy lanes, which do not survive the death
+    of a peer, so Baton's endpoints do not use them."""
     program = Path(libucx.__file__).parent / "bin" / "ucx_perftest"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -87,7 +88,7 @@ def perftest_gigabytes_per_s(num_bytes: int) -> float:
     }
     server = subprocess.Popen([program, "-p", port], env=environment, stdout=subprocess.DEVNULL)
     try:
-        _wait_for_port(int(port))
+        _wait_for_port(psutil.Process(server.pid), int(port))
         count = str(_messages(num_bytes, least=8))
         client = [str(program), "127.0.0.1", "-p", port, "-t", "tag_bw", "-s", str(num_bytes), "-n", count, "-w", "4"]
         output = subprocess.run(
@@ -102,17 +103,16 @@ def perftest_gigabytes_per_s(num_bytes: int) -> float:
 
 
 def _messages(num_bytes: int, *, least: int) -> int:
-    """Of one round."""
+    """Messages of one round."""
     return max(least, min(MOST_MESSAGES, BYTES_PER_ROUND // num_bytes))
 
 
-def _wait_for_port(port: int) -> None:
-    """Until the server listens. A connection would be taken for its client, so only the kernel's table is read."""
-    wanted = f":{port:04X} "
+def _wait_for_port(server: psutil.Process, port: int) -> None:
+    """Waits until the server listens. It does not connect: the server would take the connection for its client."""
     end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
-        tables = [Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
-        if any(wanted in line and " 0A " in line for table in tables for line in table):
+        sockets = server.net_connections("tcp")
+        if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets):
             return
         time.sleep(0.01)
     raise TimeoutError("ucx_perftest does not listen")

@@ -1,1 +1,1 @@
-"""The engine on one GPU: decode steps beside the roofline, prefill beside the matmul rate, what the CPU costs."""
+"""The engine on one GPU: decode steps against the roofline, prefill against the matmul rate, and the host's cost."""

@@ -1,4 +1,4 @@
-"""Draws the engine's figures: decode steps over the batch, beside the roofline. Measures nothing."""
+"""Draws the engine's figures: decode steps over the batch, with the roofline."""
 
 import re
 from collections import defaultdict

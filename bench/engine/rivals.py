@@ -1,4 +1,4 @@
-"""What others need for the same decode step in the same run: transformers, compiled, with a static cache."""
+"""Rivals for the same decode step in the same run: transformers, compiled, with a static cache."""
 
 import json
 import time
@@ -15,7 +15,7 @@ _WARM_STEPS, _STEPS = 8, 20
 
 
 def run(config_json: Path, points: Sequence[tuple[int, int]], progress: Callable[[str], None]) -> Iterator[Row]:
-    """One row for each (batch, context); none where transformers is not installed, and says so."""
+    """One row for each (batch, context); none without transformers."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
     except ImportError:
@@ -25,12 +25,12 @@ def run(config_json: Path, points: Sequence[tuple[int, int]], progress: Callable
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("cuda"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    # NOTE: not dynamic: by default the second batch size would make it compile for any size, which is slower.
+    # NOTE: not dynamic: by default the second batch size compiles the model for any size, which is slower.
     compiled: Any = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False)
     for batch, context in points:
         progress(f"engine: transformers, batch {batch}")
         cache: Any = StaticCache(config=config, max_cache_len=context + _WARM_STEPS + _STEPS)
-        # NOTE: else its tensors are made in the first call, inside of the CUDA graphs' memory, and overwritten there.
+        # NOTE: otherwise the first call allocates the cache inside of the CUDA graphs' memory, where it is overwritten.
         cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, torch.bfloat16, "cuda")
         token_ids = torch.ones(batch, 1, dtype=torch.long, device="cuda")
         steps_ms = []
@@ -39,7 +39,7 @@ def run(config_json: Path, points: Sequence[tuple[int, int]], progress: Callable
                 torch.cuda.synchronize()
                 start_s = time.perf_counter()
                 torch.compiler.cudagraph_mark_step_begin()
-                # A static cache is attended to as a whole, however little of it is filled.
+                # Attention reads the whole static cache, however little of it is filled.
                 position_ids = torch.full((batch, 1), context - 1 + step, device="cuda")
                 logits = compiled(token_ids, past_key_values=cache, position_ids=position_ids, use_cache=True).logits
                 token_ids = logits[:, -1].argmax(dim=-1, keepdim=True)

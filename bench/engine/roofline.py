@@ -1,4 +1,4 @@
-"""What a step must at least read and compute. Pure arithmetic over a model's parameters and configuration."""
+"""The least that a step must read and compute. Pure arithmetic over a model's parameters and configuration."""
 
 from dataclasses import dataclass
 
@@ -14,20 +14,20 @@ _EMBEDDING = "embed_tokens."
 
 @dataclass(frozen=True)
 class Work:
-    """What one step needs: bytes that it reads, and floating-point operations."""
+    """The bytes that one step reads, and its floating-point operations."""
 
     num_bytes: float
     flops: float
 
     def milliseconds(self, machine: Ceilings) -> float:
-        """The larger of the two limits: `copy_gigabytes_per_s` counts bytes read as the bytes written."""
+        """The larger of the two bounds. `copy_gigabytes_per_s` counts bytes read and bytes written alike."""
         reading_ms = self.num_bytes / machine.copy_gigabytes_per_s / 1e6
         return max(reading_ms, self.flops / machine.matmul_teraflops / 1e9)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's parameters in bytes and in number: `dense` of every token, `experts` of those that it is routed to."""
+    """A model's parameters in bytes and in number: `dense` for every token, `experts` for the tokens routed to them."""
 
     dense_bytes: int
     dense_numbers: int
@@ -36,7 +36,7 @@ class Weights:
 
 
 def count_weights(model: nn.Module, *, tied: bool) -> Weights:
-    """The embedding counts only where it is the head too: of a lookup, a row per token is read."""
+    """Counts the embedding only if it is also the head: a lookup reads only one row per token."""
     dense, experts = [], []
     for name, parameter in model.named_parameters():
         if _EXPERTS in name:
@@ -52,7 +52,7 @@ def count_weights(model: nn.Module, *, tied: bool) -> Weights:
 
 
 def decode_work(config: ModelConfig, weights: Weights, spec: KVCacheSpec, *, requests: int, context: int) -> Work:
-    """One token of each request; every expert that some token is routed to is read once, at even routing."""
+    """One token of each request. Every expert with a token is read once, assuming even routing."""
     read, used = _expert_shares(config, requests)
     seen = _seen_tokens(config, context)
     return Work(
@@ -63,7 +63,7 @@ def decode_work(config: ModelConfig, weights: Weights, spec: KVCacheSpec, *, req
 
 
 def prefill_flops(config: ModelConfig, weights: Weights, *, tokens: int, prompts: int = 1) -> float:
-    """Of prompts of equal length, causal, without the head, which sees one row of each."""
+    """Operations of causal prompts of equal length, without the head, which computes one row per prompt."""
     _, used = _expert_shares(config, tokens)
     head = config.vocab_size * config.hidden_size
     numbers = weights.dense_numbers - head + used * weights.experts_numbers
@@ -87,12 +87,12 @@ def _windows(config: ModelConfig) -> list[int | None]:
 
 
 def _seen_tokens(config: ModelConfig, context: int) -> int:
-    """Summed over the layers."""
+    """Tokens that attention reads, summed over the layers."""
     return sum(min(context, window or context) for window in _windows(config))
 
 
 def _seen_pairs(length: int, window: int | None) -> float:
-    """Queries times the keys that each sees."""
+    """Pairs of a query and a key that it sees."""
     if window is None or window >= length:
         return length * (length + 1) / 2
     return window * (window + 1) / 2 + (length - window) * window

@@ -1,4 +1,4 @@
-"""Engine benchmarks of this machine's GPU: random weights at the shapes that people serve."""
+"""Engine benchmarks on this machine's GPU, with random weights in the shapes of common models."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -20,18 +20,19 @@ from models.products import use_library_products
 CONFIGS = Path(__file__).resolve().parent / "configs"
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (1024, 8192)
-# Where graphs are compared with eager steps, and our attention with others'.
+# (batch, context) at which graphs are compared with eager steps, and attention backends with each other.
 COMPARED = ((1, 1024), (32, 1024), (256, 1024))
 PROMPT = 8192
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is measured of a model, and what is wanted of it.
+    """What to measure of a model, and its goals.
 
     Attributes:
-        decode_goal: share of the roofline by batch; above the largest, the last one's.
-        backends: attention to compare ours with, and the block size it needs.
+        decode_goals: (largest batch, wanted share of the roofline); larger batches have no goal.
+        prefill_goal: wanted share of the matmul rate.
+        backends: attention backends to compare with ours, and the block size that each needs.
         whole: whether every batch and context is measured, or only a few.
     """
 
@@ -70,10 +71,10 @@ MODELS = (
 
 
 def run(progress: Callable[[str], None], names: tuple[str, ...] = ()) -> Iterator[Row]:
-    """No rows where there is no GPU; says so.
+    """The rows of this benchmark; none on a machine without a GPU.
 
     Args:
-        names: of models; none for all.
+        names: names of models; none for all.
     """
     if not torch.cuda.is_available():
         progress("engine: needs a GPU")
@@ -110,8 +111,8 @@ def _of_model(model: Model, machine: Ceilings, progress: Callable[[str], None]) 
 
 
 def _hosts(model: Model, built: Built) -> Iterator[Row]:
-    """What steps cost the host, and what the GPU waits for: in this order, because a profiler that has been used once
-    makes every launch behind it slower."""
+    """The host's time per step, then the GPU's idle time. In this order, because a profiler makes every later launch
+    slower."""
     for requests in (32, 256):
         cost = host_cost(built, requests=requests, context=min(1024, _fitting(built, requests)))
         work = f"{model.name}, batch {requests}"
@@ -125,7 +126,7 @@ def _hosts(model: Model, built: Built) -> Iterator[Row]:
 def _variant(
     model: Model, weights: Weights, machine: Ceilings, what: str, *, library_products: bool = False, **options: Any
 ) -> Iterator[Row]:
-    """A few points of the model built otherwise."""
+    """A few points of the model, built with other options."""
     built = _build(model, **options)
     if library_products:
         use_library_products(built.runner.model)
@@ -185,7 +186,7 @@ def _prefills(
 
 
 def _fitting(built: Built, requests: int) -> int:
-    """Tokens of each request when they share the cache, some left to decode."""
+    """Tokens of each request when requests share the cache and have room to decode."""
     return built.cache.shape.num_slots // requests - HOST_STEPS - 2 * built.cache.shape.block_size
 
 

@@ -1,5 +1,4 @@
-"""Runs steps of a built engine the way its loop does, two in flight, and times them. Owns no request and no figure's
-meaning."""
+"""Runs steps of a built engine as its loop does, two in flight, and times them."""
 
 import math
 import time
@@ -20,28 +19,28 @@ from engine.scheduling.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 _WARM_STEPS = 4
-# Of `decode_ms`: what disturbs a machine for some milliseconds is not to be what is measured.
+# Least duration of `decode_ms`, so that a disturbance of some milliseconds does not decide the result.
 _MEASURED_S = 0.4
 _MOST_STEPS = 200
-# Of `host_cost`, in all.
+# All steps of `host_cost`.
 HOST_STEPS = 3 * 64
 _PROFILED_STEPS = 10
 
 
 @dataclass(frozen=True)
 class HostCost:
-    """Of one step: `cpu_ms` of the host's time for scheduling, inputs and results, in the row of steps that was
-    disturbed least; `wall_ms` of the whole step."""
+    """The cost of one step: `cpu_ms` is the host's time for scheduling, inputs and results, in the least disturbed
+    series of steps; `wall_ms` is the duration of the whole step."""
 
     cpu_ms: float
     wall_ms: float
 
 
 def decode_ms(runner: ModelRunner, *, requests: int, context: int, steps: int = 24) -> float:
-    """Milliseconds of a decode step, the median over so many around the context, and over more where they are short.
+    """Milliseconds of a decode step: the median over `steps` steps around the context, or over more if they are short.
 
-    Requests take their blocks at random out of the whole cache, so that contexts longer in all than the cache can be
-    measured; each reads as much as if it had its own.
+    Requests take their blocks at random from the whole cache, so contexts that exceed the cache together can be
+    measured; each request reads as much as if it had its own blocks.
     """
 
     def measure(steps: int) -> float:
@@ -57,8 +56,8 @@ def decode_ms(runner: ModelRunner, *, requests: int, context: int, steps: int = 
 
 
 def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
-    """The part of a row of decode steps in which the GPU runs nothing, by the profiler's record of kernels; NaN where
-    it records none."""
+    """The share of time in which the GPU runs no kernel during consecutive decode steps, from the profiler's records;
+    NaN if it records none."""
     steps = _decode_steps(runner, requests=requests, context=context, steps=2 * _WARM_STEPS + _PROFILED_STEPS)
     for _ in range(_WARM_STEPS):
         next(steps)
@@ -66,7 +65,7 @@ def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
         for _ in range(_PROFILED_STEPS):
             next(steps)
     for _ in steps:
-        """The steps in flight end before the next measurement."""
+        """All steps in flight end before the next measurement."""
     spans = sorted(
         (event.time_range.start, event.time_range.end) for event in record.events() if event.device_type.name == "CUDA"
     )
@@ -80,10 +79,11 @@ def idle_share(runner: ModelRunner, *, requests: int, context: int) -> float:
 
 
 def host_cost(built: Built, *, requests: int, context: int, rows: int = 3, steps: int = HOST_STEPS // 3) -> HostCost:
-    """With the real scheduler: every request has blocks of its own, and its tokens are followed to their end.
+    """Runs steps with the real scheduler; every request has its own blocks.
 
     Args:
-        steps: of a row. In each row requests should get as many new blocks.
+        rows: series of steps; the fastest one counts.
+        steps: steps of a series. Requests should get the same number of new blocks in each series.
     """
     limits = EngineLimits(
         max_batch_tokens=max(requests, built.limits.max_batch_tokens),
@@ -114,10 +114,10 @@ def host_cost(built: Built, *, requests: int, context: int, rows: int = 3, steps
 
 
 def prefill_ms(runner: ModelRunner, *, lengths: list[int], chunk: int | None = None, rounds: int = 5) -> float:
-    """Milliseconds until whole prompts are computed and their tokens are on the host, the median of some rounds.
+    """Milliseconds until whole prompts are computed and their tokens are on the host; the median of `rounds`.
 
     Args:
-        chunk: tokens of one step; None: all prompts in one. With chunks there is one prompt.
+        chunk: tokens of one step, for a single prompt; None: all prompts in one step.
     """
     assert chunk is None or len(lengths) == 1
     batches = [_prompts(runner, lengths)] if chunk is None else _chunks(runner, lengths[0], chunk)
@@ -141,18 +141,18 @@ def _milliseconds(call: Callable[[], None]) -> float:
 
 
 def _decode_steps(runner: ModelRunner, *, requests: int, context: int, steps: int) -> Iterator[None]:
-    """Yields when a step's tokens are on the host; the next one is under way by then."""
+    """Yields when a step's tokens are on the host; the next step is already launched."""
     size = runner.facts.block_size
     num_blocks = -(-(context + steps) // size)
     generator = np.random.default_rng(0)
     whole = [int_array(generator.integers(0, runner.facts.num_blocks, num_blocks).tolist()) for _ in range(requests)]
-    # Tokens of their own, so that a mixture sends them to as many experts as real ones.
+    # Different tokens, so that a mixture routes them to as many experts as real tokens.
     first = _tokens(runner, requests)
     tables: list[IntArray] = []
     in_flight = []
     for step in range(steps):
         position = context - 1 + step
-        # As the scheduler does: a request's array stays the same until it gets a further block.
+        # As in the scheduler: a request's array stays the same until it gets another block.
         if step == 0 or position % size == 0:
             tables = [blocks[: position // size + 1] for blocks in whole]
         rows = tuple(

@@ -177,7 +177,7 @@ class RequestState:
             self.num_pending += 1
             output_index = stop - self._prompt_tokens
             sample = self._samples.row(output_index, self.tokens)
-            if not sample.only_index_grows:
+            if sample.forbidden or sample.history:  # the next row differs in more than its index
                 since = None
         if not pending:
             return BatchRow(self.request_id, self.tokens[start:stop], start, self._row_blocks, sample)

@@ -74,7 +74,7 @@ def drive(runner: ModelRunner, samplings: dict[str, dict[str, Any]], *, ahead: b
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_captured_steps_draw_what_others_draw(model: str) -> None:
+def test_captured_steps_draw_the_tokens_of_eager_steps(model: str) -> None:
     built = demo(model, "float32")
     captured, eager = prepared(built, GRAPHS), prepared(built, None)
     ours, theirs = drive(captured, SAMPLINGS), drive(eager, SAMPLINGS)
@@ -84,7 +84,7 @@ def test_captured_steps_draw_what_others_draw(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(model: str) -> None:
+def test_steps_launched_ahead_draw_the_tokens_of_single_steps(model: str) -> None:
     runner = prepared(demo(model, "float32"), GRAPHS)
     ahead, alone = drive(runner, SAMPLINGS, ahead=True), drive(runner, SAMPLINGS, ahead=False)
     for name in SAMPLINGS:

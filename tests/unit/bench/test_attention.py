@@ -1,4 +1,4 @@
-"""What the attention benchmark counts and shows; what it measures takes a GPU."""
+"""The counts and the output of the attention benchmark; its measurements need a GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What counts as growth."""
+"""Which readings count as growth."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the loading benchmark stands on: checkpoints that load, plain reads that read everything, and the page cache."""
+"""The parts of the loading benchmark: checkpoints that load, plain reads that read everything, and the page cache."""
 
 import os
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_written_checkpoint_loads(written: Written) -> None:
     directory = written.files[0].parent
     built = build_runner(NodeSettings(model=directory, dtype="bfloat16", device="cpu", num_blocks=4))
     weights = [parameter.float() for parameter in built.runner.model.parameters()]
-    # Config, header and index apart, the files hold nothing else.
+    # Apart from config, header and index the files hold nothing else.
     assert 0 <= written.num_bytes - 2 * sum(weight.numel() for weight in weights) < 1 << 14
     assert all(0.01 < float(weight.std()) < 0.03 for weight in weights)
 
@@ -63,7 +63,7 @@ def test_a_failure_in_a_thread_is_told(tmp_path: Path) -> None:
 
 
 def test_the_share_of_cached_pages_is_counted(tmp_path: Path) -> None:
-    """A hole has no page until it is read."""
+    """A hole in a file has no page until it is read."""
     file = tmp_path / "holes"
     with file.open("wb") as opened:
         opened.truncate(1 << 20)

@@ -1,4 +1,4 @@
-"""Rows of figures, on paper and back."""
+"""Rows of figures, written and read again."""
 
 from pathlib import Path
 

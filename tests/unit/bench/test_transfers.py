@@ -1,4 +1,4 @@
-"""What the benchmarks of transfers make of their measurements; and their plots."""
+"""The rows and plots that the transfer benchmarks make of their measurements."""
 
 from dataclasses import replace
 from pathlib import Path

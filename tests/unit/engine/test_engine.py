@@ -80,7 +80,7 @@ async def test_a_prefix_hit_gives_the_same_tokens(llama: Llama, built: Built) ->
     assert events.ids("longer") == transformers_greedy(llama[1], longer, 6)
 
 
-async def test_a_continued_request_goes_on_where_it_was(built: Built) -> None:
+async def test_a_continued_request_resumes_at_its_next_token(built: Built) -> None:
     sampling = SamplingParams(
         max_tokens=12, seed=5, temperature=1.3, top_p=0.95, repetition_penalty=1.2, logprobs=2, ignore_eos=True
     )
@@ -180,7 +180,7 @@ async def test_an_admitted_request_decodes_from_kv_that_came_from_elsewhere(llam
     assert "d" not in events.started
 
 
-async def test_only_what_the_prefix_cache_lacks_has_to_come(llama: Llama, built: Built) -> None:
+async def test_only_tokens_that_the_prefix_cache_lacks_are_received(llama: Llama, built: Built) -> None:
     prompt = prompt_of(18)
     async with running(built) as (engine, events):
         engine.submit(request("before", prompt[:9], greedy(1)))
@@ -225,9 +225,7 @@ async def test_reserve_and_submit_are_answered_while_a_step_runs(built: Built) -
 
 
 @pytest.mark.parametrize("tokens_before", [0, 1, 4])
-async def test_abort_returns_when_the_blocks_are_free_and_nothing_more_is_told(
-    built: Built, tokens_before: int
-) -> None:
+async def test_abort_returns_when_the_blocks_are_free_and_no_event_follows(built: Built, tokens_before: int) -> None:
     async with running(built, max_batch_tokens=8) as (engine, events):
         engine.submit(request("stays", prompt_of(5, seed=1), greedy(24)))
         engine.submit(request("goes", prompt_of(20), greedy(200)))
@@ -265,7 +263,7 @@ async def test_bad_and_excess_requests_are_refused_at_once(llama: Llama) -> None
 # ---- failures
 
 
-async def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(
+async def test_a_step_that_raises_fails_its_requests_and_the_engine_continues(
     llama: Llama, built: Built, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = prompt_of(6)
@@ -284,7 +282,7 @@ async def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(
     assert events.ids("b") == transformers_greedy(llama[1], prompt, 4)
 
 
-async def test_requests_that_are_left_when_the_engine_closes_are_told(built: Built) -> None:
+async def test_remaining_requests_fail_when_the_engine_closes(built: Built) -> None:
     events = EventRecorder()
     async with Engine(built.runner, limits(), on_step=events) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
@@ -296,7 +294,7 @@ async def test_requests_that_are_left_when_the_engine_closes_are_told(built: Bui
         engine.submit(request("c", prompt_of(6), greedy(4)))
 
 
-async def test_a_callback_that_raises_ends_the_engine_and_all_requests_are_told(
+async def test_a_callback_that_raises_ends_the_engine_and_all_requests_fail(
     built: Built, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = EventRecorder()

@@ -156,7 +156,7 @@ async def test_an_abort_returns_when_no_step_in_flight_has_a_row_of_the_request(
     assert not any(row.request_id == "goes" for batch in watched.batches[launched:] for row in batch.rows)
 
 
-async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_after_it(
+async def test_a_prompt_that_arrives_while_a_last_step_runs_is_launched_after_it(
     built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(built, monkeypatch)

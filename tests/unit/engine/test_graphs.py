@@ -207,7 +207,7 @@ def test_the_metadata_of_a_size_follow_the_buffers() -> None:
     assert common.num_computed_tokens_cpu.tolist() == [0, 0, 0, 0]
 
 
-def test_a_request_gets_its_blocks_whoever_had_the_row_before() -> None:
+def test_a_request_gets_its_blocks_whichever_request_had_the_row_before() -> None:
     buffers = buffers_of()
     first, second = row(1, 8, [5, 4, 3]), row(1, 8, [9, 8, 7])
     for rows in ([first, second], [second, first], [second], [first, second], [second, second]):

@@ -54,7 +54,7 @@ def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp
         assert torch.equal(kv.nan_to_num(-1), now.nan_to_num(-1))
 
 
-def test_marks_come_behind_so_many_layers_and_not_behind_the_last(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_marks_come_after_each_group_of_layers_and_not_after_the_last(llama: tuple[Path, Any], tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     runner = runner_of(build(tmp_path), graphs=None)
     for layers_per_group, expected in ((1, [1, 2, 3]), (2, [2]), (3, [3]), (4, []), (0, [])):
@@ -67,7 +67,7 @@ def layers_of(steps: list[StepEvents]) -> list[LayersComputed]:
     return [layers for step in steps for layers in step.layers]
 
 
-async def test_an_engine_tells_of_layers_before_their_chunk_and_of_nobody_else(built: Built) -> None:
+async def test_layer_events_come_before_their_chunk_and_only_for_requests_that_ask(built: Built) -> None:
     async with running(built, max_batch_tokens=16) as (engine, events):
         wanting = replace(request("wanting", prompt_of(40, seed=1), greedy(4), prefill_only=True), layers_per_group=1)
         engine.submit(wanting)
@@ -97,7 +97,7 @@ async def test_an_engine_tells_of_layers_before_their_chunk_and_of_nobody_else(b
         await engine.abort("wanting")
 
 
-async def test_nothing_is_told_of_a_request_that_has_ended(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ended_request_causes_no_layer_event(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is aborted while its step runs: the mark arrives and causes no event."""
     launch, begun, ended = built.runner.launch, threading.Event(), threading.Event()
 

@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_transformers(runner: ModelRunner, llama: tuple[Path
         assert ids == transformers_greedy(llama[1], prompt, len(ids)), name
 
 
-def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(runner: ModelRunner) -> None:
+def test_steps_launched_ahead_draw_the_tokens_of_single_steps(runner: ModelRunner) -> None:
     plain, ahead = drive(runner, ahead=False), drive(runner, ahead=True)
     for name in SAMPLINGS:
         assert [token.index for token in plain.outputs(name)] == list(range(len(plain.outputs(name))))
@@ -93,7 +93,7 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(runner: ModelRunne
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
 
 
-def test_padded_steps_draw_what_steps_outside_of_graphs_draw(llama: tuple[Path, Any]) -> None:
+def test_padded_steps_draw_the_tokens_of_steps_outside_of_graphs(llama: tuple[Path, Any]) -> None:
     built = build(llama[0], num_blocks=384)
     padded, eager = runner_of(built, graphs=GRAPHS), runner_of(built, graphs=None)
     padded.prepare()
@@ -113,7 +113,7 @@ def test_a_row_that_is_not_sampled_has_no_token(runner: ModelRunner) -> None:
     assert runner.run(Batch(1, rows[:1])) == [None]
 
 
-def test_a_step_that_failed_leaves_the_one_behind_it_able_to_run(runner: ModelRunner) -> None:
+def test_the_step_after_a_failed_one_runs(runner: ModelRunner) -> None:
     """The next step reads tokens that were never sampled, of rows that may not exist."""
     driver = Driver(runner)
     driver.add("a", prompt_of(5))

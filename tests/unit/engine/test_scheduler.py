@@ -75,7 +75,7 @@ def test_a_reserved_request_has_its_seat() -> None:
     assert set(step(scheduler)[0]) == {"c"}
 
 
-def test_a_prompt_waits_until_all_its_blocks_are_there_and_nobody_passes_it() -> None:
+def test_a_prompt_waits_until_all_its_blocks_are_free_and_no_request_overtakes_it() -> None:
     scheduler = make(num_blocks=8)
     scheduler.submit(request("a", 12, prefill_only=True), 0.0)
     step(scheduler)
@@ -86,7 +86,7 @@ def test_a_prompt_waits_until_all_its_blocks_are_there_and_nobody_passes_it() ->
     assert step(scheduler)[0] == {"b": 16}
 
 
-def test_the_latest_request_is_sent_back_and_recomputed_without_drawing_again() -> None:
+def test_the_latest_request_is_preempted_and_recomputed_without_drawing_again() -> None:
     scheduler = make(num_blocks=5, prefix_cache=False)
     scheduler.submit(request("a", 7), 0.0)
     scheduler.submit(request("b", 6), 0.0)
@@ -109,7 +109,7 @@ def test_the_latest_request_is_sent_back_and_recomputed_without_drawing_again() 
     assert [sampled.token.index for sampled in events.tokens] == [len(given)]
 
 
-def test_a_decode_goes_back_itself_rather_than_taking_the_blocks_of_a_prefill_only_request() -> None:
+def test_a_decode_is_preempted_itself_rather_than_taking_blocks_of_a_prefill_only_request() -> None:
     scheduler = make(num_blocks=4, prefix_cache=False)
     scheduler.submit(request("a", 3), 0.0)
     step(scheduler)
@@ -165,7 +165,7 @@ def test_blocks_of_a_chunk_are_not_shared_before_they_are_computed() -> None:
     assert scheduler.reserve(request("c", range(16)), 0.0).cached_tokens == 12
 
 
-def test_reserved_blocks_are_matched_by_nobody_before_admit() -> None:
+def test_reserved_blocks_match_no_request_before_admit() -> None:
     scheduler = make()
     reservation = scheduler.reserve(request("a", range(9)), 0.0)
     assert (len(reservation.block_ids), reservation.cached_tokens) == (3, 0)
@@ -174,7 +174,7 @@ def test_reserved_blocks_are_matched_by_nobody_before_admit() -> None:
     assert scheduler.reserve(request("c", range(9)), 0.0).cached_tokens == 8
 
 
-def test_an_admitted_request_decodes_behind_its_first_token() -> None:
+def test_an_admitted_request_decodes_after_its_first_token() -> None:
     scheduler = make()
     scheduler.reserve(request("a", 9, output=(3, 4)), 0.0)
     assert scheduler.schedule(0.0) is None
@@ -256,7 +256,7 @@ def test_a_reservation_grows_with_the_output_and_keeps_its_blocks() -> None:
         scheduler.extend_reserved("a", (2,))
 
 
-def test_reserve_leaves_room_for_those_who_wait_and_a_block_for_each_decode() -> None:
+def test_reserve_leaves_room_for_waiting_requests_and_a_block_for_each_decode() -> None:
     scheduler = make(num_blocks=8)
     scheduler.submit(request("a", 6), 0.0)
     step(scheduler)
@@ -271,7 +271,7 @@ def test_reserve_leaves_room_for_those_who_wait_and_a_block_for_each_decode() ->
     assert refused.value.retry_after_s == 1.0
 
 
-def test_more_than_max_waiting_are_refused_but_those_who_find_room_are_not() -> None:
+def test_more_than_max_waiting_requests_are_refused_unless_there_is_room() -> None:
     scheduler = make(num_blocks=8, waiting=0)
     scheduler.submit(request("a", 6), 0.0)
     scheduler.submit(request("b", 6), 0.0)
@@ -361,7 +361,7 @@ def test_the_context_ends_a_request() -> None:
     assert step(scheduler)[1].tokens[0].finish_reason is FinishReason.LENGTH
 
 
-def test_a_request_in_the_step_in_flight_is_freed_after_it_and_told_of_no_more() -> None:
+def test_an_aborted_request_in_a_step_is_freed_after_it_and_causes_no_event() -> None:
     scheduler = make()
     scheduler.submit(request("a", 6), 0.0)
     scheduler.submit(request("b", 6), 0.0)
@@ -420,7 +420,7 @@ def test_fail_all_ends_every_request_once() -> None:
     assert scheduler.load().blocks_free == 32
 
 
-def test_load_tells_what_waits() -> None:
+def test_load_counts_waiting_tokens() -> None:
     scheduler = make(num_blocks=8)
     scheduler.submit(request("a", 20), 0.0)
     scheduler.submit(request("b", 10), 0.0)

@@ -39,7 +39,7 @@ def test_a_chunk_that_the_budget_does_not_hold_waits_for_the_next_step() -> None
     assert step(scheduler)[0] == {"a": 2, "b": 8}
 
 
-def test_the_end_of_a_prompt_goes_where_a_whole_chunk_would_not() -> None:
+def test_the_end_of_a_prompt_fits_where_a_whole_chunk_does_not() -> None:
     scheduler = make(tokens=15, requests=4, align=8)
     scheduler.submit(request("a", 8), 0.0)
     scheduler.submit(request("b", 7), 0.0)
@@ -60,7 +60,7 @@ def test_a_prefix_is_reused_up_to_a_multiple_of_chunk_and_block() -> None:
     assert (computed, events.started[0].cached_tokens) == ({"d": 5}, 24)
 
 
-def test_a_reserved_prompt_that_is_computed_here_is_cut_as_if_it_had_come_here() -> None:
+def test_a_reserved_prompt_that_is_computed_here_is_cut_like_a_submitted_one() -> None:
     scheduler = make(tokens=16, requests=4, align=8)
     scheduler.reserve(request("a", 17), 0.0)
     scheduler.prefill_here("a", (1, 2), 0.0)
@@ -79,7 +79,7 @@ def test_aligned_chunks_follow_each_other_ahead() -> None:
     assert [(row.token_start, row.token_stop) for row in rows] == [(0, 8), (8, 16), (16, 20)]
 
 
-def test_a_whole_chunk_fits_beside_all_decodes() -> None:
+def test_a_whole_chunk_fits_next_to_all_decodes() -> None:
     limits(max_batch_tokens=11, max_batch_requests=4, chunk_align_tokens=8)
     with pytest.raises(ConfigError, match="leaves no room for a chunk of 8 tokens") as refused:
         limits(max_batch_tokens=10, max_batch_requests=4, chunk_align_tokens=8)

@@ -132,6 +132,7 @@ def test_a_file_of_prompts_gives_results_in_order(up: Up, tmp_path: Path) -> Non
     assert found == [as_json(up, *options, prompt)["token_ids"] for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_a_file_may_have_more_prompts_than_there_is_room_for(up: Up, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"Return the number {index}\n" for index in range(1500)))
@@ -215,6 +216,7 @@ def test_ctrl_c_ends_every_process(up: Up) -> None:
     assert not any(psutil.pid_exists(pid) for pid in up.pids)
 
 
+@pytest.mark.slow
 def test_up_names_a_wrong_setting_in_one_line() -> None:
     finished = baton("up", "--model", str(LLAMA), "--decode-kv-cache-layout", "sideways")
     assert finished.returncode == 1
@@ -222,6 +224,7 @@ def test_up_names_a_wrong_setting_in_one_line() -> None:
     assert "'sideways'" in finished.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_runs_in_a_directory_with_modules_named_like_ours(tmp_path: Path) -> None:
     foreign = "raise SystemExit('imported from the working directory')"
     for name in ("models.py", "engine.py", "gateway/__init__.py", "prefill_node/__init__.py"):

@@ -28,7 +28,7 @@ def run_ranks(work: Callable[..., Any], size: int, directory: Path, *arguments: 
 def _run_rank(rank: int, size: int, work: Callable[..., Any], directory: Path, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size, timeout=timedelta(seconds=300)
     )
     try:
         torch.save(work(TensorParallel(rank, size), *arguments), directory / f"{rank}.pt")

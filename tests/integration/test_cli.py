@@ -52,7 +52,7 @@ def as_json(up: Up, *arguments: str) -> dict[str, object]:
     return found
 
 
-def complaint(finished: subprocess.CompletedProcess[str], code: int) -> str:
+def error_line(finished: subprocess.CompletedProcess[str], code: int) -> str:
     """The one line on stderr."""
     assert finished.returncode == code, finished.stderr
     assert "Traceback" not in finished.stderr
@@ -61,7 +61,7 @@ def complaint(finished: subprocess.CompletedProcess[str], code: int) -> str:
     return lines[0]
 
 
-def test_up_prints_where_everything_is(up: Up) -> None:
+def test_up_prints_addresses_and_pids(up: Up) -> None:
     assert set(up.line) == {"gateway", "http", "prefill", "decode", "pids"}
     assert isinstance(up.line["prefill"], list)
     assert len(up.line["prefill"]) == 2
@@ -76,18 +76,9 @@ def test_generate_streams_text(up: Up) -> None:
     assert finished.stdout.rstrip("\n") == str(found["text"]).rstrip("\n")
 
 
-def test_json_has_everything(up: Up) -> None:
-    arguments = (
-        "--max-tokens",
-        "12",
-        "--temperature",
-        "0",
-        "--ignore-eos",
-        "--logprobs",
-        "2",
-        f"Nobody has asked this before. {PROMPT}",
-    )
-    found = as_json(up, *arguments)
+def test_json_has_tokens_logprobs_usage_and_receipt(up: Up) -> None:
+    new_prompt = f"Nobody has asked this before. {PROMPT}"
+    found = as_json(up, "--max-tokens", "12", "--temperature", "0", "--ignore-eos", "--logprobs", "2", new_prompt)
     assert set(found) == {"text", "token_ids", "logprobs", "finish_reason", "usage", "receipt"}
     receipt, usage, logprobs = found["receipt"], found["usage"], found["logprobs"]
     assert isinstance(receipt, dict)
@@ -112,7 +103,7 @@ def test_a_seed_gives_the_same_text_again(up: Up) -> None:
     assert one != other
 
 
-def test_token_ids_in_place_of_text(up: Up) -> None:
+def test_a_prompt_may_be_token_ids(up: Up) -> None:
     found = as_json(up, "--max-tokens", "4", "--temperature", "0", "--ignore-eos", "--token-ids", "5,6,7,8")
     assert isinstance(found["token_ids"], list)
     assert len(found["token_ids"]) == 4
@@ -141,6 +132,7 @@ def test_a_file_of_prompts_gives_results_in_order(up: Up, tmp_path: Path) -> Non
     assert found == [as_json(up, *options, prompt)["token_ids"] for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_a_file_may_have_more_prompts_than_there_is_room_for(up: Up, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"Return the number {index}\n" for index in range(1500)))
@@ -168,7 +160,7 @@ def test_status_names_nodes_and_the_transport_of_each_pair(up: Up) -> None:
     ],
 )
 def test_wrong_requests_get_one_clear_line(up: Up, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    line = complaint(baton("generate", "--target", up.gateway, *arguments), 1)
+    line = error_line(baton("generate", "--target", up.gateway, *arguments), 1)
     for word in words:
         assert word in line
 
@@ -183,13 +175,13 @@ def test_wrong_requests_get_one_clear_line(up: Up, arguments: tuple[str, ...], w
     ],
 )
 def test_wrong_flags_get_one_clear_line_and_exit_code_2(flag: str, value: str, allowed: str) -> None:
-    line = complaint(baton("generate", flag, value, "x"), 2)
+    line = error_line(baton("generate", flag, value, "x"), 2)
     assert flag in line
     assert allowed in line
 
 
-def test_a_target_where_nothing_listens() -> None:
-    line = complaint(baton("generate", "--target", "127.0.0.1:9", "x"), 1)
+def test_a_target_where_nothing_listens_is_named() -> None:
+    line = error_line(baton("generate", "--target", "127.0.0.1:9", "x"), 1)
     assert "127.0.0.1:9" in line
 
 
@@ -224,6 +216,7 @@ def test_ctrl_c_ends_every_process(up: Up) -> None:
     assert not any(psutil.pid_exists(pid) for pid in up.pids)
 
 
+@pytest.mark.slow
 def test_up_names_a_wrong_setting_in_one_line() -> None:
     finished = baton("up", "--model", str(LLAMA), "--decode-kv-cache-layout", "sideways")
     assert finished.returncode == 1
@@ -231,6 +224,7 @@ def test_up_names_a_wrong_setting_in_one_line() -> None:
     assert "'sideways'" in finished.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_runs_in_a_directory_with_modules_named_like_ours(tmp_path: Path) -> None:
     foreign = "raise SystemExit('imported from the working directory')"
     for name in ("models.py", "engine.py", "gateway/__init__.py", "prefill_node/__init__.py"):

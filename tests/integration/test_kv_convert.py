@@ -32,7 +32,7 @@ async def test_without_the_option_the_pair_is_refused_and_the_cure_names_it(star
     assert (result.proof.path, result.proof.kv_converted) == (Path.LOCAL, "")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_with_the_option_it_is_converted_counted_and_shown(start: Machines, ranks: int) -> None:
     prefill, decode = start.nodes(
         ("prefill", {**MODEL, "tensor_parallel_size": ranks}),

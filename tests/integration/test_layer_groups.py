@@ -66,7 +66,7 @@ def cluster(start: Machines, model: Path, **prefill_flags: object) -> tuple[Proc
     return prefill, decode, start.gateway([prefill], [decode], model=model, local_policy="strict")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_tokens_are_those_of_one_process(
     start: Machines, model: Path, references: References, ranks: int
 ) -> None:

@@ -89,6 +89,7 @@ def copies(model: Path, receivers: int) -> int:
     return receivers if model == DEEPSEEK else 1
 
 
+@pytest.mark.slow
 async def test_any_number_of_ranks_on_either_side_gives_the_same_tokens(
     cluster: Cluster, references: References
 ) -> None:
@@ -147,6 +148,7 @@ NODE_OF_SMALL_STEPS = {**NODE, "model": LLAMA, "max_batch_tokens": 16}
 STEPS = 40
 
 
+@pytest.mark.slow
 async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewhere(
     start: Machines, reference: Reference
 ) -> None:

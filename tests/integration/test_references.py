@@ -1,6 +1,6 @@
-"""A wrong reference to KV gives a typed error, never text; whoever goes away leaves nothing behind.
+"""A wrong reference to KV gives a typed error, never text, and a session that ends leaves nothing held.
 
-These tests speak the nodes' own protocol, as a gateway would.
+These tests speak the protocol of the nodes, as a gateway does.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -39,7 +39,7 @@ async def session(decode: Process) -> AsyncIterator[Session]:
 
 
 async def reserved(call: Session, key: int = 1) -> decode_pb2.Reserved:
-    """Submits the prompt under `key` and returns the decode node's promise."""
+    """Submits the prompt under `key` and returns the reservation."""
     submit = decode_pb2.SubmitRequest(
         key=key,
         request_id=f"test-{key}",
@@ -136,17 +136,17 @@ async def test_a_ticket_for_a_lease_that_no_tag_can_name_is_refused_and_does_no_
     await until_status(decode, nothing_held)
 
 
-async def test_segments_of_a_lease_that_has_ended_are_scrapped(pair: tuple[Process, Process]) -> None:
+async def test_segments_of_a_lease_that_has_ended_are_received_and_dropped(pair: tuple[Process, Process]) -> None:
     node, decode = pair
     async with session(decode) as call:
         ticket = (await reserved(call)).ticket
     before = await until_status(decode, nothing_held)
-    await prefill(node, ticket)  # the prefill node cannot know, and its sends must not hang
+    await prefill(node, ticket)  # the prefill node does not know that the lease has ended; its sends must not hang
     after = await until_status(decode, lambda last: last.segments_late > before.segments_late)
     assert nothing_held(after)
 
 
-async def test_segments_under_a_lease_number_never_given_are_refused(pair: tuple[Process, Process]) -> None:
+async def test_segments_under_a_lease_number_that_was_never_given_are_refused(pair: tuple[Process, Process]) -> None:
     node, decode = pair
     async with session(decode) as call:
         ticket = (await reserved(call)).ticket

@@ -65,6 +65,7 @@ def pair(model: Path) -> Iterator[tuple[Machines, Process, Process, Process]]:
         yield start, prefill, decode, start.gateway([prefill], [decode], model=model)
 
 
+@pytest.mark.slow
 async def test_twenty_prompts_at_once_equal_transformers(
     pair: tuple[Machines, Process, Process, Process], model: Path, references: References
 ) -> None:
@@ -121,6 +122,7 @@ def many(model: Path) -> Iterator[tuple[Machines, dict[str, Process], dict[str, 
         )
 
 
+@pytest.mark.slow
 async def test_every_pair_of_layouts_and_block_sizes_gives_the_same_tokens(
     many: tuple[Machines, dict[str, Process], dict[str, Process]], model: Path, references: References
 ) -> None:

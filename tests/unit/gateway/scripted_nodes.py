@@ -83,7 +83,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
         raise NotImplementedError
 
     async def submission(self) -> decode_pb2.SubmitRequest:
-        request = await asyncio.wait_for(self.received.get(), 10)
+        request = await asyncio.wait_for(self.received.get(), 60)
         assert isinstance(request, decode_pb2.SessionRequest)
         assert request.HasField("submit")
         return request.submit

@@ -17,7 +17,7 @@ from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
 
-BOUND_S = 10
+BOUND_S = 60
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 async def rounds_during(work: Callable[[], object]) -> int:
-    """Iterations of the event loop while a thread does the work."""
+    """Iterations of the event loop while a thread does the work. A loop that the thread blocks makes two or three."""
     working = asyncio.create_task(asyncio.to_thread(work))
     rounds = 0
     while not working.done():
@@ -57,5 +57,5 @@ async def test_a_long_text_does_not_block_the_event_loop() -> None:
     long = "Return the number of bytes. " * 20_000
     token_ids = tokenizer.encode(long)
     assert tokenizer.decode(token_ids) == long
-    assert await rounds_during(lambda: tokenizer.encode(long)) > 20
-    assert await rounds_during(lambda: tokenizer.decode(token_ids * 5)) > 20
+    assert await rounds_during(lambda: tokenizer.encode(long)) > 5
+    assert await rounds_during(lambda: tokenizer.decode(token_ids * 5)) > 5

@@ -107,7 +107,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
         await transfer.connect(number, to_addresses((await anext(requests)).linked.worker_addresses))
         await context.write(pb.PairResponse(connected=pb.PairConnected()))
         warmed_up = to_warm_ups((await anext(requests)).warmed_up)
-        measure = await transfer.warmed_up(number, warmed_up, timeout_s=10.0)
+        measure = await transfer.warmed_up(number, warmed_up, timeout_s=60.0)
         await context.write(pb.PairResponse(ready=from_measure(measure)))
 
     async def _read(self, requests: Requests) -> None:

@@ -7,19 +7,16 @@ PROTOS := $(wildcard protos/baton/v1/*.proto)
 GENERATED := protos/baton/v1/common_pb2.pyi
 # Messages, numbers and names that no change may break: the descriptors that `make wire` wrote last.
 WIRE := protos/wire.binpb
-# Tests that only compute run two at a time, as do files of tests that start processes without deadlines. Tests with
-# deadlines and faults run one after the other.
-COMPUTING := tests/unit tests/conformance/attention tests/test_architecture.py $(addprefix tests/conformance/test_, \
-	covering.py kv_convert.py kv_fp8.py kv_matrix.py kv_ranks.py kv_states.py kv_windows.py)
-UNHURRIED := tests/deploy $(addprefix tests/integration/test_, \
-	cli.py kv_convert.py layer_groups.py out_of_memory.py settings.py tokens.py transfer_benchmarks.py)
+# Tests that share no processes: each may run in either of two workers. Of all others a whole file runs in one worker,
+# because its tests share the nodes that they start.
+SINGLE := tests/unit tests/conformance tests/test_architecture.py tests/simulation
 # Tests of kernels. On a GPU they run compiled.
 KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose_kernel.py tests/unit/engine/test_sampler.py \
 	$(addprefix tests/unit/models/test_, \
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test test-gpu check format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate test-gpu check format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -42,14 +39,16 @@ $(GENERATED): $(PROTOS) protos/generate.py | $(STAMP)
 run: install  ## Start a gateway, a prefill and a decode node, send a prompt, show the receipt, stop
 	@$(BIN)/baton demo
 
+simulate: install  ## Run the cluster in memory under faults: SEEDS=100000 for many, SEED=7 to replay one
+	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+
 test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and write the conformance table
 	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) tests/conformance/attention \
 		--attention-table bench/results/attention_conformance.md
 
 test: install  ## Run every test that needs no GPU
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(COMPUTING)
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(UNHURRIED)
-	@$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore=,$(COMPUTING) $(UNHURRIED))
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE))
 
 check: install  ## Check lint, format, types and the wire
 	@$(BIN)/ruff check .

@@ -39,7 +39,7 @@ BLOCKS = 128
 # What a process may grow by from the second quarter to the last: allocators and gRPC breathe by that much.
 GROWTH_MIB_MAX = 2.0
 GROWTH_MAX = 0.01
-_QUIET_TIMEOUT_S = 10.0
+_QUIET_TIMEOUT_S = 60.0
 _MIB = 1 << 20
 
 

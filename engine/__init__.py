@@ -1,5 +1,4 @@
-"""Requests, blocks, scheduler, sampler, runner and loop: what both node roles share.
+"""Requests, blocks, scheduler, sampler, runner and loop, which both node roles share.
 
-Knows neither transfers nor grpc. `request`, `events`, `batch`, `state`, `block_manager` and `scheduler` are pure: no
-tensors, no clock, no thread.
+`request`, `events`, `batch`, `sampling.row` and all of `scheduling` are pure: no tensors, no clock, no thread.
 """

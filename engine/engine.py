@@ -1,7 +1,7 @@
-"""The asyncio side of one engine: owns scheduler and run loop, and tells its owner of each step in one callback.
+"""The asyncio side of one engine: owns the scheduler and the run loop, and passes each step's events to a callback.
 
-All methods belong to the event loop's thread and answer at once, also while steps run; the device thread gets
-batches and gives back results, nothing else. Knows neither transfers nor grpc.
+All methods belong to the event loop's thread and return at once, also while steps run. The device thread exchanges
+only batches and results with it.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Async context manager: on entry the device is prepared, which may take minutes; entry raises what that raises.
+    """Async context manager. Entry prepares the device, which may take minutes, and raises what that raises.
 
-    On exit the steps in flight end, and every request that is left fails with Cancelled.
+    On exit the steps in flight end, and every remaining request fails with Cancelled.
 
     Args:
-        on_step: called on the event loop after each step, and within one that has marks. It must not raise: if it does,
-            the engine ends.
+        on_step: called on the event loop after each step, and during a step at each of its marks. It must not raise: if
+            it does, the engine ends.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Engine:
         on_step: Callable[[StepEvents], None],
     ) -> None:
         self._scheduler = Scheduler(limits, runner.facts)
-        self._device = DeviceThread(runner, clock=clock, on_outcome=self._landed)
+        self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
         self._on_step = on_step
-        self._outcomes: deque[Outcome] = deque()  # of which requests were not told yet
+        self._outcomes: deque[Outcome] = deque()  # not processed yet
         self._wake = asyncio.Event()
         self._step_over = asyncio.Event()  # a new one for each step
-        self._over: BatonError | None = None  # why the engine takes nothing more
+        self._over: BatonError | None = None  # why the engine takes no more requests
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Engine":
@@ -70,13 +70,13 @@ class Engine:
         return self._scheduler.max_context_tokens
 
     def submit(self, request: EngineRequest) -> None:
-        """Takes a request that is computed here; its tokens come with the steps.
+        """Takes a request whose prompt is computed here.
 
         A `prefill_only` request ends with its first token, and its blocks stay held until `abort`.
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: too many wait already.
+            Overloaded: too many requests wait already.
         """
         self._check_alive()
         self._scheduler.submit(_with_seed(request), self._clock())
@@ -93,7 +93,7 @@ class Engine:
         return self._scheduler.reserve(_with_seed(request), self._clock())
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
-        """The reserved request was given more tokens elsewhere: `output` is all of them; blocks may be added.
+        """The reserved request got more tokens elsewhere. `output` is its whole output so far; blocks may be added.
 
         Raises:
             UnknownLease: no such reservation.
@@ -103,9 +103,9 @@ class Engine:
         return self._scheduler.extend_reserved(request_id, output)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
-        """All KV up to `first`, the next token, is in the reserved blocks: decodes from there on.
+        """All KV before `first`, the next token, is in the reserved blocks: the request decodes from now on.
 
-        Returns why, when `first` is also the last token; then the request is over and its blocks are free.
+        Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
         Raises:
             UnknownLease: no such reservation.
@@ -116,7 +116,7 @@ class Engine:
         return reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...]) -> None:
-        """The reserved request computes the rest of its sequence here; `output` is all tokens given so far.
+        """The reserved request computes the rest of its sequence here. `output` is its whole output so far.
 
         Raises:
             UnknownLease: no such reservation.
@@ -126,7 +126,7 @@ class Engine:
         self._wake.set()
 
     async def abort(self, request_id: str) -> None:
-        """Ends the request in whatever state; returns when its blocks are free. Nothing more is told of it."""
+        """Ends the request in any phase. Returns when its blocks are free; no later event names it."""
         while self._scheduler.abort(request_id):
             await self._step_over.wait()
         self._wake.set()
@@ -137,18 +137,18 @@ class Engine:
     async def _run(self) -> None:
         try:
             await self._steps()
-        except Exception as error:  # noqa: BLE001  every waiting request is told below
-            _log.exception("the engine's loop ended")
-            self._over = _internal("the engine ended", error)
+        except Exception as error:  # noqa: BLE001  every request fails with it below
+            _log.exception("the engine's loop failed")
+            self._over = _internal("the engine failed", error)
         await self._device.close()
-        assert self._over is not None, "the loop only ends for a reason"
+        assert self._over is not None, "the loop ends only when this is set"
         last = self._scheduler.fail_all(self._over)
         self._step_over.set()
         if last.failed:
             self._on_step(last)
 
     async def _steps(self) -> None:
-        """Schedule, launch, complete: a step is launched behind the one that runs, so that the device never waits."""
+        """Schedules, launches, completes. The next step is launched while one runs, so the device never waits."""
         while self._over is None or self._scheduler.steps_in_flight:
             self._wake.clear()
             events = self._next_events()
@@ -165,7 +165,7 @@ class Engine:
         return batch is not None
 
     def _next_events(self) -> StepEvents | None:
-        """What the oldest step in flight came to, if it is over, or how far it is; None: nothing is new."""
+        """The next events of the oldest step in flight; None: the device has reported nothing new."""
         if not self._outcomes:
             return None
         outcome = self._outcomes.popleft()
@@ -180,7 +180,7 @@ class Engine:
         self._step_over = asyncio.Event()
         return events
 
-    def _landed(self, outcome: Outcome) -> None:
+    def _receive(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
         self._wake.set()
 

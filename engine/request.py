@@ -1,4 +1,4 @@
-"""What goes into an engine and what it says of itself: requests, reservations, limits, load. Plain values."""
+"""Input and status of an engine: requests, reservations, limits, load. Plain values, and the checks on requests."""
 
 from array import array
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import TypeAlias
 from baton.errors import ConfigError, InvalidRequest
 from baton.types import SamplingParams, TokenOutput
 
-# NOTE: token and block ids lie in `array` rather than in lists: slices are memory copies, and the runner reads them
-# through the buffer protocol. A quoted alias, because `array` cannot be subscripted at run time before Python 3.12.
+# NOTE: token and block ids are in `array` and not in lists: slices are memory copies, and the runner reads them through
+# the buffer protocol. The alias is quoted because `array` cannot be subscripted at run time before Python 3.12.
 IntArray: TypeAlias = "array[int]"
 
 
@@ -21,13 +21,14 @@ class EngineRequest:
     """One sequence to compute.
 
     Args:
-        output: tokens already given to the client. They are prefilled behind the prompt, and the next token's index
-            is `len(output)`.
-        cache_salt: only requests of equal salt share cached blocks.
-        prefill_only: ends with its first sampled token; its blocks stay held until it is aborted.
-        layers_per_group: a chunk of the prompt is told of after about so many layers each, while the step computes the
-            next ones, and not only when all are done; 0: only then. May come finer, where others want that.
-        decode_context_tokens: longest prompt plus output where it is decoded; None: that is here.
+        output: tokens that the client already has. They are prefilled after the prompt, and the next token's index is
+            `len(output)`.
+        cache_salt: only requests with the same salt share cached blocks.
+        prefill_only: the request ends with its first sampled token; its blocks stay held until it is aborted.
+        layers_per_group: a chunk of the prompt causes an event after about this many layers each, while the step
+            computes the next layers; 0: only when the chunk is complete. Events may come more often when another
+            request of the step asks for smaller groups.
+        decode_context_tokens: longest prompt plus output on the node that decodes the request; None: this engine.
     """
 
     request_id: str
@@ -45,11 +46,10 @@ class Reservation:
     """Blocks held for a request whose KV comes from elsewhere.
 
     Args:
-        block_ids: all blocks of the sequence, in order, the first decode slot included.
-        cached_tokens: leading tokens whose KV is in these blocks already; a multiple of the block size, and at least
-            one token of the sequence stays out of it.
-        resume_at: the earliest token that may ever be computed on top of these blocks: what neither it nor a later one
-            reads, because of a sliding window, need not come.
+        block_ids: all blocks of the sequence in order, including the first decode slot.
+        cached_tokens: leading tokens whose KV is in these blocks already; a multiple of the block size, and less than
+            the sequence.
+        resume_at: first position that may still be computed. KV older than the sliding window is not sent.
     """
 
     request_id: str
@@ -60,18 +60,17 @@ class Reservation:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an operator allows one engine.
+    """The limits of one engine, set by its operator.
 
     Args:
-        max_batch_tokens: tokens of one step; prompts are cut to what decodes leave of it.
-        max_batch_requests: requests of one step. Reserved requests count, so that one whose KV has arrived decodes in
+        max_batch_tokens: tokens of one step; prompts are cut to what the decodes leave.
+        max_batch_requests: requests of one step. Reserved requests count, so a request whose KV has arrived decodes in
             the next step.
         max_waiting: requests that may wait for room.
-        max_context_tokens: longest prompt plus output; None leaves the model's and the cache's own limit.
-        chunk_align_tokens: a chunk ends at the next multiple of it or at the end of what is known, and a prefix is
-            reused up to one, so that how a prompt is cut does not depend on what else runs; None cuts where the budget
-            ends. A chunk that the rest of a step's budget does not hold waits for the next step.
-        retry_after_s: hint to whoever is refused for lack of room.
+        max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
+        chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the known
+            tokens, so the cuts of a prompt do not depend on other requests. A chunk that does not fit into a step's
+            budget waits for the next step. None: a chunk ends where the budget ends.
 
     Raises:
         ConfigError: a limit is too small.
@@ -83,7 +82,6 @@ class EngineLimits:
     prefix_cache: bool
     max_context_tokens: int | None = None
     chunk_align_tokens: int | None = None
-    retry_after_s: float = 1.0
 
     def __post_init__(self) -> None:
         _at_least("max_batch_tokens", self.max_batch_tokens, 1)
@@ -96,19 +94,19 @@ class EngineLimits:
             self._check_room_for_a_chunk(self.chunk_align_tokens)
 
     def chunk_tokens(self, start: int, stop: int, budget: int) -> int:
-        """How much of a prompt from `start` to `stop` goes into a step with that budget left; 0: it waits for more."""
+        """How many tokens of a prompt from `start` to `stop` fit into a step with this budget; 0: the prompt waits."""
         if self.chunk_align_tokens is None:
             return min(budget, stop - start)
         whole = min(stop, (start // self.chunk_align_tokens + 1) * self.chunk_align_tokens) - start
         return whole if whole <= budget else 0
 
     def _check_room_for_a_chunk(self, chunk_tokens: int) -> None:
-        """Beside decodes of all others a whole chunk must fit, or its prompt might wait for ever."""
+        """A whole chunk must fit next to the decodes of all other requests, or its prompt might wait forever."""
         least = chunk_tokens + self.max_batch_requests - 1
         if self.max_batch_tokens < least:
             raise ConfigError(
                 f"max_batch_tokens is {self.max_batch_tokens}, which leaves no room for a chunk of {chunk_tokens} "
-                f"tokens beside the decodes of {self.max_batch_requests - 1} other requests",
+                f"tokens next to the decodes of {self.max_batch_requests - 1} other requests",
                 field="max_batch_tokens",
                 value=self.max_batch_tokens,
                 allowed=(f"an integer of at least {least}",),
@@ -118,11 +116,11 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What scheduling must know of the model and its cache.
+    """Facts about the model and its cache that scheduling needs.
 
     Args:
-        max_context_tokens: longest sequence that the model was made for.
-        identity: text that differs between any two models whose KV differs; part of every prefix key.
+        max_context_tokens: longest sequence that the model supports.
+        identity: a text that differs between models whose KV differs; part of every prefix key.
         window_tokens: the widest sliding window of any layer; 0 where no layer has one.
     """
 
@@ -140,10 +138,10 @@ class EngineLoad:
     """How full an engine is.
 
     Args:
-        blocks_free: blocks that no request holds; cached ones among them.
+        blocks_free: blocks that no request holds, including cached ones.
         blocks_leased: blocks of requests that wait for their KV, or that were prefilled and wait for release.
-        tokens_waiting: known tokens of waiting and running requests whose KV is still to be computed here.
-        requests_total: requests ever taken in.
+        tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
+        requests_total: number of all requests so far.
         preemptions: how often a request gave its blocks back to be recomputed later.
     """
 
@@ -164,7 +162,7 @@ def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:
 
 
 def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int) -> None:
-    """Raises InvalidRequest when the request could never run; names what is wrong and what would be right."""
+    """Raises InvalidRequest when the request could never run."""
     if not request.prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("at least 1 token",))
     _check_ids("prompt", request.prompt, vocab_size)
@@ -174,11 +172,11 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens
 
 
 def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
-    """Raises InvalidRequest when `request` cannot go on behind `output`."""
+    """Raises InvalidRequest when `request` cannot continue after `output`."""
     _check_ids("output", output, vocab_size)
     if len(output) >= request.sampling.max_tokens:
         raise InvalidRequest(
-            f"{len(output)} tokens were given already and max_tokens is {request.sampling.max_tokens}",
+            f"the output has {len(output)} tokens already, and max_tokens is {request.sampling.max_tokens}",
             field="output",
             value=len(output),
             allowed=(f"at most {request.sampling.max_tokens - 1} tokens",),
@@ -186,7 +184,7 @@ def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size:
     length = len(request.prompt) + len(output)
     if length >= max_context_tokens:
         raise InvalidRequest(
-            f"prompt and given output have {length} tokens, which leaves no room for more",
+            f"prompt and output have {length} tokens, which leaves no room for another one",
             field="prompt",
             value=length,
             allowed=(f"at most {max_context_tokens - 1} tokens",),
@@ -194,14 +192,14 @@ def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size:
         )
 
 
-def check_continuation(had: tuple[int, ...], output: tuple[int, ...]) -> None:
-    """Raises InvalidRequest when `output` does not begin with the tokens that the request had."""
-    if output[: len(had)] != had:
+def check_continuation(known: tuple[int, ...], output: tuple[int, ...]) -> None:
+    """Raises InvalidRequest when `output` does not begin with `known`, the request's output so far."""
+    if output[: len(known)] != known:
         raise InvalidRequest(
-            f"the output does not begin with the {len(had)} tokens that the request had",
+            f"the output does not begin with the {len(known)} tokens that the request has",
             field="output",
             value=output,
-            cure="give all output tokens so far",
+            cure="pass all output tokens so far",
         )
 
 

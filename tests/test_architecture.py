@@ -393,7 +393,7 @@ def run_python(program: str, *arguments: str) -> str:
         env=os.environ | {"BATON_LOG_LEVEL": "info"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -10,11 +10,15 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 
-PRELOADED = ("decode_node.service", "gateway.service", "node.process", "prefill_node.service")
+PRELOADED = ("baton.cli", "decode_node.service", "gateway.service", "node.process", "prefill_node.service")
+BATON = "baton"
+_OUTPUTS = ("stdout", "stderr")
 
 
 class Forked:
@@ -46,23 +50,87 @@ class Forked:
 
 
 def fork_server() -> ForkServerContext:
-    """To be asked for before any other use of the fork server, which imports `PRELOADED` when it starts."""
+    """Call this before any other use of the fork server, which imports `PRELOADED` when it starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
 
 
-def launch_warm(program: str, arguments: Sequence[str]) -> Forked:
-    """Runs `python -m program` in a forked process, in a session of its own."""
+def launch_warm(
+    program: str,
+    arguments: Sequence[str],
+    *,
+    prepare: Callable[[], None] | None = None,
+    variables: Mapping[str, str] | None = None,
+    outputs: Path | None = None,
+    folder: Path | None = None,
+) -> Forked:
+    """Runs `python -m program`, or the command `baton`, in a forked process, in a session of its own.
+
+    Args:
+        prepare: called in the process before the program starts.
+        variables: added to this process's environment.
+        outputs: an existing directory for the files `stdout` and `stderr`.
+        folder: the working directory.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     # A daemon: one that a broken test leaves behind ends with the tests.
-    process = fork_server().Process(target=_run, args=(program, list(arguments), dict(os.environ)), daemon=True)
+    process = fork_server().Process(
+        target=_run,
+        args=(program, list(arguments), environment, prepare, outputs, folder),
+        daemon=True,
+    )
     process.start()
     return Forked(process)
 
 
-def _run(program: str, arguments: list[str], environment: dict[str, str]) -> None:
+def run_warm(
+    program: str,
+    *arguments: str,
+    prepare: Callable[[], None] | None = None,
+    folder: Path | None = None,
+    timeout_s: float = 300.0,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of `python -m program` with its output captured.
+
+    Raises:
+        TimeoutExpired: it did not end in time, and was killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="baton-output-") as directory:
+        outputs = Path(directory)
+        process = launch_warm(program, arguments, prepare=prepare, variables=variables, outputs=outputs, folder=folder)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        out, err = ((outputs / name).read_text() for name in _OUTPUTS)
+    return subprocess.CompletedProcess([program, *arguments], code, out, err)
+
+
+def _run(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
+    outputs: Path | None,
+    folder: Path | None,
+) -> None:
     os.setsid()
     os.environ.clear()
-    os.environ.update(environment, OMP_NUM_THREADS="1")
+    os.environ.update(environment)
+    if folder is not None:
+        os.chdir(folder)
+    if outputs is not None:
+        for descriptor, name in enumerate(_OUTPUTS, start=1):
+            file = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, descriptor)
+            os.close(file)
+    if prepare is not None:
+        prepare()
     sys.argv = [program, *arguments]
+    if program == BATON:
+        from baton.cli import main
+
+        main()
     runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -11,10 +11,11 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.build import Built
 from engine.device.runner import ModelRunner
 from engine.request import EngineLimits, EngineRequest, IntArray, int_array
+from engine.sampling.row import SampleRow
 from engine.scheduling.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)

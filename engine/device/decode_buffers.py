@@ -1,6 +1,6 @@
-"""What captured decode steps read and write: tensors that stay where they are, and how a step's rows get into them.
+"""The tensors that captured decode steps read and write, which never move, and how a step's rows get into them.
 
-Knows neither model nor graphs. Legend: N most rows of a step, C rows whose blocks have changed, B blocks of a row.
+Legend: N most rows of a step, C rows whose blocks have changed, B blocks of a row.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from engine.sampling.choice import SamplingBuffers
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """The first so many rows are a step's, those behind them are padding: no keys, slot -1.
+    """The first rows are the step's, the rows after them are padding: no keys, slot -1.
 
     Attributes:
         host: the rows as the host writes them.
-        inputs: bytes on the device that `host.memory` is copied to: all that the host tells of a step.
-        tokens: [2N] int32: what the step in front has sampled, row by row, then what the host knows. Every step leaves
-            its tokens in the first half, also one that runs outside of a graph.
-        token_source: [N] int32, where in `tokens` each row's token lies.
-        token_ids: [N] int32, a step's tokens once it has looked them up.
+        inputs: bytes on the device, a copy of `host.memory`: all inputs of a step.
+        tokens: [2N] int32: the tokens that the previous step sampled, row by row, then the tokens that the host knows.
+            Every step writes its tokens to the first half, also a step outside of a graph.
+        token_source: [N] int32, the index in `tokens` of each row's token.
+        token_ids: [N] int32, the step's tokens, looked up by the step itself.
         positions, slot_mapping: [N] int64.
         seq_lens: [N] int32.
         query_start_loc: [N + 1] int32, one token for each row.
-        table: [N + 1, B] int32; a row keeps its blocks until other ones come, and the last row is nobody's.
-        new_block: [N] int32, the block that each row has got behind those in the table.
-        new_block_place: [N] int64, where in the table that belongs; for a row without one, in the last row.
+        table: [N + 1, B] int32; a row keeps its blocks until they are overwritten. No request uses the last row.
+        new_block: [N] int32, the one block that the row gets with this step.
+        new_block_place: [N] int64, its flat index in the table; for a row without a new block, in the last row.
         sampling: for `choose_tokens`.
     """
 
@@ -59,7 +59,7 @@ class DecodeBuffers:
 
     @property
     def sampled(self) -> Tensor:
-        """[N] int32, the tokens of the last step."""
+        """[N] int32, the tokens that the last step sampled."""
         return self.tokens[: self.max_rows]
 
     @property
@@ -68,7 +68,7 @@ class DecodeBuffers:
         return self.table[: self.max_rows]
 
     def common(self, size: int) -> CommonAttentionMetadata:
-        """The metadata of steps of that many rows, padding included: views, so it is made once and stays right."""
+        """Metadata of steps with this many rows, including padding. It has views, so it stays valid."""
         return CommonAttentionMetadata(
             query_start_loc=self.query_start_loc[: size + 1],
             query_start_loc_cpu=torch.arange(size + 1, dtype=torch.int32),
@@ -83,11 +83,11 @@ class DecodeBuffers:
         )
 
     def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot) -> None:
-        """Makes these the rows of that step, of one token each. One copy behind what is queued, and another one when
-        requests come; the host does not wait.
+        """Writes the rows of a step, one token each. Queues one copy to the device, and another one when a row's blocks
+        are replaced; the host does not wait.
 
         Raises:
-            InternalError: more rows, or longer ones, than there is room for.
+            InternalError: too many rows, or a row with too many blocks.
         """
         blocks_C = self.host.take(rows, step=step)
         if blocks_C:
@@ -99,7 +99,7 @@ class DecodeBuffers:
         self.inputs.copy_(slot.inputs, non_blocking=True)
 
     def place_new_blocks(self, size: int) -> None:
-        """What a step of that many rows begins with: attention is planned by the table."""
+        """The start of a step with this many rows: attention plans by the table."""
         self.table.view(-1).index_copy_(0, self.new_block_place[:size], self.new_block[:size])
 
     def look_tokens_up(self, size: int) -> Tensor:
@@ -117,8 +117,7 @@ def new_decode_buffers(
     max_blocks = -(-max_context_tokens // block_size)
     width = -(-max_blocks // TABLE_MULTIPLE) * TABLE_MULTIPLE
     host = HostRows(max_rows, max_blocks=max_blocks, table_width=width, block_size=block_size)
-    # What a step samples lies in front of what the host writes, which begins with the host's tokens: one range to look
-    # tokens up in.
+    # Sampled tokens lie directly before the host's fields, which begin with the host's tokens: one index finds both.
     sampled_bytes = 4 * max_rows
     memory = torch.zeros(sampled_bytes + len(host.memory), dtype=torch.uint8, device=device)
     inputs = memory[sampled_bytes:]

@@ -1,7 +1,7 @@
 """The two threads between event loop and device: one launches steps, the other waits for their marks and results.
 
-Messages in, messages out, both in the order of the steps; shares no state with the event loop. Knows neither scheduler
-nor requests. An exception of a step comes back as a message, and the threads go on.
+They exchange only messages with the event loop, in the order of the steps. An exception of a step becomes a message,
+and the threads continue.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from engine.request import ModelFacts
 
 
 class Launched(Protocol):
-    """A step that is under way; `engine.device.runner.LaunchedStep`, or several of them on as many ranks."""
+    """A launched step: `engine.device.runner.LaunchedStep`, or one on each of several ranks."""
 
     def wait(self) -> list[TokenOutput | None]: ...
 
@@ -27,7 +27,7 @@ class Launched(Protocol):
 
 
 class StepRunner(Protocol):
-    """What computes steps: an `engine.device.runner.ModelRunner`, or several of them."""
+    """Computes steps: an `engine.device.runner.ModelRunner`, or one on each of several ranks."""
 
     @property
     def facts(self) -> ModelFacts: ...
@@ -39,7 +39,7 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True)
 class LayersDone:
-    """The oldest step that is not over has computed its layers in front of that one."""
+    """The running step has computed all layers before `layer_stop`."""
 
     layer_stop: int
 
@@ -54,7 +54,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class StepRaised:
-    """`seconds` since it was to be launched."""
+    """`seconds` since the step's launch began."""
 
     error: Exception
     seconds: float
@@ -64,18 +64,18 @@ Outcome = LayersDone | StepDone | StepRaised
 
 
 class _Launched(NamedTuple):
-    """From the launching thread to the waiting one."""
+    """A message from the launching thread to the waiting one."""
 
     step: Launched | Exception
     since_s: float
 
 
 class DeviceThread:
-    """Lives from `start` to `close`.
+    """Runs from `start` to `close`.
 
     Args:
-        on_outcome: called on the event loop, once for each launched batch, in the order of their launch; and before
-            that for its marks.
+        on_outcome: called on the event loop for each launched batch, in launch order: for each of its marks, then once
+            for its result.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DeviceThread:
         self._threads: list[Thread] = []
 
     async def start(self) -> None:
-        """Returns when the runner is prepared; raises what that raises, and then no thread is left."""
+        """Returns when the runner is prepared. Raises what that raises; then both threads have ended."""
         loop = asyncio.get_running_loop()
         prepared: asyncio.Future[None] = loop.create_future()
         self._threads = [
@@ -105,13 +105,13 @@ class DeviceThread:
             raise
 
     async def close(self) -> None:
-        """Returns when every launched step is over and its outcome told."""
+        """Returns when every launched step has ended and its outcome is reported."""
         self._batches.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
     def launch(self, batch: Batch) -> None:
-        """Runs the batch behind those that were launched before."""
+        """Runs the batch after all batches launched before."""
         self._batches.put(batch)
 
     def _launch_steps(self, loop: asyncio.AbstractEventLoop, prepared: "asyncio.Future[None]") -> None:
@@ -121,7 +121,7 @@ class DeviceThread:
             since_s = self._clock()
             try:
                 self._launched.put(_Launched(self._runner.launch(batch, self._launched.put), since_s))
-            except Exception as error:  # noqa: BLE001  the step's requests are told; the thread serves the others
+            except Exception as error:  # noqa: BLE001  the step's requests fail with it; the thread serves the others
                 self._launched.put(_Launched(error, since_s))
         self._launched.put(None)
 
@@ -129,7 +129,7 @@ class DeviceThread:
         while (launched := self._launched.get()) is not None:
             if isinstance(launched, _Launched):
                 loop.call_soon_threadsafe(self._on_outcome, self._outcome(launched))
-            elif _raised(launched.wait) is None:  # what the device raises, its step will tell
+            elif _raised(launched.wait) is None:  # an error of the device comes with its step
                 loop.call_soon_threadsafe(self._on_outcome, LayersDone(launched.layer_stop))
 
     def _outcome(self, launched: _Launched) -> Outcome:
@@ -146,7 +146,7 @@ class DeviceThread:
 def _raised(call: Callable[[], None]) -> Exception | None:
     try:
         call()
-    except Exception as error:  # noqa: BLE001  whoever waits for it is told
+    except Exception as error:  # noqa: BLE001  the caller passes it on
         return error
     return None
 

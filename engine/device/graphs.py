@@ -1,7 +1,6 @@
 """Decode steps as CUDA graphs: captured once for some numbers of rows, and replayed for any smaller number, padded.
 
-Knows rows, model and backend; no queue, and nothing of how rows are drawn outside of a graph. Legend: R rows of a step
-with its padding, V vocabulary.
+Legend: R rows of a step including padding, V vocabulary.
 """
 
 import logging
@@ -27,36 +26,38 @@ from models.causal_lm import CausalLM
 
 _log = logging.getLogger(__name__)
 
-# The most that the driver keeps for one graph; a graph of some hundred kernels takes some MiB.
+# Bound of the driver's memory for one graph; a graph of some hundred kernels takes some MiB.
 _DRIVER_BYTES = 32 << 20
 
-# Queues a step of the rows in the buffers; returns its logits, which the next step overwrites.
+# Queues a step over the rows in the buffers; returns its logits, which the next step overwrites.
 Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """Args:
-    max_requests: rows of any step; buffers are allocated for as many.
-    max_context_tokens: longest sequence of any step.
-    memory_bytes: what graphs may take beside their buffers; None: no bound.
-    largest: rows of the largest step that is captured.
+    """What to capture, and how large the buffers are.
+
+    Args:
+        max_requests: most rows of a step; buffers are allocated for this many.
+        max_context_tokens: longest sequence of a step.
+        memory_bytes: what graphs may take in addition to their buffers; None: no bound.
+        largest: rows of the largest captured step; None: `max_requests`.
     """
 
     max_requests: int
     max_context_tokens: int
     memory_bytes: int | None = None
-    largest: int = 256
+    largest: int | None = None
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """Numbers of rows to capture, smallest first, so close that from 17 rows on at most a third is padding."""
+    """Numbers of rows to capture, smallest first. From 17 rows on at most a third of a step is padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest, 32)]
     return [*(size for size in sizes if size < largest), largest]
 
 
 def thin(sizes: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the sizes, evenly, the smallest among them: what is left out is padded to the next."""
+    """At most `count` of the sizes, evenly spread, with the smallest. Other batches are padded to the next size."""
     if count >= len(sizes):
         return list(sizes)
     return [sizes[place * len(sizes) // count] for place in range(count)]
@@ -65,10 +66,10 @@ def thin(sizes: Sequence[int], count: int) -> list[int]:
 def decode_step(
     model: CausalLM, cache: PagedKVCache, buffers: DecodeBuffers, metadata: AttentionMetadata, size: int
 ) -> Tensor:
-    """One step over the first `size` rows of the buffers: looks their tokens up, writes their KV and the tokens behind
-    them. Returns logits [R, V]. Reads nothing of the host."""
-    # NOTE: a kernel of torch, which waits for what is in front of it, as the layers' own do not: they read the plan of
-    # their attention before they wait, and that may have been queued just now.
+    """One step over the first `size` rows of the buffers: looks their tokens up, writes their KV, samples their next
+    tokens. Returns logits [R, V]. Reads no memory of the host."""
+    # NOTE: this must be a kernel of torch, which waits for all queued work. The layers' kernels read their attention
+    # plan before they wait, and that plan may have been queued just now.
     token_ids = buffers.look_tokens_up(size)
     hidden_RD = model(token_ids, buffers.positions[:size], cache, metadata)
     logits_RV = model.compute_logits(hidden_RD)
@@ -77,13 +78,13 @@ def decode_step(
 
 
 def affordable(taken: Sequence[int], bound: int | None) -> int:
-    """How many graphs more the bound allows, going by the bytes that each graph so far has taken in turn."""
+    """How many more graphs the bound allows, estimated from the bytes that each graph so far has taken."""
     if bound is None:
         return sys.maxsize
     left = bound - sum(taken)
     if left <= 0:
         return 0
-    # The first one takes the memory that the others share, so it tells nothing of these.
+    # The first graph takes the memory that all others share, so it says nothing about theirs.
     return left // max(1, *taken[1:]) if len(taken) > 1 else sys.maxsize
 
 
@@ -95,19 +96,19 @@ class FreeMemory(NamedTuple):
 
 
 def taken_bytes(before: FreeMemory, after: FreeMemory) -> int:
-    """What a capture took: what torch reserved for it, and what the driver did. Only the driver's part is read off the
-    device's free memory, and bounded: another process that shares the device may take gigabytes meanwhile."""
+    """The memory of a capture: what torch and the driver reserved for it. The driver's part is read from the device's
+    free memory and bounded, because another process on the device may take gigabytes meanwhile."""
     reserved = after.reserved - before.reserved
     driver = before.free - after.free - reserved
     return max(0, reserved) + min(max(0, driver), _DRIVER_BYTES)
 
 
 class DecodeGraphs:
-    """One thread, one stream. On a CPU nothing is captured, and the same padded step runs as it is.
+    """Captured decode steps, for one thread and one stream. On a CPU nothing is captured; the same padded step runs.
 
     Attributes:
-        buffers: of all sizes.
-        sizes: numbers of rows that are captured, smallest first.
+        buffers: shared by all sizes.
+        sizes: captured numbers of rows, smallest first.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class DecodeGraphs:
         self._steps: dict[int, Step] = {}
 
     def size_for(self, rows: Sequence[BatchRow]) -> int | None:
-        """The size that these rows run in; None: they must run outside of a graph."""
+        """The captured size that these rows run in; None: they must run outside of a graph."""
         place = bisect_left(self.sizes, len(rows))
         # Rows of a single token come first.
         if place == len(self.sizes) or len(rows[-1].token_ids) > 1:
@@ -136,34 +137,35 @@ class DecodeGraphs:
         return self.sizes[place]
 
     def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor:
-        """Queues a step; its tokens will be in `buffers.sampled`. Returns its logits, good until the next step."""
+        """Queues a step that writes its tokens to `buffers.sampled`. Returns its logits, valid until the next step."""
         self.buffers.fill(rows, step=step, slot=slot)
         logits_RV = self._steps[size]()
         self.buffers.host.copied()
         return logits_RV
 
     def new_slots(self) -> StepSlots:
-        """For steps in flight, captured or not."""
+        """Slots for steps in flight, captured or not."""
         input_bytes, max_rows = len(self.buffers.host.memory), self.buffers.max_rows
         return StepSlots(self._device, input_bytes=input_bytes, max_rows=max_rows)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures the sizes that memory allows, largest first, so that the smaller ones fit into what the largest one
-        took. Writes no KV.
+        """Captures the sizes that memory allows, largest first, so that smaller ones reuse the memory of the largest.
+        Writes no KV.
 
         Args:
-            progress: called with the sizes done and the sizes in all.
+            progress: called with the number of captured sizes and of all sizes.
         """
         if self._device.type != "cuda":
             self._add(self._wanted, self._uncaptured, progress)
         elif self._backend.capabilities.cudagraph:
             self._capture_on_gpu(progress)
         else:
-            _log.warning("%s has no CUDA graphs: decode steps run without", self._backend.capabilities.name)
+            _log.warning("%s has no CUDA graphs: decode steps run without them", self._backend.capabilities.name)
 
     @property
     def _wanted(self) -> list[int]:
-        return capture_sizes(min(self._settings.max_requests, self._settings.largest))
+        settings = self._settings
+        return capture_sizes(min(settings.max_requests, settings.largest or settings.max_requests))
 
     def _capture_on_gpu(self, progress: Callable[[int, int], None] | None) -> None:
         start_s = time.perf_counter()
@@ -178,7 +180,7 @@ class DecodeGraphs:
         )
         if len(self.sizes) < len(sizes):
             _log.warning(
-                "%d of %d sizes are not captured, because graphs may take %.0f MiB: their batches are padded further",
+                "%d of %d sizes are not captured, because graphs may take %.0f MiB: their batches get more padding",
                 len(sizes) - len(self.sizes),
                 len(sizes),
                 (self._settings.memory_bytes or 0) / (1 << 20),
@@ -195,7 +197,7 @@ class DecodeGraphs:
             *sizes, size = sizes
             self._steps[size] = make(size)
             self.sizes = sorted(self._steps)
-            # Ranks sum over rows as many as the graph has: what one of them cannot capture, none does.
+            # Ranks sum over the rows of a graph, so all of them must capture the same sizes.
             count = self._model.parallel.smallest(affordable(taken, self._settings.memory_bytes), self._device)
             sizes = thin(sizes, count)
             if progress is not None:
@@ -211,12 +213,12 @@ class DecodeGraphs:
         if builder.plans_on_device:
             return recorder.record(lambda: self._run(size, lambda: builder.build_for_cudagraph_capture(common)))
         metadata = builder.build_for_cudagraph_capture(common)
-        assert builder.can_run_in_cudagraph(common), "it was built for that"
+        assert builder.can_run_in_cudagraph(common), "the metadata was built for a graph"
         replay = recorder.record(lambda: self._run(size, lambda: metadata))
 
         def planned() -> Tensor:
-            self.buffers.place_new_blocks(size)  # as the graph does once more: the plan may read the table
-            builder.build(0, common)  # into the memory that the graph reads
+            self.buffers.place_new_blocks(size)  # the graph repeats this, but the plan may read the table before
+            builder.build(0, common)  # writes to the memory that the graph reads
             return replay()
 
         return planned
@@ -226,8 +228,8 @@ class DecodeGraphs:
         return decode_step(self._model, self._cache, self.buffers, build(), size)
 
     def _fill_for_capture(self, size: int) -> None:
-        """With the longest row that there can be, in case a backend goes by it, and otherwise short ones, which run
-        fast. None of them writes KV."""
+        """Fills in one row of the longest sequence, by which some backends plan, and short rows, which run fast. None
+        of them writes KV."""
         longest = self._settings.max_context_tokens
         block_ids = int_array([0] * -(-longest // self._cache.shape.block_size))
         row = BatchRow("", int_array([0]), 0, block_ids, None)
@@ -240,7 +242,7 @@ class _Recorder:
     """Captures steps one after the other, on one side stream and in one memory pool.
 
     Attributes:
-        taken: bytes of the device that each of them took, in order.
+        taken: bytes of the device that each graph took, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -253,11 +255,11 @@ class _Recorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            step()  # compiles kernels, and allocates what is allocated once
+            step()  # compiles kernels and makes one-time allocations
         current.wait_stream(self._stream)
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of a node may allocate meanwhile; only this one's mistakes count.
+        # Other threads of a node may allocate meanwhile; only this thread's calls are checked.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits_RV = step()
         replay = _Replay(graph, step, _unowned(logits_RV))
@@ -272,7 +274,7 @@ class _Recorder:
 
 
 class _Replay:
-    """A captured step. Holds the step itself, because the graph reads its memory."""
+    """A captured step. Keeps the step itself alive, because the graph reads its memory."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, step: Step, logits_RV: Tensor) -> None:
         self._graph = graph
@@ -285,7 +287,7 @@ class _Replay:
 
 
 class _Unowned:
-    """The address of a tensor of a graph's memory pool."""
+    """The address of a tensor in a graph's memory pool."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.dtype == torch.float32
@@ -299,6 +301,6 @@ class _Unowned:
 
 
 def _unowned(tensor: Tensor) -> Tensor:
-    """The same memory, without keeping it: graphs that are captured later may use it too. Owned by each graph, the
-    logits of all sizes would take gigabytes; the pool itself lives as long as any of its graphs."""
+    """A view that does not own the memory, so graphs captured later can reuse it. If each graph owned its logits, those
+    of all sizes would take gigabytes. The pool itself lives as long as any of its graphs."""
     return torch.as_tensor(_Unowned(tensor), device=tensor.device)

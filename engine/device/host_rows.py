@@ -1,7 +1,7 @@
 """A decode step's rows as the host keeps them from step to step, in the bytes that are copied to the device.
 
-A row that the step in front has at the same place is the same object, and costs no more than a look at that: numpy
-moves all of them on by a token. Knows neither model nor device. Legend: N most rows, C rows that have changed.
+Unchanged rows are reused by identity, so they cost one comparison; numpy advances all rows by one token at once.
+Legend: N most rows, C rows that have changed.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import InternalError
-from baton.types import SamplingParams
-from engine.batch import BatchRow, SampleRow
+from engine.batch import BatchRow
 from engine.request import IntArray, int_array
 from engine.sampling.choice import SamplingArrays
-from engine.sampling.sampler import has_edits
+from engine.sampling.decode_rows import DecodeSampling
 
-# Triton compiles a kernel anew for a pointer that is not a multiple of 16, and wide loads want more: with so many rows,
-# every field begins at a multiple of 256 bytes.
+# Triton compiles a kernel again for a pointer that is not a multiple of 16, and wide loads need more. With this
+# multiple every field begins at a multiple of 256 bytes.
 ROWS_MULTIPLE = 64
-# What the host writes for each row beside the numbers for sampling, and what padding holds.
+# What the host writes for each row in addition to the numbers for sampling, and the value of padding.
 _FIELDS = (
     ("token_ids", np.int32, 0),
     ("token_source", np.int32, 0),
@@ -32,53 +31,24 @@ _FIELDS = (
     ("positions", np.int64, 0),
     ("slot_mapping", np.int64, -1),
 )
-# Those that are one more for each token that a row is further on. A slot too: a row with another block is another row.
-_GROWING = "seq_lens", "positions", "slot_mapping", "output_index_R"
+# Fields that grow by one with each token of a row. Slots too: a row that gets another block is a changed row.
+_GROWING = "seq_lens", "positions", "slot_mapping"
 _NO_BLOCKS = int_array()
-# Stands for a row that is not sampled; what is drawn for it counts for nothing.
-_NOT_SAMPLED = SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0)
-
-
-class Kinds:
-    """The rows for which the token that a step draws is not all.
-
-    Attributes:
-        unsampled: the token counts for nothing.
-        edited: it must be drawn outside of the graph, from edited logits.
-        told: its logprobs are wanted beside it.
-    """
-
-    def __init__(self) -> None:
-        self.unsampled: set[int] = set()
-        self.edited: set[int] = set()
-        self.told: set[int] = set()
-
-    def note(self, row: int, sample: SampleRow | None) -> None:
-        for rows in (self.unsampled, self.edited, self.told):
-            rows.discard(row)
-        if sample is None:
-            self.unsampled.add(row)
-        elif has_edits(sample):
-            self.edited.add(row)
-        elif sample.params.logprobs is not None:
-            self.told.add(row)
-
-    def forget(self, rows: range) -> None:
-        for kind in (self.unsampled, self.edited, self.told):
-            kind.difference_update(rows)
 
 
 class HostRows:
-    """Args:
+    """The rows of one decode step after the other.
+
+    Args:
         max_rows: a multiple of ROWS_MULTIPLE.
-        max_blocks: of a row.
-        table_width: of the table that the device keeps of all rows' blocks, which has one row more.
+        max_blocks: most blocks of a row.
+        table_width: width of the device's block table, which has one more row than there are rows.
 
     Attributes:
-        memory: all fields, one behind the other, as bytes.
-        fields: views of it, [N] each.
-        num_computed: [N] int32, which only the host reads.
-        kinds: of the rows.
+        memory: all fields concatenated, as bytes.
+        fields: views of `memory`, [N] each.
+        num_computed: [N] int32, read by the host only.
+        sampling: how the rows are sampled; its arrays are views of `memory`.
     """
 
     def __init__(self, max_rows: int, *, max_blocks: int, table_width: int, block_size: int) -> None:
@@ -93,9 +63,12 @@ class HostRows:
             self.fields[name] = self.memory[start : start + values.nbytes].view(values.dtype)
             start += values.nbytes
         self.num_computed = np.zeros(max_rows, np.int32)
-        self.kinds = Kinds()
-        self._growing = [self.num_computed, *(self.fields[name] for name in _GROWING)]
-        self._sampling = SamplingArrays(*(self.fields[name] for name in sampling._fields))
+        self.sampling = DecodeSampling(SamplingArrays(*(self.fields[name] for name in sampling._fields)))
+        self._growing = [
+            self.num_computed,
+            *(self.fields[name] for name in _GROWING),
+            self.sampling.arrays.output_index_R,
+        ]
         self._max_blocks = max_blocks
         self._table_width = table_width
         self._nowhere = max_rows * table_width
@@ -103,20 +76,19 @@ class HostRows:
         self.fields["new_block_place"][:] = self._nowhere
         self._block_size = block_size
         self._step = self._size = 0
-        # None where there is no row, or one that the next step cannot share.
+        # None: no row, or one that the next step cannot share.
         self._rows: list[BatchRow | None] = [None] * max_rows
-        self._params: list[SamplingParams] = [_NOT_SAMPLED.params] * max_rows
-        # What the device has of each row's blocks, what it still has to get, and which rows get one block with a step.
+        # The blocks that the device has of each row, the blocks that it lacks, and the rows that get one with a step.
         self._blocks: list[IntArray] = [_NO_BLOCKS] * max_rows
         self._missing: dict[int, IntArray] = {}
         self._growing_rows: list[int] = []
 
     def take(self, rows: Sequence[BatchRow], *, step: int) -> dict[int, IntArray]:
-        """Takes over the rows of a step; returns the blocks of those of which the device has others. A row that has
-        one block more than there is not among them: that one comes with the step.
+        """Takes over the rows of a step. Returns the blocks of rows whose blocks the device must replace; a row that
+        only gets one more block is not among them, because the step itself adds it.
 
         Raises:
-            InternalError: more rows, or longer ones, than there is room for; then nothing is taken.
+            InternalError: too many rows, or a row with too many blocks; then nothing is taken.
         """
         size, max_rows = len(rows), len(self._rows)
         if size > max_rows:
@@ -137,15 +109,15 @@ class HostRows:
         return self._grow() if self._missing or self._growing_rows else {}
 
     def copied(self) -> None:
-        """The step is queued: from then on the device has all rows' blocks. A request's array is another one as soon as
-        its blocks are, so that it is enough to remember whose it is."""
+        """Call it when the step is queued: from then on the device has all rows' blocks. A request whose blocks change
+        has a new array, so arrays are compared by identity."""
         if self._missing:
             for place, ids in self._missing.items():
                 self._blocks[place] = ids
             self._missing = {}
 
     def _grow(self) -> dict[int, IntArray]:
-        """Puts the rows that have one block more into the step; returns the others of which the device has too few."""
+        """Adds the new blocks of rows with one more block to the step. Returns the blocks of the other changed rows."""
         new_block, new_block_place = self.fields["new_block"], self.fields["new_block_place"]
         new_block_place[self._growing_rows] = self._nowhere
         growing, others = [], {}
@@ -165,7 +137,7 @@ class HostRows:
         sources_C = [
             max_rows + place if source is None else source for place, source in zip(places, sources, strict=True)
         ]
-        assert max(sources_C) < 2 * max_rows, "a token source is no row of a step"
+        assert max(sources_C) < 2 * max_rows, "a token source is not a row of a step"
         starts_C = np.array(starts)
         columns_C, offsets_C = np.divmod(starts_C, self._block_size)
         blocks_C = np.array([ids[column] for ids, column in zip(blocks, columns_C.tolist(), strict=True)])
@@ -174,38 +146,20 @@ class HostRows:
         fields["positions"][places_C] = self.num_computed[places_C] = starts_C
         fields["seq_lens"][places_C] = starts_C + 1
         fields["slot_mapping"][places_C] = blocks_C * self._block_size + offsets_C
-        self._write_sampling(places, [_NOT_SAMPLED if sample is None else sample for sample in samples])
-        for place, ids, sample in zip(places, blocks, samples, strict=True):
-            self.kinds.note(place, sample)
+        self.sampling.write(places, samples)
+        for place, ids in zip(places, blocks, strict=True):
             if ids is not self._blocks[place]:
                 self._missing[place] = ids
             else:
                 self._missing.pop(place, None)
-
-    def _write_sampling(self, places: list[int], samples: list[SampleRow]) -> None:
-        known = self._params
-        others = [
-            (place, sample) for place, sample in zip(places, samples, strict=True) if sample.params is not known[place]
-        ]
-        if others:
-            numbers = SamplingArrays.empty(len(others))
-            numbers.fill([sample for _, sample in others])
-            for array, values in zip(self._sampling, numbers, strict=True):
-                array[[place for place, _ in others]] = values
-            for place, sample in others:
-                known[place] = sample.params
-        self._sampling.output_index_R[places] = [sample.output_index for sample in samples]
 
     def _pad(self, rows: range) -> None:
         padded = slice(rows.start, rows.stop)
         for name, value in self._padding.items():
             self.fields[name][padded] = value
         self.num_computed[padded] = 0
-        # Greedy, which is drawn fastest.
-        self._sampling.temperature_R[padded] = 0
-        self._params[padded] = [_NOT_SAMPLED.params] * len(rows)
+        self.sampling.pad(rows)
         self._rows[padded] = [None] * len(rows)
-        self.kinds.forget(rows)
         for place in [place for place in self._missing if place in rows]:
             del self._missing[place]
 

@@ -1,6 +1,6 @@
-"""From the rows of a step that runs outside of a graph to tensors on the device, in one copy.
+"""Tensors on the device for a step that runs outside of a graph, made from its rows in one copy.
 
-Knows no model. Suffixes: T token of the step, S row that is sampled, P row whose token the host does not know yet.
+Suffixes: T token of the step, S row that is sampled, P row whose token the host does not know yet.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,19 @@ from attention.metadata import CommonAttentionMetadata, plan_batch
 from engine.batch import BatchRow
 from engine.request import int_array
 
-# Triton compiles a kernel anew for a stride of 1 and for one that is no multiple of 16: no step is to wait for that.
+# Triton compiles a kernel again for a stride of 1 and for one that is not a multiple of 16; no step may wait for that.
 TABLE_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Attributes:
-    token_ids_T, positions_T: int64.
-    sampled: the rows that are sampled, on the host.
-    sampled_S: the same, int64.
-    last_S: int64, the last token of each of them.
+    """The inputs of one step.
+
+    Attributes:
+        token_ids_T, positions_T: int64.
+        sampled: the rows that are sampled, on the host.
+        sampled_S: int64, the same rows.
+        last_S: int64, the last token of each sampled row.
     """
 
     common: CommonAttentionMetadata
@@ -37,10 +39,10 @@ class StepInputs:
 
 
 def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int) -> StepInputs:
-    """Queues the copy; the host does not wait.
+    """Makes the inputs of a step. The host does not wait for the copy.
 
     Args:
-        last_tokens: int32, the tokens of the step in front, row by row, where `token_source` looks.
+        last_tokens: int32, the tokens of the previous step, row by row; `token_source` is an index into it.
 
     Raises:
         InternalError: a row without tokens, or with too few blocks.
@@ -76,10 +78,10 @@ def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int
 
 
 def pending_tokens(rows: Sequence[BatchRow], token_ids_S: Tensor) -> Tensor | None:
-    """int32, of rows that are sampled: the token that the host does not know yet, else -1; None where nobody asks.
+    """int32: the sampled rows' tokens that the host does not know yet, else -1; None if no row with penalties has one.
 
     Args:
-        token_ids_S: the rows' last tokens, as the device knows them.
+        token_ids_S: the rows' last tokens on the device.
     """
     if not any(row.token_source is not None and row.sample is not None and row.sample.history for row in rows):
         return None

@@ -1,7 +1,7 @@
-"""Marks in a step's forward: behind so many layers, whose KV is then in the cache while later ones still compute.
+"""Marks in a step's forward: at a mark the KV of the first layers is in the cache while later layers still compute.
 
-Where several ranks compute a model together, one rank's mark holds for all: a layer ends with a sum over the ranks, to
-which each adds its part after it has written its KV. Knows neither rows nor requests.
+With several ranks, one rank's mark holds for all: each layer ends with a sum over the ranks, and each rank adds its
+part after it has written its KV.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,16 +15,16 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LayerMark:
-    """The layers in front of `layer_stop` are computed once `event` has come; None: they are now."""
+    """The layers before `layer_stop` are computed once `event` is complete; None: they are computed already."""
 
     layer_stop: int
     event: torch.cuda.Event | None
     device: torch.device
 
     def wait(self) -> None:
-        """Raises what the device raised."""
+        """Waits for the mark. Raises what the device raised."""
         if self.event is not None:
-            torch.cuda.set_device(self.device)  # as `DeviceTimer.wait` does, and for its reason
+            torch.cuda.set_device(self.device)  # for the reason given in `DeviceTimer.wait`
             self.event.synchronize()
 
 
@@ -32,7 +32,7 @@ OnMark = Callable[[LayerMark], None]
 
 
 class LayerMarks:
-    """For one model. Used by the thread that launches its steps."""
+    """The marks of one model, for the thread that launches its steps."""
 
     def __init__(self, layers: nn.ModuleList, device: torch.device) -> None:
         self._num_layers = len(layers)
@@ -44,7 +44,7 @@ class LayerMarks:
 
     @contextmanager
     def every(self, layers_per_group: int, on_mark: OnMark) -> Iterator[None]:
-        """A forward inside of this is marked behind so many layers each, but not behind the last: there is its end."""
+        """A forward in this context has a mark after this many layers each, except after the last layer."""
         self._layers_per_group, self._on_mark = layers_per_group, on_mark
         try:
             yield

@@ -1,6 +1,6 @@
-"""What a GPU has room for and which step size is fast there, found by running the model once before any traffic.
+"""Sizes the cache and the steps of a GPU by running the model once before any traffic.
 
-Owns the arithmetic, which is pure, and the few forwards that feed it. Knows neither requests nor scheduling.
+Owns the arithmetic, which is pure, and the few forwards whose time and memory it needs.
 """
 
 import logging
@@ -11,31 +11,31 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.errors import ConfigError
-from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.device.runner import ModelRunner
 from engine.request import IntArray, ModelFacts, int_array
+from engine.sampling.row import GREEDY_ROW
 from kvcache.cache import PagedKVCache
 from kvcache.spec import KVCacheShape, KVCacheSpec
 
 _log = logging.getLogger(__name__)
 
-# Step sizes to try, smallest first. A smaller step lets decodes and other prompts through earlier.
+# Step sizes to try, smallest first. Smaller steps keep decodes and other prompts waiting for less time.
 STEP_TOKENS = (1024, 2048, 4096, 8192)
-# Of the best rate among the step sizes: what the chosen one must reach.
+# Share of the best rate among the step sizes that the chosen one must reach.
 _GOOD_RATE = 0.9
-# For captured graphs beside their activations: the driver keeps some MiB for each.
+# For captured graphs in addition to their activations: the driver keeps some MiB for each.
 _GRAPH_BYTES = 768 << 20
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """Measurements of a runner.
 
     Attributes:
-        step_s: seconds of a prefill step by its number of tokens, in prompts as long as the model takes.
-        step_bytes: most memory that the largest step took beside weights and cache.
-        decode_bytes: the same of the largest decode step.
+        step_s: seconds of a prefill step by its number of tokens, with prompts as long as the model supports.
+        step_bytes: peak memory of the prefill steps in addition to weights and cache.
+        decode_bytes: peak memory of the largest decode step in addition to weights and cache.
     """
 
     step_s: Mapping[int, float]
@@ -45,7 +45,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """In bytes: `total` of the device, `used` by this process with nothing but its weights, `free` for anybody."""
+    """In bytes: `total` and `free` of the device, `used` by this process when it holds only the weights."""
 
     total: int
     used: int
@@ -54,7 +54,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What this process's share of a device is for, in bytes."""
+    """How this process divides its share of a device, in bytes."""
 
     weights: int
     kv_cache: int
@@ -69,42 +69,53 @@ class MemoryPlan:
 
 
 def choose_step_tokens(step_s: Mapping[int, float]) -> int:
-    """The smallest step that is nearly as fast, in tokens per second, as the fastest."""
+    """The smallest step whose tokens per second come close to those of the fastest."""
     best = max(tokens / seconds for tokens, seconds in step_s.items())
     return min(tokens for tokens, seconds in step_s.items() if tokens / seconds >= _GOOD_RATE * best)
 
 
-def plan_memory(
-    memory: DeviceMemory, profile: Profile, *, fraction: float, reserved_bytes: int, graphs: bool, least_bytes: int
-) -> MemoryPlan:
-    """What is left for the KV cache.
+@dataclass(frozen=True)
+class MemoryShare:
+    """What this process may take of a device.
+
+    Attributes:
+        fraction: share of the device's whole memory.
+        reserved_bytes: what the process allocates later for other purposes.
+        graphs: whether decode steps will be captured.
+    """
+
+    fraction: float
+    reserved_bytes: int
+    graphs: bool
+
+
+def plan_memory(memory: DeviceMemory, profile: Profile, share: MemoryShare, *, least_bytes: int) -> MemoryPlan:
+    """Gives the KV cache what weights, steps, graphs and reserved memory leave.
 
     Args:
-        fraction: of the device's whole memory, what this process may fill.
-        reserved_bytes: what the process allocates later for other things.
         least_bytes: a smaller cache is of no use.
 
     Raises:
-        ConfigError: less than that is left.
+        ConfigError: less than `least_bytes` is left.
     """
-    graph_bytes = profile.decode_bytes + _GRAPH_BYTES if graphs else 0
-    others = profile.step_bytes + graph_bytes + reserved_bytes
-    left = min(int(memory.total * fraction) - memory.used, memory.free) - others
+    graph_bytes = profile.decode_bytes + _GRAPH_BYTES if share.graphs else 0
+    others = profile.step_bytes + graph_bytes + share.reserved_bytes
+    left = min(int(memory.total * share.fraction) - memory.used, memory.free) - others
     if left < least_bytes:
         raise ConfigError(
             f"{left >> 20} MiB are left for the KV cache: of {memory.total >> 20} MiB on the GPU, {memory.free >> 20} "
             f"are free, the weights take {memory.used >> 20}, steps, graphs and staging {others >> 20}",
             field="gpu_memory_fraction",
-            value=fraction,
-            allowed=(f"what leaves at least {least_bytes >> 20} MiB",),
-            cure="raise it, lower --max-batch-tokens, take fp8 weights, or end what else runs on this GPU",
+            value=share.fraction,
+            allowed=(f"a fraction that leaves at least {least_bytes >> 20} MiB",),
+            cure="raise it, lower --max-batch-tokens, use fp8 weights, or end other processes on this GPU",
         )
-    return MemoryPlan(memory.used, left, profile.step_bytes, graph_bytes, reserved_bytes)
+    return MemoryPlan(memory.used, left, profile.step_bytes, graph_bytes, share.reserved_bytes)
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """`memory` is None where the cache's size was not asked for."""
+    """`memory` is None where the size of the cache is given."""
 
     step_tokens: int
     memory: MemoryPlan | None
@@ -118,18 +129,15 @@ def size_on_gpu(
     device: torch.device,
     step_tokens: Sequence[int],
     max_batch_requests: int,
-    fraction: float,
-    reserved_bytes: int,
-    graphs: bool,
-    sizes_cache: bool,
+    share: MemoryShare | None,
 ) -> Sizing:
-    """Profiles over a small cache that is gone afterwards, and logs what was chosen.
+    """Profiles the model over a small temporary cache, and logs the chosen sizes.
 
     Args:
-        make_runner: of the model, whose weights are loaded.
-        shape: the number of blocks does not count.
+        make_runner: makes a runner of the loaded model over a cache.
+        shape: its number of blocks is ignored.
         step_tokens: sizes to choose from.
-        sizes_cache: whether memory is to be shared out too.
+        share: None: the size of the cache is given, and only the step size is chosen.
 
     Raises:
         ConfigError: no useful cache fits.
@@ -143,14 +151,12 @@ def size_on_gpu(
     chosen = choose_step_tokens(profile.step_s)
     rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in profile.step_s.items())
     _log.info("%s: prefill steps of up to %d tokens; tokens per second by step size: %s", device, chosen, rates)
-    if not sizes_cache:
+    if share is None:
         return Sizing(chosen, None)
     memory = plan_memory(
         DeviceMemory(total, torch.cuda.memory_reserved(device), free),
         profile,
-        fraction=fraction,
-        reserved_bytes=reserved_bytes,
-        graphs=graphs,
+        share,
         least_bytes=num_blocks * shape.block_size * spec.bytes_per_token,
     )
     _log.info("%s: %s", device, memory)
@@ -160,7 +166,7 @@ def size_on_gpu(
 def profile_runner(
     runner: ModelRunner, step_tokens: Sequence[int], *, max_batch_requests: int, device: torch.device
 ) -> Profile:
-    """Runs prefill steps of these sizes, as far as that many requests fill them, and a decode step of that many.
+    """Runs prefill steps of these sizes, or as large as `max_batch_requests` prompts fill them, and one decode step.
 
     Args:
         runner: its cache holds the largest step, and one block for each request.
@@ -175,14 +181,14 @@ def profile_runner(
 
 
 def prefill_steps(step_tokens: Sequence[int], facts: ModelFacts, *, max_batch_requests: int) -> dict[int, Batch]:
-    """The prefill steps to profile by their number of tokens, smallest first: prompts as long as the model takes."""
+    """The prefill steps to profile by number of tokens, smallest first. Prompts are as long as the model supports."""
     most = max_batch_requests * facts.max_context_tokens
     sizes = sorted({min(tokens, most) for tokens in step_tokens})
     return {tokens: _prompts(tokens, facts.max_context_tokens, facts.block_size) for tokens in sizes}
 
 
 def decode_step(num_requests: int) -> Batch:
-    """One token of each request; each has one block of its own."""
+    """A decode step with one token and one block for each request."""
     return Batch(0, tuple(_row(index, 1, int_array([index])) for index in range(num_requests)))
 
 
@@ -212,5 +218,4 @@ def _prompts(num_tokens: int, longest: int, block_size: int) -> Batch:
 
 
 def _row(index: int, length: int, blocks: IntArray) -> BatchRow:
-    sample = SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0)
-    return BatchRow(f"profile-{index}", int_array([0] * length), 0, blocks, sample)
+    return BatchRow(f"profile-{index}", int_array([0] * length), 0, blocks, GREEDY_ROW)

@@ -1,10 +1,8 @@
-"""One step on the device: a batch of plain integers in, plain sampled tokens out.
+"""One step on the device: a batch of plain integers in, plain sampled tokens out. Owns model, cache and backend.
 
-Owns model, cache and backend, and the way from rows to tensors. Knows no queues, and of requests only their rows.
-
-A step is queued (`launch`) and later waited for (`LaunchedStep.wait`), so that the next one can be queued behind it;
-the tokens of the last one stay on the device for that. Suffixes: T token of the step, S row that is sampled, D hidden
-channel, V vocabulary, N most rows of a step.
+A step is queued by `launch` and waited for by `LaunchedStep.wait`, so the next one can be queued meanwhile; it reads
+the tokens of the last step on the device. Suffixes: T token of the step, S row that is sampled, L row that wants
+logprobs, D hidden channel, V vocabulary, N most rows of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +19,14 @@ from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
 from baton.errors import InternalError
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
 from engine.device.layer_marks import LayerMarks, OnMark
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
-from engine.sampling.sampler import sample, tell
+from engine.sampling.row import GREEDY_ROW, SampleRow
+from engine.sampling.sampler import sample, with_logprobs
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 
@@ -35,7 +34,7 @@ _FIRST_ROWS = 64
 
 
 class TokensOnHost(Protocol):
-    """On their way; `outputs` is for when the device is done."""
+    """Sampled tokens that a queued copy brings to the host; call `outputs` when the device is done."""
 
     def outputs(self) -> list[TokenOutput]: ...
 
@@ -44,8 +43,9 @@ class LaunchedStep:
     """A step that is queued on the device.
 
     Args:
-        plain: of all rows; those in `parts` have other tokens, or more to say of them.
-        slot: the step's; it goes back to `slots` when the step is over.
+        plain: the tokens of all rows; None: every row is in `parts`.
+        parts: rows whose tokens replace those of `plain`, or have logprobs.
+        slot: the step's own; it returns to `slots` when the step has ended.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LaunchedStep:
         self._seconds = 0.0
 
     def wait(self) -> list[TokenOutput | None]:
-        """One entry per row, None where nothing was sampled. Any one thread, once; raises what the device raised."""
+        """One entry per row, None where nothing was sampled. Call it once, on any thread. Raises device errors."""
         self._seconds = self._slot.timer.wait()
         results: list[TokenOutput | None] = [None] * self._num_rows
         if self._plain is not None:
@@ -72,15 +72,15 @@ class LaunchedStep:
 
     @property
     def seconds(self) -> float:
-        """What the step took on the device; known after `wait`."""
+        """Duration of the step on the device; known after `wait`."""
         return self._seconds
 
 
 class ModelRunner:
-    """Not thread-safe: one thread calls `prepare`, then `launch`, and steps run in the order of their launch.
+    """Not thread-safe: one thread calls `prepare`, then `launch`. Steps run in launch order.
 
     Args:
-        graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded, in the graphs' buffers.
+        graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelRunner:
         self._graphs = None if graphs is None else DecodeGraphs(model, backend, cache, graphs)
         self._marks = LayerMarks(model.model.layers, self._device)
         self._is_prepared = False
-        # What the last step has sampled, row by row.
+        # The tokens that the last step sampled, row by row.
         if self._graphs is None:
             self._tokens_N = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
             self._slots = StepSlots(self._device, input_bytes=0, max_rows=0)
@@ -110,11 +110,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles kernels and captures graphs, so that no request waits for that; the first call does. On the thread
-        that will launch, before the cache holds anything: writes into it.
+        """Compiles kernels and captures graphs, so that no request waits for them. Later calls do nothing. Call it on
+        the thread that launches, while the cache is empty: it writes to the cache.
 
         Args:
-            progress: called with the graphs captured and the graphs in all.
+            progress: called with the number of captured graphs and of all graphs.
         """
         if self._is_prepared:
             return
@@ -132,11 +132,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, on_mark: OnMark | None = None) -> LaunchedStep:
-        """Queues a step that computes the batch's tokens and writes their KV; on a GPU waits for nothing of it.
+        """Queues a step that computes the batch's tokens and writes their KV. On a GPU the host does not wait for it.
 
         Args:
-            on_mark: gets the marks that the batch asks for, on this thread, as the step is queued; on a CPU thus as
-                its layers are computed.
+            on_mark: gets the marks that the batch asks for, on this thread, while the step is queued; on a CPU the
+                layers are computed by then.
         """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -160,29 +160,29 @@ class ModelRunner:
     ) -> "tuple[_PlainTokens | None, list[_Part]]":
         rows = batch.shared_rows
         logits_RV = graphs.launch(rows, size, step=batch.step, slot=slot)
-        host, num_rows = graphs.buffers.host, len(rows)
+        sampling, num_rows = graphs.buffers.host.sampling, len(rows)
         parts: list[_Part] = []
-        if edited := sorted(host.kinds.edited):
+        if edited := sorted(sampling.edited):
             (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
-            asking = [rows[index].at(batch.step) for index in edited]
-            pending_S = pending_tokens(asking, graphs.buffers.token_ids.index_select(0, edited_S))
-            drawn = sample(logits_RV.index_select(0, edited_S), _samples(asking), pending_R=pending_S)
+            edited_rows = [rows[index].at(batch.step) for index in edited]
+            pending_S = pending_tokens(edited_rows, graphs.buffers.token_ids.index_select(0, edited_S))
+            drawn = sample(logits_RV.index_select(0, edited_S), _samples(edited_rows), pending_R=pending_S)
             self._tokens_N.index_copy_(0, edited_S, drawn.chosen_R)
             parts.append((edited, drawn.to_host()))
-        # The host changes its own for the next step, maybe before this one is over.
-        output_indices = host.fields["output_index_R"][:num_rows].copy()
-        if told := sorted(host.kinds.told):
+        # A copy: the host may advance its own array for the next step before this one has ended.
+        output_indices = sampling.arrays.output_index_R[:num_rows].copy()
+        if wanted := sorted(sampling.with_logprobs):
             logits_LV, chosen_L = logits_RV[:num_rows], self._tokens_N[:num_rows]
-            if len(told) < num_rows:
-                (told_L,) = to_device((np.array(told, np.int64),), self._device)
-                logits_LV, chosen_L = logits_LV.index_select(0, told_L), chosen_L.index_select(0, told_L)
-            counts = [how.params.logprobs or 0 for how in _samples([rows[index] for index in told])]
-            drawn = tell(logits_LV, chosen_L, output_indices=output_indices[told].tolist(), counts=counts)
-            parts.append((told, drawn.to_host()))
+            if len(wanted) < num_rows:
+                (wanted_L,) = to_device((np.array(wanted, np.int64),), self._device)
+                logits_LV, chosen_L = logits_LV.index_select(0, wanted_L), chosen_L.index_select(0, wanted_L)
+            counts = [how.params.logprobs or 0 for how in _samples([rows[index] for index in wanted])]
+            drawn = with_logprobs(logits_LV, chosen_L, output_indices=output_indices[wanted].tolist(), counts=counts)
+            parts.append((wanted, drawn.to_host()))
         plain = None
-        if len(edited) + len(told) < num_rows:
+        if len(edited) + len(wanted) < num_rows:
             slot.fetch(self._tokens_N)
-            plain = _PlainTokens(output_indices, frozenset(host.kinds.unsampled))
+            plain = _PlainTokens(output_indices, frozenset(sampling.unsampled))
         return plain, parts
 
     def _launch_eagerly(self, rows: Sequence[BatchRow]) -> "list[_Part]":
@@ -193,14 +193,14 @@ class ModelRunner:
         if not inputs.sampled:
             return []
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
-        asking = [rows[index] for index in inputs.sampled]
-        pending_S = pending_tokens(asking, inputs.token_ids_T.index_select(0, inputs.last_S))
-        drawn = sample(logits_SV, _samples(asking), pending_R=pending_S)
+        sampled_rows = [rows[index] for index in inputs.sampled]
+        pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
+        drawn = sample(logits_SV, _samples(sampled_rows), pending_R=pending_S)
         self._tokens_N.index_copy_(0, inputs.sampled_S, drawn.chosen_R)
         return [(inputs.sampled, drawn.to_host())]
 
     def _make_room(self, rows: Sequence[BatchRow]) -> None:
-        """For the step's tokens, and for those that it asks for, of which there are none where that step failed."""
+        """Makes room for the step's tokens and all places in `token_source`, also if the previous step has failed."""
         needed = max(len(rows), *(row.token_source + 1 for row in rows if row.token_source is not None), 0)
         if needed <= len(self._tokens_N):
             return
@@ -214,24 +214,24 @@ class ModelRunner:
         self._tokens_N = pad(self._tokens_N, (0, 2 * needed - len(self._tokens_N)))
 
 
-# Rows of a step, and their tokens.
+# Some rows of a step, and their tokens.
 _Part: TypeAlias = tuple[list[int], TokensOnHost]
 
 
 @dataclass(frozen=True)
 class _PlainTokens:
-    """Of all rows of a step.
+    """The tokens of all rows of a padded step, without logprobs.
 
     Args:
-        output_indices: int64, as in `SampleRow`.
-        unsampled: rows whose token counts for nothing.
+        output_indices: as in `SampleRow`, one per row.
+        unsampled: rows whose token is discarded.
     """
 
     output_indices: NDArray[np.int64]
     unsampled: frozenset[int]
 
     def outputs(self, tokens: NDArray[np.int32]) -> list[TokenOutput | None]:
-        """One per row. Only after the tokens have come."""
+        """One output per row. Call it after the tokens have arrived."""
         indices = self.output_indices.tolist()
         outputs: list[TokenOutput | None] = list(map(TokenOutput, tokens[: len(indices)].tolist(), indices))
         for row in self.unsampled:
@@ -244,12 +244,12 @@ def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:
 
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
-    """A prompt without context and with some, which have kernels of their own; both alone and behind a decode, where
-    what they read is aligned differently. Sampled in both ways."""
+    """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
+    of their inputs differs. They cover drawn and greedy sampling."""
     length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
     blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
     drawn = SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
-    decode = BatchRow("", int_array([0]), 0, blocks, SampleRow(SamplingParams(temperature=0.0), 0, (), int_array(), 0))
+    decode = BatchRow("", int_array([0]), 0, blocks, GREEDY_ROW)
     prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
     prompts = (prompt, prompt._replace(token_start=1))
     return [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]

@@ -1,7 +1,7 @@
-"""What a step in flight has for itself: memory on the host that it is copied from and to, and the events around it.
+"""What each step in flight owns: host memory for its inputs and results, and the timer around it.
 
-Made once, lent to a step at its launch, given back when its results are read: so no step makes any, and none writes
-where another is still being copied. Knows no rows.
+A slot is made once, lent to a step at its launch, and given back when the results are read. So no step allocates, and
+no step writes to memory that is still being copied.
 """
 
 import time
@@ -12,11 +12,13 @@ from torch import Tensor
 
 
 class StepSlot:
-    """Attributes:
-    inputs: uint8 in pinned memory; what the device reads.
-    inputs_host: the same as numpy sees it.
-    tokens_host: int32, what the device has written.
-    timer: of the step.
+    """The memory and timer of one step.
+
+    Attributes:
+        inputs: uint8, pinned on a GPU machine; the device reads it.
+        inputs_host: the same memory as a numpy array.
+        tokens_host: int32; the device writes it.
+        timer: times the step.
     """
 
     def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int) -> None:
@@ -28,12 +30,12 @@ class StepSlot:
         self.timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
 
     def fetch(self, tokens: Tensor) -> None:
-        """Queues the copy of all rows' tokens to the host, which does not wait."""
+        """Queues the copy of all rows' tokens to the host. The host does not wait."""
         self._tokens.copy_(tokens, non_blocking=True)
 
 
 class StepSlots:
-    """As many as there are steps in flight. Any thread may give one back."""
+    """One slot per step in flight. Any thread may give one back."""
 
     def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int) -> None:
         self._device = device
@@ -47,30 +49,30 @@ class StepSlots:
         return StepSlot(self._device, input_bytes=self._input_bytes, max_rows=self._max_rows)
 
     def give_back(self, slot: StepSlot) -> None:
-        """The step is over, and its results are read. One whose launch has failed is not given back."""
+        """Call it when the step's results are read. The slot of a failed launch is not given back."""
         self._free.append(slot)
 
 
 class DeviceTimer:
-    """From `start` to `stop`, as the device runs it."""
+    """Times the device from `start` to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begin = torch.cuda.Event(enable_timing=True)
-        # A blocking event: the thread that waits leaves the processor to others.
+        # A blocking event: the waiting thread does not occupy a core.
         self._end = torch.cuda.Event(enable_timing=True, blocking=True)
         self._stream: torch.cuda.Stream | None = None
 
     def start(self) -> None:
-        self._stream = torch.cuda.current_stream(self._device)  # looked up once, not by each event
+        self._stream = torch.cuda.current_stream(self._device)  # looked up once for both events
         self._begin.record(self._stream)
 
     def stop(self) -> None:
         self._end.record(self._stream)
 
     def wait(self) -> float:
-        """Returns when the device is done, and how many seconds it took."""
-        # NOTE: a thread that has no GPU yet gets the first one, and a context there takes half a gigabyte.
+        """Waits for the device; returns the seconds between `start` and `stop`."""
+        # NOTE: a thread without a current GPU uses the first one, and a context there takes half a gigabyte.
         torch.cuda.set_device(self._device)
         self._end.synchronize()
         milliseconds: float = self._begin.elapsed_time(self._end)
@@ -78,7 +80,7 @@ class DeviceTimer:
 
 
 class HostTimer:
-    """The same on a CPU, where a step is over when it is launched."""
+    """Times a step on a CPU, where it has ended when `launch` returns."""
 
     def __init__(self) -> None:
         self._start_s = self._stop_s = 0.0

@@ -1,11 +1,10 @@
-"""One token per row, from its logits and six numbers: the half of sampling that a CUDA graph may hold. On a GPU one set
-of kernels serves graphs and eager steps, so that both choose alike; what stands here is the way to them and the CPU's
-twin. Knows neither what edits logits nor what clients are told.
+"""Chooses one token per row from its logits and six numbers: the part of sampling that a CUDA graph can capture. On a
+GPU graphs and eager steps run the same kernels, so both choose alike; this module calls them and has their CPU twin.
 
-A row of temperature 0 takes the largest logit. Another one divides by temperature and keeps, in this order, the `top_k`
-largest, of those the fewest whose probability reaches `top_p`, and tokens of at least `min_p` of the largest
-probability; equal logits rank by token id. The choice is the Gumbel-max of counter-based noise, so it depends on the
-row's logits, its seed and its output position, and not on its batch.
+A row of temperature 0 takes the largest logit. Other rows divide by the temperature and keep, in this order: the
+`top_k` largest logits, of these the fewest whose probability reaches `top_p`, and tokens with at least `min_p` of the
+largest probability. Equal logits rank by token id. The choice is the Gumbel-max of counter-based noise, so it depends
+on the row's logits, seed and output position, and not on its batch.
 
 Suffixes: R row, S row that is drawn, F row that is filtered, V vocabulary.
 """
@@ -19,20 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import SampleRow
 from engine.sampling.kernels.choose import choose
 from engine.sampling.random import exponential_noise
+from engine.sampling.row import SampleRow
 
-_LEAST_TEMPERATURE = 1e-30  # float32 has nothing below that it could divide by
+_LEAST_TEMPERATURE = 1e-30  # about the smallest number that float32 can divide by
 _LARGEST_TOP_K = 2**31 - 1
 _GREEDY = (0.0, -math.inf, 0, math.inf, 0, 0)
 
 
 class SamplingArrays(NamedTuple):
-    """On the host, in the same order, what `SamplingBuffers` hold; may be views of memory that is copied as a whole.
+    """The numbers of `SamplingBuffers` on the host, in the same order; may be views of memory that is copied whole.
 
     Args:
-        temperature_R: float32; 0 takes the largest logit and heeds none of the others.
+        temperature_R: float32; 0 takes the largest logit and ignores all other numbers.
         min_p_R: float32, the logarithm; -inf keeps all.
         top_k_R: int32; 0 keeps all.
         top_p_R: float32; inf keeps all.
@@ -53,7 +52,7 @@ class SamplingArrays(NamedTuple):
         return cls(*(np.empty(size, dtype) for dtype in dtypes))
 
     def fill(self, rows: Sequence[SampleRow]) -> None:
-        """Takes over `rows`; the entries behind them become greedy rows."""
+        """Writes `rows` to the first entries; all entries after them become greedy rows."""
         for array, number in zip(self, _GREEDY, strict=True):
             array[len(rows) :] = number
         columns = zip(*map(_numbers, rows), strict=True)
@@ -62,7 +61,7 @@ class SamplingArrays(NamedTuple):
 
 
 class SamplingBuffers(NamedTuple):
-    """The arrays as tensors on the device; see there."""
+    """`SamplingArrays` as tensors on the device."""
 
     temperature_R: Tensor
     min_p_R: Tensor
@@ -81,7 +80,7 @@ def _numbers(row: SampleRow) -> tuple[float, float, int, float, int, int]:
         max(params.temperature, _LEAST_TEMPERATURE),
         math.log(params.min_p) if params.min_p > 0 else -math.inf,
         min(params.top_k, _LARGEST_TOP_K),
-        # A row without top_p is not to lose the tokens behind which its probabilities have already summed to 1.
+        # In float32 the first tokens may already sum to 1; a row without top_p must not lose the tokens after them.
         params.top_p if params.top_p < 1 else math.inf,
         params.seed - 2**64 if params.seed >= 2**63 else params.seed,
         row.output_index,
@@ -91,8 +90,8 @@ def _numbers(row: SampleRow) -> tuple[float, float, int, float, int, int]:
 def choose_tokens(logits_RV: Tensor, buffers: SamplingBuffers, *, out_R: Tensor) -> None:
     """Writes each row's token to `out_R`, int32. The logits are float32 and stay as they are.
 
-    Reads nothing on the host where there is a GPU. The buffers may be longer than the logits; a row of NaN gets some
-    token of the vocabulary.
+    On a GPU the host reads nothing. The buffers may be longer than the logits. A row of NaN gets some token of the
+    vocabulary.
     """
     if logits_RV.is_cuda:
         choose(logits_RV, *buffers, out_R=out_R)
@@ -101,7 +100,7 @@ def choose_tokens(logits_RV: Tensor, buffers: SamplingBuffers, *, out_R: Tensor)
 
 
 def _choose(logits_RV: Tensor, buffers: SamplingBuffers) -> Tensor:
-    """The kernels' twin on a CPU, where reading a tensor waits for nothing."""
+    """The twin of the kernels on a CPU, where reading a tensor does not wait."""
     drawn_S = buffers.temperature_R.nonzero().squeeze(1)
     if len(drawn_S) == len(logits_RV):
         return _draw(logits_RV, buffers)
@@ -112,7 +111,7 @@ def _choose(logits_RV: Tensor, buffers: SamplingBuffers) -> Tensor:
 
 
 def _draw(logits_SV: Tensor, buffers: SamplingBuffers) -> Tensor:
-    # The largest becomes 0 before the division, so that no temperature can overflow it.
+    # The largest logit becomes 0 before the division, so that no temperature can overflow it.
     logits_SV = (logits_SV - logits_SV.amax(dim=-1, keepdim=True)).div_(buffers.temperature_R.unsqueeze(1))
     filtered_F = ((buffers.top_k_R > 0) | (buffers.top_p_R < math.inf)).nonzero().squeeze(1)
     if len(filtered_F):
@@ -126,10 +125,10 @@ def _draw(logits_SV: Tensor, buffers: SamplingBuffers) -> Tensor:
 
 
 def _keep_top(logits_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor) -> Tensor:
-    """-inf for what `top_k` and `top_p` leave out. Overwrites `logits_FV`."""
+    """Writes -inf for the tokens that `top_k` and `top_p` drop. Overwrites `logits_FV`."""
     vocab_size = logits_FV.shape[1]
     top_k_F = torch.where(top_k_F > 0, top_k_F, vocab_size)
-    # Where they lie is not needed, and without it a sort takes numpy 0.6 ms of a row of 128k, and torch 14.
+    # Only values are needed, not their places: numpy sorts a row of 128k in 0.6 ms, torch takes 14 ms.
     sorted_FV = torch.from_numpy(np.sort(logits_FV.neg().numpy(), axis=1)).neg_()
     dropped_FV = torch.arange(vocab_size) >= top_k_F.unsqueeze(1)
     probability_FV = sorted_FV.masked_fill(dropped_FV, -math.inf).softmax(dim=-1)

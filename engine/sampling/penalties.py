@@ -1,7 +1,7 @@
-"""Everything that edits logits before a token is chosen: bias, penalties, forbidden tokens. Batched, in place.
+"""Everything that edits logits before a token is chosen: bias, penalties, forbidden tokens. Batched and in place.
 
-Knows rows and logits; neither temperature nor randomness. Order: logit bias, repetition, frequency, presence,
-forbidden tokens. An edit is prepared on the host from rows and applied on the device, which it does not wait for.
+Order: logit bias, repetition, frequency, presence, forbidden tokens. An edit is prepared on the host from the rows and
+queued on the device; the host does not wait for it.
 
 Suffixes: R row, P row with penalties, E place that is edited, H token of a history, V vocabulary.
 """
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import SampleRow
+from engine.sampling.row import SampleRow
 
 
 class Edit(NamedTuple):
@@ -26,10 +26,10 @@ class Edit(NamedTuple):
 
 
 def edits_of(rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> list[Edit]:
-    """What the rows ask for, in order; rows that ask for nothing are not touched.
+    """The edits that the rows ask for, in order. Rows that ask for none keep their logits.
 
     Args:
-        pending_R: on the device, int32: each row's newest token, which its history lacks; -1 for none.
+        pending_R: int32, on the device: each row's newest token where its history lacks it, else -1.
     """
     edits = (_bias(rows), _penalties(rows, pending_R), _forbidden(rows))
     return [edit for edit in edits if edit is not None]
@@ -55,16 +55,16 @@ def _penalties(rows: Sequence[SampleRow], pending_R: Tensor | None) -> Edit | No
     penalised = [index for index, row in enumerate(rows) if row.history]
     if not penalised:
         return None
-    asking = [rows[index] for index in penalised]
-    lengths_P = np.array([len(row.history) for row in asking])
+    rows_P = [rows[index] for index in penalised]
+    lengths_P = np.array([len(row.history) for row in rows_P])
     starts_P = lengths_P.cumsum() - lengths_P
     factors = [
-        (row.params.repetition_penalty, row.params.frequency_penalty, row.params.presence_penalty) for row in asking
+        (row.params.repetition_penalty, row.params.frequency_penalty, row.params.presence_penalty) for row in rows_P
     ]
     arrays = (
         np.array(penalised),
-        np.concatenate([np.frombuffer(row.history, np.int32) for row in asking]),
-        np.stack((lengths_P, starts_P, starts_P + [row.prompt_tokens for row in asking])),
+        np.concatenate([np.frombuffer(row.history, np.int32) for row in rows_P]),
+        np.stack((lengths_P, starts_P, starts_P + [row.prompt_tokens for row in rows_P])),
         np.array(factors, np.float32).T,
     )
     return Edit(arrays, partial(_penalise, pending_R=pending_R))
@@ -87,32 +87,32 @@ def _penalise(
     *,
     pending_R: Tensor | None,
 ) -> None:
-    """Repetition over prompt and output, the others over the output alone.
+    """Repetition counts prompt and output, frequency and presence count the output alone.
 
     Repetition divides positive logits and multiplies negative ones; frequency subtracts per occurrence, presence once.
 
     Args:
-        history_H: prompt and output of all rows, one behind the other.
-        bounds_3P: how long each row's part is, where in it the row starts, and where its output does.
+        history_H: prompt and output of all rows, concatenated.
+        bounds_3P: of each row in `history_H`: its length, its start, and the start of its output.
     """
     num_rows, vocab_size = len(index_P), logits_RV.shape[1]
     lengths_P, starts_P, output_starts_P = bounds_3P.unbind(0)
-    # Only places that occur are read and written: one as often as it occurs, each time with the same number.
+    # Only tokens that occur are read and written: each as often as it occurs, with the same number every time.
     token_E = history_H.long()
-    asking_E = torch.repeat_interleave(lengths_P, output_size=len(history_H))
-    counts_E = torch.arange(len(history_H), device=logits_RV.device) >= output_starts_P[asking_E]
+    row_E = torch.repeat_interleave(lengths_P, output_size=len(history_H))
+    counts_E = torch.arange(len(history_H), device=logits_RV.device) >= output_starts_P[row_E]
     if pending_R is not None:
         pending_P = pending_R[index_P].long()
         known_P = pending_P >= 0
-        # A row that has none gets the first token of its history once more, which counts for nothing.
+        # A row without a pending token repeats the first token of its history, with a count of 0.
         token_E = torch.cat((token_E, torch.where(known_P, pending_P, token_E[starts_P])))
-        asking_E = torch.cat((asking_E, torch.arange(num_rows, device=logits_RV.device)))
+        row_E = torch.cat((row_E, torch.arange(num_rows, device=logits_RV.device)))
         counts_E = torch.cat((counts_E, known_P))
-    place_E = asking_E * vocab_size + token_E
+    place_E = row_E * vocab_size + token_E
     count_PV = logits_RV.new_zeros(num_rows * vocab_size).scatter_add_(0, place_E, counts_E.to(logits_RV.dtype))
     count_E = count_PV[place_E]
-    repetition_E, frequency_E, presence_E = factors_3P[:, asking_E].unbind(0)
-    where_E = (index_P[asking_E], token_E)
+    repetition_E, frequency_E, presence_E = factors_3P[:, row_E].unbind(0)
+    where_E = (index_P[row_E], token_E)
     logits_E = logits_RV[where_E]
     logits_E = torch.where(logits_E > 0, logits_E / repetition_E, logits_E * repetition_E)
     logits_E -= frequency_E * count_E

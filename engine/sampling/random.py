@@ -1,7 +1,7 @@
 """Random numbers that are a function of (seed, output position, token id) and of nothing else. Batched tensor code.
 
-Philox 4x32-10 after Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Knows
-neither requests nor probabilities. Words are unsigned 32-bit values kept in int64.
+Philox 4x32-10 after Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Words are
+unsigned 32-bit values in int64.
 
 Suffixes: R row, V vocabulary, G group of four neighbouring token ids.
 """
@@ -26,7 +26,7 @@ def philox_4x32(even_2RG: Tensor, odd_2RG: Tensor, key_2R1: Tensor) -> tuple[Ten
     steps = torch.tensor(_KEY_STEPS, device=device).view(1, 2, 1, 1)
     rounds = torch.arange(_ROUNDS, device=device).view(-1, 1, 1, 1)
     for round_key_2R1 in (key_2R1 + steps * rounds).bitwise_and_(_MASK).unbind(0):
-        # NOTE: the product wraps modulo 2**64, so its bits are those of the unsigned product; the shift is arithmetic.
+        # NOTE: the product wraps modulo 2**64, so it has the bits of the unsigned product. The shift is arithmetic.
         product_2RG = (even_2RG * multipliers).flip(0)
         even_2RG = product_2RG >> 32
         even_2RG.bitwise_and_(_MASK).bitwise_xor_(odd_2RG).bitwise_xor_(round_key_2R1)
@@ -35,7 +35,7 @@ def philox_4x32(even_2RG: Tensor, odd_2RG: Tensor, key_2R1: Tensor) -> tuple[Ten
 
 
 def random_words(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
-    """Words [R, V]; row r belongs to a seed at an output position.
+    """Words [R, V]; each row has its own seed and output position.
 
     Key: the seed's low and high word. Counter: (token id // 4, position, 0, 0); output word: token id % 4.
 
@@ -58,7 +58,7 @@ def random_words(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
 def exponential_noise(seed_R: Tensor, position_R: Tensor, vocab_size: int) -> Tensor:
     """Exponential(1) variates [R, V] in float32, made of `random_words`."""
     words_RV = random_words(seed_R, position_R, vocab_size)
-    # Small variates decide who wins, and float32 resolves small values finely: so the uniform is near 0 there, not
-    # near 1. Its largest values would round to 1, whose variate is infinite.
+    # Small variates decide the draw, so they come from uniforms near 0, where float32 is finer than near 1. The largest
+    # uniforms would round to 1, whose variate is infinite.
     uniform_RV = words_RV.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
     return uniform_RV.neg_().log1p_().neg_()

@@ -1,7 +1,7 @@
-"""Samples one token per row where a CUDA graph cannot: edits as `penalties` says, then the choice as `choice` says, and
-logprobs. Queues its work on the device and waits for none of it.
+"""Samples one token per row outside of CUDA graphs: edits logits, chooses tokens, computes logprobs. Queues its work on
+the device and does not wait for it.
 
-Logprobs are the log-softmax of the logits as the model gave them, before any edit.
+Logprobs are the log-softmax of the model's logits before any edit.
 
 Suffixes: R row, L row that wants logprobs, N alternative, V vocabulary.
 """
@@ -16,21 +16,20 @@ from torch import Tensor
 
 from attention.host_to_device import to_device
 from baton.types import TokenOutput
-from engine.batch import SampleRow
 from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
 from engine.sampling.penalties import edits_of
+from engine.sampling.row import SampleRow
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of the rows that want them, on the device.
+    """The logprobs of the rows that want them, on the device.
 
     Args:
-        rows: where these rows are in the batch.
-        counts: how many alternatives each wants.
+        rows: places of these rows in the batch.
+        counts: how many alternatives each row wants.
         chosen_L: float32, of the chosen token.
-        values_LN: float32, of the most probable tokens, best first; as many as the row that wants most of them, and at
-            least one.
+        values_LN: float32, of the most probable tokens, best first. N is the largest count, and at least 1.
         token_ids_LN: int32.
     """
 
@@ -43,7 +42,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step has sampled, on the device.
+    """The tokens that a step samples, on the device.
 
     Args:
         output_indices: as in `SampleRow`, one per row.
@@ -55,11 +54,11 @@ class Sampled:
     logprobs: Logprobs | None = None
 
     def to_host(self) -> "SampledOnHost":
-        """Queues one copy behind the work of the current stream."""
+        """Queues one copy to the host after the work of the current stream."""
         words = self.chosen_R
         if self.logprobs is not None:
-            told = (self.logprobs.chosen_L, self.logprobs.values_LN, self.logprobs.token_ids_LN)
-            words = torch.cat((words, *(tensor.flatten().view(torch.int32) for tensor in told)))
+            parts = (self.logprobs.chosen_L, self.logprobs.values_LN, self.logprobs.token_ids_LN)
+            words = torch.cat((words, *(tensor.flatten().view(torch.int32) for tensor in parts)))
         if words.device.type != "cpu":
             words = torch.empty_like(words, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
         if self.logprobs is None:
@@ -69,11 +68,11 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SampledOnHost:
-    """What a step has sampled, in memory that a copy is under way to.
+    """The tokens that a step samples, in host memory that a queued copy fills.
 
     Args:
-        wanted, counts: the rows that want logprobs, and of how many alternatives.
-        words: int32; the fields of `Sampled` and of `Logprobs`, one behind the other.
+        wanted, counts: the rows that want logprobs, and how many alternatives each wants.
+        words: int32; the tensors of `Sampled` and of `Logprobs`, concatenated.
     """
 
     output_indices: Sequence[int]
@@ -82,7 +81,7 @@ class SampledOnHost:
     words: Tensor
 
     def outputs(self) -> list[TokenOutput]:
-        """One per row. Only after the copy is done."""
+        """One output per row. Call it after the copy is done."""
         num_rows = len(self.output_indices)
         outputs = list(map(TokenOutput, self.words[:num_rows].tolist(), self.output_indices))
         if self.wanted:
@@ -94,7 +93,7 @@ class SampledOnHost:
         alternatives = len(words_XL) // 2
         values_LN = words_XL[1 : 1 + alternatives].view(torch.float32).reshape(number, alternatives)
         token_ids_LN = words_XL[1 + alternatives :].reshape(number, alternatives)
-        told = zip(
+        logprobs = zip(
             self.wanted,
             self.counts,
             words_XL[0].view(torch.float32).tolist(),
@@ -102,19 +101,19 @@ class SampledOnHost:
             token_ids_LN.tolist(),
             strict=True,
         )
-        for index, count, logprob, values, token_ids in told:
+        for index, count, logprob, values, token_ids in logprobs:
             output = outputs[index]
             output.logprob = logprob
             output.top_logprobs = tuple(zip(token_ids[:count], values[:count], strict=True))
 
 
 def sample(logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> Sampled:
-    """One token per row. A row that is drawn needs a seed.
+    """Samples one token per row. A row that is not greedy needs a seed.
 
     Args:
         logits_RV: float32; overwritten.
-        pending_R: int32, on the device: each row's newest token where the host does not know it yet, else -1. It counts
-            for penalties.
+        pending_R: int32, on the device: each row's newest token where the host does not know it yet, else -1. Penalties
+            count it.
     """
     numbers = SamplingArrays.empty(len(rows))
     numbers.fill(rows)
@@ -136,14 +135,16 @@ def sample(logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | 
     return Sampled(output_indices, chosen_R, _logprobs(logprobs_LV, chosen_R[wanted_L], rows=wanted, counts=counts))
 
 
-def tell(logits_LV: Tensor, chosen_L: Tensor, *, output_indices: Sequence[int], counts: Sequence[int]) -> Sampled:
-    """Tokens that are chosen already, with their logprobs. Leaves the logits as they are.
+def with_logprobs(
+    logits_LV: Tensor, chosen_L: Tensor, *, output_indices: Sequence[int], counts: Sequence[int]
+) -> Sampled:
+    """Adds logprobs to tokens that are already chosen. Does not change the logits.
 
     Args:
-        counts: of alternatives, for each row.
+        counts: how many alternatives each row wants.
     """
-    told = _logprobs(logits_LV.log_softmax(dim=-1), chosen_L, rows=range(len(counts)), counts=counts)
-    return Sampled(output_indices, chosen_L, told)
+    logprobs = _logprobs(logits_LV.log_softmax(dim=-1), chosen_L, rows=range(len(counts)), counts=counts)
+    return Sampled(output_indices, chosen_L, logprobs)
 
 
 def _logprobs(logprobs_LV: Tensor, chosen_L: Tensor, *, rows: Sequence[int], counts: Sequence[int]) -> Logprobs:
@@ -151,8 +152,3 @@ def _logprobs(logprobs_LV: Tensor, chosen_L: Tensor, *, rows: Sequence[int], cou
     values_LN, token_ids_LN = logprobs_LV.topk(min(most, logprobs_LV.shape[1]), dim=-1)
     of_chosen_L = logprobs_LV.gather(1, chosen_L.long().unsqueeze(1)).squeeze(1)
     return Logprobs(rows, counts, of_chosen_L, values_LN, token_ids_LN.int())
-
-
-def has_edits(row: SampleRow) -> bool:
-    """Whether the row's token is not what `choose_tokens` draws from the model's own logits."""
-    return bool(row.history or row.forbidden or row.params.logit_bias)

@@ -1,9 +1,8 @@
-"""Which request holds which block, and which blocks hold KV that another request can use. Pure.
+"""Reference counts of blocks, and the index of cached prefixes. Pure.
 
 A block is free, or held as often as its reference count says (I1). Free blocks keep their content until they are
 taken; blocks without reusable content are taken first, then the least recently used. A block may lack KV in layers
-with a sliding window: it then serves only sequences that go on so far behind it that those layers do not read it.
-Knows no requests, only blocks.
+with a sliding window; it then serves only sequences that continue so far after it that these layers do not read it.
 """
 
 from collections import OrderedDict
@@ -17,14 +16,14 @@ DIGEST_BYTES = 16
 
 
 class BlockKey(NamedTuple):
-    """Name of a full block: a digest over its tokens and all that comes before them, and the tokens themselves."""
+    """Key of a full block: a digest over its tokens and all tokens before them, and the block's tokens."""
 
     digest: bytes
     tokens: bytes
 
 
 class KeyChain:
-    """Keys of one sequence's full blocks, computed once each and only as far as somebody asks.
+    """Keys of one sequence's full blocks, each computed once and on demand.
 
     Each digest covers the block's tokens and its parent's digest; the first parent covers model identity and salt.
     """
@@ -56,7 +55,7 @@ class BlockManager:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
         self._windowless: set[int] = set()
-        # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key taken before.
+        # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key that was taken.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -70,13 +69,13 @@ class BlockManager:
     def match(
         self, chain: KeyChain, tokens: IntArray, max_blocks: int, *, window_blocks: int = 0, multiple: int = 1
     ) -> list[int]:
-        """The longest run of cached blocks that begins `tokens` and on top of which the token behind it can be
-        computed. Takes no reference.
+        """The longest run of cached blocks at the start of `tokens` from which the next token can be computed. Takes no
+        reference.
 
         Args:
-            max_blocks: of the run.
-            window_blocks: how many blocks before a token its layers with a window read.
-            multiple: of how many blocks the run is to be.
+            max_blocks: longest run to return.
+            window_blocks: how many blocks before a token its layers with a sliding window read.
+            multiple: the length of the run is a multiple of this many blocks.
         """
         blocks = self._run(chain, tokens, max_blocks)
         while True:
@@ -97,13 +96,13 @@ class BlockManager:
             blocks.append(block_id)
         return blocks
 
-    def free_beside(self, cached: Iterable[int]) -> int:
-        """How many blocks would be free once the given cached blocks are held."""
+    def num_free_without(self, cached: Iterable[int]) -> int:
+        """How many blocks are free, not counting the given cached blocks."""
         return len(self._free) - sum(1 for block_id in cached if self._references[block_id] == 0)
 
     def take(self, cached: Sequence[int], num_fresh: int) -> list[int]:
-        """Holds the `cached` blocks and `num_fresh` free ones; returns all of them in that order."""
-        assert self.free_beside(cached) >= num_fresh, "the caller asks free_beside first"
+        """Holds the `cached` blocks and `num_fresh` free ones; returns all of them in this order."""
+        assert self.num_free_without(cached) >= num_fresh, "the caller checks num_free_without first"
         for block_id in cached:
             if self._references[block_id] == 0:
                 del self._free[block_id]
@@ -111,7 +110,7 @@ class BlockManager:
         return [*cached, *(self._take_free() for _ in range(num_fresh))]
 
     def give_back(self, block_ids: Sequence[int]) -> None:
-        """Drops one reference of each. A sequence's last blocks are reused before its first ones."""
+        """Drops one reference of each block. The last blocks of a sequence are taken again before its first ones."""
         for block_id in reversed(block_ids):
             assert self._references[block_id] > 0, f"block {block_id} is not held"
             self._references[block_id] -= 1
@@ -121,10 +120,11 @@ class BlockManager:
                     self._free.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, key: BlockKey, *, windowless: bool = False) -> None:
-        """Offers a held block to later sequences. The first block of a key keeps it, but for a better one.
+        """Offers a held block to later sequences. The first block of a key stays, unless it lacks windows and the new
+        one does not.
 
         Args:
-            windowless: layers with a sliding window have no KV in it, or not of all its tokens.
+            windowless: layers with a sliding window lack the KV of some of the block's tokens.
         """
         assert self._references[block_id] > 0, f"block {block_id} is not held"
         if self._keys[block_id] is not None:

@@ -1,4 +1,4 @@
-"""How many blocks a request needs, and how it gets, names and loses them. Pure; decides nothing about order."""
+"""How many blocks a request needs, and how it gets, registers and loses them. Pure."""
 
 import math
 
@@ -11,8 +11,8 @@ class RequestBlocks:
     """The blocks of all requests of one engine.
 
     Args:
-        align_tokens: prefixes are reused up to a multiple of it. Above 1, the KV of decoded tokens is not reused: a
-            prompt's tokens would have other last bits.
+        align_tokens: prefixes are reused up to a multiple of it. Above 1 the KV of decoded tokens is not reused: it
+            differs in its last bits from the KV of the same tokens in a prompt.
     """
 
     def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
@@ -37,11 +37,11 @@ class RequestBlocks:
         return KeyChain(identity=self._identity, cache_salt=request.cache_salt, block_size=self._block_size)
 
     def needed(self, state: RequestState) -> int:
-        """Blocks that the request must hold before it may run: its known tokens, and the first that it decodes."""
+        """Blocks that the request must hold before it may run: for its known tokens and the first decoded one."""
         return self._blocks_for(state.num_tokens + (0 if state.prefill_only else 1))
 
     def cached(self, state: RequestState) -> list[int]:
-        """Cached blocks that begin the request; at least one of its tokens stays to be computed."""
+        """Cached blocks for the start of the request; at least one of its tokens remains to be computed."""
         if not self._prefix_cache:
             return []
         return self._blocks.match(
@@ -53,33 +53,33 @@ class RequestBlocks:
         )
 
     def reservation(self, state: RequestState) -> Reservation:
-        """What is to come into the request's blocks from elsewhere."""
+        """Which KV the request's blocks expect from elsewhere."""
         resume_at = state.num_tokens
         if self._prefix_cache:
-            # Another sequence may share all of this one but what does not fill its last block. What is in front is
-            # found by whole blocks, so that the window before that token is to begin with one.
+            # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
+            # sliding window must begin at a block.
             unit = self._align_blocks * self._block_size
             resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
         return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at)
 
     def fill(self, state: RequestState) -> None:
-        """The KV of all the request's tokens has come, as its reservation said."""
+        """The KV of all the request's tokens has arrived, as its reservation asks."""
         state.fill()
         if self._window_tokens:
             state.windows_from = max(0, self.reservation(state).resume_at - self._window_tokens + 1)
         self.register(state)
 
     def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
-        """Whether the request finds its blocks, and `spare` blocks are free afterwards."""
-        return self._blocks.free_beside(cached) >= self.needed(state) - len(cached) + spare
+        """Whether the request's blocks fit and leave `spare` blocks free."""
+        return self._blocks.num_free_without(cached) >= self.needed(state) - len(cached) + spare
 
     def take(self, state: RequestState, cached: list[int]) -> None:
-        """Gives the request all blocks that it needs, the cached ones first."""
+        """Gives the request all blocks that it needs; the cached ones come first."""
         blocks = self._blocks.take(cached, self.needed(state) - len(cached))
         state.hold(blocks, num_cached_blocks=len(cached), block_size=self._block_size)
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
-        """Gives the request blocks up to `num_slots` slots; False, and nothing is changed, when there are too few."""
+        """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""
         missing = self._blocks_for(num_slots) - len(state.blocks)
         if missing > self._blocks.num_free:
             return False
@@ -88,7 +88,7 @@ class RequestBlocks:
         return True
 
     def register(self, state: RequestState) -> None:
-        """Offers the request's full blocks whose KV is computed to later requests."""
+        """Offers the request's full, computed blocks to later requests."""
         if not self._prefix_cache:
             return
         num_tokens = min(state.num_computed, state.prefill_stop) if self._aligned else state.num_computed

@@ -1,7 +1,4 @@
-"""All live requests of one engine: who waits and in which order, who runs, who has a seat. Pure.
-
-Knows neither blocks nor steps.
-"""
+"""All live requests of one engine by phase: waiting in order, running, reserved, held. Pure."""
 
 import bisect
 from collections import deque
@@ -13,9 +10,9 @@ class Roster:
     """A request has a seat while it runs or is reserved.
 
     Attributes:
-        waiting: in the order in which they may run.
-        running: in order of arrival.
-        arrivals: requests ever taken in.
+        waiting: waiting requests in the order in which they may run.
+        running: running requests in order of arrival.
+        arrivals: number of all requests so far.
     """
 
     def __init__(self, *, seats: int) -> None:
@@ -32,7 +29,7 @@ class Roster:
 
     @property
     def num_decoders(self) -> int:
-        """Running requests that decode, or will. With a block free for each, a newcomer is not the next sent back."""
+        """Running requests that decode now or later. A newcomer leaves each of them a free block."""
         return sum(1 for state in self.running if not state.prefill_only)
 
     @property
@@ -41,7 +38,7 @@ class Roster:
 
     @property
     def num_leased(self) -> int:
-        """Distinct blocks of requests whose KV is on its way, in or out."""
+        """Distinct blocks of requests whose KV is being received or sent."""
         leased: set[int] = set()
         for state in self._by_id.values():
             if state.phase in (Phase.RESERVED, Phase.HELD):
@@ -50,7 +47,7 @@ class Roster:
 
     @property
     def tokens_waiting(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Prompt tokens that are not computed yet."""
         return sum(state.prompt_remaining for states in (self.waiting, self.running) for state in states)
 
     def find(self, request_id: str) -> RequestState | None:
@@ -60,7 +57,7 @@ class Roster:
         return list(self._by_id.values())
 
     def enter(self, state: RequestState, phase: Phase) -> None:
-        """A newcomer, who either waits behind all others or is reserved."""
+        """Adds a new request, which waits after all others or is reserved."""
         state.arrival = self.arrivals
         self.arrivals += 1
         self._by_id[state.request_id] = state
@@ -75,13 +72,13 @@ class Roster:
         self._join(state, Phase.HELD)
 
     def wait_first(self, state: RequestState) -> None:
-        """Who was sent back is the next to run."""
+        """A preempted request is the next to run."""
         self._leave(state)
         state.phase = Phase.WAITING
         self.waiting.appendleft(state)
 
     def end(self, state: RequestState) -> None:
-        """It is no more; its name is free."""
+        """Removes the request; its id is free again."""
         self._leave(state)
         state.phase = Phase.ENDED
         del self._by_id[state.request_id]

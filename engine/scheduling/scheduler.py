@@ -1,7 +1,7 @@
-"""Which requests run in the next step, with which blocks, and what a finished step means for them. Pure.
+"""Which requests run in the next step, with which blocks, and what the end of a step means for them. Pure.
 
-Knows no tensors, no clock (times come in as arguments) and no thread. Between `schedule` and the `complete` or `fail`
-of the same step it is in flight, and one more may be scheduled behind it; requests may come and go meanwhile.
+A step is in flight from `schedule` until `complete` or `fail`; meanwhile one more step may be scheduled, and requests
+may come and go. Times are arguments.
 """
 
 from collections.abc import Sequence
@@ -20,26 +20,27 @@ from engine.request import (
     check_request,
     context_limit,
 )
-from engine.scheduling.in_flight import Step, StepsInFlight
-from engine.scheduling.next_step import NextStep
-from engine.scheduling.places import Places
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.roster import Roster
 from engine.scheduling.state import NO_END, Phase, RequestState
+from engine.scheduling.steps import DecodeOrder, NextStep, Step, StepsInFlight
+
+# Hint to clients whose request is refused for lack of room.
+_RETRY_AFTER_S = 1.0
 
 
 class Scheduler:
     """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
     Every running or reserved request has a seat, and there are no more seats than a step has tokens. So all decodes
-    fit into every step, and a request that is still in its prompt always finds budget left.
-    A request runs only with blocks for all its known tokens; a decode that finds no further block sends the latest
-    request back to be recomputed, never a prefill-only one.
+    fit into every step, and a request in its prompt always finds budget.
+    A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the latest
+    request, which is recomputed later; prefill-only requests are never preempted.
 
-    The step behind one in flight goes on where that one will be: with the next chunk of a prompt, or with a token that
-    is still being drawn. Whoever ends with the step in front for certain has no row in it. Whoever turns out to have
-    ended there (a stop token, an abort, a failure) leaves a void row behind: nothing is told of it, but it writes to
-    its blocks, so those stay held until no step in flight has a row of the request.
+    The step after one in flight continues where that one will end: with the next chunk of a prompt, or with a token
+    that is still being drawn. A request that is certain to end with the step in flight gets no row in the next one. A
+    request that ends there by surprise (stop token, abort, failure) has a void row in the next step: it causes no
+    event, but it writes KV, so its blocks stay held until no step in flight has a row of the request.
     """
 
     def __init__(self, limits: EngineLimits, facts: ModelFacts) -> None:
@@ -51,22 +52,22 @@ class Scheduler:
         self._blocks = RequestBlocks(facts, prefix_cache=limits.prefix_cache, align_tokens=align_tokens)
         self._roster = Roster(seats=min(limits.max_batch_requests, limits.max_batch_tokens))
         self._in_flight = StepsInFlight()
-        self._places = Places()
-        self._ended: list[RequestState] = []  # who ended, and has a row in flight
+        self._decode_order = DecodeOrder()
+        self._void: list[RequestState] = []  # ended requests that still have a row in a step in flight
         self._preemptions = 0
 
     @property
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    # ---- requests come
+    # ---- requests arrive
 
     def submit(self, request: EngineRequest, now: float) -> None:
-        """Takes a request that is computed here from its first token on.
+        """Takes a request whose prompt is computed here.
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room now, and `max_waiting` others wait already.
+            Overloaded: no room now, and `max_waiting` requests wait already.
         """
         state = self._new_state(request, now)
         if len(self._roster.waiting) >= self._limits.max_waiting and not self._has_room(state):
@@ -74,13 +75,13 @@ class Scheduler:
         self._roster.enter(state, Phase.WAITING)
 
     def reserve(self, request: EngineRequest, now: float) -> Reservation:
-        """Holds a seat and all blocks for a request whose KV comes from elsewhere. Nobody else can match these blocks.
+        """Holds a seat and all blocks for a request whose KV comes from elsewhere. No other request matches them.
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room beside the running requests and those that wait.
+            Overloaded: no room next to the running and the waiting requests.
         """
-        assert not request.prefill_only, "KV is reserved for where it is decoded"
+        assert not request.prefill_only, "a reserved request decodes here"
         state = self._new_state(request, now)
         if not self._has_room(state):
             raise self._overloaded("no room for the request's blocks")
@@ -89,7 +90,7 @@ class Scheduler:
         return self._blocks.reservation(state)
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
-        """The reserved request goes on behind `output`, which is all of its output so far; blocks may be added.
+        """The reserved request continues after `output`, its whole output so far. Blocks may be added.
 
         Raises:
             UnknownLease: no such reservation.
@@ -104,9 +105,9 @@ class Scheduler:
         return self._blocks.reservation(state)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
-        """The KV of all known tokens of a reserved request is in its blocks: it decodes behind `first` from now on.
+        """The KV of all known tokens of a reserved request is in its blocks: it decodes after `first` from now on.
 
-        Returns why, when `first` is also its last token; then the request is over and its blocks are free.
+        Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
         Raises:
             UnknownLease: no such reservation.
@@ -121,7 +122,7 @@ class Scheduler:
         return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float) -> None:
-        """A reserved request computes all but its cached tokens here. `output` is all of its output so far.
+        """A reserved request computes all but its cached tokens here. `output` is its whole output so far.
 
         Raises:
             UnknownLease: no such reservation.
@@ -133,20 +134,20 @@ class Scheduler:
         state.queued_at = now
         self._roster.run(state)
         if not self._blocks.extend(state, state.num_tokens + 1):
-            self._send_back(state)
+            self._preempt(state)
 
-    # ---- requests go
+    # ---- requests leave
 
     def abort(self, request_id: str) -> bool:
-        """Ends the request, whatever it does. True as long as its blocks, or those of one that ended, are in a step."""
+        """Ends the request in any phase. Returns True while a step in flight still writes to its blocks."""
         if (state := self._roster.find(request_id)) is not None:
             self._end(state)
-        return self._in_flight.has_row_named(request_id)
+        return self._in_flight.has_row_with_id(request_id)
 
     def fail_all(self, error: BatonError) -> StepEvents:
-        """Ends every request and every step in flight, and tells of those that had not ended before."""
+        """Ends every step in flight and every request. Returns a failure for each request that was not held."""
         while self._in_flight:
-            self._land()
+            self._end_oldest_step()
         everyone = self._roster.everyone()
         failed = tuple(RequestFailed(state.request_id, error) for state in everyone if state.phase is not Phase.HELD)
         for state in everyone:
@@ -156,39 +157,39 @@ class Scheduler:
     # ---- steps
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step, single-token rows first; None when nobody can run, or two steps are in flight.
+        """The next step. Returns None when no request can run, or two steps are in flight.
 
-        None also when a decode finds no block while a step is in flight: who is sent back must not be in one.
+        Also None when a decode finds no free block while a step is in flight: a preempted request must not be in one.
         """
         if self._in_flight.full:
             return None
         preemptions = self._preemptions
-        # All others decode as they did. Every look at all requests in every step adds up, so there is one.
+        # All other requests decode as before. Passes over all requests cost time in every step, so there is only one.
         unsteady = [state for state in self._roster.running if state.num_scheduled >= state.steady_stop]
         decoding = self._decoding(unsteady)
         if decoding is None:
             return None
         step = NextStep(self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now)
-        step.add_decodes(self._places.seat(decoding))
+        step.add_decodes(self._decode_order.place(decoding))
         for state in unsteady:
             if state.prefilling and state.phase is Phase.RUNNING:
                 step.add_chunk(state)
-        # A step that sent somebody back has no room to give away.
+        # A step that preempted a request admits no new ones.
         while self._preemptions == preemptions and (admitted := self._admit_waiting(step.budget)) is not None:
             step.add_chunk(admitted)
         return self._in_flight.launch(step) if step.rows else None
 
     def layers_computed(self, layer_stop: int) -> StepEvents:
-        """The oldest step in flight has computed its first layers: tells those who want to know."""
+        """The oldest step in flight has computed its first layers. Returns events for requests that ask for marks."""
         return self._in_flight.oldest.layers_computed(layer_stop)
 
     def complete(self, results: Sequence[TokenOutput | None], seconds: float) -> StepEvents:
-        """The oldest step in flight is over; `results` are its rows' tokens, None where a row drew none."""
+        """The oldest step in flight has ended; `results` has the token of each row, None where nothing was sampled."""
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
-        told: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
-        block_size, ended = self._block_size, Phase.ENDED  # looked up once, not for every row
-        step = self._land()
+        sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
+        block_size, ended = self._block_size, Phase.ENDED  # locals are looked up faster for every row
+        step = self._end_oldest_step()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is ended:
                 continue
@@ -205,16 +206,16 @@ class Scheduler:
             state.num_pending -= 1
             state.tokens.append(token.token_id)
             reason, stop_reason = None, ""
-            if stop >= state.decode_stop or token.token_id in state.end_token_ids:  # only then it may end
+            if stop >= state.decode_stop or token.token_id in state.end_token_ids:  # otherwise it cannot end
                 reason, stop_reason = state.end_at(token.token_id)
                 if reason is not None or state.prefill_only:
                     self._stop_running(state)
-            told.append((state.request_id, token, reason, stop_reason))
-        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(map(token_sampled, told)))
+            sampled.append((state.request_id, token, reason, stop_reason))
+        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(map(token_sampled, sampled)))
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
-        """The oldest step in flight came to nothing: its requests end with `error`; their rows in the next are void."""
-        step = self._land()
+        """The oldest step in flight has failed: its requests end with `error`. Their rows in the next step are void."""
+        step = self._end_oldest_step()
         failed = [state for state in step.states if state.phase is not Phase.ENDED]
         for state in failed:
             self._end(state)
@@ -236,14 +237,14 @@ class Scheduler:
     # ---- room
 
     def _has_room(self, state: RequestState) -> bool:
-        """Room for `state` beside the running requests, the reserved ones, and all that wait before it."""
+        """Whether `state` fits next to the running, the reserved and all waiting requests."""
         if self._roster.free_seats <= len(self._roster.waiting):
             return False
         waiting = sum(map(self._blocks.needed, self._roster.waiting))
         return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)
 
     def _admit_waiting(self, budget: int) -> RequestState | None:
-        """Lets the first waiting request run, if there is room for it and its chunk; others never pass it."""
+        """Lets the first waiting request run if it and its chunk fit. Later requests never overtake it."""
         if not self._roster.waiting or not self._roster.free_seats:
             return None
         state = self._roster.waiting[0]
@@ -257,9 +258,10 @@ class Scheduler:
         return state
 
     def _decoding(self, unsteady: list[RequestState]) -> list[RequestState] | None:
-        """Who decodes in the next step, with a slot for it; for want of one the latest requests are sent back.
+        """The requests that decode in the next step, each with a slot for its token. Preempts the latest requests where
+        no block is free.
 
-        None, and nothing is changed, when that has to wait for a step in flight.
+        Returns None and changes nothing when a preemption must wait for a step in flight.
         """
         block_size = self._block_size
         decoding = [state for state in unsteady if state.decoding]
@@ -268,7 +270,7 @@ class Scheduler:
             return None
         for state in full:
             while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
-                self._send_back(self._roster.latest_decoder)
+                self._preempt(self._roster.latest_decoder)
         for state in decoding:
             if state.phase is Phase.RUNNING:
                 state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
@@ -277,13 +279,13 @@ class Scheduler:
             return [state for state in self._roster.running if state.num_scheduled < state.steady_stop]
         return self._roster.running[:]
 
-    def _land(self) -> Step:
-        """The oldest step is in flight no more; who ended meanwhile, and has no row in the next, loses its blocks."""
-        step = self._in_flight.land()
-        if self._ended:
-            ended, self._ended = self._ended, []
-            for state in ended:
-                self._drop(state)
+    def _end_oldest_step(self) -> Step:
+        """Removes the oldest step. Ended requests without a row in the next step give their blocks back."""
+        step = self._in_flight.end_oldest()
+        if self._void:
+            void, self._void = self._void, []
+            for state in void:
+                self._give_back(state)
         return step
 
     # ---- changes of state
@@ -308,30 +310,31 @@ class Scheduler:
             raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
         return state
 
-    def _send_back(self, state: RequestState) -> None:
-        """Takes the blocks of a running request; its tokens stay, their KV is recomputed when there is room."""
+    def _preempt(self, state: RequestState) -> None:
+        """Takes the blocks of a running request. Its tokens stay, and their KV is recomputed when there is room."""
         assert not self._in_flight.has_row_of(state), "a step in flight writes to its blocks"
         self._roster.wait_first(state)
         self._blocks.give_back(state)
         self._preemptions += 1
 
     def _stop_running(self, state: RequestState) -> None:
-        """It has its last token here."""
+        """The request has drawn its last token here."""
         if state.prefill_only:
             self._roster.hold(state)
         else:
             self._end(state)
 
     def _end(self, state: RequestState) -> None:
-        """It is told of no more. Its blocks are free, unless a step in flight writes to them: then when that lands."""
+        """Ends the request. No event names it any more."""
         self._roster.end(state)
-        self._drop(state)
+        self._give_back(state)
 
-    def _drop(self, ended: RequestState) -> None:
+    def _give_back(self, ended: RequestState) -> None:
+        """Frees the blocks now, or when the last step in flight that writes to them ends."""
         if self._in_flight.has_row_of(ended):
-            self._ended.append(ended)
+            self._void.append(ended)
         else:
             self._blocks.give_back(ended)
 
     def _overloaded(self, message: str) -> Overloaded:
-        return Overloaded(message, cure="try again later", retry_after_s=self._limits.retry_after_s)
+        return Overloaded(message, cure="try again later", retry_after_s=_RETRY_AFTER_S)

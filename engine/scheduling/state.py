@@ -1,22 +1,22 @@
-"""What the scheduler keeps of one live request: its tokens, its blocks, how far its KV is, when it ends. Pure."""
+"""The scheduler's state of one live request: tokens, blocks, how much KV is computed, when it ends. Pure."""
 
 from enum import Enum
 from typing import NamedTuple
 
 from baton.types import FinishReason
-from engine.batch import BatchRow, SampleRow
+from engine.batch import BatchRow
 from engine.request import EngineRequest, IntArray, check_continuation, check_output, int_array
+from engine.sampling.row import SampleRows
 from engine.scheduling.block_manager import KeyChain
 
-# Shared by all rows that have no more to say; nobody writes to them.
+# Shared by all rows whose token the host does not know yet; nobody writes to it.
 _UNKNOWN_TOKEN = int_array([0])
-_NO_HISTORY = int_array()
 
 
 class Phase(Enum):
     """WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, HELD for its release; both keep blocks.
 
-    ENDED keeps blocks only while a step in flight has a row of it.
+    ENDED keeps blocks only while a step in flight has a row of the request.
     """
 
     WAITING = "waiting"
@@ -27,7 +27,7 @@ class Phase(Enum):
 
 
 class End(NamedTuple):
-    """Why a request ends, and with which of its own stop tokens, as text."""
+    """Why a request ends. `stop_reason` is the id of its own stop token as text, if one ended it."""
 
     reason: FinishReason | None
     stop_reason: str
@@ -40,20 +40,20 @@ class RequestState:
     """One live request.
 
     Attributes:
-        arrival: its number in order of arrival.
-        tokens: prompt and output, as far as they are known.
-        blocks: its blocks in order; empty while it waits.
+        arrival: the request's number in order of arrival.
+        tokens: prompt and output as far as they are known.
+        blocks: the request's blocks in order; empty while it waits.
         num_computed: leading tokens whose KV is in `blocks`.
         num_scheduled: leading tokens whose KV is in `blocks` or is being computed by a step in flight.
-        num_pending: tokens behind `tokens` that steps in flight are drawing.
-        row_index: where its row is in the last step that has one.
-        shared_row: that row, if the next step may have it too, at the same place; None: it has to be made.
-        prefill_stop: tokens that are computed as prompt; those behind it are decoded one by one.
-        decode_stop: tokens that are ever computed, if it decodes at all.
-        steady_stop: for as long as fewer are scheduled, it decodes, and has a slot for that; 0 where that is not known.
-        end_token_ids: those that may end it.
+        num_pending: tokens after `tokens` that steps in flight are drawing.
+        row_index: place of the request's row in the last step that has one.
+        shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
+        prefill_stop: tokens that are computed as prompt; later ones are decoded one by one.
+        decode_stop: tokens that are computed in all, if the request decodes; else 0.
+        steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for it; 0: not known.
+        end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
-        windows_from: layers with a sliding window may lack the KV of the tokens before this one.
+        windows_from: layers with a sliding window may lack the KV of tokens before this one.
     """
 
     def __init__(
@@ -90,15 +90,12 @@ class RequestState:
         self._min_tokens = sampling.min_tokens
         context_tokens = request.decode_context_tokens or max_context_tokens
         self._max_tokens = min(self._prompt_tokens + sampling.max_tokens, context_tokens)
-        # The last token is never computed.
+        # The KV of the last token is never computed.
         self.decode_stop = 0 if self.prefill_only else self._max_tokens - 1
         self._row_blocks: IntArray = int_array()
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self.end_token_ids = self._eos_token_ids.union(sampling.stop_token_ids)
-        self._forbidden_early = tuple(sorted(self.end_token_ids))
-        self._penalised = (
-            sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-        )
+        self._samples = SampleRows(sampling, prompt_tokens=self._prompt_tokens, end_token_ids=self.end_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -110,21 +107,21 @@ class RequestState:
 
     @property
     def prefilling(self) -> bool:
-        """Some of its prompt is in no step yet."""
+        """Part of its prompt is not in any step yet."""
         return self.num_scheduled < self.prefill_stop
 
     @property
     def decoding(self) -> bool:
-        """Its next row is a decode: its prompt is scheduled, and what is being drawn cannot be its last token."""
+        """Its next row is a decode: the prompt is scheduled, and the tokens being drawn cannot include the last one."""
         return self.prefill_stop <= self.num_scheduled < self.decode_stop
 
     @property
     def prompt_remaining(self) -> int:
-        """Tokens of its prompt whose KV is still to be computed."""
+        """Tokens of the prompt whose KV is not computed yet."""
         return max(0, self.prefill_stop - self.num_computed)
 
     def hold(self, blocks: list[int], *, num_cached_blocks: int, block_size: int) -> None:
-        """It has these blocks now; the first `num_cached_blocks` of them came from the prefix cache."""
+        """Gives it these blocks; the first `num_cached_blocks` come from the prefix cache."""
         self.blocks = int_array(blocks)
         self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
@@ -134,7 +131,7 @@ class RequestState:
             self.num_cached = self.num_computed
 
     def drop_blocks(self) -> IntArray:
-        """It has no blocks now, and no KV; returns those that it had."""
+        """Takes all blocks and their KV away; returns the blocks."""
         blocks, self.blocks = self.blocks, int_array()
         self.num_computed = self.num_scheduled = self.num_registered = self.windows_from = self.steady_stop = 0
         self.shared_row = None
@@ -142,7 +139,7 @@ class RequestState:
         return blocks
 
     def fill(self) -> None:
-        """The KV of all its tokens has come into its blocks."""
+        """The KV of all its tokens has arrived in its blocks."""
         self.num_computed = self.num_scheduled = self.prefill_stop = len(self.tokens)
         self.started = True
 
@@ -151,8 +148,8 @@ class RequestState:
         self.prefill_stop = len(self.tokens)
 
     def next_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
-        """`next_row` of one token, at that place of that step. Becomes its `shared_row` if it is the same in the steps
-        behind, one token further on, until its blocks change."""
+        """`next_row` of one token at this place of this step. It becomes `shared_row` if later steps can share it until
+        the request's blocks change."""
         row = self.next_row(1, block_size=block_size, since=step if place == self.row_index else None)
         self.row_index = place
         if row.since is not None:
@@ -160,12 +157,12 @@ class RequestState:
         return row
 
     def next_row(self, num_tokens: int, *, block_size: int, since: int | None = None) -> BatchRow:
-        """Its part of the next step, which computes `num_tokens` more of its tokens; they count as scheduled now.
+        """Its row of the next step, which computes `num_tokens` more tokens. They count as scheduled from now on.
 
-        Behind the known tokens comes the one that the step in front draws.
+        After the known tokens comes the one that the previous step draws.
 
         Args:
-            since: the row's own, where it may have one.
+            since: the step that makes the row, if later steps may share it.
         """
         self.shared_row = None
         start, known = self.num_scheduled, len(self.tokens)
@@ -179,27 +176,25 @@ class RequestState:
         if stop == known + self.num_pending:
             self.num_pending += 1
             output_index = stop - self._prompt_tokens
-            forbidden = self._forbidden_early if output_index < self._min_tokens else ()
-            history = self.tokens[:] if self._penalised else _NO_HISTORY
-            sample = SampleRow(self.request.sampling, output_index, forbidden, history, self._prompt_tokens)
-            if forbidden or self._penalised:
+            sample = self._samples.row(output_index, self.tokens)
+            if not sample.only_index_grows:
                 since = None
         if not pending:
             return BatchRow(self.request_id, self.tokens[start:stop], start, self._row_blocks, sample)
         return BatchRow(self.request_id, _UNKNOWN_TOKEN, start, self._row_blocks, sample, self.row_index, since)
 
     def append(self, token_id: int) -> End:
-        """Its next token is known; NO_END when more will follow."""
+        """Adds its next token. Returns NO_END when more tokens follow."""
         self.tokens.append(token_id)
         return self.end_at(token_id)
 
     def end_at(self, token_id: int) -> End:
-        """Whether and why it ends with that token, its last so far."""
+        """Whether and why it ends with this token, the last of `tokens`."""
         if token_id in self.end_token_ids and self.num_output > self._min_tokens:
             return End(FinishReason.STOP, "" if token_id in self._eos_token_ids else str(token_id))
         return End(FinishReason.LENGTH, "") if len(self.tokens) >= self._max_tokens else NO_END
 
     def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
-        """Raises InvalidRequest when `output`, all of it so far, does not continue what the request had."""
+        """Raises InvalidRequest when `output`, the whole output so far, does not continue the request's tokens."""
         check_continuation(tuple(self.tokens[self._prompt_tokens :]), output)
         check_output(self.request, output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from engine.batch import Batch
 from engine.batch_stream import BatchReader, BatchWriter
 from engine.device.runner import LaunchedStep, ModelRunner
-from engine.scheduling.in_flight import STEPS_MAX
+from engine.scheduling.steps import STEPS_MAX
 
 # In place of a batch: prepare the runner.
 _PREPARE = b""

@@ -1,7 +1,7 @@
 """One side of a transfer in its own process, which tests kill and stop: commands and answers go over a pipe."""
 
 import asyncio
-import multiprocessing
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -16,18 +16,25 @@ from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.transfer import KVTransfer
 from tests.conformance.kv import DEADLINE_S, Heard, make_transfer
+from tests.warm import fork_server
 
 # 1 MiB for 128 tokens of one layer, so that a request takes many messages that do not fit into any queue.
 BIG = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=8, head_dim=128, dtype="float32")
 SHAPE = KVCacheShape(KVCacheLayout.NHD, block_size=16, num_blocks=64)
 SEGMENT_BYTES = 1 << 20
 STAGING_SLOTS = 4
-# Importing torch; on a GPU compiling the kernels too.
-START_S = 60.0
+# On a GPU a child compiles the kernels. Only what hangs takes that long.
+START_S = 300.0
 ALL_BLOCKS = tuple(range(SHAPE.num_blocks))
 
 
-def make_big(heard: Heard, *, incarnation: int) -> tuple[PagedKVCache, KVTransfer]:
+def make_big(
+    heard: Heard,
+    *,
+    incarnation: int,
+    receive_bytes_per_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[PagedKVCache, KVTransfer]:
     cache = PagedKVCache(BIG, SHAPE)
     transfer = make_transfer(
         cache,
@@ -36,6 +43,8 @@ def make_big(heard: Heard, *, incarnation: int) -> tuple[PagedKVCache, KVTransfe
         incarnation=incarnation,
         segment_bytes=SEGMENT_BYTES,
         staging_slots=STAGING_SLOTS,
+        receive_bytes_per_s=receive_bytes_per_s,
+        clock=clock,
     )
     return cache, transfer
 
@@ -47,6 +56,12 @@ Make = Callable[[], AbstractAsyncContextManager[object]]
 def make_filled() -> KVTransfer:
     cache, transfer = make_big(Heard(), incarnation=0xC)
     cache.view.fill_(3.5)
+    return transfer
+
+
+def make_slow_receiver() -> KVTransfer:
+    """Receives two segments a second, so that its test meets it in the middle of a request."""
+    _, transfer = make_big(Heard(), incarnation=0xC, receive_bytes_per_s=2 * SEGMENT_BYTES)
     return transfer
 
 
@@ -102,7 +117,7 @@ async def child(make: Make = make_filled) -> AsyncIterator[Child]:
     """Args:
     make: called in the child.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, make), daemon=True)
     process.start()

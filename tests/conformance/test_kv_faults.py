@@ -11,7 +11,7 @@ from baton.errors import DataLoss
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.records import SendJob
 from tests.conformance.kv import DEADLINE_S, DECODE_INCARNATION, Heard, connect, eventually
-from tests.conformance.kv_child import ALL_BLOCKS, BIG, SHAPE, child, make_big
+from tests.conformance.kv_child import ALL_BLOCKS, BIG, SEGMENT_BYTES, SHAPE, child, make_big, make_slow_receiver
 
 CHILD_SENDER, OTHER_SENDER = 7, 8
 PEER = 3
@@ -34,10 +34,23 @@ def big_job(lease: int, sender_number: int) -> SendJob:
     )
 
 
+class Clock:
+    """Time passes only when the test says so, or with every look at it."""
+
+    def __init__(self) -> None:
+        self.now_s = self.step_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(fault: signal.Signals) -> None:
+    """The receiver's clock is the test's: at its limit, two segments are received before the fault and few after it."""
     heard = Heard()
-    cache, decode = make_big(heard, incarnation=DECODE_INCARNATION)
+    clock = Clock()
+    cache, decode = make_big(heard, incarnation=DECODE_INCARNATION, receive_bytes_per_s=SEGMENT_BYTES, clock=clock)
     source, other = make_big(Heard(), incarnation=0xA)
     source.view.fill_(1.25)
     async with decode, other, child() as victim:
@@ -48,8 +61,12 @@ async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(f
         decode.open_lease(LeaseGrant(0, ALL_BLOCKS, 0, TOKENS))
         decode.open_lease(LeaseGrant(1, ALL_BLOCKS, 0, TOKENS))
         victim.begin("send", big_job(0, CHILD_SENDER))
-        await eventually(lambda: decode.counters().peers[CHILD_SENDER].segments_total >= 2)
+        await eventually(lambda: decode.counters().peers[CHILD_SENDER].segments_total == 1)
+        clock.now_s += 1.5
+        await eventually(lambda: decode.counters().peers[CHILD_SENDER].segments_total == 2)
+        clock.now_s += 1.5  # another one is on its way when the fault comes
         os.kill(victim.pid, fault)
+        clock.step_s = 1e6  # no limit any more
 
         # Its messages under way hold some slots; the other sender has the rest.
         await other.send(big_job(1, OTHER_SENDER))
@@ -78,7 +95,7 @@ async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(f
 async def test_a_receiver_that_dies_fails_the_send_once_its_link_is_closed() -> None:
     source, prefill = make_big(Heard(), incarnation=0xA)
     source.view.fill_(1.25)
-    async with prefill, child() as victim:
+    async with prefill, child(make_slow_receiver) as victim:
         victim_address = await victim.call("listen", CHILD_SENDER)
         await victim.call("connect", CHILD_SENDER, await prefill.listen(PEER))
         await prefill.connect(PEER, victim_address)

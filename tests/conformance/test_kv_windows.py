@@ -15,7 +15,7 @@ from engine.build import Built, build_runner
 from engine.engine import Engine
 from kvtransfer.leases import LeaseGrant
 from tests.conformance.kv import Pair, eventually, job, linked
-from tests.unit.engine.tiny import Listener, prompt_of, request, running
+from tests.unit.engine.tiny import EventRecorder, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
 
 # All layers have a window of 6; every second one 7; two of three 7; every second one, with sinks.
@@ -45,9 +45,9 @@ class Cluster:
 
     pair: Pair
     source: Engine
-    heard_p: Listener
+    heard_p: EventRecorder
     target: Engine
-    heard_d: Listener
+    heard_d: EventRecorder
     numbers: "count[int]" = field(default_factory=lambda: count(1))
 
     async def ask(self, prompt: tuple[int, ...]) -> tuple[list[int], int, int]:

@@ -84,6 +84,6 @@ class Rendered:
 def render(directory: Path) -> Rendered:
     """What `kubectl apply --kustomize` sends. A warning fails."""
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
-    done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return Rendered(tuple(yaml.safe_load_all(done.stdout)))

@@ -51,7 +51,7 @@ async def _generate(
         if not left:
             over.set()
 
-    # Of requests as many as come: the more there may be, the less of a step is left for a chunk.
+    # No more requests than prompts: every possible decode takes a token from the room of a chunk.
     allowed = {
         "max_batch_tokens": built.limits.max_batch_tokens,
         "max_batch_requests": min(built.limits.max_batch_requests, len(prompts)),

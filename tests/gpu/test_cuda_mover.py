@@ -1,8 +1,6 @@
 """The GPU's mover does what the CPU's does, byte for byte, and neither waits nor allocates."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from kvtransfer.movers.mover import Pending
 from kvtransfer.segments import TRAILER_BYTES, Segment, payload_bytes
 from kvtransfer.staging import Slot
 from tests.conformance.kv import DEADLINE_S
+from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -58,15 +57,6 @@ def segment_of(spec: KVCacheSpec) -> Segment:
 def slot_of(mover: CpuMover | CudaMover, num_bytes: int, *, through_host: bool = False) -> Slot:
     (slot,) = mover.open_pool(slot_bytes=num_bytes, slots=1, through_host=through_host).members
     return slot
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("with_digest", [True, False])
@@ -140,7 +130,7 @@ def test_a_segment_waits_for_nothing_and_takes_no_memory(through_host: bool) -> 
     all_of_it()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
-    with no_waits():
+    with no_waiting():
         for _ in range(20):
             all_of_it()
     after = torch.cuda.memory_stats()

@@ -1,4 +1,4 @@
-"""On a GPU, where a step really runs while the next one is scheduled: tokens are those of one step at a time."""
+"""On a GPU a step runs while the next one is scheduled. The tokens equal those of one step at a time."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from baton.config import DEMO_MODELS
 from tests.gpu.demo import build_demo
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
-from tests.unit.engine.tiny import Listener, running
+from tests.unit.engine.tiny import EventRecorder, running
 
 pytestmark = pytest.mark.gpu
 
@@ -20,15 +20,15 @@ def test_tokens_are_those_of_one_step_at_a_time(model: str, *, cuda_graphs: bool
     requests = list(varied_requests())
     expected = one_step_at_a_time(built, requests)
 
-    async def ahead() -> Listener:
-        async with running(built, max_batch_tokens=24, prefix_cache=False) as (engine, heard):
+    async def ahead() -> EventRecorder:
+        async with running(built, max_batch_tokens=24, prefix_cache=False) as (engine, events):
             for one in requests:
                 engine.submit(one)
-            await heard.finished(*expected)
-        return heard
+            await events.finished(*expected)
+        return events
 
-    heard = asyncio.run(ahead())
-    assert heard.errors == {}
+    events = asyncio.run(ahead())
+    assert events.errors == {}
     for name, tokens in expected.items():
-        assert heard.ids(name) == [token.token_id for token in tokens]
-        assert [token.index for token in heard.tokens[name]] == list(range(len(tokens)))
+        assert events.ids(name) == [token.token_id for token in tokens]
+        assert [token.index for token in events.tokens[name]] == list(range(len(tokens)))

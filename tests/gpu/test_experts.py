@@ -12,9 +12,9 @@ from torch.nn.functional import silu
 from models.config.model_config import MoEConfig, Scoring, TopKMethod
 from models.moe import Experts, MoE, Router
 from tests.conformance.attention.oracle import relative_error
+from tests.gpu.waiting import no_waiting
 
-# Without the filter the warning that `set_sync_debug_mode` gives once is an error, and the mode stays on.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+pytestmark = pytest.mark.gpu
 
 SIZE = 2048
 V2_LITE = MoEConfig(
@@ -135,11 +135,8 @@ def test_the_host_waits_for_nothing(layer: MoE, num_tokens: int) -> None:
     x_TD = tokens(num_tokens)
     layer(x_TD)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         layer(x_TD)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 32, 64, 128])

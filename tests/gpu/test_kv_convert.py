@@ -19,6 +19,7 @@ from kvtransfer.movers.cuda import CudaMover
 from kvtransfer.movers.mover import Pending
 from kvtransfer.segments import TRAILER_BYTES, Segment
 from tests.conformance.kv import DEADLINE_S, scattered_blocks
+from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -117,11 +118,8 @@ def test_nothing_waits_and_nothing_is_allocated() -> None:
     heads = range(8)
     wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
     held = torch.cuda.memory_reserved()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(5):
             wait_for(mover.gather(slot, placed, segment, heads=heads, with_digest=True, converter=converter))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_reserved() == held
     mover.close()

@@ -1,14 +1,15 @@
-"""On a GPU, where a step is queued long before it runs: at a mark the first layers' KV is in the cache while the step
-still runs, for a stream that knows nothing of the step's."""
+"""On a GPU a step is queued long before it runs. At a mark the first layers' KV is in the cache while the step still
+runs, also for a stream that is not ordered after the step's."""
 
 import pytest
 import torch
 
 from baton.config import DEMO_MODELS
 from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.device.layer_marks import LayerMark
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 from tests.gpu.demo import build_demo
 from tests.unit.engine.tiny import prompt_of
 
@@ -31,7 +32,7 @@ def test_marked_layers_are_there_while_later_ones_compute(model: str) -> None:
         """[layers, K and V, blocks, ...] on the CPU."""
         return torch.stack([cache.layer(layer)[:, blocks] for layer in range(layer_stop)]).cpu()
 
-    # What is compiled or loaded at its first use, which waits for all that was queued, is no part of the step.
+    # The first run compiles and loads kernels, which waits for everything that is queued.
     runner.launch(Batch(0, (row,)), lambda mark: None).wait()
     written(cache.spec.num_layers)
     cache.storage.fill_(float("nan"))
@@ -43,13 +44,13 @@ def test_marked_layers_are_there_while_later_ones_compute(model: str) -> None:
         marks.append(mark)
 
     step = runner.launch(Batch(0, (row,), layers_per_group=1), on_mark)
-    behind = torch.cuda.Event()
-    behind.record()
+    step_end = torch.cuda.Event()
+    step_end.record()
     seen = []
     with torch.cuda.stream(torch.cuda.Stream()):
         for mark in marks:
             mark.wait()
-            assert not behind.query()
+            assert not step_end.query()
             seen.append(written(mark.layer_stop))
     step.wait()
     assert [mark.layer_stop for mark in marks] == list(range(1, cache.spec.num_layers))

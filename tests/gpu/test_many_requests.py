@@ -1,5 +1,5 @@
-"""Many requests at once through a prefill and a decode node that share a GPU: each gets the tokens that one engine
-gives it, bit for bit, whatever prefill, sending, receiving and decode do to each other."""
+"""Many concurrent requests through a prefill and a decode node that share a GPU: each gets the tokens of a single
+engine, however prefill, sending, receiving and decode interleave."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Kernels that start before the ones in front of them have ended compute what they compute one after the other."""
+"""Kernels that overlap compute the same bits as kernels that run one after the other."""
 
 import random
 

@@ -13,8 +13,10 @@ pytestmark = pytest.mark.gpu
 def test_a_profile_reports_the_memory_that_its_largest_step_takes() -> None:
     runner = build_demo(DEMO_MODELS / "llama").runner
     device = torch.device("cuda", torch.cuda.current_device())
-    profile = profile_runner(runner, (32, 256), max_batch_requests=4, device=device)
     largest = prefill_steps((256,), runner.facts, max_batch_requests=4)[256]
+    # The first run of a process allocates the libraries' workspaces, 33 MB, which later runs reuse.
+    runner.run(largest)
+    profile = profile_runner(runner, (32, 256), max_batch_requests=4, device=device)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

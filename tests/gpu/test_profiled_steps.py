@@ -1,4 +1,4 @@
-"""Decode steps whose kernels overlap come to their end under a profiler too, which changes when kernels start."""
+"""Decode steps whose kernels overlap also end under a profiler, which changes when kernels start."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ LIMIT_S = 100
 def test_steps_of_latent_attention_and_experts_end_under_a_profiler(tmp_path: Path) -> None:
     config = json.loads((CONFIGS / "deepseek-v2-lite" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": LAYERS}))
-    # A process of its own: nothing but its end frees a GPU on which a kernel stands still.
+    # In its own process: only the end of the process frees a GPU on which a kernel hangs.
     command = [sys.executable, "-m", __name__, str(tmp_path)]
     child = subprocess.run(command, timeout=LIMIT_S, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr

@@ -1,4 +1,4 @@
-"""Nodes whose ranks have a GPU each: the tokens are the reference's, for any number of ranks on either side."""
+"""Nodes with one GPU for each rank: the tokens equal the reference's for any number of ranks on either side."""
 
 import asyncio
 from itertools import product
@@ -23,7 +23,7 @@ MODELS = (DEMO_MODELS / "llama", DEMO_MODELS / "deepseek")
 LENGTHS = [33, 64, 129, 300]
 MAX_TOKENS = 24
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-# Two nodes share the GPUs. In fp32, where another order of sums draws no other token.
+# Two nodes share the GPUs. In fp32 another order of sums draws no other token.
 NODE: dict[str, object] = {"dtype": "float32", "num_blocks": 512, "max_batch_tokens": 256, "device": "cuda:0"}
 RANKS = (2, 1)
 

@@ -1,19 +1,16 @@
 """Sampling on a GPU: nothing makes the host wait, and a captured choice is the eager one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import SampleRow
 from engine.request import int_array
 from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.sampling.row import SampleRow
 from engine.sampling.sampler import sample
+from tests.gpu.waiting import no_waiting
 
-# Without the filter the warning that `set_sync_debug_mode` gives once is an error, and the mode stays on.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+pytestmark = pytest.mark.gpu
 
 VOCAB_SIZE = 128256
 PARAMS = (
@@ -52,15 +49,6 @@ def outputs(logits: torch.Tensor, rows: list[SampleRow]) -> list[TokenOutput]:
     sampled = sample(logits.clone(), rows).to_host()
     torch.cuda.synchronize()
     return sampled.outputs()
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_sampling_makes_the_host_wait_for_nothing() -> None:

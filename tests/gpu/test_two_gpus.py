@@ -1,5 +1,5 @@
-"""Prefill on one GPU, decode on another, as processes, started by hand and by `baton up`: the tokens are those of one
-engine on one GPU, bit for bit."""
+"""Prefill on one GPU and decode on another, in processes started by hand and by `baton up`: the tokens equal those of
+one engine on one GPU."""
 
 import asyncio
 from pathlib import Path

@@ -7,35 +7,94 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from baton.cli.processes import Process, Processes
 from baton.config import DEMO_MODELS
 from baton.rpc.server import connect
+from gateway import request_machine
 from protos.baton.v1 import node_pb2, node_pb2_grpc
+from tests.held import HeldSteps
 from tests.warm import launch_warm
 
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"
 
+# Only what hangs takes that long, however slow the machine is.
+DEADLINE_S = 300.0
+
 Flags = dict[str, object]
+
+# However slow the machine is, nothing that works is given up for its time. A test that wants a limit sets it.
+_PATIENT_NODE: Flags = {"keepalive_s": 2 * DEADLINE_S, "drain_grace_s": 2 * DEADLINE_S}
+_PATIENT: dict[str, Flags] = {
+    "prefill": {**_PATIENT_NODE, "connect_timeout_s": 2 * DEADLINE_S},
+    "decode": {**_PATIENT_NODE, "lease_s": 2 * DEADLINE_S},
+    "gateway": {
+        "drain_grace_s": 2 * DEADLINE_S,
+        "prefill_stall_s": 2 * DEADLINE_S,
+        "decode_stall_s": 2 * DEADLINE_S,
+        "queue_s": 2 * DEADLINE_S,
+    },
+}
 
 _names = itertools.count()
 
 
 @dataclass
 class Machines:
-    """Starts nodes and gateways, and signals them."""
+    """Starts nodes and gateways, holds the engines of nodes, and sends signals.
+
+    A node that is `held` runs no engine step until the test allows it. So a request stays where the test wants it,
+    however quick or slow the machine is.
+    """
 
     processes: Processes
+    _steps: dict[int, HeldSteps] = field(default_factory=dict)  # by the pid of a held node
 
-    def nodes(self, *wanted: tuple[str, Flags]) -> list[Process]:
-        """Starts nodes side by side, each as (role, flags), and waits until they serve; on the CPU if no flag says
-        otherwise."""
-        named = [(role, {"name": f"{role}-{next(_names)}", "device": "cpu", **flags}) for role, flags in wanted]
-        started = [self.processes.start(f"{role}_node", arguments(flags)) for role, flags in named]
+    def nodes(
+        self,
+        *wanted: tuple[str, Flags],
+        held: Sequence[str] = (),
+        prepare: Callable[[], None] | None = None,
+        outputs: Path | None = None,
+    ) -> list[Process]:
+        """Starts nodes at the same time, each as (role, flags), and waits until they serve; on the CPU if no flag says
+        otherwise.
+
+        Args:
+            held: roles of which every node is held.
+            prepare: called in the process of each node that is not held, before it starts.
+            outputs: an existing directory for the files `stdout` and `stderr` of nodes that are not held.
+        """
+        started = []
+        for role, flags in wanted:
+            named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_PATIENT[role], **flags}
+            steps = HeldSteps() if role in held else None
+            launch = partial(launch_warm, prepare=prepare, outputs=outputs)
+            self.processes.launch = launch if steps is None else steps.launch
+            process = self.processes.start(f"{role}_node", arguments(named))
+            if steps is not None:
+                self._steps[process.pid] = steps
+            started.append(process)
         self.processes.wait_ready(started)
         return started
+
+    def allow_steps(self, count: int, *nodes: Process) -> None:
+        """Lets each of these held nodes run so many steps from now on."""
+        for node in nodes:
+            self._steps[node.pid].allow(count)
+
+    def let_go(self, *nodes: Process) -> None:
+        """Holds these nodes no longer."""
+        for node in nodes:
+            self._steps[node.pid].allow_all()
+
+    def let_all_go(self) -> None:
+        for steps in self._steps.values():
+            steps.allow_all()
 
     def gateway(self, prefill: Sequence[Process], decode: Sequence[Process], **flags: object) -> Process:
         """Starts a gateway in front of these nodes and waits until it is ready and every pair has settled."""
@@ -43,19 +102,20 @@ class Machines:
             "prefill": ",".join(node.address for node in prefill),
             "decode": ",".join(node.address for node in decode),
         }
-        gateway = self.processes.start("gateway", arguments({**joined, **flags}))
+        self.processes.launch = partial(launch_warm, prepare=_wait_for_receipts)
+        gateway = self.processes.start("gateway", arguments({**joined, **_PATIENT["gateway"], **flags}))
         self.processes.wait_ready([gateway])
         return gateway
 
     def kill(self, process: Process) -> None:
         """kill -9, and waits for its end."""
         process.popen.kill()
-        process.popen.wait(10)
+        process.popen.wait(DEADLINE_S)
 
     def end(self, process: Process) -> int:
         """SIGTERM; returns the exit code."""
         process.popen.send_signal(signal.SIGTERM)
-        return process.popen.wait(40)
+        return process.popen.wait(DEADLINE_S)
 
     def freeze(self, process: Process) -> None:
         os.kill(process.pid, signal.SIGSTOP)
@@ -64,10 +124,19 @@ class Machines:
         os.kill(process.pid, signal.SIGCONT)
 
 
+def _wait_for_receipts() -> None:
+    """A gateway waits for what a receipt says was sent, however long the prefill node takes to report it."""
+    request_machine._RECEIPT_WAIT_S = DEADLINE_S
+
+
 @contextmanager
 def machines() -> Iterator[Machines]:
     with Processes(report=lambda line: None, launch=launch_warm) as processes:
-        yield Machines(processes)
+        started = Machines(processes)
+        try:
+            yield started
+        finally:
+            started.let_all_go()
 
 
 def arguments(flags: Flags) -> list[str]:
@@ -80,7 +149,7 @@ async def status(node: Process) -> node_pb2.NodeStatus:
 
 
 async def until_status(
-    node: Process, condition: Callable[[node_pb2.NodeStatus], bool], *, within_s: float = 10.0
+    node: Process, condition: Callable[[node_pb2.NodeStatus], bool], *, within_s: float = DEADLINE_S
 ) -> node_pb2.NodeStatus:
     """The node's status as soon as the condition holds for it.
 

@@ -10,9 +10,11 @@ from baton.convert import receipt_from_proto, sampling_to_proto
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.types import Receipt, SamplingParams
+from node.waiting import until
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
+from tests.integration.cluster import DEADLINE_S
 
 
 @dataclass
@@ -44,20 +46,26 @@ class Result:
         assert self.receipt is not None
         return self.receipt
 
+    async def until_tokens(self, count: int) -> None:
+        """Returns when so many tokens have been received."""
+        assert await until(lambda: len(self.token_ids) >= count, timeout_s=DEADLINE_S), self
+
 
 async def generate(
     gateway: Process | str,
     prompt: Sequence[int] | str,
     params: SamplingParams,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = DEADLINE_S,
     channel: grpc.aio.Channel | None = None,
     cache_salt: str = "",
+    result: Result | None = None,
 ) -> Result:
     """One request, from first to last message.
 
     Args:
         gateway: or its address.
+        result: an empty one to fill while the request runs.
 
     Raises:
         BatonError: what the gateway answered instead.
@@ -69,7 +77,7 @@ async def generate(
         request.token_ids.ids.extend(prompt)
     address = gateway if isinstance(gateway, str) else gateway.address
     own = connect(address) if channel is None else None
-    result = Result()
+    result = Result() if result is None else result
     try:
         async for response in GenerationStub(channel or own).Generate(request, timeout=timeout_s):  # type: ignore[arg-type]
             result.add(response)

@@ -18,15 +18,22 @@ class Expected:
 
 
 class Reference:
-    """A checkpoint in transformers."""
+    """A checkpoint in transformers. Computes each continuation once."""
 
     def __init__(self, directory: Path) -> None:
+        self._known: dict[tuple[tuple[int, ...], int], Expected] = {}
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file(directory)))
 
-    @torch.inference_mode()
     def greedy(self, prompt: list[int], max_tokens: int) -> Expected:
         """Greedy continuation, end of sequence ignored."""
+        key = tuple(prompt), max_tokens
+        if key not in self._known:
+            self._known[key] = self._greedy(prompt, max_tokens)
+        return self._known[key]
+
+    @torch.inference_mode()
+    def _greedy(self, prompt: list[int], max_tokens: int) -> Expected:
         output = self.model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -47,6 +54,14 @@ class Reference:
     def prompts(self, lengths: list[int]) -> list[list[int]]:
         """Prompts of exactly these lengths in tokens, each another stretch of the standard library's words."""
         return prompts(self.tokenizer, lengths)
+
+
+class References(dict[Path, Reference]):
+    """The reference of each checkpoint, loaded when it is first asked for."""
+
+    def __missing__(self, directory: Path) -> Reference:
+        self[directory] = Reference(directory)
+        return self[directory]
 
 
 def prompts(tokenizer: Tokenizer, lengths: list[int]) -> list[list[int]]:

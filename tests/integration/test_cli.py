@@ -16,7 +16,8 @@ from baton.rpc.status import from_rpc_error
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import LLAMA
-from tests.integration.up import BATON, Up, interrupt, start_up
+from tests.integration.up import Up, interrupt, start_up
+from tests.warm import BATON, run_warm
 
 PROMPT = (
     "Return a list of the names of the attributes of the object, and of its class, and of the classes from which its "
@@ -29,7 +30,7 @@ RECEIPT = {
 
 
 def baton(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BATON, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return run_warm(BATON, *arguments, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,8 @@ def up() -> Iterator[Up]:
         "--decode-kv-cache-layout", "BLNHC", "--decode-block-size", "32",
     )  # fmt: skip
     yield started
-    assert interrupt(started) == 0
+    if started.popen.poll() is None:
+        interrupt(started)
 
 
 def as_json(up: Up, *arguments: str) -> dict[str, object]:
@@ -216,8 +218,8 @@ async def test_a_client_that_speaks_grpc_gets_details(up: Up) -> None:
         assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == PROMPT
 
 
-def test_ctrl_c_ends_every_process() -> None:
-    up = start_up("--model", str(LLAMA))
+def test_ctrl_c_ends_every_process(up: Up) -> None:
+    """The last test of this cluster: it ends it."""
     assert interrupt(up) == 0
     assert not any(psutil.pid_exists(pid) for pid in up.pids)
 

@@ -1,14 +1,13 @@
-"""Real processes of which one keeps KV in 8 bits: refused unless the decode node says what it takes, and shown on every
-side when it does."""
+"""A prefill node with a decode node that keeps KV in 8 bits: refused unless the decode node accepts it, and then shown
+on every side."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from baton.types import Path, SamplingParams
 from protos.baton.v1 import common_pb2
-from tests.integration.cluster import LLAMA, Flags, Machines, machines, status, until_status
+from tests.integration.cluster import LLAMA, Flags, Machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.test_links import shown
 
@@ -17,12 +16,6 @@ FP8: Flags = {**MODEL, "kv_cache_dtype": "fp8_e4m3", "kv_cache_layout": "HND", "
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(100, 180))
 CONVERTED = "float32 to float8_e4m3fn"
-
-
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as started:
-        yield started
 
 
 async def test_without_the_option_the_pair_is_refused_and_the_cure_names_it(start: Machines) -> None:
@@ -59,9 +52,9 @@ async def test_with_the_option_it_is_converted_counted_and_shown(start: Machines
         assert last.peers[0].kv_converted == CONVERTED
         assert last.peers[0].bytes_total == receipt.bytes_sent
     assert CONVERTED in shown(gateway)
-    said = {node["role"]: node for node in json.loads(shown(gateway, "--json"))["nodes"]}
-    assert said["prefill"]["segments_converted"] == receipt.segments > 0
-    assert said["prefill"]["peers"][0]["kv_converted"] == CONVERTED
+    shown_nodes = {node["role"]: node for node in json.loads(shown(gateway, "--json"))["nodes"]}
+    assert shown_nodes["prefill"]["segments_converted"] == receipt.segments > 0
+    assert shown_nodes["prefill"]["peers"][0]["kv_converted"] == CONVERTED
     # What the decode node keeps in its prefix cache is not sent again.
     again = await generate(gateway, PROMPT, GREEDY)
     assert again.token_ids == result.token_ids

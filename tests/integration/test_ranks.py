@@ -1,4 +1,4 @@
-"""Nodes of several ranks: the same tokens for every number of them on either side, and one end for all of a node."""
+"""Nodes of several ranks: any number on either side gives the same tokens, and all ranks end with their node."""
 
 import asyncio
 import os
@@ -18,9 +18,18 @@ from baton.config import DecodeSettings
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
 from node.ranks.group import start_ranks
-from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, status, until_status
-from tests.integration.generation import generate
-from tests.integration.reference import Reference
+from tests.integration.cluster import (
+    DEADLINE_S,
+    DEEPSEEK,
+    LLAMA,
+    Machines,
+    machines,
+    nothing_held,
+    status,
+    until_status,
+)
+from tests.integration.generation import Result, generate
+from tests.integration.reference import Reference, References
 from tests.integration.test_tokens import assert_same, bytes_per_token
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +46,7 @@ def workers_of(node: Process) -> list[int]:
 
 
 def until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_S
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -80,9 +89,11 @@ def copies(model: Path, receivers: int) -> int:
     return receivers if model == DEEPSEEK else 1
 
 
-async def test_any_number_of_ranks_on_either_side_gives_the_same_tokens(cluster: Cluster) -> None:
+async def test_any_number_of_ranks_on_either_side_gives_the_same_tokens(
+    cluster: Cluster, references: References
+) -> None:
     model, start = cluster.model, cluster.start
-    reference = Reference(model)
+    reference = references[model]
     prompts = reference.prompts(LENGTHS)
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
     for senders, receivers in product(RANKS, RANKS):
@@ -100,29 +111,29 @@ async def test_any_number_of_ranks_on_either_side_gives_the_same_tokens(cluster:
         start.end(gateway)
         await until_status(prefill, nothing_held)
         await until_status(decode, nothing_held)
-    said = await status(cluster.decode[2])
-    assert said.info.tensor_parallel_size == 2
-    assert said.segments_refused == 0
+    last = await status(cluster.decode[2])
+    assert last.info.tensor_parallel_size == 2
+    assert last.segments_refused == 0
 
 
-async def test_sampled_tokens_are_those_of_one_rank(cluster: Cluster) -> None:
-    """What edits logits is not captured, and each rank keeps track of it."""
+async def test_sampled_tokens_are_those_of_one_rank(cluster: Cluster, references: References) -> None:
+    """Each rank keeps what edits logits, such as penalties, by itself."""
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=seed, ignore_eos=True, **extra)  # type: ignore[arg-type]
         for seed, extra in enumerate([{"top_k": 20}, {"repetition_penalty": 1.3}, {"top_p": 0.8, "logprobs": 2}])
     ]
-    prompts = Reference(cluster.model).prompts([70, 33, 90])
-    told = []
+    prompts = references[cluster.model].prompts([70, 33, 90])
+    by_ranks = []
     for ranks in RANKS:
         gateway = cluster.start.gateway([], [cluster.decode[ranks]], model=cluster.model, local_policy="local")
         results = await asyncio.gather(*(generate(gateway, p, s) for p, s in zip(prompts, params, strict=True)))
-        told.append([result.token_ids for result in results])
+        by_ranks.append([result.token_ids for result in results])
         cluster.start.end(gateway)
-    assert told[0] == told[1]
+    assert by_ranks[0] == by_ranks[1]
 
 
 async def test_ranks_end_with_their_node_however_it_ends(cluster: Cluster) -> None:
-    """The last one with these nodes."""
+    """The last test of these nodes: it ends them."""
     killed, drained = cluster.prefill[2], cluster.decode[2]
     workers = [*workers_of(killed), *workers_of(drained)]
     assert len(workers) == 2
@@ -131,27 +142,34 @@ async def test_ranks_end_with_their_node_however_it_ends(cluster: Cluster) -> No
     until_gone(workers)
 
 
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as each:
-        yield each
+NODE_OF_SMALL_STEPS = {**NODE, "model": LLAMA, "max_batch_tokens": 16}
+# Enough for the prompts and some tokens of each output, but not for all tokens of any output.
+STEPS = 40
 
 
-SLOW = {"model": LLAMA, "num_blocks": 256, "max_batch_tokens": 16, "prefix_cache": False}
-
-
-async def test_a_rank_that_dies_takes_its_node_along_and_its_requests_go_on_elsewhere(start: Machines) -> None:
-    reference = Reference(LLAMA)
+async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewhere(
+    start: Machines, reference: Reference
+) -> None:
     prompts = reference.prompts([50, 60, 70, 80])
     long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    ranked, single = start.nodes(("decode", {**SLOW, "tensor_parallel_size": 2}), ("decode", SLOW))
+    ranked, single = start.nodes(
+        ("decode", {**NODE_OF_SMALL_STEPS, "tensor_parallel_size": 2}), ("decode", NODE_OF_SMALL_STEPS), held=["decode"]
+    )
     gateway = start.gateway([], [ranked, single], model=LLAMA, local_policy="local")
-    requests = [asyncio.create_task(generate(gateway, prompt, long)) for prompt in prompts]
-    await until_status(ranked, lambda last: last.requests_running > 0 and last.tokens_waiting == 0)
+    results = [Result() for _ in prompts]
+    requests = [
+        asyncio.create_task(generate(gateway, prompt, long, result=result))
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    start.allow_steps(STEPS, ranked, single)
+    for result in results:
+        await result.until_tokens(5)
+    assert (await status(ranked)).requests_running > 0
     (worker,) = workers_of(ranked)
     os.kill(worker, signal.SIGKILL)
-    results = await asyncio.gather(*requests)
-    assert ranked.popen.wait(10) == 1
+    start.let_go(single)
+    await asyncio.gather(*requests)
+    assert await asyncio.to_thread(ranked.popen.wait, DEADLINE_S) == 1
     until_gone([worker])
     for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == reference.greedy(prompt, 60).token_ids

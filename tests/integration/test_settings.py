@@ -1,31 +1,13 @@
 """A wrong setting ends a process with one clear line on stderr and exit code 2, never with a traceback."""
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import LLAMA, Machines, machines
-
-
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as started:
-        yield started
-
-
-def run(program: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", program, *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+from tests.integration.cluster import DEADLINE_S, LLAMA, Machines
+from tests.warm import run_warm
 
 
 def complaint(finished: subprocess.CompletedProcess[str], program: str) -> str:
@@ -39,39 +21,40 @@ def complaint(finished: subprocess.CompletedProcess[str], program: str) -> str:
 
 @pytest.mark.parametrize("program", ["prefill_node", "decode_node", "gateway"])
 def test_help_lists_flags_and_their_variables(program: str) -> None:
-    finished = run(program, "--help")
+    command = [sys.executable, "-m", program, "--help"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert finished.returncode == 0
     assert "--drain-grace-s" in finished.stdout
     assert "BATON_BLOCK_SIZE" in finished.stdout
 
 
 def test_block_size_zero_in_a_variable() -> None:
-    line = complaint(run("decode_node", BATON_BLOCK_SIZE="0"), "decode_node")
+    line = complaint(run_warm("decode_node", BATON_BLOCK_SIZE="0"), "decode_node")
     assert "BATON_BLOCK_SIZE" in line
     assert "'0'" in line
     assert "greater than or equal to 1" in line
 
 
 def test_block_size_that_is_not_a_number() -> None:
-    line = complaint(run("decode_node", "--block-size", "many"), "decode_node")
+    line = complaint(run_warm("decode_node", "--block-size", "many"), "decode_node")
     assert "--block-size" in line
     assert "'many'" in line
 
 
 def test_a_flag_wins_over_its_variable() -> None:
-    line = complaint(run("prefill_node", "--block-size", "-3", BATON_BLOCK_SIZE="16"), "prefill_node")
+    line = complaint(run_warm("prefill_node", "--block-size", "-3", BATON_BLOCK_SIZE="16"), "prefill_node")
     assert "'-3'" in line
 
 
 def test_unknown_layout_lists_the_known_ones() -> None:
-    line = complaint(run("decode_node", "--model", str(LLAMA), BATON_KV_CACHE_LAYOUT="NDH"), "decode_node")
+    line = complaint(run_warm("decode_node", "--model", str(LLAMA), BATON_KV_CACHE_LAYOUT="NDH"), "decode_node")
     assert "'NDH'" in line
     for name in ("NHD", "HND", "BLNHC", "BLHNC"):
         assert name in line
 
 
 def test_unknown_dtype_of_the_cache_lists_the_known_ones() -> None:
-    line = complaint(run("prefill_node", BATON_KV_CACHE_DTYPE="fp8"), "prefill_node")
+    line = complaint(run_warm("prefill_node", BATON_KV_CACHE_DTYPE="fp8"), "prefill_node")
     assert "BATON_KV_CACHE_DTYPE (--kv-cache-dtype) is 'fp8'" in line
     for name in ("auto", "fp8_e4m3", "fp8_e5m2"):
         assert f"'{name}'" in line
@@ -79,13 +62,13 @@ def test_unknown_dtype_of_the_cache_lists_the_known_ones() -> None:
 
 def test_unknown_attention_backend_lists_the_known_ones() -> None:
     flags = ("--model", str(LLAMA), "--attention-backend", "FLASH")
-    line = complaint(run("prefill_node", *flags), "prefill_node")
+    line = complaint(run_warm("prefill_node", *flags), "prefill_node")
     assert "FLASH" in line
     assert "TORCH_SDPA" in line
 
 
 def test_a_missing_model_directory(tmp_path: Path) -> None:
-    line = complaint(run("prefill_node", "--model", str(tmp_path / "nowhere")), "prefill_node")
+    line = complaint(run_warm("prefill_node", "--model", str(tmp_path / "nowhere")), "prefill_node")
     assert "nowhere" in line
 
 
@@ -93,51 +76,51 @@ def test_an_unreadable_checkpoint(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text((LLAMA / name).read_text())
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
-    line = complaint(run("decode_node", "--model", str(tmp_path)), "decode_node")
+    line = complaint(run_warm("decode_node", "--model", str(tmp_path)), "decode_node")
     assert "model.safetensors" in line
 
 
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
-    line = complaint(run("decode_node", "--model", str(tmp_path)), "decode_node")
+    line = complaint(run_warm("decode_node", "--model", str(tmp_path)), "decode_node")
     assert "MambaForCausalLM" in line
     assert "DeepseekV2ForCausalLM" in line
     assert "LlamaForCausalLM" in line
 
 
 def test_an_address_that_is_not_one() -> None:
-    assert "host:port" in complaint(run("gateway", "--listen", "somewhere", "--decode", "127.0.0.1:1"), "gateway")
+    assert "host:port" in complaint(run_warm("gateway", "--listen", "somewhere", "--decode", "127.0.0.1:1"), "gateway")
 
 
 def test_a_gateway_without_decode_nodes() -> None:
-    assert "--decode" in complaint(run("gateway"), "gateway")
+    assert "--decode" in complaint(run_warm("gateway"), "gateway")
 
 
 @pytest.mark.parametrize(("value", "cure"), [("somewhere", "host:port"), ("0.0.0.0:7002", "reach this one")])
 @pytest.mark.parametrize("program", ["decode_node", "gateway"])
 def test_an_advertised_address_that_nobody_could_reach(program: str, value: str, cure: str) -> None:
-    line = complaint(run(program, "--advertise", value, "--model", str(LLAMA)), program)
+    line = complaint(run_warm(program, "--advertise", value, "--model", str(LLAMA)), program)
     assert f"advertise is '{value}'" in line
     assert cure in line
 
 
 def test_a_node_that_listens_everywhere_warns_about_the_address_that_it_advertises(
-    start: Machines, capfd: pytest.CaptureFixture[str]
+    start: Machines, tmp_path: Path
 ) -> None:
-    start.nodes(("decode", {"listen": "0.0.0.0:0"}))
-    assert "tell others an address of it with --advertise" in capfd.readouterr().err
+    start.nodes(("decode", {"listen": "0.0.0.0:0"}), outputs=tmp_path)
+    assert "set an address for others with --advertise" in (tmp_path / "stderr").read_text()
 
 
 def test_a_ready_file_that_cannot_be_written(start: Machines, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere" / "ready.json"
-    line = complaint(run("decode_node", "--model", str(LLAMA), "--ready-file", str(nowhere)), "decode_node")
+    line = complaint(run_warm("decode_node", "--model", str(LLAMA), "--ready-file", str(nowhere)), "decode_node")
     assert "BATON_READY_FILE (--ready-file)" in line
     (decode,) = start.nodes(("decode", {}))
     flags = ("--decode", decode.address, "--model", str(LLAMA), "--ready-file", str(nowhere))
-    assert str(nowhere) in complaint(run("gateway", *flags), "gateway")
+    assert str(nowhere) in complaint(run_warm("gateway", *flags), "gateway")
 
 
 def test_variables_that_leave_ucx_no_transport() -> None:
-    line = complaint(run("decode_node", "--model", str(LLAMA), UCX_TLS="none_such"), "decode_node")
+    line = complaint(run_warm("decode_node", "--model", str(LLAMA), UCX_TLS="none_such"), "decode_node")
     assert "UCX cannot start: No such device" in line
     assert "UCX_TLS" in line

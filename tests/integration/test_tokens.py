@@ -1,4 +1,4 @@
-"""I4: tokens out equal the single-process reference, and the receipts prove that KV moved."""
+"""I4: output tokens equal the single-process reference, and receipts prove that KV was sent."""
 
 import asyncio
 import json
@@ -13,12 +13,12 @@ from baton.types import Path as RequestPath
 from baton.types import SamplingParams
 from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, until_status
 from tests.integration.generation import Result, generate
-from tests.integration.reference import Expected, Reference
+from tests.integration.reference import Expected, References
 
-# Mixed lengths: under a block, block edges, several chunks of 64 tokens.
+# Mixed lengths: less than a block, edges of blocks, several chunks of 64 tokens.
 LENGTHS = [33, 40, 48, 63, 64, 65, 80, 95, 96, 97, 100, 127, 128, 129, 160, 190, 200, 255, 256, 300]
 MAX_TOKENS = 24
-# Two sums of the same numbers in another order differ by this much at most; a wrong KV value by far more.
+# Sums of the same numbers in another order differ by at most this; a wrong KV value changes far more.
 LOGPROB_TOLERANCE = 1e-3
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
 NODE = {"num_blocks": 512, "max_batch_tokens": 64, "prefix_cache": False}
@@ -49,11 +49,6 @@ def assert_moved(result: Result, prompt: list[int], model: Path) -> None:
     assert receipt.transport not in ("", "loopback")
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[Path, Reference]:
-    return {model: Reference(model) for model in (LLAMA, DEEPSEEK)}
-
-
 @pytest.fixture(scope="module", params=[LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
 def model(request: pytest.FixtureRequest) -> Path:
     chosen: Path = request.param
@@ -71,7 +66,7 @@ def pair(model: Path) -> Iterator[tuple[Machines, Process, Process, Process]]:
 
 
 async def test_twenty_prompts_at_once_equal_transformers(
-    pair: tuple[Machines, Process, Process, Process], model: Path, references: dict[Path, Reference]
+    pair: tuple[Machines, Process, Process, Process], model: Path, references: References
 ) -> None:
     _, prefill, decode, gateway = pair
     reference = references[model]
@@ -86,9 +81,9 @@ async def test_twenty_prompts_at_once_equal_transformers(
 
 
 async def test_sampled_tokens_equal_one_process(
-    pair: tuple[Machines, Process, Process, Process], model: Path, references: dict[Path, Reference]
+    pair: tuple[Machines, Process, Process, Process], model: Path, references: References
 ) -> None:
-    """The same seeds, once handed over and once prefilled and decoded by one process."""
+    """The same seeds give the same tokens with a hand-over and with prefill and decode in one process."""
     start, _, decode, gateway = pair
     alone = start.gateway([], [decode], model=model, local_policy="local")
     prompts = references[model].prompts(LENGTHS[:10])
@@ -127,7 +122,7 @@ def many(model: Path) -> Iterator[tuple[Machines, dict[str, Process], dict[str, 
 
 
 async def test_every_pair_of_layouts_and_block_sizes_gives_the_same_tokens(
-    many: tuple[Machines, dict[str, Process], dict[str, Process]], model: Path, references: dict[Path, Reference]
+    many: tuple[Machines, dict[str, Process], dict[str, Process]], model: Path, references: References
 ) -> None:
     start, prefill_nodes, decode_nodes = many
     reference = references[model]
@@ -144,9 +139,7 @@ async def test_every_pair_of_layouts_and_block_sizes_gives_the_same_tokens(
             start.end(gateway)
 
 
-async def test_a_prefix_hit_on_the_decode_node_sends_only_the_rest(
-    model: Path, references: dict[Path, Reference]
-) -> None:
+async def test_a_prefix_hit_on_the_decode_node_sends_only_the_rest(model: Path, references: References) -> None:
     reference = references[model]
     (long_prompt,) = reference.prompts([200])
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)

@@ -1,4 +1,4 @@
-"""The benchmarks of transfers run, at sizes that take seconds, and what they count is what was sent."""
+"""The benchmarks of transfers run at sizes that take seconds, and count what was sent."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ SPEC = KVCacheSpec(KVKind.GQA, num_layers=2, num_kv_heads=2, head_dim=16, dtype=
 TOKENS = 37
 
 
-def say_nothing(line: str) -> None:
+def ignore(line: str) -> None:
     pass
 
 
@@ -27,7 +27,7 @@ def named(rows: Sequence[Row], name: str) -> list[Row]:
     return [row for row in rows if row.name == name]
 
 
-def of_sense(rows: Sequence[Row]) -> bool:
+def all_positive(rows: Sequence[Row]) -> bool:
     return all(row.measured > 0 and (row.rival_measured is None or row.rival_measured > 0) for row in rows)
 
 
@@ -43,7 +43,7 @@ async def test_every_pair_of_a_run_transfers_all_of_a_prompt() -> None:
         seconds = await in_turns(pairs, TOKENS, 2)
         for pair, own in zip(pairs, seconds, strict=True):
             assert len(own) == 2
-            assert all(0 < each < 60 for each in own)
+            assert all(each > 0 for each in own)
             assert pair.measure.gigabytes_per_s > 0
             assert pair.bytes_received == 2 * TOKENS * SPEC.bytes_per_token
             for cache in pair.place.caches:
@@ -62,19 +62,19 @@ def test_cache_to_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = cache_to_cache.Scale(
         SPEC, tokens=128, few_tokens=32, many_tokens=256, rounds=10, many_rounds=2, small_rounds=2
     )
-    rows = cache_to_cache.run(say_nothing, scale)
-    assert of_sense(rows)
+    rows = cache_to_cache.run(ignore, scale)
+    assert all_positive(rows)
     measured = [row.work.partition(" tokens")[0] for row in named(rows, "cache to cache") if "NIXL" not in row.rival]
     assert measured == ["64", "128", "256"] + ["128"] * 8
     assert len(named(rows, "first transfer of a pair")) == 1
 
 
-def test_transfers_between_gpus_as_far_as_a_cpu_shows() -> None:
+def test_transfers_between_gpus_run_on_a_cpu_too() -> None:
     equal = Case(SPEC, End(NHD, 16), End(NHD, 16), TOKENS, segment_bytes=1 << 20)
     variants = (replace(equal, target=End(HND, 8)), replace(equal, digests=False))
     model = transfer_gpu.Model("tiny", equal, variants, long_tokens=64)
     rows = transfer_gpu.measure(model, ("cpu", "cpu"), (TOKENS, 16), rounds=10)
-    assert of_sense(rows)
+    assert all_positive(rows)
     goals = [(row.work, row.goal) for row in named(rows, "cache to cache")]
     assert goals.pop() == ("64 tokens of tiny, NHD/16 to NHD/16", None)
     for tokens, (same, unequal, plain) in ((16, goals[:3]), (TOKENS, goals[3:])):
@@ -86,23 +86,23 @@ def test_transfers_between_gpus_as_far_as_a_cpu_shows() -> None:
 def test_the_transport_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "BYTES_PER_ROUND", 4 << 20)
     monkeypatch.setattr(transport, "SIZES_KIB", (64, 1024))
-    rows = transport.run(say_nothing)
-    assert of_sense(rows)
+    rows = transport.run(ignore)
+    assert all_positive(rows)
     assert [row.rival for row in rows if row.work.startswith("1 MiB")][:2] == ["ucx_perftest", "memcpy"]
 
 
-def test_decoding_beside_receiving() -> None:
+def test_decoding_while_receiving() -> None:
     setup = replace(receiving.on_cpu(), requests=2, context=40, tokens=256, rounds=1, steps=5)
-    rows = receiving.run(say_nothing, setup)
-    assert of_sense([row for row in rows if row.name != "received, limited"]), "so little may be none in a few steps"
+    rows = receiving.run(ignore, setup)
+    assert all_positive([row for row in rows if row.name != "received, limited"]), "a few steps may receive nothing"
     alone, received = (named(rows, name)[0].measured for name in ("decode step", "decode step, receiving"))
     assert named(rows, "slow-down, receiving")[0].measured == pytest.approx(received / alone)
 
 
 def test_exposed_transfer() -> None:
     setup = replace(exposed.on_cpu(), prompts=(96,), warm_tokens=8, rounds=1)
-    rows = exposed.run(say_nothing, replace(setup, ways=setup.ways[:1]))
+    rows = exposed.run(ignore, replace(setup, ways=setup.ways[:1]))
     share, transfer, prefill, _ = rows
-    assert of_sense([transfer, prefill])
+    assert all_positive([transfer, prefill])
     assert share.measured == pytest.approx(100 * transfer.measured / prefill.measured)
     assert all(row.work == "96 tokens of the demo Llama's shape, chunks of 256" for row in rows)

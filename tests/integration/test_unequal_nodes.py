@@ -1,7 +1,6 @@
-"""One prefill node serves decode nodes that know nothing of each other, and that hold more or less than it does."""
+"""One prefill node serves several decode nodes, with larger and smaller caches than its own."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -9,33 +8,23 @@ from baton.rpc.server import connect
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.integration.cluster import LLAMA, Machines, machines, nothing_held, status, until_status
+from tests.integration.cluster import LLAMA, Machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 NODE = {"model": LLAMA, "num_blocks": 256, "prefix_cache": False}
-# 16 tokens a step: a prompt of 600 takes 38 steps, time enough to do something to it.
-SLOW = {**NODE, "max_batch_tokens": 16}
+# Of two prompts of 600 tokens, 160 are computed while the prefill node is held.
+STEP_TOKENS, STEPS = 16, 10
+HELD = {**NODE, "max_batch_tokens": STEP_TOKENS}
 SMALL = {**NODE, "num_blocks": 38}
 SMALL_CONTEXT = 38 * 16
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(LLAMA)
-
-
-@pytest.fixture
-def start() -> Iterator[Machines]:
-    with machines() as each:
-        yield each
 
 
 async def test_a_request_that_ends_at_one_decode_node_leaves_those_at_another_alone(
     start: Machines, reference: Reference
 ) -> None:
-    prefill, first, second = start.nodes(("prefill", SLOW), ("decode", SLOW), ("decode", SLOW))
+    prefill, first, second = start.nodes(("prefill", HELD), ("decode", HELD), ("decode", HELD), held=["prefill"])
     gateways = [start.gateway([prefill], [each], model=LLAMA, local_policy="strict") for each in (first, second)]
     prompts = reference.prompts([600, 600])
     # The first lease of each decode node: both have the same number.
@@ -45,9 +34,14 @@ async def test_a_request_that_ends_at_one_decode_node_leaves_those_at_another_al
     )
     for each in (first, second):
         await until_status(each, lambda last: last.blocks_leased > 0)
-    await until_status(prefill, lambda last: last.requests_running == 2)
+    await until_status(prefill, lambda last: last.requests_total == 2)
+    start.allow_steps(STEPS, prefill)
+    await until_status(prefill, lambda last: last.tokens_waiting == 1200 - STEPS * STEP_TOKENS)
     cancelled.cancel()
     await asyncio.wait([cancelled])
+    await until_status(first, nothing_held)
+    assert (await status(second)).blocks_leased > 0
+    start.let_go(prefill)
     result = await kept
     assert result.token_ids == reference.greedy(prompts[1], GREEDY.max_tokens).token_ids
     assert result.proof.attempts == 1
@@ -63,7 +57,7 @@ async def test_the_output_ends_where_the_decode_nodes_context_is_full(
     prefill, decode = start.nodes(*((role, SMALL if role == smaller else NODE) for role in ("prefill", "decode")))
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     (prompt,) = reference.prompts([SMALL_CONTEXT - short_of_it])
-    result = await generate(gateway, prompt, GREEDY, timeout_s=15)
+    result = await generate(gateway, prompt, GREEDY)
     assert result.proof.path is RequestPath.REMOTE
     assert result.finish_reason == "FINISH_REASON_LENGTH"
     expected = reference.greedy(prompt, GREEDY.max_tokens).token_ids

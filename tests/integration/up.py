@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from tests.integration.cluster import DEADLINE_S
+
 BATON = [sys.executable, "-c", "from baton.cli import main; main()"]
 
 
@@ -49,5 +51,5 @@ def start_up(*arguments: str, **variables: str) -> Up:
 def interrupt(up: Up) -> int:
     """Sends what Ctrl-C sends; returns the exit code."""
     os.kill(up.popen.pid, signal.SIGINT)
-    up.popen.communicate(timeout=40)
+    up.popen.communicate(timeout=DEADLINE_S)
     return up.popen.returncode

@@ -1,2 +1,1 @@
-"""The engine's Triton kernels: pure functions of tensors, one file per idea. Each has a plain-torch twin to be compared
-with. Knows neither requests nor steps."""
+"""The Triton kernels of sampling: pure functions of tensors. Each has a plain-torch twin that tests compare with."""

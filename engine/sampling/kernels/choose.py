@@ -1,7 +1,7 @@
-"""Each row's token, in four kernels: the best of every slice of the vocabulary; where a row's filters cut; the best of
-every slice with noise; the best of these. Slices are programs of their own, so that one row uses the whole GPU.
+"""Chooses each row's token in four kernels: the best of every slice of the vocabulary; where the row's filters cut; the
+best of every slice with noise; the best of all slices. Each slice is its own program, so one row uses the whole GPU.
 
-How the vocabulary is sliced shows in no result: what is compared depends on the row alone, and a rank is a token's own.
+The slicing changes no result: a token's rank and noise depend on the row and the token alone.
 """
 
 import torch
@@ -16,10 +16,10 @@ from tritonlib.launch import interpreted
 
 _SLICE = 1024
 _NUM_WARPS = 4
-# Slices that a search reads at once, and its warps: 16 tokens in each thread.
+# Slices that a search reads at once, and its warps: each thread holds 16 tokens.
 _AT_ONCE = 8
 _SEARCH_WARPS = 16
-# Noise adds -2.9 to 22.9 to a score: whoever is further behind the best cannot win.
+# Noise adds -2.9 to 22.9 to a score: a token that trails the best one by more cannot win.
 _REACH = tl.constexpr(-26.0)
 
 
@@ -35,7 +35,7 @@ def choose(
     out_R: Tensor,
     slice_size: int = _SLICE,
 ) -> None:
-    """The numbers are those of `engine.sampling.choice.SamplingBuffers`, for at least as many rows as logits has."""
+    """The per-row numbers are those of `engine.sampling.choice.SamplingBuffers`; they may be longer than the logits."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits are adjacent"
     assert vocab_size <= LAST_ID.value, "a rank holds token ids of 20 bits"
@@ -116,12 +116,12 @@ def _draw_kernel(
         cut = tl.load(cut_ptr + row)
         min_p = tl.load(min_p_ptr + row)
         best = tl.load(best_ptr + place)
-        # The largest becomes 0 before the division, so that no temperature can overflow it.
-        ahead = tl.div_rn(logit_of(best) - top, temperature)
+        # The largest logit becomes 0 before the division, so that no temperature can overflow it.
+        best_score = tl.div_rn(logit_of(best) - top, temperature)
         drawn = tl.full((), NO_RANK, tl.int64)
-        # NOTE: a NaN is not behind anything: some slice must yield a token.
-        behind = ahead < tl.maximum(min_p, _REACH)
-        if (best >= cut) & (behind == 0):
+        # NOTE: comparisons with NaN are false, so a row of NaN still draws from some slice and yields a token.
+        out_of_reach = best_score < tl.maximum(min_p, _REACH)
+        if (best >= cut) & (out_of_reach == 0):
             seed = tl.load(seed_ptr + row)
             position = tl.load(output_index_ptr + row)
             ids = slice_ * SLICE + tl.arange(0, SLICE)

@@ -1,5 +1,5 @@
-"""Where `top_k` and `top_p` cut a row's tokens off: the lowest rank that stays. One program per row searches it by
-halving, and exactly: it counts tokens, and adds probabilities as whole numbers, so that no order of addition matters.
+"""Where `top_k` and `top_p` cut a row: the lowest rank that stays. One program per row finds it by bisection. The
+result is exact: it counts tokens and adds probabilities as integers, so the order of addition does not matter.
 
 Legend: S slices of the vocabulary, A slices that are read at once, I tokens of a slice.
 """
@@ -11,11 +11,11 @@ from engine.sampling.kernels.rank import LOWEST_RANK, NO_RANK, RANKS_PER_LOGIT, 
 from tritonlib.launch import bound
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# The probability of the most probable token as a whole number: 2**20 tokens add up to less than 2**63.
+# The probability of the most probable token as an integer: 2**20 tokens sum to less than 2**63.
 _UNIT = tl.constexpr(2.0**40)
 _FOUR_STEPS = tl.constexpr(4 * RANKS_PER_LOGIT)
 
-# How these are aligned depends on the number of rows: a kernel is not to be compiled anew for it.
+# The alignment of these pointers depends on the number of rows; it must not cause a new compilation.
 ROW_POINTERS = (
     "best_ptr",
     "sorted_ptr",
@@ -51,9 +51,9 @@ def cut_kernel(
     AT_ONCE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Writes each row's best and lowest rank that stays, and the token of a greedy row.
+    """Writes each row's best rank, its lowest rank that stays, and the token of a greedy row.
 
-    `best_ptr` [R, S] holds each slice's best rank; `sorted_ptr`, as large, is scratch.
+    `best_ptr` [R, S] holds each slice's best rank; `sorted_ptr` [R, S] is scratch memory.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -74,7 +74,7 @@ def cut_kernel(
         count = tl.zeros((), tl.int32) + vocab_size
         if by_count:
             if top_k <= slices:
-                # Every slice has a token that is as good as the worst of the slices' best.
+                # At least `slices` tokens reach the lowest of the slices' best ranks, one of each slice.
                 cut = tl.min(tl.where(offsets_S < slices, best_S, top_rank), axis=0)
                 count, _ = _tally(ours, cut, SLICE, AT_ONCE, False, INTERPRETED)
             cut = _search(ours, cut, count, top_rank, top_k, SLICE, AT_ONCE, False, INTERPRETED)
@@ -94,7 +94,7 @@ def cut_kernel(
 
 @triton.jit
 def _sort(best_ptr, sorted_ptr, best_S, slices, SLICES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Best first. Each slice counts the better ones."""
+    """Sorts the slices best first. Each slice counts the slices with a better rank."""
     COMPARED: tl.constexpr = 32
     places_S = tl.zeros((SLICES,), tl.int32)
     for first in range(0, bound(slices, INTERPRETED), COMPARED):
@@ -102,16 +102,16 @@ def _sort(best_ptr, sorted_ptr, best_S, slices, SLICES: tl.constexpr, INTERPRETE
         best = tl.load(best_ptr + others, mask=others < slices, other=NO_RANK)
         places_S += tl.sum((best[:, None] > best_S[None, :]).to(tl.int32), axis=0)
     tl.store(sorted_ptr + places_S, best_S, mask=tl.arange(0, SLICES) < slices)
-    # Threads read what others have stored.
+    # Threads read what other threads have stored.
     tl.debug_barrier()
 
 
 @triton.jit
 def _guess(top, temperature, top_p, vocab_size):
-    """A rank below the cut. All tokens that are improbable enough together lack more than `top_p` leaves out."""
+    """A rank below the cut: all tokens below it together have less probability than `top_p` drops."""
     distance = tl.log(vocab_size.to(tl.float32) / (1.0 - top_p)) + 1.0
     rank = rank_of(top - distance * temperature, tl.zeros((), tl.int32))
-    # Rounding moves the difference by one step of float32, which is a long way where the temperature is low.
+    # Rounding moves the difference by one step of float32, which is far at a low temperature.
     return rank - _FOUR_STEPS
 
 
@@ -127,9 +127,9 @@ def _search(
     PROBABILITY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The highest rank such that the tokens from there up reach the goal, in number or in probability.
+    """The highest rank such that the tokens of at least this rank reach the goal, in number or in probability.
 
-    They do from `low` up, which are `low_count` tokens.
+    The tokens of at least rank `low` reach it; there are `low_count` of them.
     """
     high = top_rank + 1
     high_count = low_count * 0
@@ -156,9 +156,10 @@ def _tally(
     PROBABILITY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """How many tokens have at least this rank, and the sum of their probabilities; reads no slice without such one.
+    """How many tokens have at least this rank, and the sum of their probabilities. Reads only slices with such tokens.
 
-    `row` is (logits, sorted best ranks, the same as a tensor, largest logit, log2(e) / temperature, vocabulary's size).
+    `row` is (logits, sorted best ranks, best ranks of all slices as a tensor, largest logit, log2(e) / temperature,
+    vocabulary's size).
     """
     logits_ptr, sorted_ptr, best_S, top, scale, vocab_size = row
     active = tl.sum((best_S >= from_rank).to(tl.int32), axis=0)

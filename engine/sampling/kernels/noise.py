@@ -1,4 +1,4 @@
-"""The noise of `engine.sampling.random` inside a kernel: the same words; variates differ in their last bits."""
+"""The noise of `engine.sampling.random` inside a kernel: equal words, and variates that differ in their last bits."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ def noise_words(seed, position, first_id, TOKENS: tl.constexpr):
 def exponential_of(words):
     """Exponential(1) variates in float32; above 1e-10, below 17."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST_BELOW_ONE)
-    # log(1 - uniform): the rounding of the difference is taken back by the quotient.
+    # log(1 - uniform), where the quotient corrects the rounding of the difference.
     rest = 1.0 - uniform
     difference = tl.where(rest == 1.0, -1.0, rest - 1.0)
     return tl.where(rest == 1.0, uniform, tl.log(rest) * tl.div_rn(uniform, difference))

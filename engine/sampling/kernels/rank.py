@@ -1,5 +1,5 @@
-"""Numbers that order a row's tokens: the larger logit first, and of equal ones the lower id. Two tokens never share a
-number, so that a maximum is the same in whatever order it is taken.
+"""Numbers that order a row's tokens: the larger logit first, and the lower id first among equal logits. No two tokens
+share a number, so a maximum does not depend on the order of reduction.
 
 A rank is an int64 that holds the logit above `ID_BITS` bits of the inverted token id.
 """
@@ -7,7 +7,7 @@ A rank is an int64 that holds the logit above `ID_BITS` bits of the inverted tok
 import triton
 import triton.language as tl
 
-# How far the ranks of a token are apart for neighbouring numbers of float32.
+# Distance between the ranks of one token at neighbouring float32 logits.
 RANKS_PER_LOGIT = 1 << 20
 ID_BITS = tl.constexpr(20)
 LAST_ID = tl.constexpr((1 << 20) - 1)
@@ -17,9 +17,9 @@ NO_RANK = tl.constexpr(-(1 << 51) - 1)
 
 @triton.jit
 def rank_of(logits, token_ids):
-    """float32 and int32 to int64. NaN ranks above all, as it does in torch; -0.0 is 0.0."""
+    """float32 and int32 to int64. NaN ranks above all numbers, as in torch; -0.0 equals 0.0."""
     bits = logits.to(tl.int32, bitcast=True)
-    # Of negative numbers the larger has the smaller bits.
+    # Among negative numbers the larger one has the smaller bits.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     bits = tl.where(logits == 0.0, 0, bits)
     bits = tl.where(logits != logits, 0x7FFFFFFF, bits)

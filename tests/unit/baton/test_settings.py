@@ -66,7 +66,7 @@ def test_a_child_imports_our_modules_and_not_those_of_its_directory(
         env=child_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

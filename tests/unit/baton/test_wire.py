@@ -15,7 +15,7 @@ RECORDED = PROTOS / "wire.binpb"
 
 def buf(*arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
     program = Path(sysconfig.get_path("scripts")) / "buf"
-    return subprocess.run([program, *arguments], capture_output=True, timeout=60, check=False)
+    return subprocess.run([program, *arguments], capture_output=True, timeout=300, check=False)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Requests of every kind of sampling, and their tokens when no step is ever launched behind another."""
+"""Requests of every kind of sampling, and their tokens when only one step is in flight at a time."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.unit.engine.tiny import greedy, prompt_of, request
 
 
 def varied_requests() -> Iterator[EngineRequest]:
-    """Greedy and seeded ones, with penalties, minimum lengths, logprobs, and ends that nobody knows beforehand."""
+    """Greedy and seeded requests with penalties, minimum lengths, logprobs, and stop tokens."""
     kinds = (
         greedy(11),
         greedy(11, ignore_eos=False),
@@ -25,13 +25,13 @@ def varied_requests() -> Iterator[EngineRequest]:
 
 
 def one_step_at_a_time(built: Built, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
-    """Their tokens by name, without an engine."""
+    """The tokens of the requests by id, without an engine."""
     scheduler = Scheduler(limits(max_batch_tokens=24, prefix_cache=False), built.runner.facts)
     tokens: dict[str, list[TokenOutput]] = {one.request_id: [] for one in requests}
     for one in requests:
         scheduler.submit(one, 0.0)
     while (batch := scheduler.schedule(0.0)) is not None:
         assert all(row.token_source is None for row in batch.rows)
-        for told in scheduler.complete(built.runner.run(batch), 0.0).tokens:
-            tokens[told.request_id].append(told.token)
+        for sampled in scheduler.complete(built.runner.run(batch), 0.0).tokens:
+            tokens[sampled.request_id].append(sampled.token)
     return tokens

@@ -1,20 +1,21 @@
-"""Requests straight on a runner, without scheduler and event loop: a test says which of them make a step."""
+"""Runs requests on a runner without scheduler and event loop: a test chooses the requests of each step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.build import Built
 from engine.device.graphs import GraphSettings
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.request import IntArray, int_array
+from engine.sampling.row import SampleRow
 from kvcache.cache import PagedKVCache
 
 
 def runner_of(built: Built, *, graphs: GraphSettings | None) -> ModelRunner:
-    """With a cache of its own, in which a slot that is read before it is written shows."""
+    """A runner with its own cache, full of NaN so that reading an unwritten slot shows."""
     cache = PagedKVCache(built.cache.spec, built.cache.shape, built.cache.view.device)
     cache.storage.fill_(float("nan"))
     return ModelRunner(built.runner.model, built.runner.backend, cache, built.runner.facts, graphs=graphs)
@@ -42,15 +43,17 @@ class _Sequence:
 
 
 class Driver:
-    """Args:
-    ahead: each step is launched before the one in front is waited for.
+    """Builds steps and collects their tokens.
+
+    Args:
+        ahead: each step is launched before the previous one is waited for.
     """
 
     def __init__(self, runner: ModelRunner, *, ahead: bool = False) -> None:
         self.runner = runner
         self._ahead = ahead
         self._sequences: dict[str, _Sequence] = {}
-        # Every third block: what lies between belongs to nobody.
+        # Every third block: no request owns the blocks between.
         self._free = list(range(runner.facts.num_blocks - 1, -1, -3))
         self._under_way: tuple[list[_Sequence], LaunchedStep] | None = None
 
@@ -59,14 +62,14 @@ class Driver:
         self._sequences[name] = _Sequence(params, int_array(tuple(prompt)), len(prompt))
 
     def move(self, name: str) -> None:
-        """Gives the request other blocks, so that its KV must be computed anew."""
+        """Gives the request other blocks, so that its KV must be computed again."""
         self.finish()
         sequence = self._sequences[name]
         self._free = [*sequence.blocks, *self._free]
         sequence.blocks, sequence.computed = int_array(), 0
 
     def step(self, *names: str, chunk: int = 1000) -> None:
-        """One step of these requests, of each what is known and not computed, up to `chunk` tokens."""
+        """One step of these requests: of each the known tokens that are not computed, up to `chunk`."""
         chosen = sorted(map(self._sequences.__getitem__, names), key=lambda sequence: self._missing(sequence) > 1)
         rows = tuple(self._row(sequence, chunk) for sequence in chosen)
         launched = self.launch(Batch(0, rows))

@@ -48,7 +48,7 @@ def request(
     prefill_only: bool = False,
     sampling: SamplingParams | None = None,
 ) -> EngineRequest:
-    """`prompt` as a number means that many tokens that no other request begins with."""
+    """`prompt` as a number means this many tokens; no other request begins with them."""
     tokens = tuple([ord(name[0]) + 100] * prompt) if isinstance(prompt, int) else tuple(prompt)
     return EngineRequest(
         name,
@@ -73,6 +73,6 @@ def launch(scheduler: Scheduler) -> Batch:
 
 
 def step(scheduler: Scheduler, token_id: int = 5) -> tuple[dict[str, int], StepEvents]:
-    """One whole step: tokens computed per request, and what was told."""
+    """One whole step: tokens computed per request, and its events."""
     batch = launch(scheduler)
     return {row.request_id: len(row.token_ids) for row in batch.rows}, finish(scheduler, batch, token_id)

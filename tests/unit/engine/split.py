@@ -5,9 +5,10 @@ from pathlib import Path
 
 from baton.config import NodeSettings
 from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.build import build_runner
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 from kvcache.spec import KVCacheSpec
 from models.parallel import SINGLE, TensorParallel
 
@@ -18,7 +19,7 @@ _NUM_TOKENS = 6
 
 @dataclass(frozen=True)
 class Generated:
-    """What a rank reports of itself."""
+    """The results of one rank."""
 
     tokens: list[list[int]]
     num_blocks: int
@@ -29,7 +30,7 @@ class Generated:
 
 
 def generate(parallel: TensorParallel, directories: list[Path]) -> list[Generated]:
-    """Of each model. Ranks ask for caches of different sizes."""
+    """The results for each model. Ranks have caches of different sizes."""
     return [_generate(parallel, directory) for directory in directories]
 
 

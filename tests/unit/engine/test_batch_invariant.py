@@ -1,5 +1,5 @@
 """Batch-invariant mode through the engine on a CPU: a request's tokens and their logprobs in float32 are the same to
-the last bit, alone and beside others that come with it."""
+the last bit, alone and next to other requests."""
 
 from pathlib import Path
 from typing import Any

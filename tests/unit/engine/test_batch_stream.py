@@ -1,13 +1,14 @@
-"""Batches arrive on another rank as they were sent, and what has not changed is neither sent nor made anew."""
+"""Batches arrive on another rank as they were sent. Unchanged rows are neither sent nor made again."""
 
 import random
 
 import pytest
 
 from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.batch_stream import BatchReader, BatchWriter
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -18,7 +19,7 @@ def decode(name: str, start: int, blocks: list[int], *, since: int | None = None
 
 
 def sent(batches: list[Batch]) -> list[tuple[Batch, int]]:
-    """What arrives, and in how many bytes."""
+    """The batches that arrive, and the bytes of each message."""
     writer, reader = BatchWriter(), BatchReader()
     messages = [writer.write(batch) for batch in batches]
     return [(reader.read(message), len(message)) for message in messages]

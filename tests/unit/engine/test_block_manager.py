@@ -30,7 +30,7 @@ def test_a_prefix_is_found_block_by_block_up_to_the_first_difference() -> None:
     assert blocks.match(chain(), int_array(list(range(12))), 1) == held[:1]
 
 
-def test_equal_tokens_behind_another_parent_are_another_block() -> None:
+def test_equal_tokens_after_another_parent_are_another_block() -> None:
     blocks = BlockManager(8)
     cache(blocks, [1, 1, 1, 1, 7, 7, 7, 7], chain())
     assert blocks.match(chain(), int_array([7, 7, 7, 7]), 1) == []
@@ -73,7 +73,7 @@ def test_blocks_without_content_are_taken_first_then_the_least_recently_used() -
     new = cache(blocks, [2] * 8, chain())
     taken = blocks.take((), 3)
     assert set(taken[:1]).isdisjoint(old + new)
-    # Of the older sequence the last block went first.
+    # The last block of the older sequence is taken before its first one.
     assert taken[1:] == [old[1], old[0]]
     assert blocks.match(chain(), int_array([2] * 8), 2) == new
 
@@ -104,12 +104,12 @@ def test_the_first_block_of_a_key_keeps_it() -> None:
     assert blocks.take((), 1) == [second]
 
 
-def test_free_beside_does_not_count_cached_blocks_that_are_about_to_be_held() -> None:
+def test_num_free_without_does_not_count_cached_blocks_that_are_about_to_be_held() -> None:
     blocks = BlockManager(3)
     held = cache(blocks, [1] * 8, chain())
-    assert blocks.free_beside(held) == 1
+    assert blocks.num_free_without(held) == 1
     blocks.take(held, 0)
-    assert blocks.free_beside(held) == 1
+    assert blocks.num_free_without(held) == 1
 
 
 @pytest.mark.parametrize(("window_blocks", "found"), [(0, 6), (1, 6), (2, 6), (3, 0), (6, 0)])

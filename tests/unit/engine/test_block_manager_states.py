@@ -29,7 +29,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.blocks = BlockManager(NUM_BLOCKS)
         self.holders: list[Holder] = []
-        # What a block holds as far as anybody registered it: the whole sequence up to its end, and the salt.
+        # The registered content of each block: the salt, and the whole sequence up to the block's end.
         self.content: dict[int, tuple[str, bytes]] = {}
 
     @rule(tokens=SEQUENCES, salt=SALTS)
@@ -39,7 +39,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         cached = self.blocks.match(holder.keys, holder.tokens, len(tokens) // BLOCK_SIZE)
         for index, block_id in enumerate(cached):
             assert self.content[block_id] == (salt, holder.tokens[: (index + 1) * BLOCK_SIZE].tobytes())
-        if self.blocks.free_beside(cached) < needed - len(cached):
+        if self.blocks.num_free_without(cached) < needed - len(cached):
             return
         held_before = {block_id for other in self.holders for block_id in other.blocks}
         holder.blocks = self.blocks.take(cached, needed - len(cached))

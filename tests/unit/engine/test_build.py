@@ -23,10 +23,10 @@ async def test_every_layout_and_block_size_gives_the_same_tokens(llama: Llama, l
         NodeSettings(model=llama[0], kv_cache_layout=layout, block_size=block_size, num_blocks=60, device="cpu")
     )
     assert (built.layout.get_kv_cache_layout().name, built.layout.source) == (layout.upper(), "environment")
-    async with running(built, max_batch_tokens=7) as (engine, heard):
+    async with running(built, max_batch_tokens=7) as (engine, events):
         engine.submit(request("a", prompt_of(17), greedy(6)))
-        await heard.finished("a")
-    assert heard.ids("a") == transformers_greedy(llama[1], prompt_of(17), 6)
+        await events.finished("a")
+    assert events.ids("a") == transformers_greedy(llama[1], prompt_of(17), 6)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ async def test_other_families_run_the_same_way(name: str, layout: str, tmp_path:
         NodeSettings(model=tmp_path, kv_cache_layout=layout, block_size=4, num_blocks=40, device="cpu")
     )
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in (3, 18)}
-    async with running(built, max_batch_tokens=8) as (engine, heard):
+    async with running(built, max_batch_tokens=8) as (engine, events):
         for name, prompt in prompts.items():
             engine.submit(request(name, prompt, greedy(6)))
-        await heard.finished(*prompts)
+        await events.finished(*prompts)
     for name, prompt in prompts.items():
-        assert heard.ids(name) == transformers_greedy(reference, prompt, 6)
+        assert events.ids(name) == transformers_greedy(reference, prompt, 6)
 
 
 def test_a_family_that_overflows_in_float16_is_refused_in_it(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "field", "told"),
+    ("settings", "field", "message"),
     [
         (
             {"kv_cache_mib": 1, "block_size": 1024, "model": DEMO_MODELS / "llama"},
@@ -116,9 +116,9 @@ def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(
-    llama: Llama, settings: dict[str, Any], field: str, told: str
+    llama: Llama, settings: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         build_runner(NodeSettings(**{"model": llama[0], "device": "cpu", **settings}))
     assert refused.value.field == field
-    assert told in str(refused.value)
+    assert message in str(refused.value)

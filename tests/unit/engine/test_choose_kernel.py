@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, beside their twin on the CPU; and their noise, beside the generator's."""
+"""The kernels that choose tokens equal their twin on the CPU, and their noise equals the generator's."""
 
 from dataclasses import replace
 
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from baton.types import SamplingParams
-from engine.batch import SampleRow
 from engine.request import int_array
 from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
 from engine.sampling.kernels.choose import choose
 from engine.sampling.kernels.noise import exponential_of, noise_words
 from engine.sampling.random import exponential_noise, random_words
+from engine.sampling.row import SampleRow
 from tests.device import DEVICE
 
 VOCAB_SIZE = 203
@@ -98,7 +98,7 @@ def test_the_least_and_the_greatest_words_give_finite_noise() -> None:
     _extremes_kernel[(1,)](words.to(DEVICE), noise, WORDS=8)
     uniform = ((words.float() + 0.5) / 2**32).clamp(max=1 - 2.0**-24)
     torch.testing.assert_close(noise.cpu().double(), -torch.log1p(-uniform.double()), rtol=1e-6, atol=0)
-    # What the kernel leaves out relies on these.
+    # The bounds by which the kernel skips tokens.
     assert -noise.min().log() - -noise.max().log() < 26
 
 

@@ -18,14 +18,23 @@ from engine.device.runner import LaunchedStep
 from engine.engine import Engine
 from tests.unit.engine.ahead import one_step_at_a_time, varied_requests
 from tests.unit.engine.limits import limits
-from tests.unit.engine.tiny import BLOCK_SIZE, Listener, build, greedy, prompt_of, request, running, transformers_greedy
+from tests.unit.engine.tiny import (
+    BLOCK_SIZE,
+    EventRecorder,
+    build,
+    greedy,
+    prompt_of,
+    request,
+    running,
+    transformers_greedy,
+)
 
 Llama = tuple[Path, Any]
 Launch = Callable[[Batch, OnMark], LaunchedStep]
 
 
 class Watched:
-    """Stands before a real runner's `launch`: sees every batch, and may do something before the real one."""
+    """A runner that records every batch, and may call a hook before the real launch."""
 
     def __init__(self, built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[Batch] = []
@@ -51,46 +60,46 @@ async def test_tokens_are_those_of_one_step_at_a_time(built: Built, monkeypatch:
     requests = list(varied_requests())
     expected = one_step_at_a_time(built, requests)
     watched = Watched(built, monkeypatch)
-    async with running(built, max_batch_tokens=24, prefix_cache=False) as (engine, heard):
+    async with running(built, max_batch_tokens=24, prefix_cache=False) as (engine, events):
         for one in requests:
             engine.submit(one)
-        await heard.finished(*expected)
+        await events.finished(*expected)
     assert watched.rows_ahead > 40
     assert watched.threads == {"device"}
     for name, tokens in expected.items():
-        assert [(token.token_id, token.index) for token in heard.tokens[name]] == [
+        assert [(token.token_id, token.index) for token in events.tokens[name]] == [
             (token.token_id, token.index) for token in tokens
         ]
-        for told, once in zip(heard.tokens[name], tokens, strict=True):
-            assert told.logprob == pytest.approx(once.logprob, abs=1e-4)
-    assert FinishReason.STOP in heard.reasons.values()
+        for again, once in zip(events.tokens[name], tokens, strict=True):
+            assert again.logprob == pytest.approx(once.logprob, abs=1e-4)
+    assert FinishReason.STOP in events.reasons.values()
 
 
-async def test_a_step_is_launched_while_the_one_in_front_runs(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step ends before the next one was launched, so an engine that waits for the end would stand still."""
+async def test_a_step_is_launched_while_the_previous_one_runs(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step ends before the next one is launched, so an engine that waits for its end would hang."""
     watched = Watched(built, monkeypatch)
     waiting: deque[threading.Event] = deque()
     late: list[int] = []
 
     def wait(step: LaunchedStep) -> list[TokenOutput | None]:
-        if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=10):
+        if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=60):
             late.append(len(watched.batches))
         return real_wait(step)
 
-    def release_the_one_in_front(batch: Batch) -> None:
+    def release_the_previous_step(batch: Batch) -> None:
         if batch.step > 1:
-            behind[batch.step - 2].set()
+            launched_next[batch.step - 2].set()
 
-    behind = [threading.Event() for _ in range(12)]
-    waiting.extend(behind)
+    launched_next = [threading.Event() for _ in range(12)]
+    waiting.extend(launched_next)
     real_wait = LaunchedStep.wait
     monkeypatch.setattr(LaunchedStep, "wait", wait)
-    watched.before = release_the_one_in_front
-    async with running(built) as (engine, heard):
+    watched.before = release_the_previous_step
+    async with running(built) as (engine, events):
         engine.submit(request("a", prompt_of(5), greedy(12)))
-        await heard.finished("a")
+        await events.finished("a")
     assert late == []
-    assert [len(heard.ids("a")), len(watched.batches)] == [12, 12]
+    assert [len(events.ids("a")), len(watched.batches)] == [12, 12]
 
 
 async def test_an_end_token_in_the_middle_of_others_leaves_a_void_row(
@@ -103,36 +112,36 @@ async def test_an_end_token_in_the_middle_of_others_leaves_a_void_row(
     ends_at = expected.index(end) + 1
     stops = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(end,))
     other = prompt_of(9, seed=1)
-    async with running(built) as (engine, heard):
+    async with running(built) as (engine, events):
         engine.submit(request("stays", other, greedy(20)))
         engine.submit(request("ends", prompt, stops))
-        await heard.finished("ends", "stays")
-    assert heard.ids("ends") == expected[:ends_at]
-    assert heard.reasons["ends"] is FinishReason.STOP
-    assert heard.ids("stays") == transformers_greedy(llama[1], other, 20)
+        await events.finished("ends", "stays")
+    assert events.ids("ends") == expected[:ends_at]
+    assert events.reasons["ends"] is FinishReason.STOP
+    assert events.ids("stays") == transformers_greedy(llama[1], other, 20)
     computed = sum(row.request_id == "ends" for batch in watched.batches for row in batch.rows)
     assert computed == ends_at + 1
 
 
-async def test_requests_of_one_block_too_few_are_sent_back_and_give_the_same_tokens(llama: Llama) -> None:
+async def test_requests_of_one_block_too_few_are_preempted_and_give_the_same_tokens(llama: Llama) -> None:
     prompts = {name: prompt_of(7, seed=seed) for seed, name in enumerate("abc")}
-    async with running(build(llama[0], num_blocks=8), prefix_cache=False) as (engine, heard):
+    async with running(build(llama[0], num_blocks=8), prefix_cache=False) as (engine, events):
         for name, prompt in prompts.items():
             engine.submit(request(name, prompt, greedy(15)))
-        await heard.finished(*prompts)
+        await events.finished(*prompts)
         assert engine.load().preemptions > 0
     for name, prompt in prompts.items():
-        assert heard.ids(name) == transformers_greedy(llama[1], prompt, 15)
+        assert events.ids(name) == transformers_greedy(llama[1], prompt, 15)
 
 
 async def test_an_abort_returns_when_no_step_in_flight_has_a_row_of_the_request(
     built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(built, monkeypatch)
-    async with running(built) as (engine, heard):
+    async with running(built) as (engine, events):
         engine.submit(request("stays", prompt_of(5, seed=1), greedy(30)))
         engine.submit(request("goes", prompt_of(20), greedy(200)))
-        await heard.until(lambda: len(heard.ids("goes")) >= 3)
+        await events.until(lambda: len(events.ids("goes")) >= 3)
         assert engine._scheduler.steps_in_flight == 2
         before = engine.load().blocks_free
         abort = asyncio.create_task(engine.abort("goes"))
@@ -141,13 +150,13 @@ async def test_an_abort_returns_when_no_step_in_flight_has_a_row_of_the_request(
         assert engine.load().blocks_free == before
         await abort
         assert engine.load().blocks_free >= before + 20 // BLOCK_SIZE
-        told, launched = len(heard.ids("goes")), len(watched.batches)
-        await heard.finished("stays")
-    assert len(heard.ids("goes")) == told
+        num_tokens, launched = len(events.ids("goes")), len(watched.batches)
+        await events.finished("stays")
+    assert len(events.ids("goes")) == num_tokens
     assert not any(row.request_id == "goes" for batch in watched.batches[launched:] for row in batch.rows)
 
 
-async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_behind_it(
+async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_after_it(
     built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(built, monkeypatch)
@@ -155,25 +164,25 @@ async def test_a_prompt_that_comes_while_a_last_step_runs_is_launched_behind_it(
     real_wait = LaunchedStep.wait
 
     def wait(step: LaunchedStep) -> list[TokenOutput | None]:
-        assert hold.wait(timeout=10)
+        assert hold.wait(timeout=60)
         return real_wait(step)
 
     monkeypatch.setattr(LaunchedStep, "wait", wait)
-    async with running(built) as (engine, heard):
+    async with running(built) as (engine, events):
         engine.submit(request("a", prompt_of(5), greedy(1)))
-        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
         engine.submit(request("b", prompt_of(5, seed=1), greedy(1)))
-        assert await asyncio.to_thread(watched.launched.acquire, timeout=10)
-        assert heard.steps == []
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
+        assert events.steps == []
         hold.set()
-        await heard.finished("a", "b")
+        await events.finished("a", "b")
 
 
 # ---- failures
 
 
 @pytest.mark.parametrize("where", ["launch", "wait"])
-async def test_a_failing_step_takes_what_was_built_on_it_and_spares_the_rest(
+async def test_a_failing_step_fails_its_requests_and_no_others(
     llama: Llama, built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     prompts = {name: prompt_of(5, seed=seed) for seed, name in enumerate("ab")}
@@ -197,44 +206,44 @@ async def test_a_failing_step_takes_what_was_built_on_it_and_spares_the_rest(
     watched._launch = launch
     monkeypatch.setattr(LaunchedStep, "wait", wait)
 
-    async with running(built) as (engine, heard):
+    async with running(built) as (engine, events):
         engine.submit(request("a", prompts["a"], greedy(40)))
-        await heard.finished("a")
+        await events.finished("a")
         engine.submit(request("b", prompts["b"], greedy(12)))
-        await heard.finished("b")
-    assert isinstance(heard.errors["a"], InternalError)
-    assert "the third step" in str(heard.errors["a"])
-    assert len(heard.ids("a")) == 2
+        await events.finished("b")
+    assert isinstance(events.errors["a"], InternalError)
+    assert "the third step" in str(events.errors["a"])
+    assert len(events.ids("a")) == 2
     assert "an engine step failed" in caplog.text
-    assert heard.ids("b") == transformers_greedy(llama[1], prompts["b"], 12)
-    assert "b" not in heard.errors
+    assert events.ids("b") == transformers_greedy(llama[1], prompts["b"], 12)
+    assert "b" not in events.errors
 
 
-async def test_when_the_engine_closes_the_steps_in_flight_are_told_first(built: Built) -> None:
-    heard = Listener()
-    async with Engine(built.runner, limits(), on_step=heard) as engine:
+async def test_when_the_engine_closes_the_steps_in_flight_are_reported_first(built: Built) -> None:
+    events = EventRecorder()
+    async with Engine(built.runner, limits(), on_step=events) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
-        await heard.until(lambda: len(heard.ids("a")) >= 3)
+        await events.until(lambda: len(events.ids("a")) >= 3)
         in_flight = engine._scheduler.steps_in_flight
-        told = len(heard.ids("a"))
+        num_tokens = len(events.ids("a"))
     assert in_flight == 2
-    assert len(heard.ids("a")) == told + in_flight
-    assert [token.index for token in heard.tokens["a"]] == list(range(told + in_flight))
-    assert list(heard.errors) == ["a"]
+    assert len(events.ids("a")) == num_tokens + in_flight
+    assert [token.index for token in events.tokens["a"]] == list(range(num_tokens + in_flight))
+    assert list(events.errors) == ["a"]
 
 
 # ---- before the first step
 
 
-async def test_the_runner_is_prepared_by_the_thread_that_launches_before_anybody_enters(
+async def test_the_runner_is_prepared_by_the_thread_that_launches_before_entry_returns(
     built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[str] = []
     monkeypatch.setattr(built.runner, "prepare", lambda: prepared.append(threading.current_thread().name))
-    async with running(built) as (engine, heard):
+    async with running(built) as (engine, events):
         assert prepared == ["device"]
         engine.submit(request("a", prompt_of(4), greedy(2)))
-        await heard.finished("a")
+        await events.finished("a")
     assert prepared == ["device"]
 
 
@@ -246,6 +255,6 @@ async def test_an_engine_whose_runner_cannot_be_prepared_is_not_entered(
 
     monkeypatch.setattr(built.runner, "prepare", prepare)
     with pytest.raises(InternalError, match="no memory for a graph"):
-        async with Engine(built.runner, limits(), on_step=Listener()):
+        async with Engine(built.runner, limits(), on_step=EventRecorder()):
             pass
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("device")]

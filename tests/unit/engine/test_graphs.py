@@ -1,5 +1,5 @@
-"""Decodes in the buffers of the graphs: a padded step equals the model's own, and the buffers hold what their last
-step was given and no more. Which sizes are captured, and what of them memory allows."""
+"""Decodes in the buffers of the graphs: a padded step equals the model's own step, and the buffers hold the rows of the
+last step only. Which sizes are captured, and how many of them memory allows."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from attention.platform import probe_platform
 from attention.selection import BACKENDS
 from baton.errors import InternalError
 from baton.types import SamplingParams
-from engine.batch import BatchRow, SampleRow
+from engine.batch import BatchRow
 from engine.build import Built
 from engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
 from engine.device.graphs import (
@@ -33,6 +33,7 @@ from engine.device.graphs import (
 from engine.device.host_rows import HostRows
 from engine.device.step_slot import StepSlot
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 from models.needs import attention_needs
@@ -60,7 +61,7 @@ def slot_of(buffers: DecodeBuffers) -> StepSlot:
 
 
 def run(buffers: DecodeBuffers, rows: list[BatchRow]) -> None:
-    """What a step does to the buffers, without a model."""
+    """Does to the buffers what a step does, without a model."""
     buffers.fill(rows, step=0, slot=slot_of(buffers))
     buffers.place_new_blocks(len(rows))
     buffers.host.copied()
@@ -82,7 +83,7 @@ def steps_of_coming_and_going_requests(num_steps: int) -> Iterator[list[BatchRow
 
 
 class Reference:
-    """The same requests by the model alone, in steps without padding."""
+    """Runs the same requests on the model alone, in steps without padding."""
 
     def __init__(self, built: Built) -> None:
         self._model, self._backend = built.runner.model, built.runner.backend
@@ -102,7 +103,7 @@ class Reference:
 
 
 def empty_cache(built: Built) -> PagedKVCache:
-    """In which a slot that is read before it is written shows."""
+    """A cache full of NaN, so that reading an unwritten slot shows."""
     cache = PagedKVCache(built.cache.spec, built.cache.shape)
     cache.storage.fill_(torch.nan)
     return cache
@@ -129,8 +130,8 @@ def test_padded_decodes_have_the_logits_of_the_model(family: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("mistral-window", "TRITON_ATTN"), ("deepseek-v2", "TRITON_MLA")])
 def test_a_captured_step_needs_to_know_nothing_of_the_host(family: str, name: str, tmp_path: Path) -> None:
-    """What a replay does again is what a step queues on the device, with the numbers that the host had at its capture;
-    all that changes comes with the buffers."""
+    """A replay repeats the work that the captured step queued, with the host's numbers of the capture. Everything that
+    changes is in the buffers."""
     save_tiny(family, tmp_path)
     built = build(tmp_path)
     reference, cache = Reference(built), empty_cache(built)
@@ -162,14 +163,14 @@ def test_a_captured_step_needs_to_know_nothing_of_the_host(family: str, name: st
 
 
 def load_with(name: str, directory: Path, built: Built) -> tuple[CausalLM, AttentionBackend]:
-    """The model with a backend of Triton kernels, which without a GPU run in the interpreter."""
+    """The model with a backend of Triton kernels, which run in the interpreter without a GPU."""
     needs = attention_needs(built.config, dtype="float32", device="cpu", shape=built.cache.shape, max_num_reqs=8)
     (backend_class,) = (each for each in BACKENDS if each.capabilities.name == name)
     backend = backend_class(needs, probe_platform("cpu"), context_workspace_tokens=64)
     return load_model(directory, built.config, backend=backend, dtype="float32", device="cpu"), backend
 
 
-def test_buffers_hold_the_rows_and_padding_behind_them() -> None:
+def test_buffers_hold_the_rows_and_padding_after_them() -> None:
     buffers = buffers_of()
     run(buffers, [row(7, 9, [5, 4, 3]), row(0, 0, [8], source=1), row(6, 3, [2])])
     run(buffers, [row(7, 10, [5, 4, 3]), row(0, 4, [8, 1], source=0)])
@@ -255,19 +256,19 @@ def test_a_capture_does_not_pay_for_what_another_process_takes_meanwhile() -> No
     crowded = taken_bytes(before, FreeMemory(before.free - 40 * gib, before.reserved + 100 * mib))
     assert alone < crowded < 150 * mib
     assert taken_bytes(before, FreeMemory(before.free + gib, before.reserved)) == 0
-    # Of all sizes, so that a neighbour that loads for as long as this node captures costs none of them.
+    # The bound for all sizes is small enough that a process that loads meanwhile costs no graph.
     assert len(capture_sizes(256)) * taken_bytes(before, FreeMemory(0, before.reserved)) < 700 * mib
 
 
 def blocks_of(host: HostRows, buffers: DecodeBuffers) -> dict[int, int]:
-    """The blocks that rows get with the step."""
+    """The new blocks that rows get with the step."""
     nowhere = buffers.block_table.numel()
     places, blocks = host.fields["new_block_place"].tolist(), host.fields["new_block"].tolist()
     return {row: blocks[row] for row, place in enumerate(places) if place != nowhere}
 
 
 def test_blocks_count_as_copied_only_when_they_are() -> None:
-    """A step that fails between leaves the next one to copy them."""
+    """If a step fails in between, the next one copies them."""
     buffers = buffers_of()
     host = buffers.host
     rows = [row(1, 8, [5, 4, 3]), row(1, 0, [9])]
@@ -306,7 +307,7 @@ def test_a_row_that_grows_by_a_block_gets_it_with_the_step() -> None:
 
 
 def test_a_row_that_was_padding_when_its_block_came_gets_it_later() -> None:
-    """A step of fewer rows writes no table behind them."""
+    """A step of fewer rows does not write the table rows after them."""
     buffers = buffers_of()
     first, second = row(1, 0, [1]), row(1, 4, [7, 8])
     run(buffers, [first, second])

@@ -1,4 +1,4 @@
-"""A step's layers are told of while it computes, once their KV is in the cache, and only to who wants that."""
+"""Layers cause events while their step still runs, once their KV is in the cache, for requests that ask for marks."""
 
 import asyncio
 import threading
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch, BatchRow, SampleRow
+from engine.batch import Batch, BatchRow
 from engine.build import Built
 from engine.device.layer_marks import LayerMark
 from engine.device.runner import ModelRunner
 from engine.events import LayersComputed, StepEvents
 from engine.request import int_array
+from engine.sampling.row import SampleRow
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
 from tests.unit.models.tiny import save_tiny
@@ -29,7 +30,7 @@ def batch_of(runner: ModelRunner, *, layers_per_group: int) -> Batch:
     return Batch(0, (BatchRow("a", int_array(PROMPT), 0, int_array(BLOCKS), sample),), layers_per_group)
 
 
-# One of each way to walk through the layers.
+# One model for each way to iterate over the layers.
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4", "deepseek-v2", "falcon-new", "bloom", "gpt-oss"])
 def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
@@ -42,7 +43,7 @@ def test_at_a_mark_the_first_layers_and_no_others_have_their_kv(family: str, tmp
         mark.wait()
         marks.append(mark.layer_stop)
         layers = [cache.layer(layer)[:, list(BLOCKS)] for layer in range(num_layers)]
-        # Blocks have room for one token more than there are.
+        # The blocks have room for one more token.
         assert [not layer.isnan().all() for layer in layers] == [layer < mark.layer_stop for layer in range(num_layers)]
         seen.append(torch.stack(layers[: mark.layer_stop]).clone())
 
@@ -63,31 +64,31 @@ def test_marks_come_behind_so_many_layers_and_not_behind_the_last(llama: tuple[P
 
 
 def layers_of(steps: list[StepEvents]) -> list[LayersComputed]:
-    return [layers for events in steps for layers in events.layers]
+    return [layers for step in steps for layers in step.layers]
 
 
 async def test_an_engine_tells_of_layers_before_their_chunk_and_of_nobody_else(built: Built) -> None:
-    async with running(built, max_batch_tokens=16) as (engine, heard):
+    async with running(built, max_batch_tokens=16) as (engine, events):
         wanting = replace(request("wanting", prompt_of(40, seed=1), greedy(4), prefill_only=True), layers_per_group=1)
         engine.submit(wanting)
         engine.submit(request("other", prompt_of(20, seed=2), greedy(4)))
-        await heard.finished("other")
-        await heard.until(lambda: "wanting" in heard.tokens)
-        told = layers_of(heard.steps)
-        assert {layers.request_id for layers in told} == {"wanting"}
-        chunks = heard.chunks["wanting"]
+        await events.finished("other")
+        await events.until(lambda: "wanting" in events.tokens)
+        computed = layers_of(events.steps)
+        assert {layers.request_id for layers in computed} == {"wanting"}
+        chunks = events.chunks["wanting"]
         assert len(chunks) > 1
-        assert [(layers.token_start, layers.token_stop) for layers in told] == [
+        assert [(layers.token_start, layers.token_stop) for layers in computed] == [
             (chunk.token_start, chunk.token_stop) for chunk in chunks
         ]
-        assert {layers.layer_stop for layers in told} == {1}
-        for layers, chunk in zip(told, chunks, strict=True):
+        assert {layers.layer_stop for layers in computed} == {1}
+        for layers, chunk in zip(computed, chunks, strict=True):
             assert layers.block_ids == chunk.block_ids[: len(layers.block_ids)]
             assert len(layers.block_ids) * built.runner.facts.block_size >= layers.token_stop
         steps = [
-            (kind, events.step)
-            for events in heard.steps
-            for kind, part in (("layers", events.layers), ("chunk", events.chunks))
+            (kind, step.step)
+            for step in events.steps
+            for kind, part in (("layers", step.layers), ("chunk", step.chunks))
             if any(one.request_id == "wanting" for one in part)
         ]
         assert steps == [
@@ -97,7 +98,7 @@ async def test_an_engine_tells_of_layers_before_their_chunk_and_of_nobody_else(b
 
 
 async def test_nothing_is_told_of_a_request_that_has_ended(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborted while its step runs: the mark comes, and is about nobody."""
+    """A request is aborted while its step runs: the mark arrives and causes no event."""
     launch, begun, ended = built.runner.launch, threading.Event(), threading.Event()
 
     def held_back(batch: Batch, on_mark: Any) -> Any:
@@ -109,11 +110,11 @@ async def test_nothing_is_told_of_a_request_that_has_ended(built: Built, monkeyp
         return launch(batch, later)
 
     monkeypatch.setattr(built.runner, "launch", held_back)
-    async with running(built) as (engine, heard):
+    async with running(built) as (engine, events):
         engine.submit(replace(request("a", PROMPT, greedy(4), prefill_only=True), layers_per_group=1))
         assert await asyncio.to_thread(begun.wait, 10)
         aborting = asyncio.create_task(engine.abort("a"))
         await asyncio.sleep(0)
         ended.set()
         await aborting
-        assert layers_of(heard.steps) == []
+        assert layers_of(events.steps) == []

@@ -1,4 +1,4 @@
-"""Memory that ran out is told from other errors by torch's own, and by the words of those that have none."""
+"""Out-of-memory errors are recognized by torch's class, or by their text where there is no class."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ def described(error: Exception) -> str:
     return line
 
 
-def test_of_a_gpu_figures_and_cures_are_told_and_nothing_of_its_allocator() -> None:
+def test_a_gpu_error_has_figures_and_cures_and_no_advice_about_the_allocator() -> None:
     line = described(torch.OutOfMemoryError(TORCH_SAYS))
     assert "Tried to allocate 14.00 GiB" in line
     assert "3.20 GiB is free" in line
     for cure in ("--gpu-memory-fraction", "--kv-cache-mib", "--max-batch-tokens", "--tensor-parallel-size"):
         assert cure in line
-    # Memory that can grow cannot be given to other processes: cuda_ipc would be lost.
+    # Expandable segments cannot be shared with other processes, so cuda_ipc would be lost.
     assert "expandable_segments" not in line
 
 
@@ -37,13 +37,13 @@ def test_of_a_gpu_figures_and_cures_are_told_and_nothing_of_its_allocator() -> N
         "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
     ],
 )
-def test_drivers_and_libraries_have_one_word_for_it(message: str) -> None:
+def test_errors_of_drivers_and_libraries_are_recognized(message: str) -> None:
     line = described(RuntimeError(message))
     assert message.partition("\n")[0] in line
     assert "--gpu-memory-fraction" in line
 
 
-def test_of_the_host_torchs_own_error_is_put_in_gib_beside_what_is_free() -> None:
+def test_a_host_error_states_in_gib_what_was_asked_for_and_what_is_free() -> None:
     with pytest.raises(RuntimeError) as raised, allocating("the KV cache"):
         torch.zeros(1 << 50, dtype=torch.uint8)
     line = described(raised.value)
@@ -53,13 +53,13 @@ def test_of_the_host_torchs_own_error_is_put_in_gib_beside_what_is_free() -> Non
     assert "--gpu-memory-fraction" not in line
 
 
-def test_pythons_own_memory_counts() -> None:
+def test_a_memory_error_of_python_is_recognized() -> None:
     with pytest.raises(MemoryError) as raised:
         bytearray(1 << 60)
     assert describe_out_of_memory(raised.value) is not None
 
 
-def test_the_innermost_use_is_told_and_once() -> None:
+def test_only_the_innermost_purpose_is_stated() -> None:
     with pytest.raises(MemoryError) as raised, allocating("the node"), allocating("the weights"):
         raise MemoryError
     line = described(raised.value)

@@ -1,4 +1,4 @@
-"""How a GPU's memory is shared out and its step size chosen: the arithmetic, from numbers as a profile gives them."""
+"""How a GPU's memory is divided and its step size chosen: the arithmetic, with the numbers of a profile."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from baton.errors import ConfigError
 from engine.device.profile import (
     DeviceMemory,
     MemoryPlan,
+    MemoryShare,
     Profile,
     choose_step_tokens,
     decode_step,
@@ -26,7 +27,7 @@ MEMORY = DeviceMemory(total=100 * GIB, used=15 * GIB, free=84 * GIB)
 def planned(
     memory: DeviceMemory = MEMORY, *, fraction: float = 0.9, graphs: bool = True, least_bytes: int = GIB
 ) -> MemoryPlan:
-    return plan_memory(memory, PROFILE, fraction=fraction, reserved_bytes=GIB, graphs=graphs, least_bytes=least_bytes)
+    return plan_memory(memory, PROFILE, MemoryShare(fraction, GIB, graphs=graphs), least_bytes=least_bytes)
 
 
 def test_the_smallest_step_that_is_nearly_as_fast_as_the_fastest_is_chosen() -> None:
@@ -41,7 +42,7 @@ def test_the_parts_fill_the_fraction_exactly() -> None:
     assert planned(graphs=False).kv_cache == plan.kv_cache + plan.graphs
 
 
-def test_what_others_have_taken_is_not_promised() -> None:
+def test_memory_of_other_processes_is_not_planned() -> None:
     crowded = DeviceMemory(total=100 * GIB, used=15 * GIB, free=30 * GIB)
     plan = planned(crowded)
     assert plan.kv_cache + plan.steps + plan.graphs + plan.reserved == 30 * GIB

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the published generator, and a distribution that is what it says."""
+"""Counter-based random numbers: the published generator, and the distribution of its variates."""
 
 import math
 

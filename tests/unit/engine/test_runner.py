@@ -1,5 +1,5 @@
-"""Steps on a runner: what they compute, what they leave on the device for the step behind them, and how they are
-waited for. Each holds for steps outside of graphs, and for decodes in the buffers of the graphs."""
+"""Steps on a runner: what they compute, what they leave on the device for the next step, and how callers wait for them.
+Each test covers steps outside of graphs and decodes in the buffers of the graphs."""
 
 from pathlib import Path
 from threading import Thread
@@ -34,13 +34,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.5, "min_p": 0.1, "seed": 2**64 - 3},
     "top": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 7},
     "penalised": {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.3},
-    "told": {"logprobs": 3, "temperature": 0.7, "seed": 8},
+    "logprobs": {"logprobs": 3, "temperature": 0.7, "seed": 8},
     "biased": {"logit_bias": {5: 3.0, 9: -100.0}},
 }
 
 
 def drive(runner: ModelRunner, *, ahead: bool) -> Driver:
-    """Requests of all kinds that come, pause, move and leave."""
+    """Requests of all kinds that arrive, pause, move and leave."""
     driver = Driver(runner, ahead=ahead)
     names = list(SAMPLINGS)
     for seed, (name, sampling) in enumerate(SAMPLINGS.items()):
@@ -53,7 +53,7 @@ def drive(runner: ModelRunner, *, ahead: bool) -> Driver:
         driver.step(*names)
     driver.step(*names[1::2])
     driver.step(*reversed(names))
-    driver.move("told")
+    driver.move("logprobs")
     for _ in range(4):
         driver.step(*names[2:], names[0])
     return driver
@@ -100,13 +100,13 @@ def test_padded_steps_draw_what_steps_outside_of_graphs_draw(llama: tuple[Path, 
     ours, theirs = drive(padded, ahead=True), drive(eager, ahead=True)
     for name in SAMPLINGS:
         assert ours.ids(name) == theirs.ids(name), name
-    told = zip(ours.outputs("told"), theirs.outputs("told"), strict=True)
-    assert all(len(our.top_logprobs) == 3 for our in ours.outputs("told"))
-    assert all(our.logprob == pytest.approx(their.logprob, abs=1e-5) for our, their in told)
+    sampled = zip(ours.outputs("logprobs"), theirs.outputs("logprobs"), strict=True)
+    assert all(len(our.top_logprobs) == 3 for our in ours.outputs("logprobs"))
+    assert all(our.logprob == pytest.approx(their.logprob, abs=1e-5) for our, their in sampled)
 
 
 def test_a_row_that_is_not_sampled_has_no_token(runner: ModelRunner) -> None:
-    """A piece of a prompt, also one of a single token."""
+    """A chunk of a prompt, also one of a single token."""
     blocks = int_array([0, 1])
     rows = BatchRow("a", int_array([3]), 0, blocks, None), BatchRow("b", int_array([4, 5]), 0, int_array([2]), None)
     assert runner.run(Batch(0, rows)) == [None, None]
@@ -114,7 +114,7 @@ def test_a_row_that_is_not_sampled_has_no_token(runner: ModelRunner) -> None:
 
 
 def test_a_step_that_failed_leaves_the_one_behind_it_able_to_run(runner: ModelRunner) -> None:
-    """Which asks for tokens that nobody has sampled, of rows that there may never have been."""
+    """The next step reads tokens that were never sampled, of rows that may not exist."""
     driver = Driver(runner)
     driver.add("a", prompt_of(5))
     driver.step("a")

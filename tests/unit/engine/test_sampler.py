@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import SampleRow
 from engine.request import int_array
 from engine.sampling.penalties import edits_of
 from engine.sampling.random import exponential_noise
-from engine.sampling.sampler import has_edits, sample, tell
+from engine.sampling.row import SampleRow
+from engine.sampling.sampler import sample, with_logprobs
 from tests.device import DEVICE
 
 VOCAB_SIZE = 67
@@ -211,8 +211,8 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_row_asks() -> None:
 
 def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:
     rows = [row(replace(GREEDY, logprobs=count)) for count in (1, 20, 0)]
-    told = outputs(random_logits(3), rows)
-    assert [len(token.top_logprobs) for token in told] == [1, 20, 0]
+    tokens = outputs(random_logits(3), rows)
+    assert [len(token.top_logprobs) for token in tokens] == [1, 20, 0]
     few = outputs(torch.zeros(1, 3), [row(replace(GREEDY, logprobs=20))])
     assert len(few[0].top_logprobs) == 3
 
@@ -237,7 +237,7 @@ def test_a_token_that_only_the_device_knows_is_penalised_like_any_other() -> Non
 
 
 class _NothingWaits(TorchDispatchMode):
-    """Refuses what makes the host wait for a GPU: sizes or numbers that depend on data."""
+    """Refuses operations that make the host wait for a GPU: their sizes or numbers depend on data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -261,17 +261,17 @@ def test_edits_wait_for_nothing_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_only_what_no_graph_can_hold_is_an_edit(name: str) -> None:
+def test_only_rows_that_no_graph_can_sample_edit_logits(name: str) -> None:
     in_graph = {"greedy", "plain", "cold", "hot"}
-    assert has_edits(ROWS[name]) == (name not in in_graph and not name.startswith(("top_", "min_")))
+    assert ROWS[name].edits_logits == (name not in in_graph and not name.startswith(("top_", "min_")))
 
 
-def test_a_token_that_is_chosen_already_is_told_with_the_same_logprobs() -> None:
+def test_logprobs_of_a_chosen_token_equal_those_of_a_sampled_one() -> None:
     logits = random_logits(3).to(DEVICE)
     counts = [2, 0, 5]
     rows = [row(replace(GREEDY, logprobs=count), index=4) for count in counts]
     chosen = logits.argmax(dim=1).int()
-    told = tell(logits, chosen, output_indices=[4, 4, 4], counts=counts).to_host()
+    drawn = with_logprobs(logits, chosen, output_indices=[4, 4, 4], counts=counts).to_host()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    assert told.outputs() == outputs(logits, rows)
+    assert drawn.outputs() == outputs(logits, rows)

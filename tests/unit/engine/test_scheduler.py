@@ -1,4 +1,4 @@
-"""Scheduling: what runs in a step, who waits, who is sent back, and how requests end."""
+"""Scheduling: what runs in a step, which requests wait or are preempted, and how requests end."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_a_prompt_is_cut_to_the_budget_and_samples_with_its_last_chunk() -> None
     assert (second.started, second.tokens) == ((), ())
     computed, third = step(scheduler)
     assert computed == {"a": 8}
-    assert [(told.token.index, told.finish_reason) for told in third.tokens] == [(0, None)]
+    assert [(sampled.token.index, sampled.finish_reason) for sampled in third.tokens] == [(0, None)]
     computed, fourth = step(scheduler)
     assert computed == {"a": 1}
     assert fourth.chunks == ()
@@ -94,7 +94,7 @@ def test_the_latest_request_is_sent_back_and_recomputed_without_drawing_again() 
     given = [11]
     while scheduler.load().preemptions == 0:
         computed, events = step(scheduler, token_id=12)
-        given += [told.token.token_id for told in events.tokens if told.request_id == "b"]
+        given += [sampled.token.token_id for sampled in events.tokens if sampled.request_id == "b"]
     assert computed == {"a": 1}
     assert scheduler.load().requests_waiting == 1
     scheduler.abort("a")
@@ -106,7 +106,7 @@ def test_the_latest_request_is_sent_back_and_recomputed_without_drawing_again() 
     assert row.sample.output_index == len(given)
     events = finish(scheduler, batch)
     assert events.started == ()
-    assert [told.token.index for told in events.tokens] == [len(given)]
+    assert [sampled.token.index for sampled in events.tokens] == [len(given)]
 
 
 def test_a_decode_goes_back_itself_rather_than_taking_the_blocks_of_a_prefill_only_request() -> None:
@@ -127,7 +127,7 @@ def test_a_prefill_only_request_holds_its_blocks_until_abort() -> None:
     scheduler = make()
     scheduler.submit(request("a", 8, prefill_only=True), 0.0)
     _, events = step(scheduler)
-    assert [told.finish_reason for told in events.tokens] == [None]
+    assert [sampled.finish_reason for sampled in events.tokens] == [None]
     assert scheduler.schedule(0.0) is None
     assert (scheduler.load().blocks_leased, scheduler.load().requests_running) == (2, 0)
     scheduler.abort("a")
@@ -184,7 +184,7 @@ def test_an_admitted_request_decodes_behind_its_first_token() -> None:
     (row,) = batch.rows
     assert (list(row.token_ids), row.token_start) == ([7], 11)
     events = finish(scheduler, batch)
-    assert [told.token.index for told in events.tokens] == [3]
+    assert [sampled.token.index for sampled in events.tokens] == [3]
     assert (events.started, events.chunks) == ((), ())
 
 
@@ -333,9 +333,9 @@ def test_finish_rules(
 ) -> None:
     scheduler = make()
     scheduler.submit(request("a", 3, sampling=sampling), 0.0)
-    told = [step(scheduler, token_id)[1].tokens[0] for token_id in drawn]
-    assert [token.finish_reason for token in told] == reasons
-    assert told[-1].stop_reason == stop_reason
+    sampled = [step(scheduler, token_id)[1].tokens[0] for token_id in drawn]
+    assert [token.finish_reason for token in sampled] == reasons
+    assert sampled[-1].stop_reason == stop_reason
     assert scheduler.schedule(0.0) is None
     assert scheduler.load().blocks_free == 32
 
@@ -371,9 +371,9 @@ def test_a_request_in_the_step_in_flight_is_freed_after_it_and_told_of_no_more()
     assert scheduler.abort("a")
     assert scheduler.load().blocks_free == 28
     events = finish(scheduler, batch)
-    assert [told.request_id for told in events.started] == ["b"]
-    assert [told.request_id for told in events.chunks] == ["b"]
-    assert [told.request_id for told in events.tokens] == ["b"]
+    assert [event.request_id for event in events.started] == ["b"]
+    assert [event.request_id for event in events.chunks] == ["b"]
+    assert [sampled.request_id for sampled in events.tokens] == ["b"]
     assert scheduler.load().blocks_free == 30
     assert not scheduler.abort("a")
 

@@ -9,7 +9,7 @@ from tests.unit.engine.scheduling import finish, launch, make, request, step
 
 
 def cuts(*, others: int, tokens: int) -> list[tuple[int, int]]:
-    """Chunks of a prompt of 21 tokens beside so many decodes and a prompt that came before it."""
+    """Chunks of a prompt of 21 tokens, next to some decodes and an earlier prompt."""
     scheduler = make(tokens=tokens, requests=4, align=8)
     for index in range(others):
         scheduler.submit(request(f"{index}", 1), 0.0)

@@ -1,8 +1,8 @@
-"""I1, I2 and I5 by model checking: whatever clients, peers and devices do, in whatever order.
+"""I1, I2 and I5 by model checking: clients, peers and devices act in any order.
 
-The model is a device that runs steps in order, at any moment between their launch and their end, and draws what it
-likes. It keeps for every cache slot the token sequence whose KV was last written there: a row may only read slots that
-hold exactly its own sequence, and no slot that a step in flight may write belongs to anybody else.
+The model is a device that runs steps in order, at any moment between their launch and their end, and draws any tokens.
+It keeps for every cache slot the token sequence whose KV was last written there. A row may only read slots that hold
+exactly its own sequence, and no other request may hold a slot that a step in flight writes.
 """
 
 from collections import Counter, deque
@@ -60,13 +60,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(limits, facts)
         self.written: dict[int, Tokens] = {}
         self.in_flight: deque[Running] = deque()
-        self.front: tuple[int, list[int]] = (0, [])  # the step that the device ran last, and what it drew
+        self.front: tuple[int, list[int]] = (0, [])  # the last step that the device ran, and the tokens that it drew
         self.names = 0
         self.prompts: dict[str, int] = {}
-        self.sequences: dict[str, Tokens] = {}  # as the device sees them: what it drew is there at once
-        self.given: dict[str, int] = {}  # output tokens that its owner knows of
-        self.doomed: set[str] = set()  # a step that failed had a row of it, so its KV has a hole
-        self.live: set[str] = set()  # taken in, and neither told to have ended nor aborted
+        self.sequences: dict[str, Tokens] = {}  # on the device, which has drawn tokens at once
+        self.given: dict[str, int] = {}  # output tokens that the owner knows
+        self.doomed: set[str] = set()  # requests with a row in a failed step, so their KV has a hole
+        self.live: set[str] = set()  # accepted, and neither ended nor aborted
         self.reserved: dict[str, Reservation] = {}
         self.held: set[str] = set()
 
@@ -186,8 +186,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(lengths=st.lists(st.integers(1, 5), max_size=3), count=st.integers(2, 20))
     def go_on(self, lengths: list[int], count: int) -> None:
-        """As the run loop does while nobody else comes: decodes get far, and where blocks run out, who came last
-        is sent back and comes again."""
+        """Runs steps while no request arrives: decodes get far, and where blocks run out, the latest request is
+        preempted and runs again."""
         for token_id, length in enumerate(lengths):
             self.submit(prompt=(token_id,) * length, max_tokens=8, prefill_only=False)
         for _ in range(count):
@@ -249,7 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(self.states()) == self.live | self.held
 
     def teardown(self) -> None:
-        """Without reservations and held blocks in the way, everybody who is left comes to an end."""
+        """Without reservations and held blocks, all remaining requests end."""
         for name in self.reserved:
             self.scheduler.abort(name)
             self.live.remove(name)
@@ -311,18 +311,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         events = self.scheduler.complete(results, 0.0)
         assert events.step == step.batch.step
-        assert [(told.request_id, told.token.token_id, told.token.index) for told in events.tokens] == expected
-        self.hear(events)
+        assert [
+            (sampled.request_id, sampled.token.token_id, sampled.token.index) for sampled in events.tokens
+        ] == expected
+        self.record(events)
 
-    def hear(self, events: StepEvents) -> None:
-        for told in events.tokens:
-            self.given[told.request_id] += 1
-            state = self.states().get(told.request_id)
+    def record(self, events: StepEvents) -> None:
+        for sampled in events.tokens:
+            self.given[sampled.request_id] += 1
+            state = self.states().get(sampled.request_id)
             if state is not None and state.phase is Phase.HELD:
-                self.live.remove(told.request_id)
-                self.held.add(told.request_id)
-            elif told.finish_reason is not None:
-                self.live.remove(told.request_id)
+                self.live.remove(sampled.request_id)
+                self.held.add(sampled.request_id)
+            elif sampled.finish_reason is not None:
+                self.live.remove(sampled.request_id)
 
     # ---- helpers
 
@@ -344,7 +346,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return {state.request_id: state for state in self.scheduler._roster.everyone()}
 
     def holders(self) -> list[RequestState]:
-        """Everybody who lives, and who has ended with rows in flight."""
+        """All live requests, and ended ones with rows in flight."""
         rows = [state for step in self.scheduler._in_flight._steps for state in step.states]
         return list({id(state): state for state in (*self.states().values(), *rows)}.values())
 

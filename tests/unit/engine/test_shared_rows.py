@@ -1,5 +1,5 @@
-"""Rows that stand in one step after the other: who shares one, where it stands, and that the arrays on the host are
-then what they would be if every row had been made for its step."""
+"""Rows that several steps share: which requests share them, at which place, and that the host's arrays equal those of
+rows made for each step."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.unit.engine.scheduling import BLOCK_SIZE, EOS, finish, launch, make, 
 
 
 def steady(scheduler: Scheduler, num_steps: int, *, token_id: int = 5) -> list[Batch]:
-    """Steps, each launched behind one that runs; the last is in flight."""
+    """Steps, each launched while the previous one runs; the last is in flight."""
     batches = [launch(scheduler)]
     for _ in range(num_steps - 1):
         batches.append(launch(scheduler))
@@ -45,13 +45,13 @@ def test_a_decode_has_one_row_for_all_steps_until_its_blocks_change() -> None:
         SamplingParams(max_tokens=50, temperature=0.0, min_tokens=40),
     ],
 )
-def test_what_differs_in_every_step_has_rows_of_its_own(sampling: SamplingParams) -> None:
+def test_rows_that_differ_in_every_step_are_not_shared(sampling: SamplingParams) -> None:
     scheduler = make()
     scheduler.submit(request("a", 4, sampling=sampling), 0.0)
     assert all(batch.shared_rows[0].since is None for batch in steady(scheduler, 4))
 
 
-def test_who_ends_leaves_the_others_where_they_are_and_a_newcomer_takes_the_place() -> None:
+def test_other_requests_keep_their_places_when_one_ends_and_a_newcomer_takes_the_free_place() -> None:
     scheduler = make()
     for name in "abcd":
         scheduler.submit(request(name, 3), 0.0)
@@ -69,8 +69,8 @@ def test_who_ends_leaves_the_others_where_they_are_and_a_newcomer_takes_the_plac
     assert without.shared_rows[2] is before.shared_rows[2]
 
 
-def test_who_was_sent_back_begins_with_a_new_row() -> None:
-    """At the same place, behind a prompt that is as long as what it had."""
+def test_a_preempted_request_begins_with_a_new_row() -> None:
+    """At the same place, after a prompt as long as its earlier sequence."""
     scheduler = make(num_blocks=4, tokens=32)
     for name in "ab":
         scheduler.submit(request(name, 3), 0.0)
@@ -99,7 +99,7 @@ def arrays_of(host: HostRows, size: int) -> dict[str, list[int]]:
 
 
 def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
-    """Of decodes that come, grow, end and change places; now and then a step runs elsewhere, or fails to be taken."""
+    """Decodes arrive, grow, end and change places. Some steps run elsewhere, and some are refused."""
     scheduler = make(num_blocks=64, tokens=40, requests=12)
     shared, alone = (HostRows(64, max_blocks=32, table_width=32, block_size=BLOCK_SIZE) for _ in range(2))
     draw = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
                 host.copied()
             kept += sum(row.since not in (None, batch.step) for row in batch.shared_rows)
             assert arrays_of(shared, len(batch.rows)) == arrays_of(alone, len(batch.rows))
-            assert shared.kinds.unsampled == alone.kinds.unsampled
+            assert shared.sampling.unsampled == alone.sampling.unsampled
             with pytest.raises(InternalError, match="blocks"):
                 shared.take([*batch.rows, batch.rows[0]._replace(block_ids=batch.rows[0].block_ids * 99)], step=0)
         if in_flight and (batch is None or len(in_flight) == 2):

@@ -1,4 +1,4 @@
-"""A runner on each of two ranks, made by what makes a node's: the same tokens as one alone, over a cache of its own."""
+"""A runner on each of two ranks, built as a node builds it: the same tokens as one runner, each with its own cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def together(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[list[Generated]]:
-    """By rank and model."""
+    """The results by rank and model."""
     return run_ranks(generate, 2, tmp_path_factory.mktemp("ranks"), models)
 
 

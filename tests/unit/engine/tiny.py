@@ -38,7 +38,7 @@ def prompt_of(length: int, *, seed: int = 0) -> tuple[int, ...]:
 def transformers_greedy(
     model: Any, prompt: Sequence[int], max_tokens: int, *, min_tokens: int = 0, eos_token_id: int = VOCAB_SIZE
 ) -> list[int]:
-    """By default no token of the vocabulary ends the sequence; to leave the id out would mean the model's own."""
+    """By default no token of the vocabulary ends the sequence. Without an id transformers would use the model's own."""
     config = transformers.GenerationConfig(
         max_new_tokens=max_tokens, min_new_tokens=min_tokens, do_sample=False, eos_token_id=eos_token_id, pad_token_id=0
     )
@@ -49,8 +49,8 @@ def transformers_greedy(
     return tokens
 
 
-class Listener:
-    """Collects what an engine tells, and lets a test wait for it."""
+class EventRecorder:
+    """Collects an engine's events, and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.steps: list[StepEvents] = []
@@ -68,11 +68,11 @@ class Listener:
             self.started[start.request_id] = start
         for chunk in events.chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
-        for told in events.tokens:
-            self.tokens.setdefault(told.request_id, []).append(told.token)
-            if told.finish_reason is not None:
-                assert told.request_id not in self.reasons
-                self.reasons[told.request_id] = told.finish_reason
+        for sampled in events.tokens:
+            self.tokens.setdefault(sampled.request_id, []).append(sampled.token)
+            if sampled.finish_reason is not None:
+                assert sampled.request_id not in self.reasons
+                self.reasons[sampled.request_id] = sampled.finish_reason
         for failed in events.failed:
             assert failed.request_id not in self.errors
             self.errors[failed.request_id] = failed.error
@@ -82,7 +82,7 @@ class Listener:
         return [token.token_id for token in self.tokens.get(request_id, [])]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -92,13 +92,13 @@ class Listener:
 
 
 @asynccontextmanager
-async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, Listener]]:
-    """An engine that has every block free when the test is over."""
-    heard = Listener()
-    async with Engine(built.runner, limits(**given), on_step=heard) as engine:
-        yield engine, heard
-        # A row that ran ahead of its request's end keeps the blocks for another step.
-        await heard.until(lambda: engine.load().blocks_free == engine.load().blocks_total)
+async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, EventRecorder]]:
+    """An engine that must have all blocks free when the test ends."""
+    events = EventRecorder()
+    async with Engine(built.runner, limits(**given), on_step=events) as engine:
+        yield engine, events
+        # A row scheduled before its request's end was known keeps the blocks for one more step.
+        await events.until(lambda: engine.load().blocks_free == engine.load().blocks_total)
         load = engine.load()
         assert (load.blocks_free, load.requests_running, load.requests_waiting) == (load.blocks_total, 0, 0)
 

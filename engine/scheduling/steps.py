@@ -1,0 +1,174 @@
+"""Steps from their making to their end: the order of decodes, the next step, and the steps in flight. Pure.
+
+The oldest step in flight runs while the next one is prepared, so there are at most two.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from engine.batch import Batch, BatchRow
+from engine.events import LayersComputed, RequestStarted, StepEvents
+from engine.request import EngineLimits
+from engine.scheduling.state import Phase, RequestState
+
+STEPS_MAX = 2
+
+
+class DecodeOrder:
+    """Which place each decoding request has in a step: the one of the previous step, wherever possible.
+
+    A row that keeps its place is neither made nor copied to the device again.
+    """
+
+    def __init__(self) -> None:
+        self._decoding: list[RequestState] = []
+        self._placed: list[RequestState] = []
+
+    def place(self, decoding: list[RequestState]) -> list[RequestState]:
+        """The same requests in the order of their places. Newcomers take free places first, then requests that lost
+        their place because the step has fewer rows."""
+        if decoding != self._decoding:
+            self._decoding = decoding
+            self._placed = _kept_places(self._placed, decoding)
+        return self._placed
+
+
+def _kept_places(before: list[RequestState], decoding: list[RequestState]) -> list[RequestState]:
+    stay, known = set(decoding), set(before)
+    newcomers = [state for state in decoding if state not in known]
+    places = [state if state in stay else None for state in before[: len(decoding)]]
+    moved = [state for state in before[len(decoding) :] if state in stay]
+    filling = iter([*newcomers, *moved])
+    return [next(filling) if state is None else state for state in places] + list(filling)
+
+
+class NextStep:
+    """A step in the making: first all decodes, then chunks of prompts while there is budget.
+
+    Attributes:
+        number: of the step.
+        states: the requests of the rows, in the order of the rows.
+        rows: rows of a single token come first.
+        budget: tokens that still fit.
+        started: the requests whose first row is in this step, by id.
+        num_decodes: rows of `add_decodes`; they come before all others.
+        layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
+    """
+
+    def __init__(self, number: int, limits: EngineLimits, *, block_size: int, now: float) -> None:
+        self.number = number
+        self.states: list[RequestState] = []
+        self.rows: list[BatchRow] = []
+        self.started: dict[str, RequestStarted] = {}
+        self.budget = limits.max_batch_tokens
+        self.num_decodes = 0
+        self.layers_per_group = 0
+        self._num_single = 0
+        self._limits = limits
+        self._block_size = block_size
+        self._now = now
+
+    def add_decodes(self, states: list[RequestState]) -> None:
+        """Adds the next token of each request, in this order. Call it before `add_chunk`."""
+        rows = self.rows
+        for place, state in enumerate(states):
+            row = state.shared_row
+            if row is None or place != state.row_index or not state.num_pending:
+                row = state.next_decode(place, step=self.number, block_size=self._block_size)
+            else:  # the row of the previous step, one token further on
+                state.num_scheduled += 1
+                state.num_pending += 1
+            rows.append(row)
+        self.states += states
+        self.num_decodes = self._num_single = len(states)
+        self.budget -= len(states)
+
+    def add_chunk(self, state: RequestState) -> None:
+        """Adds as much of the request's prompt as fits, which may be nothing."""
+        num_tokens = self._limits.chunk_tokens(state.num_scheduled, state.prefill_stop, self.budget)
+        if not num_tokens:
+            return
+        if not state.started:
+            state.started = True
+            queue_s = self._now - state.queued_at
+            self.started[state.request_id] = RequestStarted(state.request_id, state.num_cached, queue_s)
+        index = self._num_single if num_tokens == 1 else len(self.rows)
+        self.states.insert(index, state)
+        self.rows.insert(index, state.next_row(num_tokens, block_size=self._block_size))
+        self.budget -= num_tokens
+        self._num_single += num_tokens == 1
+        if wanted := state.request.layers_per_group:
+            self.layers_per_group = min(wanted, self.layers_per_group or wanted)
+
+
+class Step(NamedTuple):
+    """A launched step.
+
+    Attributes:
+        states: the requests of the rows, in the order of the rows.
+        started: the requests whose first row is in this step, by id.
+    """
+
+    number: int
+    states: list[RequestState]
+    rows: tuple[BatchRow, ...]
+    started: dict[str, RequestStarted]
+
+    def layers_computed(self, layer_stop: int) -> StepEvents:
+        """The events of the running step when its first layers are computed, for requests that ask for marks."""
+        layers = []
+        for state, row in zip(self.states, self.rows, strict=True):
+            start = state.num_computed
+            if state.request.layers_per_group and start < state.prefill_stop and state.phase is not Phase.ENDED:
+                stop = start + len(row.token_ids)
+                layers.append(LayersComputed(state.request_id, start, stop, layer_stop, tuple(state.blocks)))
+        return StepEvents(self.number, 0.0, layers=tuple(layers))
+
+
+class StepsInFlight:
+    """Steps that were launched and have not ended, oldest first. They are numbered from 1 and end in launch order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+        self._launched = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def full(self) -> bool:
+        return len(self._steps) == STEPS_MAX
+
+    @property
+    def launched(self) -> int:
+        """Number of all steps launched so far."""
+        return self._launched
+
+    def launch(self, step: NextStep) -> Batch:
+        """Puts a step after the others."""
+        assert not self.full, f"{STEPS_MAX} steps are in flight"
+        assert step.number == self._launched + 1, f"step {step.number} after step {self._launched}"
+        self._launched = number = step.number
+        # `next_decode` has set the places of the decodes.
+        for index in range(step.num_decodes, len(step.states)):
+            step.states[index].row_index = index
+        launched = Step(number, step.states, tuple(step.rows), step.started)
+        self._steps.append(launched)
+        return Batch(number, launched.rows, step.layers_per_group)
+
+    @property
+    def oldest(self) -> Step:
+        """The step that runs, or that has ended and is not yet removed."""
+        return self._steps[0]
+
+    def end_oldest(self) -> Step:
+        """Removes the oldest step."""
+        return self._steps.popleft()
+
+    def has_row_of(self, state: RequestState) -> bool:
+        """Whether a step in flight has a row of the request."""
+        return any(state in step.states for step in self._steps)
+
+    def has_row_with_id(self, request_id: str) -> bool:
+        """Whether a step in flight has a row of a request with this id, which may have ended."""
+        return any(row.request_id == request_id for step in self._steps for row in step.rows)

@@ -1,0 +1,63 @@
+"""An engine that runs no step until its test allows it, so that a request stays where the test wants it.
+
+The node around it goes on: it answers, sends, receives, cancels and drains.
+"""
+
+import asyncio
+import math
+import multiprocessing
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+
+from baton.cli.processes import Running
+from engine.engine import Engine
+from tests.warm import launch_warm
+
+
+class HeldSteps:
+    """The engine steps of one node."""
+
+    def __init__(self) -> None:
+        self._node_end, self._test_end = multiprocessing.Pipe(duplex=False)
+
+    def launch(self, program: str, arguments: Sequence[str]) -> Running:
+        """Starts the node; no step is allowed yet."""
+        process = launch_warm(program, arguments, prepare=partial(_hold_engine, self._node_end))
+        self._node_end.close()
+        return process
+
+    def allow(self, count: float) -> None:
+        """Allows so many steps from now on, whatever was allowed before."""
+        with suppress(BrokenPipeError):  # the node has ended
+            self._test_end.send(count)
+
+    def allow_all(self) -> None:
+        self.allow(math.inf)
+
+
+def _hold_engine(allowances: Connection) -> None:
+    """Makes the engine of this process start only steps that are allowed."""
+
+    launch_next = Engine._launch_next
+    allowed: dict[Engine, float] = {}
+
+    def launch_allowed(self: Engine) -> bool:
+        if self not in allowed:
+            allowed[self] = 0.0
+            asyncio.get_running_loop().add_reader(allowances.fileno(), receive, self)
+        if allowed[self] < 1 or not launch_next(self):
+            return False
+        allowed[self] -= 1
+        return True
+
+    def receive(engine: Engine) -> None:
+        try:
+            allowed[engine] = allowances.recv()
+        except EOFError:  # the test process has ended
+            allowed[engine] = math.inf
+            asyncio.get_running_loop().remove_reader(allowances.fileno())
+        engine._wake.set()
+
+    Engine._launch_next = launch_allowed  # type: ignore[method-assign]

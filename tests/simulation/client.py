@@ -1,0 +1,101 @@
+"""The client of one request: compares what it gets with what one process alone would have given (I4, I5)."""
+
+from baton.convert import finish_reason_from_proto
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    NoNode,
+    Overloaded,
+)
+from protos.baton.v1 import generation_pb2 as pb
+from tests.simulation.invariants import violated
+from tests.simulation.reference import generate
+from tests.simulation.scenario import Client
+
+
+class ClientCall:
+    """One request as its client sees it.
+
+    Attributes:
+        ended: it got its last message or an error, or its gateway died.
+    """
+
+    def __init__(self, number: int, client: Client, *, context_tokens: int) -> None:
+        self.name = f"r{number}"
+        self.client = client
+        self.ended = False
+        self.error: BatonError | None = None
+        self.finished = False
+        self._expected = generate(client.prompt, client.max_tokens, context_tokens)
+        self._tokens: list[int] = []
+        self._text = ""
+
+    def receive(self, message: pb.GenerateResponse) -> None:
+        if self.ended or self.finished:
+            violated("I5", f"{self.name} gets a message after its end")
+        for token in message.tokens:
+            position = len(self._tokens)
+            if token.index != position:
+                violated("I4", f"{self.name} gets token {token.index} when {position} is due")
+            if position >= len(self._expected.tokens) or self._expected.tokens[position] != token.token_id:
+                violated("I4", f"{self.name} gets {token.token_id} as token {position} of {self._expected.tokens}")
+            self._tokens.append(token.token_id)
+        self._text += message.text
+        if message.finish_reason:
+            self.finished = True
+            reason = finish_reason_from_proto(message.finish_reason)
+            if reason is not self._expected.finish_reason or tuple(self._tokens) != self._expected.tokens:
+                violated("I4", f"{self.name} ends by {reason} after {self._tokens}, not after {self._expected}")
+            if message.usage.completion_tokens != len(self._tokens):
+                violated("I4", f"{self.name} is charged for {message.usage.completion_tokens} tokens")
+            if self._text != text_of(self._tokens, stopped=reason == "stop"):
+                violated("I4", f"{self.name} gets the text {self._text!r} for {self._tokens}")
+
+    def end(self, error: BatonError | None) -> None:
+        if self.ended:
+            violated("I5", f"{self.name} ends twice")
+        if (error is None) != self.finished:
+            violated(
+                "I5", f"{self.name} ends with {error!r}, and its last message has {'' if self.finished else 'not '}come"
+            )
+        self.ended = True
+        self.error = error
+
+    def check_error(self, *, steps_fail: bool) -> None:
+        """I5: the error says what happened; nothing is wrong with the request, and nothing is our mistake.
+
+        Args:
+            steps_fail: an engine step failed in this run.
+        """
+        allowed: list[type[BatonError]] = [DataLoss, Draining, NoNode, Overloaded]
+        if steps_fail:
+            allowed.append(InternalError)
+        if self.client.cancel_s is not None:
+            allowed.append(Cancelled)
+        if not self.client.patient:  # else all faults are over long before its deadline
+            allowed.append(DeadlineExceeded)
+        if self.error is not None and not isinstance(self.error, tuple(allowed)):
+            violated("I5", f"{self.name} ends with {self.error!r}")
+
+    def lose_gateway(self) -> None:
+        """Its gateway died: it gets nothing more, and no error but a broken stream."""
+        self.ended = True
+
+
+def text_of(tokens: list[int], *, stopped: bool) -> str:
+    """What `Detokenizer` makes of an output; a stop token is no part of the text."""
+    return "".join(f"{token} " for token in (tokens[:-1] if stopped else tokens))
+
+
+class Detokenizer:
+    """Every token's text is its number."""
+
+    def push(self, token_id: int) -> str:
+        return f"{token_id} "
+
+    def finish(self) -> str:
+        return ""

@@ -1,0 +1,115 @@
+"""The table of faults: what may happen to processes and connections, how often, and for how long.
+
+A new kind of fault is a row of `KINDS` and a method of the same name in `cluster.Cluster`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+from tests.simulation.weather import Weather
+
+GATEWAY = "g"
+PREFILLS = ("p1", "p2")
+DECODES = ("d1", "d2")
+NODES = PREFILLS + DECODES
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    Attributes:
+        targets: one of these is hit, or one pair of processes.
+        seconds: the shortest and the longest time until it is over.
+    """
+
+    targets: tuple[tuple[str, ...], ...]
+    seconds: tuple[float, float]
+
+
+_PROCESSES = tuple((name,) for name in NODES)
+_CONNECTIONS = (
+    *((GATEWAY, node) for node in NODES),
+    *((prefill, decode) for prefill in PREFILLS for decode in DECODES),
+)
+KINDS: Mapping[str, Kind] = {
+    # The process ends at once, and starts again afterwards as another incarnation.
+    "kill": Kind(_PROCESSES, (0.02, 1.0)),
+    # The gateway ends, with all of its requests.
+    "kill_gateway": Kind(((GATEWAY,),), (0.02, 0.3)),
+    # SIGSTOP, then SIGCONT: everything that came meanwhile is handled at once.
+    "freeze": Kind((*_PROCESSES, (GATEWAY,)), (0.01, 2.5)),
+    # All streams between two processes break; new ones can be made.
+    "cut": Kind(_CONNECTIONS, (0.0, 0.0)),
+    # Nothing arrives between two processes; nothing is lost.
+    "stall": Kind(_CONNECTIONS, (0.05, 2.0)),
+    # The node's steps take many times longer.
+    "slow": Kind(_PROCESSES, (0.1, 1.0)),
+    # The next engine step fails.
+    "fail_step": Kind(_PROCESSES, (0.0, 0.0)),
+    # SIGTERM: takes no new work, ends when it is idle or its grace is over, and starts again.
+    "drain": Kind(_PROCESSES, (0.05, 0.5)),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a scenario.
+
+    Attributes:
+        kind: its name in `KINDS`.
+        target: whom it hits.
+        at_s: counted from the cluster's readiness.
+        seconds: until it is over.
+    """
+
+    kind: str
+    target: tuple[str, ...]
+    at_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Storm:
+    """How much of which faults a run gets.
+
+    Attributes:
+        weights: of the kinds; a kind that is missing never happens.
+        most: of faults in a run.
+        haste: faults last this many times shorter.
+        targets: only these processes are hit, if given.
+        weather: of all runs; drawn by each run's seed if not given.
+    """
+
+    weights: Mapping[str, float]
+    most: int = 3
+    haste: float = 1.0
+    targets: tuple[str, ...] = ()
+    weather: Weather | None = None
+
+
+USUAL = Storm(
+    {
+        "kill": 4,
+        "kill_gateway": 0.5,
+        "freeze": 2,
+        "cut": 3,
+        "stall": 2,
+        "slow": 1,
+        "fail_step": 1,
+        "drain": 1,
+    }
+)
+
+
+def draw_faults(random: Random, storm: Storm) -> tuple[Fault, ...]:
+    names, weights = list(storm.weights), list(storm.weights.values())
+    faults = []
+    for _ in range(random.randint(0, storm.most)):
+        name = random.choices(names, weights)[0]
+        kind = KINDS[name]
+        seconds = random.uniform(*kind.seconds) / storm.haste
+        targets = [target for target in kind.targets if not storm.targets or set(target) <= set(storm.targets)]
+        faults.append(Fault(name, random.choice(targets), 0.3 * random.random(), seconds))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -1,0 +1,306 @@
+"""Planted faults: small changes of the real code that the simulation must catch. Each is one sentence and one patch.
+
+A mutant names the storm under which it shows soonest, and how many seeds may pass until it is caught.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from baton.errors import BatonError
+from decode_node.commands import Abort as AbortDecode
+from decode_node.commands import CloseLease
+from decode_node.commands import Command as DecodeCommand
+from decode_node.decode_task import DecodeTask, Phase
+from decode_node.events import Event as DecodeEvent
+from decode_node.events import SessionClosed
+from decode_node.lease_events import HandedOver, LeaseEvent
+from decode_node.machine import DecodeMachine
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.state import RequestState
+from gateway.attempt import Attempt
+from gateway.fleet import FleetNode
+from gateway.node_messages import NodeMessages
+from gateway.request_machine import RequestMachine
+from gateway.token_order import TokenOrder
+from kvtransfer.coverage import Coverage
+from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal
+from kvtransfer.segments import Segment, Tag
+from prefill_node.commands import Abort as AbortPrefill
+from prefill_node.commands import Command as PrefillCommand
+from prefill_node.prefill_task import PrefillTask
+from protos.baton.v1 import decode_pb2, node_pb2
+from tests.simulation.faults import DECODES, GATEWAY, PREFILLS, USUAL, Storm
+from tests.simulation.weather import Weather
+
+_KILLS = Storm({"kill": 1})
+_LATE_KILLS = Storm({"kill": 1}, most=6, haste=20.0, targets=DECODES, weather=Weather(late=1.0, late_s=0.3))
+_CROWDED = Storm({"kill_gateway": 1, "slow": 2, "cut": 2}, most=6, targets=(GATEWAY, *DECODES), weather=Weather())
+_SLOW_PAIRS = Storm({"stall": 3, "cut": 1}, most=5, targets=PREFILLS + DECODES, weather=Weather(damaged=0.1))
+_GATEWAY = Storm({"kill_gateway": 1, "cut": 1}, weather=Weather())
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted fault.
+
+    Attributes:
+        breaks: what the change does, in one sentence.
+        plant: patches the real code.
+        seeds: it must be caught within so many.
+    """
+
+    breaks: str
+    plant: Callable[[pytest.MonkeyPatch], None]
+    storm: Storm = USUAL
+    seeds: int = 400
+
+
+# ---- kvtransfer
+
+
+def _no_incarnation_check(patch: pytest.MonkeyPatch) -> None:
+    start_scatter = LeaseTable.start_scatter
+
+    def mutated(self: LeaseTable, tag: Tag, segment: Segment) -> Refusal | None:
+        return start_scatter(self, tag, replace(segment, incarnation=self._incarnation))
+
+    patch.setattr(LeaseTable, "start_scatter", mutated)
+
+
+def _duplicates_count_twice(patch: pytest.MonkeyPatch) -> None:
+    arrival = LeaseTable.arrival
+
+    def mutated(self: LeaseTable, tag: Tag, now_s: float, *, group: int | None = None) -> Refusal | None:
+        refusal = arrival(self, tag, now_s, group=group)
+        return None if refusal is Refusal.DUPLICATE else refusal
+
+    def claim(self: Coverage, layers: range, token_start: int, token_stop: int, heads: range) -> bool:
+        return True
+
+    patch.setattr(LeaseTable, "arrival", mutated)
+    patch.setattr(Coverage, "claim", claim)
+
+
+def _closed_while_scattering(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: LeaseTable, number: int) -> LeaseTotals | None:
+        return self._forget(self._leases[number])
+
+    patch.setattr(LeaseTable, "close", mutated)
+
+
+# ---- the decode node
+
+
+def _admits_before_filled(patch: pytest.MonkeyPatch) -> None:
+    lease_event = DecodeTask.lease_event
+
+    def mutated(self: DecodeTask, event: LeaseEvent, now_s: float) -> list[DecodeCommand]:
+        self._filled = True
+        return lease_event(self, event, now_s)
+
+    patch.setattr(DecodeTask, "lease_event", mutated)
+
+
+def _takes_old_hand_over(patch: pytest.MonkeyPatch) -> None:
+    lease_event = DecodeMachine._lease_event
+
+    def mutated(self: DecodeMachine, event: LeaseEvent, now_s: float) -> list[DecodeCommand]:
+        if isinstance(event, HandedOver) and event.lease not in self._by_lease and self._by_lease:
+            event = replace(event, lease=max(self._by_lease))
+        return lease_event(self, event, now_s)
+
+    patch.setattr(DecodeMachine, "_lease_event", mutated)
+
+
+def _frees_before_lease_closed(patch: pytest.MonkeyPatch) -> None:
+    end = DecodeTask._end
+
+    def mutated(self: DecodeTask) -> list[DecodeCommand]:
+        commands = end(self)
+        closes = any(isinstance(command, CloseLease) for command in commands)
+        return [*commands, AbortDecode(self.engine_id)] if closes else commands
+
+    patch.setattr(DecodeTask, "_end", mutated)
+
+
+def _session_end_leaves_requests(patch: pytest.MonkeyPatch) -> None:
+    handle = DecodeMachine.handle
+
+    def mutated(self: DecodeMachine, event: DecodeEvent, now_s: float) -> list[DecodeCommand]:
+        return [] if isinstance(event, SessionClosed) else handle(self, event, now_s)
+
+    patch.setattr(DecodeMachine, "handle", mutated)
+
+
+def _renewal_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
+    lease_closed = DecodeTask.lease_closed
+
+    def mutated(self: DecodeTask, totals: LeaseTotals, now_s: float) -> list[DecodeCommand]:
+        before = self._request
+        commands = lease_closed(self, totals, now_s)
+        if self.phase is Phase.EXTENDING:
+            self._request = before
+        return commands
+
+    patch.setattr(DecodeTask, "lease_closed", mutated)
+
+
+# ---- the prefill node
+
+
+def _frees_while_sending(patch: pytest.MonkeyPatch) -> None:
+    fail = PrefillTask.fail
+
+    def mutated(self: PrefillTask, error: BatonError) -> list[PrefillCommand]:
+        commands = fail(self, error)
+        return [*commands, AbortPrefill(self.call)] if commands else []
+
+    patch.setattr(PrefillTask, "fail", mutated)
+
+
+def _hands_over_before_sent(patch: pytest.MonkeyPatch) -> None:
+    hand_over = PrefillTask._hand_over_if_sent
+
+    def mutated(self: PrefillTask, now_s: float) -> list[PrefillCommand]:
+        self._send_under_way = False
+        return hand_over(self, now_s)
+
+    patch.setattr(PrefillTask, "_hand_over_if_sent", mutated)
+
+
+# ---- the gateway
+
+
+def _token_twice(patch: pytest.MonkeyPatch) -> None:
+    lose = RequestMachine._lose_attempt
+
+    def mutated(self: RequestMachine, attempt: Attempt, reason: str) -> None:
+        del self._order.token_ids[-1:]
+        lose(self, attempt, reason)
+
+    patch.setattr(RequestMachine, "_lose_attempt", mutated)
+
+
+def _token_dropped(patch: pytest.MonkeyPatch) -> None:
+    lose = RequestMachine._lose_attempt
+
+    def mutated(self: RequestMachine, attempt: Attempt, reason: str) -> None:
+        early = [self._order._early[index].token.token_id for index in sorted(self._order._early)]
+        self._order.token_ids += early or self._order.token_ids[-1:]
+        lose(self, attempt, reason)
+
+    patch.setattr(RequestMachine, "_lose_attempt", mutated)
+
+
+def _continuation_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
+    submit = NodeMessages.submit
+
+    def mutated(
+        self: NodeMessages, output: Sequence[int], *, prefill_available: bool, budget_s: float, queue_s: float
+    ) -> decode_pb2.SubmitRequest:
+        return submit(self, (), prefill_available=prefill_available, budget_s=budget_s, queue_s=queue_s)
+
+    patch.setattr(NodeMessages, "submit", mutated)
+
+
+def _overtaking_token_is_a_gap(patch: pytest.MonkeyPatch) -> None:
+    offer = TokenOrder.offer
+
+    def mutated(self: TokenOrder, step_token: decode_pb2.StepToken, *, hold: bool) -> Sequence[decode_pb2.StepToken]:
+        return offer(self, step_token, hold=False)
+
+    patch.setattr(TokenOrder, "offer", mutated)
+
+
+def _never_cancels(patch: pytest.MonkeyPatch) -> None:
+    leave = RequestMachine._leave
+
+    def mutated(self: RequestMachine, attempt: Attempt) -> None:
+        attempt.ended_by_node = True
+        leave(self, attempt)
+
+    patch.setattr(RequestMachine, "_leave", mutated)
+
+
+def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:
+    take_status = FleetNode.take_status
+
+    def mutated(self: FleetNode, status: node_pb2.NodeStatus, detail: str) -> None:
+        before = self.peers
+        take_status(self, status, detail)
+        self.peers = {**before, **self.peers}
+
+    patch.setattr(FleetNode, "take_status", mutated)
+
+
+# ---- the engine
+
+
+def _frees_blocks_of_a_running_step(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: Scheduler, ended: RequestState) -> None:
+        self._blocks.give_back(ended)
+
+    patch.setattr(Scheduler, "_give_back", mutated)
+
+
+MUTANTS: Mapping[str, Mutant] = {
+    "no_incarnation_check": Mutant(
+        "A segment for an earlier incarnation of a decode node is scattered by the present one.",
+        _no_incarnation_check,
+        _LATE_KILLS,
+        seeds=800,
+    ),
+    "duplicates_count_twice": Mutant(
+        "A segment that comes twice is scattered twice and counted twice.", _duplicates_count_twice
+    ),
+    "closed_while_scattering": Mutant(
+        "A lease counts as closed while one of its segments is still being scattered.", _closed_while_scattering
+    ),
+    "admits_before_filled": Mutant(
+        "A request is admitted when the prefill node's completion comes, whatever KV is still missing.",
+        _admits_before_filled,
+    ),
+    "takes_old_hand_over": Mutant(
+        "The completion of a lease that is over counts for the node's latest lease.",
+        _takes_old_hand_over,
+        _SLOW_PAIRS,
+        seeds=800,
+    ),
+    "frees_before_lease_closed": Mutant(
+        "A request's blocks are freed while its lease is still being closed.", _frees_before_lease_closed
+    ),
+    "session_end_leaves_requests": Mutant(
+        "When a gateway's session ends, its requests stay.", _session_end_leaves_requests, _GATEWAY
+    ),
+    "renewal_forgets_tokens": Mutant(
+        "A new ticket is for the prompt alone, without the tokens that the client has.", _renewal_forgets_tokens
+    ),
+    "frees_while_sending": Mutant(
+        "A prefill node frees the blocks of a call that ends while segments are read from them.", _frees_while_sending
+    ),
+    "hands_over_before_sent": Mutant(
+        "A prefill node reports everything as sent while the last segments are not.", _hands_over_before_sent
+    ),
+    "token_twice": Mutant("After a lost decode node the last token is given again.", _token_twice),
+    "token_dropped": Mutant(
+        "After a lost decode node the request continues after a token that the client never got.", _token_dropped
+    ),
+    "continuation_forgets_tokens": Mutant(
+        "After a lost decode node the next one begins without the tokens already given.", _continuation_forgets_tokens
+    ),
+    "overtaking_token_is_a_gap": Mutant(
+        "A decode node's token that overtakes the prefill node's first token ends the request.",
+        _overtaking_token_is_a_gap,
+    ),
+    "never_cancels": Mutant("A gateway leaves decode nodes without cancelling there.", _never_cancels),
+    "keeps_dead_peers": Mutant(
+        "A gateway goes on to count peers of a prefill node that are gone.", _keeps_dead_peers, _KILLS
+    ),
+    "frees_blocks_of_a_running_step": Mutant(
+        "An aborted request's blocks are free while a step still writes to them.",
+        _frees_blocks_of_a_running_step,
+        _CROWDED,
+    ),
+}

@@ -1,0 +1,114 @@
+"""What a seed decides before anything happens: sizes, requests and faults. Pure."""
+
+from dataclasses import dataclass
+from random import Random
+
+from baton.types import LocalPolicy
+from tests.simulation.faults import Fault, Storm, draw_faults
+from tests.simulation.reference import EOS, MAX_CONTEXT_TOKENS, NUM_LAYERS
+from tests.simulation.weather import Weather
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one role's engines."""
+
+    num_blocks: int
+    block_size: int
+    batch_tokens: int
+    max_waiting: int
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt plus output."""
+        return min(MAX_CONTEXT_TOKENS, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True)
+class Client:
+    """One request: when it comes (counted from the cluster's readiness), what it wants, when its client gives up."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    timeout_s: float
+    cancel_s: float | None
+
+    @property
+    def patient(self) -> bool:
+        """Whether its deadline is later than any fault lasts."""
+        return self.timeout_s > 1.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    policy: LocalPolicy
+    prefill: Sizes
+    decode: Sizes
+    segment_bytes: int
+    layers_per_group: int
+    lease_s: float
+    local_prefill_tokens: int
+    waiting_max: int
+    queue_s: float
+    weather: Weather
+    clients: tuple[Client, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing fails."""
+        return not self.faults and self.weather == Weather()
+
+
+def draw(random: Random, storm: Storm) -> Scenario:
+    decode_tokens = random.choice((20, 20, 40))
+    policy = random.choice((LocalPolicy.STRICT, LocalPolicy.PREFER, LocalPolicy.PREFER, LocalPolicy.LOCAL))
+    weather = Weather(
+        duplicated=random.choice((0.0, 0.0, 0.1)),
+        late=random.choice((0.0, 0.0, 0.2)),
+        damaged=random.choice((0.0, 0.0, 0.0, 0.05)),
+    )
+    return Scenario(
+        policy=policy,
+        # NOTE: a begun request that only a larger prefill node could continue waits for one until its deadline.
+        prefill=_sizes(random, tokens=max(decode_tokens, random.choice((20, 40)))),
+        decode=_sizes(random, tokens=decode_tokens),
+        segment_bytes=random.choice((4, 8, 16, 24, 200)),
+        layers_per_group=random.choice((1, NUM_LAYERS, NUM_LAYERS)),
+        lease_s=random.choice((0.5, 10.0, 10.0)),
+        local_prefill_tokens=random.choice((0, 0, 3)),
+        waiting_max=random.choice((1, 4)),
+        queue_s=random.choice((0.0, 1.0, 1.0)),
+        weather=storm.weather or weather,
+        clients=_clients(random),
+        faults=draw_faults(random, storm),
+    )
+
+
+def _sizes(random: Random, *, tokens: int) -> Sizes:
+    block_size = random.choice((2, 4))
+    return Sizes(
+        num_blocks=tokens // block_size,
+        block_size=block_size,
+        batch_tokens=random.choice((6, 8, 16)),
+        max_waiting=random.choice((0, 0, 1)),
+    )
+
+
+def _clients(random: Random) -> tuple[Client, ...]:
+    shared = tuple(random.randrange(EOS) for _ in range(12))
+    return tuple(_client(random, shared) for _ in range(random.choice((2, 3, 3, 4))))
+
+
+def _client(random: Random, shared: tuple[int, ...]) -> Client:
+    own = tuple(random.randrange(EOS) for _ in range(random.randint(1, 6)))
+    common = random.choice((0, 0, 4, 8, 12))
+    draw = random.random()
+    return Client(
+        at_s=0.15 * random.random(),
+        prompt=shared[:common] + own,
+        max_tokens=random.randint(1, 8),
+        timeout_s=0.3 * random.random() if draw < 0.1 else 20.0,
+        cancel_s=0.2 * random.random() if draw > 0.9 else None,
+    )

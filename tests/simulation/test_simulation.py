@@ -1,0 +1,51 @@
+"""The unchanged code holds every invariant under every seed. Each part of the seeds is one test, for two processes."""
+
+from collections import Counter
+from typing import get_args
+
+import pytest
+
+from decode_node import commands as decode_commands
+from decode_node import events as decode_events
+from gateway import commands as gateway_commands
+from gateway import events as gateway_events
+from prefill_node import commands as prefill_commands
+from prefill_node import events as prefill_events
+from tests.simulation.cluster import run_seed
+from tests.simulation.faults import KINDS, USUAL
+from tests.simulation.many import run_seeds
+
+SEEDS = 10_000
+PARTS = 20
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_seed_holds_the_invariants(part: int) -> None:
+    size = SEEDS // PARTS
+    ends = Counter(end for outcome in run_seeds(range(part * size, (part + 1) * size)) for end in outcome.ends)
+    # Most requests outlive the faults. If they did not, no seed would say much about tokens.
+    assert ends["finished"] > 0.7 * ends.total(), f"few requests finish: {ends}"
+
+
+def test_every_event_and_command_of_the_machines_occurs() -> None:
+    seen = frozenset[type]().union(*(run_seed(seed).kinds for seed in range(300)))
+    events = gateway_events.Event | prefill_events.Event | decode_events.Event
+    commands = gateway_commands.Command | prefill_commands.Command | decode_commands.Command
+    kinds = {*get_args(events), *get_args(commands)}
+    # The simulated transfer raises no errors of its own.
+    assert kinds - seen == {prefill_events.StopFailed, decode_events.LeaseFailed}
+
+
+def test_a_seed_replays_event_by_event() -> None:
+    first, second = run_seed(7, traced=True), run_seed(7, traced=True)
+    assert first == second
+    assert len(first.trace) > 100
+
+
+def test_the_trace_changes_nothing() -> None:
+    traced, silent = run_seed(8, traced=True), run_seed(8)
+    assert (traced.ends, traced.events, traced.seconds) == (silent.ends, silent.events, silent.seconds)
+
+
+def test_every_kind_of_fault_is_drawn() -> None:
+    assert USUAL.weights.keys() == KINDS.keys()

@@ -1,0 +1,47 @@
+"""What every process of one simulation shares: time, chance, network, trace, and which receiver is where."""
+
+from random import Random
+from typing import Protocol
+
+from tests.simulation.clock import Clock
+from tests.simulation.network import Network
+from tests.simulation.scenario import Scenario
+from tests.simulation.trace import Trace
+from tests.simulation.transfer import Receiver
+
+
+class Checked(Protocol):
+    """A process with invariants of its own."""
+
+    def check(self) -> None: ...
+
+
+class World:
+    """One simulation.
+
+    Attributes:
+        receivers: of decode nodes, dead ones too, by incarnation.
+    """
+
+    def __init__(self, scenario: Scenario, random: Random, *, traced: bool) -> None:
+        self.scenario = scenario
+        self.random = random
+        self.clock = Clock()
+        self.network = Network(self.clock, random)
+        self.trace = Trace(self.clock, wanted=traced)
+        self.receivers: dict[int, Receiver] = {}
+        self._touched: dict[Checked, None] = {}
+
+    def receiver_at(self, address: str) -> Receiver | None:
+        """The receiver of the decode node that lives at an address now."""
+        server = self.network.servers.get(address)
+        return None if server is None else self.receivers.get(server.life.incarnation)
+
+    def touch(self, process: Checked) -> None:
+        """The process has changed: its invariants are looked at after this event."""
+        self._touched[process] = None
+
+    def check_touched(self) -> None:
+        while self._touched:
+            process, _ = self._touched.popitem()
+            process.check()

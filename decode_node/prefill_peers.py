@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.errors import NoNode, PeerRefused
+from baton.errors import BatonError, NoNode, PeerRefused
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.sender_numbers import SenderNumbers
 from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
@@ -77,7 +77,7 @@ class PrefillPeers:
         """Runs one prefill node's stream.
 
         Raises:
-            PeerRefused: it does not begin with a hello.
+            PeerRefused: it does not begin with a hello, or has a cache that this version does not know.
             NoNode: it ends during the handshake.
             BatonError: the links could not be opened, connected or measured.
         """
@@ -86,11 +86,14 @@ class PrefillPeers:
         try:
             theirs = from_info(hello.info)
             plan = agree(self._node.description, theirs)
+            number = self._sender_numbers.draw(theirs.tensor_parallel_size)
         except PlanRefused as refused:
             await write(self._refuse(state, to_mismatches(refused.mismatches)))
             return
+        except BatonError as error:
+            state.phase, state.detail = common_pb2.PEER_PHASE_LOST, str(error)
+            raise
         state.kv_converted = plan.conversion
-        number = self._sender_numbers.draw(theirs.tensor_parallel_size)
         peer = self._peers[number] = _Peer(number, state)
         try:
             if await self._connect(peer, theirs, plan, incoming, write):

@@ -145,6 +145,17 @@ async def test_a_peer_with_another_model_is_refused_with_the_reason(built: Built
         )
 
 
+async def test_a_peer_with_a_layout_of_a_newer_version_is_refused(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        newer = hello(node)
+        newer.hello.info.cache_shape.layout = "newer"
+        stream.send(newer)
+        with pytest.raises(PeerRefused, match="layout 'newer'"):
+            await ended(peers.serve(stream))
+        assert peers.phases() == ["LOST"]
+
+
 async def test_a_link_below_the_floor_is_refused_with_what_was_measured(built: Built) -> None:
     async with decode_peers(built, link_floor_gb_per_s=1e9) as peers, sender(built) as node:
         stream = PairStream()

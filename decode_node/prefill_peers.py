@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.errors import PeerRefused
+from baton.errors import BatonError, NoNode, PeerRefused
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.sender_numbers import SenderNumbers
 from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
@@ -71,12 +71,14 @@ class PrefillPeers:
         self._sender_numbers = SenderNumbers()
         self._peers: dict[int, _Peer] = {}
         self._states: dict[str, common_pb2.PeerState] = {}  # by address: a restarted peer replaces its own line
+        self._leaving: set[asyncio.Task[None]] = set()
 
     async def serve(self, incoming: AsyncIterator[pb.PairRequest], write: Write) -> None:
         """Runs one prefill node's stream.
 
         Raises:
-            PeerRefused: it does not begin with a hello.
+            PeerRefused: it does not begin with a hello, or has a cache that this version does not know.
+            NoNode: it ends during the handshake.
             BatonError: the links could not be opened, connected or measured.
         """
         hello = await _hello(incoming)
@@ -84,11 +86,14 @@ class PrefillPeers:
         try:
             theirs = from_info(hello.info)
             plan = agree(self._node.description, theirs)
+            number = self._sender_numbers.draw(theirs.tensor_parallel_size)
         except PlanRefused as refused:
             await write(self._refuse(state, to_mismatches(refused.mismatches)))
             return
+        except BatonError as error:
+            state.phase, state.detail = common_pb2.PEER_PHASE_LOST, str(error)
+            raise
         state.kv_converted = plan.conversion
-        number = self._sender_numbers.draw(theirs.tensor_parallel_size)
         peer = self._peers[number] = _Peer(number, state)
         try:
             if await self._connect(peer, theirs, plan, incoming, write):
@@ -97,8 +102,11 @@ class PrefillPeers:
             state.detail = f"no warm-up within {_WARM_UP_TIMEOUT_S:g} s"
         finally:
             del self._peers[number]
-            await self._disconnect(peer)
-            self._sender_numbers.give_back(number)
+            # A task of its own: gRPC may cancel this handler when the stream's end has been read already.
+            leaving = asyncio.create_task(self._disconnect(peer), name=f"disconnect-{number}")
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            await asyncio.shield(leaving)
 
     def send_lease_ended(self, lease: int) -> None:
         """Prefill nodes stop computing and sending for this lease. All get the message: only one of them knows it."""
@@ -159,7 +167,7 @@ class PrefillPeers:
 
     async def _measure(self, peer: _Peer, incoming: AsyncIterator[pb.PairRequest]) -> LinkMeasure:
         async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
-            message = await anext(aiter(incoming))
+            message = await _receive(incoming)
             measure = await self._node.transfer.warmed_up(
                 peer.number, to_warm_ups(message.warmed_up), timeout_s=_WARM_UP_TIMEOUT_S
             )
@@ -202,6 +210,7 @@ class PrefillPeers:
             state.detail = state.detail or "its stream broke"
         peer.note_traffic(self._node.transfer.counters().peers)  # the transfer forgets it when it disconnects
         leases = await self._node.transfer.disconnect(peer.number)
+        self._sender_numbers.give_back(peer.number)
         self._deliver(PeerLost(peer.number, state.name, leases))
 
     # ---- lines in the status
@@ -228,12 +237,20 @@ class PrefillPeers:
 
 async def _next(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairRequest:
     async with asyncio.timeout(_WARM_UP_TIMEOUT_S):
-        return await anext(aiter(incoming))
+        return await _receive(incoming)
+
+
+async def _receive(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairRequest:
+    """Raises: NoNode: the peer has ended the stream."""
+    message = await anext(aiter(incoming), None)
+    if message is None:
+        raise NoNode("the prefill node ended the stream during the handshake", cure="see its log")
+    return message
 
 
 async def _hello(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairHello:
     async with asyncio.timeout(_HELLO_TIMEOUT_S):
-        message = await anext(aiter(incoming))
+        message = await _receive(incoming)
     if message.WhichOneof("message") != "hello":
         raise PeerRefused("the first message of a pair is not a hello", cure="use the same version on both nodes")
     return message.hello

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import BatonError
-from baton.rpc.status import abort
+from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
 from protos.baton.v1 import decode_pb2 as pb
 from protos.baton.v1 import decode_pb2_grpc, node_pb2
@@ -26,17 +26,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
     ) -> None:
-        await self._driver.sessions.serve(context.peer(), request_iterator, context.write)
+        with client_may_leave():
+            await self._driver.sessions.serve(context.peer(), request_iterator, context.write)
 
     async def Pair(  # type: ignore[override]  # the stubs know generators only
         self,
         request_iterator: AsyncIterator[pb.PairRequest],
         context: grpc.aio.ServicerContext[pb.PairRequest, pb.PairResponse],
     ) -> None:
-        try:
-            await self._driver.peers.serve(request_iterator, context.write)
-        except BatonError as error:
-            await abort(context, error)
+        with client_may_leave():
+            try:
+                await self._driver.peers.serve(request_iterator, context.write)
+            except BatonError as error:
+                await abort(context, error)
 
     # ---- the role
 

@@ -160,9 +160,12 @@ class Connections:
         self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
 
     async def _remove(self, role: Role, address: str, client: NodeClient) -> None:
+        # The watch ends first: a status that arrives until then must find its node in the fleet.
+        watch = self._watches.pop(client)
+        watch.cancel()
+        await asyncio.wait([watch])
         del self._of(role)[address]
         self.fleet.remove(role, address)
-        self._watches.pop(client).cancel()
         await client.close()
 
     # ---- what nodes send
@@ -200,9 +203,12 @@ class Connections:
             await asyncio.sleep(_PAIR_CHECK_S)
 
     async def _connect(self, connect: Connect) -> None:
+        client = self._prefills.get(connect.prefill_address)
+        if client is None:
+            return  # removed since the pairing asked for it
         node = self.fleet.node(_PREFILL, connect.prefill_address)
         try:
-            state = await self._prefills[connect.prefill_address].connect_to(connect.decode_address)
+            state = await client.connect_to(connect.decode_address)
         except BatonError as error:
             self._execute(self._pairing.failed(connect.pair, error, self._now_s()))
         else:

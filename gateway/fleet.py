@@ -263,6 +263,8 @@ def _drop_session(node: FleetNode, reason: str) -> list[FleetCommand]:
 
 
 def _role_name(role: Role) -> str:
+    if role not in common_pb2.Role.values():
+        return f"role {role}"  # of a newer version
     return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
 
 

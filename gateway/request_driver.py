@@ -77,6 +77,8 @@ class RequestDriver:
                     self._listen(listening=machine.waits_for_fleet)
                 for command in commands:
                     if isinstance(command, Respond):
+                        if self._timer is None:  # it has just fired; a client that reads nothing has a deadline too
+                            self._set_timer(self._request.deadline_s)
                         self._writing = True
                         await write(command.message)
                         self._writing = False

@@ -1,6 +1,5 @@
 """The Generation service over gRPC: passes calls on, and turns errors into statuses."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +8,7 @@ from typing import Any
 import grpc
 
 from baton.errors import BatonError, InternalError, InvalidRequest
-from baton.rpc.status import abort
+from baton.rpc.status import abort, client_may_leave
 from gateway.fleet import Fleet
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
@@ -87,29 +86,15 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
 @asynccontextmanager
 async def _errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    try:
-        yield
-    except BatonError as error:
-        if not isinstance(error, InvalidRequest):
-            log.info("a request failed: %s", error)
-        await _answer(context, error)
-    except grpc.aio.InternalError:
-        raise _client_is_gone() from None
-    except Exception as error:
-        log.exception("a request failed")
-        await _answer(context, InternalError(f"{type(error).__name__} in the gateway", cure="see its log"))
-
-
-async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
-    try:
-        await abort(context, error)
-    except grpc.aio.InternalError:
-        raise _client_is_gone() from None
-
-
-def _client_is_gone() -> asyncio.CancelledError:
-    """The exception for a call that is over, to which gRPC refuses to write: its deadline may just have passed.
-
-    gRPC logs every other exception of a handler as an error.
-    """
-    return asyncio.CancelledError()
+    with client_may_leave():
+        try:
+            yield
+        except BatonError as error:
+            if not isinstance(error, InvalidRequest):
+                log.info("a request failed: %s", error)
+            await abort(context, error)
+        except grpc.aio.InternalError:
+            raise
+        except Exception as error:
+            log.exception("a request failed")
+            await abort(context, InternalError(f"{type(error).__name__} in the gateway", cure="see its log"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from baton.errors import PeerRefused
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.flows import RankPair
@@ -60,9 +61,12 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
 
     Raises:
         ConfigError: the peer's cache has an impossible size or layout.
-        KeyError: a layout or kind that this version does not know.
+        PeerRefused: the peer's cache has a layout or kind that this version does not know.
     """
     spec, shape = info.cache_spec, info.cache_shape
+    if spec.kind not in _KINDS_BACK or shape.layout not in KVCacheLayout.__members__:
+        what = f"KV of kind {spec.kind} in layout {shape.layout!r}"
+        raise PeerRefused(f"{info.name} has {what}, which is not known here", cure="use the same version on both nodes")
     return NodeDescription(
         architecture=info.model.architecture,
         config_digest=info.model.config_digest,

@@ -4,7 +4,7 @@ import grpc
 
 from baton.config import PrefillSettings
 from baton.errors import BatonError
-from baton.rpc.status import abort
+from baton.rpc.status import abort, client_may_leave
 from node.assembly import Node
 from node.waiting import until
 from prefill_node.driver import PrefillDriver
@@ -28,10 +28,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillEvent]
     ) -> None:
-        try:
-            await self._driver.prefill(request, context.write)
-        except BatonError as error:
-            await abort(context, error)
+        with client_may_leave():
+            try:
+                await self._driver.prefill(request, context.write)
+            except BatonError as error:
+                await abort(context, error)
 
     async def Connect(
         self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext[pb.ConnectRequest, common_pb2.PeerState]

@@ -1,5 +1,8 @@
 """Converts Baton's errors to gRPC statuses with details, and back."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -47,6 +50,22 @@ async def abort(context: grpc.aio.ServicerContext[Request, Response], error: err
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
     raise AssertionError("context.abort raises")
+
+
+@contextmanager
+def client_may_leave() -> Iterator[None]:
+    """Turns gRPC's refusal to write to a call that is over into a cancellation of the handler inside.
+
+    The client or the deadline has then ended the call, and gRPC is about to cancel the handler. gRPC logs every other
+    exception of a handler as an error.
+    """
+    over = False
+    try:
+        yield
+    except* grpc.aio.InternalError:
+        over = True
+    if over:
+        raise asyncio.CancelledError
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:

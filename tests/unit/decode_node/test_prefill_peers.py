@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.errors import PeerRefused
+from baton.errors import NoNode, PeerRefused
 from decode_node import prefill_peers
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.prefill_peers import PrefillPeers
@@ -145,6 +145,17 @@ async def test_a_peer_with_another_model_is_refused_with_the_reason(built: Built
         )
 
 
+async def test_a_peer_with_a_layout_of_a_newer_version_is_refused(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        newer = hello(node)
+        newer.hello.info.cache_shape.layout = "newer"
+        stream.send(newer)
+        with pytest.raises(PeerRefused, match="layout 'newer'"):
+            await ended(peers.serve(stream))
+        assert peers.phases() == ["LOST"]
+
+
 async def test_a_link_below_the_floor_is_refused_with_what_was_measured(built: Built) -> None:
     async with decode_peers(built, link_floor_gb_per_s=1e9) as peers, sender(built) as node:
         stream = PairStream()
@@ -190,6 +201,33 @@ async def test_a_cancelled_stream_disconnects_its_peer(built: Built) -> None:
         with pytest.raises(asyncio.CancelledError):
             await ended(serving)
         assert isinstance(peers.delivered[-1], PeerLost)
+        assert peers.phases() == ["LOST"]
+
+
+async def test_a_stream_that_is_cancelled_after_its_end_disconnects_its_peer(built: Built) -> None:
+    """gRPC reports the end of a stream and its cancellation one after the other."""
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        serving = peers.serve(stream)
+        first = await pair(stream, node)
+        assert (await stream.receive()).HasField("ready")
+        stream.end()
+        while peers.phases() == ["READY"]:  # noqa: ASYNC110  until it disconnects, which takes longer
+            await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ended(serving)
+        await until(lambda: peers.delivered == [PeerLost(first.sender_number, node.name, ())])
+
+
+async def test_a_stream_that_ends_during_the_handshake_has_a_typed_error(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        for requests in ([], [hello(node)]):
+            stream = PairStream()
+            stream.send(*requests)
+            stream.end()
+            with pytest.raises(NoNode, match="during the handshake"):
+                await ended(peers.serve(stream))
         assert peers.phases() == ["LOST"]
 
 

@@ -31,11 +31,15 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
         self.connected_to: list[str] = []
         self.call_ended = asyncio.Event()  # a Prefill call or a session
         self.silent = asyncio.Event()  # ends the Watch stream
+        self.reports_all_the_time = False
 
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: object
     ) -> AsyncIterator[node_pb2.NodeStatus]:
         yield self.status
+        while self.reports_all_the_time:
+            await asyncio.sleep(0)
+            yield self.status
         await self.silent.wait()
 
     async def Connect(self, request: prefill_pb2.ConnectRequest, context: object) -> common_pb2.PeerState:  # noqa: N802

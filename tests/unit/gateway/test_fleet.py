@@ -58,6 +58,14 @@ def test_a_node_with_another_role_is_named_once_and_not_used() -> None:
     assert fleet.explain() == "node-11 is there; node-21 cannot be used (it is no decode node but a prefill node)"
 
 
+def test_a_node_with_a_role_of_a_newer_version_is_not_used() -> None:
+    fleet = SmallFleet(0, 1)
+    newer = status(DECODE, 30)
+    newer.info.role = 7  # type: ignore[assignment]
+    fleet.status_received(DECODE, "d1", newer, 1.0)
+    assert fleet.explain() == "node-21 cannot be used (it is no decode node but a role 7 node)"
+
+
 def test_a_node_with_another_model_gets_no_requests() -> None:
     fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
     fleet.add(DECODE, "d1")

@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
+import gateway.connections
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
 from baton.errors import ConfigError, DeadlineExceeded, Draining, Overloaded
+from baton.rpc.server import Address
 from gateway.connections import Connections
+from gateway.discovery import Directory
 from gateway.model import ServedModel, read_served_model
 from gateway.serving import Serving
 from protos.baton.v1 import decode_pb2
@@ -161,6 +164,22 @@ async def test_the_deadline_ends_a_request(running: Running, slow: bool) -> None
     await until_idle(running)
 
 
+async def test_the_deadline_ends_a_request_whose_last_message_waits(running: Running) -> None:
+    """The wait for the prefill node's count has then just used up the timer."""
+    client = Client()
+    request = running.generate(client, budget_s=2.0)
+    key = (await running.decode.submission()).key
+    answer = reserved()
+    answer.key = key
+    running.answer(reserved=answer)
+    await asyncio.wait_for(running.prefill.received.get(), BOUND_S)
+    running.prefill.events.put_nowait(first_token(finish=LENGTH))
+    await asyncio.wait_for(client.blocked.wait(), BOUND_S)
+    client.reads.clear()
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(request, BOUND_S)
+
+
 @pytest.mark.parametrize("slow", [False, True], ids=["client reads", "client reads nothing"])
 async def test_a_drain_ends_what_does_not_finish_and_refuses_the_rest(running: Running, slow: bool) -> None:
     client = Client()
@@ -208,6 +227,39 @@ async def test_a_silent_node_is_lost_and_watched_again(running: Running) -> None
     assert not running.connections.fleet.serves()
     await asyncio.wait_for(running.connections.until(lambda: node.open), BOUND_S)
     assert node.heard_at_s > lost_at_s
+
+
+async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listings: list[set[str]] = []
+
+    class Listing(Directory):
+        """Its addresses change as those of a DNS name do."""
+
+        def __init__(self, addresses: Sequence[Address]) -> None:
+            super().__init__(addresses)
+            self.listed = {f"{address.host}:{address.port}" for address in addresses}
+            listings.append(self.listed)
+
+        async def look_up(self) -> frozenset[str]:
+            return frozenset(self.listed)
+
+    monkeypatch.setattr(gateway.connections, "Directory", Listing)
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        decode.reports_all_the_time = True
+        settings = settings_of("--prefill", prefill.address, "--decode", decode.address, "--resolve-s", "0.01")
+        async with Connections(settings, model) as connections, asyncio.timeout(30):
+            known = connections.fleet.decodes
+            for _ in range(20):
+                await connections.until(lambda: decode.address in known and known[decode.address].reachable)
+                listings[1].remove(decode.address)
+                while decode.address in known:
+                    assert not connections.upkeep.done()
+                    await asyncio.sleep(0)
+                listings[1].add(decode.address)
+            assert not connections.upkeep.done()
+            decode.reports_all_the_time = False
 
 
 async def test_a_node_that_is_not_there_is_named_once_with_the_reason(

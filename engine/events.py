@@ -69,7 +69,7 @@ token_sampled: Callable[[tuple[str, TokenOutput, FinishReason | None, str]], Tok
 
 @dataclass(frozen=True)
 class RequestFailed:
-    """The request has ended and its blocks are free."""
+    """The request has ended. Its blocks are free; those of a prefill-only request are held until it is aborted."""
 
     request_id: str
     error: BatonError

@@ -188,10 +188,10 @@ class Scheduler:
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
         sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
-        block_size, ended = self._block_size, Phase.ENDED  # locals are looked up faster for every row
+        block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
         step = self._end_oldest_step()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
-            if state.phase is ended:
+            if state.phase is not running:  # a void row
                 continue
             start = state.num_computed
             state.num_computed = stop = start + len(row.token_ids)
@@ -214,11 +214,14 @@ class Scheduler:
         return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(map(token_sampled, sampled)))
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
-        """The oldest step in flight has failed: its requests end with `error`. Their rows in the next step are void."""
+        """The oldest step in flight has failed: its requests end with `error`. Their rows in the next step are void.
+
+        A prefill-only request keeps its blocks until `abort`: KV of earlier chunks may be read from them meanwhile.
+        """
         step = self._end_oldest_step()
-        failed = [state for state in step.states if state.phase is not Phase.ENDED]
+        failed = [state for state in step.states if state.phase is Phase.RUNNING]
         for state in failed:
-            self._end(state)
+            self._stop_running(state)
         events = tuple(RequestFailed(state.request_id, error) for state in failed)
         return StepEvents(step.number, seconds, failed=events)
 
@@ -318,7 +321,7 @@ class Scheduler:
         self._preemptions += 1
 
     def _stop_running(self, state: RequestState) -> None:
-        """The request has drawn its last token here."""
+        """Nothing more of the request is computed here."""
         if state.prefill_only:
             self._roster.hold(state)
         else:

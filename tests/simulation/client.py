@@ -81,6 +81,13 @@ class ClientCall:
         if self.error is not None and not isinstance(self.error, tuple(allowed)):
             violated("I5", f"{self.name} ends with {self.error!r}")
 
+    @property
+    def end(self) -> str:
+        """How it ended, in one word."""
+        if self.finished:
+            return "finished"
+        return "lost gateway" if self.error is None else type(self.error).__name__
+
     def lose_gateway(self) -> None:
         """Its gateway died: it gets nothing more, and no error but a broken stream."""
         self.ended = True

@@ -174,10 +174,6 @@ class Device:
         state = self.scheduler._roster.find(request_id)
         return () if state is None else tuple(state.blocks)
 
-    def failed(self, request_id: str) -> bool:
-        """Whether a step of the request has failed, so that its blocks are free."""
-        return request_id in self._failed
-
     @property
     def load(self) -> EngineLoad:
         return self.scheduler.load()

@@ -137,10 +137,6 @@ class Sender:
     def check(self) -> None:
         """I1: nobody else has the blocks of a job."""
         for job in self._jobs:
-            # NOTE: the scheduler frees the blocks of a request whose step failed, also while a job reads them. What is
-            # sent then is wrong and is never handed over: the call can only end with an error.
-            if self._device.failed(job.request_id):
-                continue
             if self._device.cache.held(job.job.block_ids) != job.generations:
                 violated("I1", f"{self._life.address}: blocks that are sent for lease {job.job.lease} were taken")
 
@@ -178,7 +174,7 @@ class Sender:
             )
             for layer in segment.layers
         )
-        if any(UNWRITTEN in row for row in cells) and not self._device.failed(begun.request_id):
+        if any(UNWRITTEN in row for row in cells):
             violated("I2", f"{self._life.address}: a segment of lease {segment.lease} has tokens not computed yet")
         return Message(Tag(job.sender_number, segment.lease, segment.number), segment, cells)
 

@@ -406,6 +406,21 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     assert scheduler.reserve(request("c", [ord("a") + 100] * 6), 0.0).cached_tokens == 0
 
 
+def test_a_prefill_only_request_whose_step_failed_holds_its_blocks_until_abort() -> None:
+    """KV of its earlier chunks may be on its way."""
+    scheduler = make(tokens=6)
+    scheduler.submit(request("a", 12, prefill_only=True), 0.0)
+    step(scheduler)
+    assert scheduler.schedule(0.0) is not None
+    events = scheduler.fail(InternalError("the step failed"), 0.0)
+    assert [failed.request_id for failed in events.failed] == ["a"]
+    load = scheduler.load()
+    assert (load.blocks_leased, load.requests_running) == (3, 0)
+    assert scheduler.schedule(0.0) is None
+    assert not scheduler.abort("a")
+    assert scheduler.load().blocks_free == load.blocks_total
+
+
 def test_fail_all_ends_every_request_once() -> None:
     scheduler = make(tokens=6)
     scheduler.submit(request("h", 2, prefill_only=True), 0.0)

@@ -211,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert events.step == step.batch.step
         assert [failed.request_id for failed in events.failed] == expected
         self.live.difference_update(expected)
+        self.held.update(name for name in expected if self.scheduler._roster.find(name) is not None)
 
     # ---- what always holds
 

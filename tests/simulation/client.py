@@ -82,7 +82,7 @@ class ClientCall:
             violated("I5", f"{self.name} ends with {self.error!r}")
 
     @property
-    def end(self) -> str:
+    def outcome(self) -> str:
         """How it ended, in one word."""
         if self.finished:
             return "finished"

@@ -92,7 +92,7 @@ class Cluster:
             call.check_error(steps_fail=any(fault.kind == "fail_step" for fault in world.scenario.faults))
         if world.scenario.calm:
             self._check_served()
-        ends = tuple(call.end for call in self._calls)
+        ends = tuple(call.outcome for call in self._calls)
         return Outcome(ends, self.events, world.clock.now_s, frozenset(world.trace.kinds), tuple(world.trace.lines))
 
     def _check_served(self) -> None:

@@ -111,7 +111,7 @@ def test_a_captured_chain_of_products_gives_the_bits_of_one_by_one(
 
 
 class Layers:
-    """Attention of several layers, each behind the projection that a library makes, over caches full of latents."""
+    """Attention of several layers, each after the projection of a library, over caches full of latents."""
 
     def __init__(self, num_tokens: int, block_size: int) -> None:
         blocks = -(-KEYS // block_size)

@@ -296,8 +296,8 @@ def _caches(decorator: ast.expr) -> bool:
 
 
 def test_no_file_is_too_long_to_read_at_once() -> None:
-    """A file of more than about 350 lines may hold two ideas. The limit is higher, because a smaller one cut single ideas
-    in two.
+    """A file of more than about 350 lines may hold two ideas. This limit is higher: a smaller one cut single ideas in
+    two.
     """
     paths = [*(module.path for module in MODULES), *ROOT.glob("bench/**/*.py")]
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}

@@ -1,5 +1,5 @@
-"""Batch-invariant mode on a GPU: what the tensor cores sum has the same bits in tiles of any size, and so have a
-request's logits in bf16 alone and in any company."""
+"""Batch-invariant mode on a GPU: sums of the tensor cores have the same bits in tiles of any size, and so have a
+request's logits in bf16, alone and in any batch."""
 
 import json
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ SMALL = {**NODE, "num_blocks": 38}
 SMALL_CONTEXT = 38 * 16
 
 
-async def test_a_request_that_ends_at_one_decode_node_leaves_those_at_another_alone(
+async def test_a_request_that_ends_at_one_decode_node_does_not_affect_requests_at_another(
     start: Machines, reference: Reference
 ) -> None:
     prefill, first, second = start.nodes(("prefill", HELD), ("decode", HELD), ("decode", HELD), held=["prefill"])

@@ -1,6 +1,7 @@
-"""What a decode node's machine wants done. Plain values; the shell executes them in order.
+"""Commands of a decode node's machine. Plain values; the shell executes them in order.
 
-Engine commands but `Abort` are answered at once, before any other event; `Abort` and lease commands when they are done.
+Engine commands except `Abort` are answered at once, before any other event. `Abort` and lease commands are answered
+when they are done.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from protos.baton.v1 import decode_pb2 as pb
 
 @dataclass(frozen=True)
 class Send:
-    """A message to a gateway; messages of one session arrive in order."""
+    """Send a message to a gateway; messages of one session arrive in order."""
 
     session: int
     message: pb.SessionResponse
@@ -35,7 +36,7 @@ class Reserve:
 
 @dataclass(frozen=True)
 class ExtendReserved:
-    """The reserved request was given more tokens elsewhere. Answered by `Reserved` or `EngineRefused`."""
+    """Extend a reservation by tokens that another node has produced. Answered by `Reserved` or `EngineRefused`."""
 
     engine_id: str
     output: tuple[int, ...]
@@ -43,7 +44,7 @@ class ExtendReserved:
 
 @dataclass(frozen=True)
 class PrefillHere:
-    """Compute the rest of the reserved request here. Answered by `EngineRefused`, or by nothing but its tokens."""
+    """Compute the rest of the reserved request here. Answered by `EngineRefused`, else only by tokens."""
 
     engine_id: str
     output: tuple[int, ...]
@@ -80,7 +81,7 @@ class CloseLease:
 
 @dataclass(frozen=True)
 class SendLeaseEnded:
-    """Prefill nodes may stop computing and sending for this lease."""
+    """Send all prefill nodes that this lease has ended: they may stop computing and sending for it."""
 
     lease: int
 

@@ -38,7 +38,7 @@ from protos.baton.v1 import decode_pb2 as pb
 
 
 class Phase(Enum):
-    """What a request waits for, or does."""
+    """The state of a request: what it waits for, or what is done for it."""
 
     WAITING = "waits for blocks"
     OPENING = "its lease is being opened"
@@ -74,7 +74,7 @@ class DecodeTask:
         self.key = submit.key
         self.engine_id = request.request_id
         self.phase = Phase.WAITING
-        self.prefill_started_s: float | None = None  # while a prefill here has sampled no token yet
+        self.prefill_started_s: float | None = None  # set until a prefill here has sampled a token
         self._request = request
         self._policy = submit.policy
         self._prefill_available = submit.prefill_available
@@ -122,7 +122,7 @@ class DecodeTask:
         return []
 
     def refused(self, error: BatonError) -> list[Command]:
-        """The engine did not do what was asked last."""
+        """The engine refused the last command."""
         was_reserving, self._reserving = self._reserving, False
         if self.phase is Phase.ENDING:
             return self._give_back() if was_reserving else []
@@ -176,7 +176,7 @@ class DecodeTask:
         if event.lease != self.lease:
             return []
         if self.phase is Phase.OPENING:
-            # A lease without tokens is filled before it is known to be open, and the ticket goes first.
+            # A lease without tokens is filled before it is known to be open; the ticket must be sent first.
             self._early.append(event)
             return []
         if self.phase is not Phase.FILLING:
@@ -262,7 +262,7 @@ class DecodeTask:
         return self._end() if self.phase is Phase.DECODING else []
 
     def engine_failed(self, error: BatonError) -> list[Command]:
-        """The engine gave the request up. A request that waits for its KV learns it from `Admit`, which is refused."""
+        """The engine has failed the request. A request that waits for its KV fails at `Admit`, which is refused."""
         return self.fail(error) if self.phase is Phase.DECODING else []
 
     # ---- the end
@@ -292,7 +292,7 @@ class DecodeTask:
         return [self._send(pb.SessionResponse(failed=failed)), *self._end()]
 
     def cancel(self) -> list[Command]:
-        """Ends the request because nobody wants it any more, unless it is ending already."""
+        """Ends the request without an error: its gateway no longer needs it. No effect if it is ending already."""
         return [] if self.phase in (Phase.ENDING, Phase.OVER) else self._end()
 
     def _end(self) -> list[Command]:

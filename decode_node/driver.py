@@ -51,7 +51,7 @@ log = logging.getLogger("baton")
 
 
 class DecodeDriver:
-    """The machine of one decode node and what it talks to: gateways, prefill nodes, the engine, the transfer.
+    """Connects the machine of one decode node to gateways, prefill nodes, the engine and the transfer.
 
     All methods belong to the event loop's thread.
     """
@@ -129,7 +129,7 @@ class DecodeDriver:
     # ---- commands
 
     def _execute(self, command: Command) -> Event | None:
-        """Begins what the machine wants; returns the answer where it is known at once."""
+        """Starts a command; returns its answer if that is known at once."""
         match command:
             case Send(session=session, message=message):
                 self.sessions.send(session, message)
@@ -195,7 +195,7 @@ class DecodeDriver:
 
 
 def _typed(error: BaseException, subject: str) -> BatonError:
-    """The error as one that may be sent. Any other than Baton's own is a defect, and is logged."""
+    """The error as one that may be sent. An error of any other type is a defect, and is logged."""
     if isinstance(error, BatonError):
         return error
     log.error("%s", subject, exc_info=error)

@@ -1,4 +1,4 @@
-"""What a decode node's machine reacts to. Plain values.
+"""Events of a decode node's machine. Plain values.
 
 `session` is this node's number for one gateway's Session stream, `peer` the sender number of one prefill node's Pair
 stream, `engine_id` the name of one request in this node's engine.
@@ -29,7 +29,7 @@ class SessionMessage:
 
 @dataclass(frozen=True)
 class SessionClosed:
-    """The gateway is gone, or the stream broke: everything held for it ends."""
+    """The gateway is gone, or the stream broke: all its requests end."""
 
     session: int
 
@@ -52,7 +52,7 @@ class QuietReceived:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """A prefill node's Pair stream ended and its endpoints are closed; `leases` are those it had begun to fill."""
+    """A prefill node's Pair stream ended and its endpoints are closed; it had begun to fill `leases`."""
 
     peer: int
     name: str
@@ -139,7 +139,7 @@ class SegmentRefused:
 
 @dataclass(frozen=True)
 class TimePassed:
-    """The machine's `deadline_s` has come."""
+    """The machine's `deadline_s` is reached."""
 
 
 @dataclass(frozen=True)

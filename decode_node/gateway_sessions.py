@@ -1,4 +1,4 @@
-"""The gateways' Session streams: reads what gateways send, and queues what is to be written to each of them."""
+"""The gateways' Session streams: reads the gateways' messages, and queues the messages to each of them."""
 
 import asyncio
 import itertools
@@ -11,13 +11,13 @@ from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 
-# A gateway that reads nothing while this many messages wait is as good as dead.
+# The session of a gateway that leaves this many messages unread is closed.
 _OUTBOX_MAX = 20_000
 
 
 @dataclass(eq=False)
 class _Stream:
-    """What is to be written to one gateway; None ends the stream."""
+    """The queued messages to one gateway; None ends the stream."""
 
     gateway: str
     outbox: asyncio.Queue[pb.SessionResponse | None] = field(default_factory=asyncio.Queue)
@@ -33,7 +33,7 @@ class GatewaySessions:
     """All Session streams of this node, by number. Numbers count from 1 and are never used twice.
 
     Args:
-        deliver: takes what happens on the streams, in order.
+        deliver: receives the events of all streams, in order.
     """
 
     def __init__(self, deliver: Callable[[Event], None]) -> None:

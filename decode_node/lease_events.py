@@ -1,4 +1,4 @@
-"""What happens to one lease while it is open: from prefill nodes, the transfer, and the gateway. Plain values."""
+"""Events of one open lease: from prefill nodes, the transfer, and the gateway. Plain values."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
-"""The prefill nodes that may send KV here: each one's Pair stream, over which links, and how fast these were measured.
+"""The prefill nodes that may send KV here: their Pair streams, their links, and the measured speed of the links.
 
 A peer lives as long as its stream. When that breaks, the peer's endpoints are closed, which cancels what was in flight,
-and nothing is kept of the peer but a line in the status.
+and only the peer's line in the status is kept.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ class _Peer:
     """One prefill node's stream.
 
     Attributes:
-        number: the sender number of its first rank; those of the others follow.
+        number: the sender number of its first rank; the other ranks' numbers follow.
         state: its line in the status.
-        outbox: what is to be written to it; None ends the stream.
+        outbox: the queued messages to it; None ends the stream.
     """
 
     number: int
@@ -62,7 +62,7 @@ class PrefillPeers:
     """All Pair streams of this node.
 
     Args:
-        deliver: takes what peers send about requests, and which peers are lost, in order.
+        deliver: receives the peers' messages about requests and the losses of peers, in order.
     """
 
     def __init__(self, node: Node, deliver: Callable[[Event], None]) -> None:
@@ -77,8 +77,8 @@ class PrefillPeers:
         """Runs one prefill node's stream.
 
         Raises:
-            PeerRefused: it does not begin with a hello, or has a cache that this version does not know.
-            NoNode: it ends during the handshake.
+            PeerRefused: the first message is not a hello, or the peer's cache is unknown to this version.
+            NoNode: the stream ends during the handshake.
             BatonError: the links could not be opened, connected or measured.
         """
         hello = await _hello(incoming)
@@ -109,7 +109,7 @@ class PrefillPeers:
             await asyncio.shield(leaving)
 
     def send_lease_ended(self, lease: int) -> None:
-        """Prefill nodes stop computing and sending for this lease. All get the message: only one of them knows it."""
+        """Makes prefill nodes stop computing and sending for this lease. Every peer gets the message; one knows it."""
         for peer in self._peers.values():
             peer.outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
 
@@ -208,7 +208,7 @@ class PrefillPeers:
         if state.phase != common_pb2.PEER_PHASE_REFUSED:
             state.phase = common_pb2.PEER_PHASE_LOST
             state.detail = state.detail or "its stream broke"
-        peer.note_traffic(self._node.transfer.counters().peers)  # the transfer forgets it when it disconnects
+        peer.note_traffic(self._node.transfer.counters().peers)  # `disconnect` drops the peer's counters
         leases = await self._node.transfer.disconnect(peer.number)
         self._sender_numbers.give_back(peer.number)
         self._deliver(PeerLost(peer.number, state.name, leases))

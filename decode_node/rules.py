@@ -1,4 +1,4 @@
-"""What the decode node's machine needs to know of its node. Plain values."""
+"""The facts about the node that its machine needs. Plain values."""
 
 from dataclasses import dataclass
 

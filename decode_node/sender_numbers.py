@@ -23,7 +23,7 @@ class SenderNumbers:
         """Returns the first of `count` consecutive numbers that no peer has.
 
         Raises:
-            Overloaded: so many consecutive numbers are not free.
+            Overloaded: not enough consecutive numbers are free.
         """
         stop = _END - count + 1
         for first in chain(range(self._next, stop), range(1, min(self._next, stop))):

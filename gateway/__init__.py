@@ -1,6 +1,6 @@
-"""The door: takes requests, has them served by the nodes, streams text back. Any number of gateways share the nodes.
+"""The gateway: receives requests, has nodes serve them, streams the text back. Any number of gateways share the nodes.
 
-service, serving                              requests from outside, and what all of them share
+service, serving                              client requests, and the state that they share
   request_driver ── connections               the asyncio shell: one driver per request, one connection per node
                      ├─ node_clients, decode_session, discovery
   request_machine    └─ fleet, pairing        the decisions: pure, events in and commands out

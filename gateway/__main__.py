@@ -53,7 +53,7 @@ async def _run(settings: GatewaySettings, model: ServedModel) -> None:
 
 
 async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> None:
-    """Waits for the signal to end, or raises what ended one of the tasks that the process needs.
+    """Waits for the stop signal, or raises the error that ended one of the tasks that the process needs.
 
     It is no TaskGroup: that would raise a ConfigError as part of a group, and the process needs `needed` afterwards.
     """
@@ -68,7 +68,7 @@ async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> 
 
 
 async def _report_readiness(settings: GatewaySettings, server: GrpcServer, connections: Connections) -> None:
-    """Ready as long as a request would find its nodes."""
+    """Ready as long as the fleet can serve a request."""
     await connections.until_serves()
     write_ready_file(settings.ready_file, address=server.address)
     log.info("ready on %s", server.address)

@@ -1,4 +1,4 @@
-"""One stay of a request on one decode node, with its Prefill calls: what is known of it, and who owes the next answer.
+"""One attempt to serve a request on one decode node, its Prefill calls, and the node that owes the next answer.
 
 Pure. `gateway.request_machine` decides what to do next.
 """
@@ -15,7 +15,7 @@ class PrefillCall:
 
     number: int
     node: FleetNode
-    heard_at_s: float
+    last_message_at_s: float
     running: bool = True
     scheduled: bool = False
     sent: bool = False
@@ -23,11 +23,11 @@ class PrefillCall:
 
 @dataclass
 class Attempt:
-    """One stay on one decode node.
+    """One attempt on one decode node.
 
     Attributes:
-        num_given: tokens that the client had been given when it began.
-        waiting_since_s: time of the last event that concerned it.
+        num_given: number of tokens sent to the client before the attempt.
+        waiting_since_s: time of the attempt's last event.
         answered: the decode node has answered the submission, or the last request for another ticket.
         admitted: the decode node decodes with KV from a prefill node.
         ended_by_node: the decode node has ended the request and needs no cancellation.
@@ -81,9 +81,9 @@ class Attempt:
         """
         if self.prefill_node_owes:
             assert self.call is not None
-            alive_at_s = self.call.heard_at_s
-            if not self.call.scheduled:  # queued there: any sign of life of the node counts
-                alive_at_s = max(alive_at_s, self.call.node.heard_at_s)
+            alive_at_s = self.call.last_message_at_s
+            if not self.call.scheduled:  # queued on the node: any sign of life of the node counts
+                alive_at_s = max(alive_at_s, self.call.node.last_message_at_s)
             return alive_at_s + prefill_stall_s
-        alive_at_s = max(self.waiting_since_s, self.node.heard_at_s)
+        alive_at_s = max(self.waiting_since_s, self.node.last_message_at_s)
         return alive_at_s + decode_stall_s + (0.0 if self.answered else queue_s)

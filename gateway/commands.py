@@ -1,4 +1,4 @@
-"""What the machine of one request wants done. Plain values; the shell executes them in order."""
+"""Commands of one request's machine. Plain values; the shell executes them in order."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class SubmitToDecode:
 
 @dataclass(frozen=True)
 class AskDecode:
-    """Another message about this request on the same session; the shell fills in the key."""
+    """Send another message about this request on the same session; the shell fills in the key."""
 
     attempt: int
     message: decode_pb2.RenewTicket | decode_pb2.PrefillHere
@@ -25,7 +25,7 @@ class AskDecode:
 
 @dataclass(frozen=True)
 class LeaveDecode:
-    """The attempt is over. `cancel` unless the decode node has ended the request itself."""
+    """End the attempt. `cancel` unless the decode node has ended the request itself."""
 
     attempt: int
     cancel: bool
@@ -50,7 +50,7 @@ class CancelPrefill:
 
 @dataclass(frozen=True)
 class LoseNode:
-    """The node owes an answer and has given no sign of life for too long: `Fleet.lost`."""
+    """Mark a node as lost (`Fleet.lost`): it owes an answer and has given no sign of life for too long."""
 
     role: common_pb2.Role.ValueType
     address: str
@@ -59,14 +59,14 @@ class LoseNode:
 
 @dataclass(frozen=True)
 class Respond:
-    """A message to the client, in order."""
+    """Send a message to the client. Messages are sent in order."""
 
     message: generation_pb2.GenerateResponse
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The request is over; `error` None: it was served to its end. The last command."""
+    """The last command: the request is over. `error` is None if it was served to its end."""
 
     error: BatonError | None
 

@@ -32,7 +32,7 @@ class Connections:
     """An async context manager: inside it, nodes are found, watched and paired.
 
     Raises:
-        ConfigError: an address is malformed, or there are none of decode nodes.
+        ConfigError: an address is malformed, or no decode node is configured.
     """
 
     def __init__(self, settings: GatewaySettings, model: ServedModel) -> None:
@@ -71,7 +71,7 @@ class Connections:
 
     @property
     def upkeep(self) -> "asyncio.Task[None]":
-        """Ends only by an error, which leaves the fleet without news."""
+        """Ends only with an error; the fleet is not updated after that."""
         assert self._upkeep is not None
         return self._upkeep
 
@@ -84,16 +84,16 @@ class Connections:
         return self._prefills[address]
 
     def lose(self, role: Role, address: str, reason: str) -> None:
-        """The node is silent: it gets no requests until its next status, for which its connection is made anew."""
+        """Marks a silent node as lost and reconnects. The node gets no requests until its next status."""
         client = self._of(role).get(address)
         if client is not None:
             self._lost(role, address, reason)
             client.end_watch()
 
-    # ---- for whoever waits for nodes
+    # ---- waiting for nodes
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Calls it whenever a node comes, goes, or reports something new."""
+        """Calls `listener` whenever a node is added, removed, or reports something new."""
         self._listeners.add(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ class Connections:
             self.remove_listener(changed.set)
 
     async def until_serves(self) -> None:
-        """Waits for the first nodes; then a little for the others, so that a fresh cluster is used as a whole."""
+        """Waits for the first nodes, then a few seconds for the others, so that a new cluster is used as a whole."""
         await self.until(self.fleet.serves)
         if not self._wants_prefill:
             return
@@ -156,7 +156,9 @@ class Connections:
         if role == _PREFILL:
             client = self._prefills[address] = PrefillClient(address, callbacks)
         else:
-            client = self._decodes[address] = DecodeClient(address, callbacks, partial(self._heard, role, address))
+            client = self._decodes[address] = DecodeClient(
+                address, callbacks, partial(self._message_received, role, address)
+            )
         self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
 
     async def _remove(self, role: Role, address: str, client: NodeClient) -> None:
@@ -178,8 +180,8 @@ class Connections:
         self._execute(self.fleet.lost(role, address, reason))
         self._notify()
 
-    def _heard(self, role: Role, address: str) -> None:
-        self.fleet.heard(role, address, self._now_s())
+    def _message_received(self, role: Role, address: str) -> None:
+        self.fleet.message_received(role, address, self._now_s())
 
     def _execute(self, commands: Iterable[FleetCommand | PairingCommand]) -> None:
         for command in commands:

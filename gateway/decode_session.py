@@ -1,6 +1,6 @@
-"""The Session stream with one decode node: all requests of this gateway on that node, told apart by key.
+"""The Session stream with one decode node: all requests of this gateway on that node, identified by key.
 
-Owns the keys: a key is never used twice, and is forgotten with the node's `Released`, which is its last message.
+Owns the keys. No key is used twice; the node's last message for a key is `Released`.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 @dataclass(frozen=True)
 class Receiver:
-    """What one request does with the node's messages about it, and with the end of the session."""
+    """Receives the node's messages about one request, and the end of the session."""
 
     receive: Callable[[DecodeReply], None]
     lost: Callable[[str], None]
 
 
 class DecodeSession:
-    """The stream, from its call to its end. Must be made on the event loop; `close` ends it.
+    """The stream, from its call to its end. Must be created on the event loop; `close` ends it.
 
     Args:
         on_message: called at every message, as a sign of life.
@@ -57,7 +57,7 @@ class DecodeSession:
         return len(self._receivers)
 
     def submit(self, request: pb.SubmitRequest, receiver: Receiver) -> int:
-        """Sends the request under a new key, which is returned; `receiver` gets everything about it until `leave`."""
+        """Sends the request under a new key and returns the key; `receiver` gets all messages for it until `leave`."""
         key = next(self._keys)
         request.key = key
         if self.open:
@@ -76,7 +76,7 @@ class DecodeSession:
             self._outbox.put_nowait(pb.SessionRequest(here=message))
 
     def leave(self, key: int, *, cancel: bool) -> None:
-        """Nothing more is received for this key; `cancel` makes the node end the request. No effect the second time."""
+        """Stops receiving for this key; `cancel` makes the node end the request. A second call has no effect."""
         if self._receivers.get(key) is None:
             return
         self._receivers[key] = None
@@ -85,7 +85,7 @@ class DecodeSession:
         asyncio.get_running_loop().call_later(_RELEASE_TIMEOUT_S, self._check_released, key)
 
     def drop(self, reason: str) -> None:
-        """Ends the stream; all requests on it get the reason. No effect the second time."""
+        """Ends the stream; all requests on it get the reason. A second call has no effect."""
         if not self.open:
             return
         self.open = False
@@ -138,7 +138,7 @@ class DecodeSession:
             while True:
                 await self._call.write(await self._outbox.get())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the call is over, and `_read` learns why
+            return  # the call is over; `_read` gets the reason
 
     def _check_released(self, key: int) -> None:
         if key in self._receivers:

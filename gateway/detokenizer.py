@@ -1,7 +1,7 @@
 """Turns one output's token ids into text, token by token, and never shows half a character.
 
-`tokenizers.decoders.DecodeStream` (0.23) is not used: bytes that are no text are never shown, an unfinished character
-at the end cannot be asked for, and a run of such bytes costs more with every token (mean over 4,000: 850 us).
+`tokenizers.decoders.DecodeStream` (0.23) is not used: it never returns invalid bytes, cannot return an unfinished
+character at the end, and slows down with every token of a run of such bytes (mean over 4,000: 850 us).
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 
-# Tokens of the prompt before the first output token: whether a word piece begins with a space depends on its
+# Number of prompt tokens decoded before the output: whether a word piece begins with a space depends on its
 # neighbour.
 _CONTEXT_TOKENS = 6
 _CHARACTER_TOKENS_MAX = 4
 
 # An unfinished character is one replacement character, or up to three where a decoder replaces byte by byte. More
-# replacement characters, over this many tokens, are bytes that are no text, and are shown as such.
+# replacement characters, over this many tokens, are invalid bytes, and are shown as such.
 _UNFINISHED_CHARACTERS_MAX = 3
 _HELD_TOKENS_MAX = 16
 

@@ -1,7 +1,7 @@
-"""What the machine of one request reacts to. Plain values.
+"""Events of one request's machine. Plain values.
 
-`attempt` numbers the request's stays on decode nodes, `call` its Prefill calls, both from 1. An event about an earlier
-attempt or call than the present one is ignored.
+`attempt` numbers the request's attempts on decode nodes and `call` its Prefill calls, both from 1. The machine ignores
+events of earlier attempts and calls.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Started:
 
 
 class DecodeReplied(NamedTuple):
-    """The decode node's message about this request. One for each token, and a tuple is made in half the time."""
+    """The decode node's message about this request. There is one per token, and a tuple is created in half the time."""
 
     attempt: int
     message: DecodeReply
@@ -35,7 +35,7 @@ class DecodeReplied(NamedTuple):
 
 @dataclass(frozen=True)
 class SessionLost:
-    """The session with the decode node is gone. The fleet knows the node as lost before the machine gets this."""
+    """The session with the decode node ended. The fleet marks the node as lost before the machine gets this."""
 
     attempt: int
     reason: str
@@ -51,7 +51,7 @@ class PrefillReplied:
 
 @dataclass(frozen=True)
 class PrefillEnded:
-    """A Prefill call is over; `error` None: its stream ended without one."""
+    """A Prefill call is over; `error` is None if its stream ended without one."""
 
     call: int
     error: BatonError | None
@@ -59,12 +59,12 @@ class PrefillEnded:
 
 @dataclass(frozen=True)
 class FleetChanged:
-    """A node came, went, or reported something new. Only sent while the machine's `waits_for_fleet` is true."""
+    """A node was added, removed, or reported something new. Sent only while the machine's `waits_for_fleet` is true."""
 
 
 @dataclass(frozen=True)
 class TimePassed:
-    """The machine's `deadline_s` has come."""
+    """The machine's `deadline_s` is reached."""
 
 
 @dataclass(frozen=True)

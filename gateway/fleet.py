@@ -1,7 +1,7 @@
-"""The table of all nodes that this gateway knows, and what may be asked of it. Pure: no clock, task or socket.
+"""The table of all nodes that this gateway knows, and the choice of nodes from it. Pure: no clock, task or socket.
 
-A node is reachable from its first status until its connection is lost. Calls that record something return what the
-shell has to do about it.
+A node is reachable from its first status until its connection is lost. Methods that record something return commands
+for the shell.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line for the operator, if `warning` one that needs attention."""
+    """A line for the operator. A warning needs attention."""
 
     text: str
     warning: bool = False
@@ -47,8 +47,8 @@ class FleetNode:
         self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
         self.status = node_pb2.NodeStatus()
         self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
-        self.heard_at_s = 0.0  # last message on any connection
-        self.retired = False  # no longer listed: finishes what runs, then is removed
+        self.last_message_at_s = 0.0  # last message on any connection
+        self.retired = False  # no longer listed: removed once its requests are done
         self._view = _UNKNOWN
         self._picks = self._requests_since = self._tokens_since = 0
 
@@ -102,7 +102,7 @@ class FleetNode:
             self._view = _to_view(self.address, self.status, self.peers)
 
     def explain(self) -> str:
-        """Why it may not be found for a request."""
+        """Why it is not chosen for a request."""
         if self.detail:
             return f"{self.name} cannot be used ({self.detail})"
         if self.status.draining:
@@ -112,7 +112,7 @@ class FleetNode:
             for peer in self.peers.values()
             if peer.mismatches
         ]
-        return f"{self.name}: {', '.join(refused)}" if refused else f"{self.name} is there"
+        return f"{self.name}: {', '.join(refused)}" if refused else f"{self.name} is available"
 
 
 class Fleet:
@@ -131,10 +131,10 @@ class Fleet:
         self._max_context_tokens = max_context_tokens
         self._policy = policy
 
-    # ---- what is recorded
+    # ---- recording
 
     def add(self, role: Role, address: str) -> FleetNode:
-        """A node at an address that is new."""
+        """Adds a node at a new address."""
         node = self._of(role)[address] = FleetNode(role, address)
         return node
 
@@ -144,9 +144,9 @@ class Fleet:
     def status_received(
         self, role: Role, address: str, status: node_pb2.NodeStatus, now_s: float
     ) -> list[FleetCommand]:
-        """The node has sent its status."""
+        """Records a node's status."""
         node = self._of(role)[address]
-        node.heard_at_s = now_s
+        node.last_message_at_s = now_s
         info = status.info
         if info.role != role:
             return self._wrong_role(node, info.role)
@@ -164,7 +164,7 @@ class Fleet:
         return commands
 
     def lost(self, role: Role, address: str, reason: str) -> list[FleetCommand]:
-        """The node is silent, or its connection broke: unreachable until its next status."""
+        """Marks a node that is silent, or whose connection broke, as unreachable until its next status."""
         node = self._of(role)[address]
         commands: list[FleetCommand] = []
         if node.reachable:
@@ -174,9 +174,9 @@ class Fleet:
         node.reachable, node.detail = False, reason
         return [*commands, *_drop_session(node, reason)]
 
-    def heard(self, role: Role, address: str, now_s: float) -> None:
-        """The node has sent something on any connection, which is a sign of life."""
-        self._of(role)[address].heard_at_s = now_s
+    def message_received(self, role: Role, address: str, now_s: float) -> None:
+        """Records a sign of life: a message on any connection of the node."""
+        self._of(role)[address].last_message_at_s = now_s
 
     def node(self, role: Role, address: str) -> FleetNode:
         return self._of(role)[address]
@@ -184,13 +184,13 @@ class Fleet:
     # ---- choices for one request
 
     def pick_decode(self, wanted: Wanted) -> FleetNode | None:
-        """The decode node that fits the request best; None: there is none."""
+        """The decode node that fits the request best, or None."""
         prefills = [node.view() for node in self.prefills.values()]
         picked = pick_decode([node.view() for node in self.decodes.values()], prefills, wanted)
         return None if picked is None else self.decodes[picked.address]
 
     def pick_prefill(self, decode: FleetNode, wanted: Wanted) -> FleetNode | None:
-        """The prefill node, paired with the decode node, that fits the request best; None: there is none."""
+        """The prefill node, paired with the decode node, that fits the request best, or None."""
         picked = pick_prefill([node.view() for node in self.prefills.values()], decode.view(), wanted)
         return None if picked is None else self.prefills[picked.address]
 
@@ -206,7 +206,7 @@ class Fleet:
         return [(prefill, decode) for prefill in self.prefills.values() if prefill.reachable for decode in decodes]
 
     def serves(self) -> bool:
-        """Whether a request would find its nodes now."""
+        """Whether a request could be served now."""
         if self._policy is not LocalPolicy.STRICT:
             return any(node.open for node in self.decodes.values())
         return any(
@@ -222,8 +222,8 @@ class Fleet:
         return min(self._max_context_tokens, max(known, default=self._max_context_tokens))
 
     def explain(self) -> str:
-        """Why no node may be found for a request, node by node."""
-        return "; ".join(node.explain() for node in self.nodes()) or "no address of a node is known"
+        """Why no node can be chosen for a request, node by node."""
+        return "; ".join(node.explain() for node in self.nodes()) or "no node address is known"
 
     def report(self) -> list[generation_pb2.NodeReport]:
         reports = []
@@ -241,7 +241,7 @@ class Fleet:
         return self.prefills if role == common_pb2.ROLE_PREFILL else self.decodes
 
     def _wrong_role(self, node: FleetNode, role: Role) -> list[FleetCommand]:
-        wrong = f"it is no {_role_name(node.role)} node but a {_role_name(role)} node"
+        wrong = f"it is a {_role_name(role)} node, not a {_role_name(node.role)} node"
         if node.detail == wrong:
             return []
         node.reachable, node.detail = False, wrong

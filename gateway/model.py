@@ -12,7 +12,7 @@ from protos.baton.v1 import common_pb2
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are checked against. Nodes must serve the same model."""
+    """The served model's name and limits, for checking requests. Nodes must serve the same model."""
 
     name: str
     architecture: str
@@ -23,7 +23,7 @@ class ServedModel:
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
-        """What a node's own identity is compared with; the gateway reads no weights."""
+        """The identity that nodes must have, without weights: the gateway reads none."""
         return common_pb2.ModelIdentity(
             name=self.name, architecture=self.architecture, config_digest=self.config_digest
         )

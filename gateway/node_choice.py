@@ -1,4 +1,4 @@
-"""Which nodes may serve one request: the router's choice, less the nodes that have refused, failed or lost it. Pure."""
+"""Which nodes may serve one request: the router's choice without nodes that refused, failed or lost it. Pure."""
 
 from collections.abc import Set
 
@@ -27,7 +27,7 @@ class NodeChoice:
         self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
 
     def decode_node(self, num_tokens: int, *, begun: bool) -> FleetNode | None:
-        """The next decode node; None: a request that has begun waits for one.
+        """The next decode node; None if a request that has begun must wait for one.
 
         Args:
             num_tokens: prompt and output so far.
@@ -48,7 +48,7 @@ class NodeChoice:
         return None
 
     def prefill_node(self, attempt: Attempt, num_tokens: int) -> FleetNode | None:
-        """The prefill node for the attempt's next call; None: its calls or the nodes are used up."""
+        """The prefill node for the attempt's next call; None if its calls or the nodes are used up."""
         if attempt.failed_calls >= self._max_calls:
             return None
         return self._fleet.pick_prefill(attempt.node, self._wanted(num_tokens, attempt.excluded))
@@ -61,15 +61,15 @@ class NodeChoice:
         return NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
-        """The decode node does not take the request, and is not asked again."""
+        """Records that the decode node refused the request: it is not asked again."""
         self._refusals[node.incarnation] = error
 
     def losing(self, node: FleetNode) -> None:
-        """The node is silent; it is not chosen, although the fleet may not know yet."""
+        """Records that the node is silent: it is not chosen, even while the fleet still lists it as reachable."""
         self._losing.add(node.incarnation)
 
     def fleet_is_current(self) -> None:
-        """The fleet has learned of all nodes that `losing` was called for; they may have come back."""
+        """Clears the silent nodes: the fleet has marked them as lost, and may have reached them again since."""
         self._losing.clear()
 
     def _wanted(self, num_tokens: int, excluded_prefill: Set[int] = frozenset()) -> Wanted:
@@ -82,8 +82,8 @@ class NodeChoice:
         )
 
 
-def nobody_left(attempt: Attempt, error: BatonError) -> BatonError:
-    """The error of a request that no prefill node could serve; `error`: why there is none."""
+def prefill_failure(attempt: Attempt, error: BatonError) -> BatonError:
+    """The error of a request that no prefill node could serve; `error` says why none is left."""
     last = attempt.last_error
     if last is None or isinstance(last, Overloaded | DataLoss):
         return last or error

@@ -1,6 +1,6 @@
 """The gateway's connection to one node: its channel, its Watch stream, and the calls of the node's role.
 
-What the node sends goes to callbacks; `gateway.fleet` keeps what follows from it.
+Callbacks receive what the node sends; `gateway.fleet` keeps the node's state.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _CLOSED = "the gateway has closed the connection"
 
 @dataclass(frozen=True)
 class WatchCallbacks:
-    """What to do with a node's statuses, and with the loss of the connection."""
+    """Callbacks for a node's statuses and for the loss of its connection."""
 
     status: Callable[[node_pb2.NodeStatus], None]
     lost: Callable[[str], None]
@@ -48,13 +48,13 @@ class NodeClient:
             self._status_received = False
             async with asyncio.TaskGroup() as tasks:
                 self._watching = tasks.create_task(self._watch_once())
-            if not self._watching.cancelled():  # else `end_watch` was called by whoever knows the reason
+            if not self._watching.cancelled():  # else the caller of `end_watch` has reported the reason
                 self._callbacks.lost(self._watching.result())
             retry_s = _RETRY_S_MIN if self._status_received else min(2 * retry_s, _RETRY_S_MAX)
             await asyncio.sleep(retry_s)
 
     def end_watch(self) -> None:
-        """Ends the present Watch stream, which is of no use; another one follows."""
+        """Ends the present Watch stream; `watch` then opens another one."""
         if self._watching is not None:
             self._watching.cancel()
 
@@ -80,9 +80,9 @@ class NodeClient:
 
 
 class PrefillStream:
-    """One Prefill call. Nothing more comes of it after `cancel`.
+    """One Prefill call. It makes no callbacks after `cancel`.
 
-    Its task is not part of a TaskGroup: `cancel` has nobody to wait for it, and its failure concerns one request only.
+    Its task is not part of a TaskGroup: nothing waits for a cancelled call, and its failure concerns one request only.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PrefillClient(NodeClient):
         return stream
 
     async def connect_to(self, decode_address: str) -> common_pb2.PeerState:
-        """Asks the node to make the pair with a decode node; returns the pair's state.
+        """Asks the node to connect to a decode node; returns the pair's state.
 
         Raises:
             BatonError: the node could not be asked.

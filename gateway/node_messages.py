@@ -1,4 +1,4 @@
-"""What nodes are sent about one request. Pure."""
+"""The messages to nodes about one request. Pure."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _POLICIES = {
 
 
 class NodeMessages:
-    """Writes the messages; `output` is the token ids that the client has been given."""
+    """Writes the messages; `output` holds the token ids sent to the client so far."""
 
     def __init__(self, request: Request, policy: LocalPolicy) -> None:
         self._request = request

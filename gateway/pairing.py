@@ -18,7 +18,7 @@ Pair = tuple[int, int]  # incarnations of a prefill node and a decode node
 
 @dataclass(frozen=True)
 class Connect:
-    """Ask the prefill node at this address to make the pair; answer with `answered` or `failed`."""
+    """Ask the prefill node at this address to connect to the decode node; answer with `answered` or `failed`."""
 
     pair: Pair
     prefill_address: str
@@ -30,7 +30,7 @@ PairingCommand = Connect | LogLine
 
 @dataclass
 class _PairState:
-    """How often one pair was asked for, until it is settled."""
+    """The requests for one pair, until it is settled."""
 
     prefill: str
     decode: str
@@ -80,7 +80,7 @@ class Pairing:
         return commands
 
     def answered(self, pair: Pair, state: common_pb2.PeerState, now_s: float) -> list[LogLine]:
-        """The prefill node has answered how the pair is. An answer about a pair whose nodes are gone has no effect."""
+        """Records the prefill node's answer about a pair. No effect for a pair whose nodes are gone."""
         asked = self._pairs.get(pair)
         if asked is None:
             return []
@@ -90,7 +90,7 @@ class Pairing:
         return [LogLine(f"{asked.prefill} cannot connect to {asked.decode} yet: {state.detail}")]
 
     def failed(self, pair: Pair, error: BatonError, now_s: float) -> list[LogLine]:
-        """The prefill node could not be asked. No effect for a pair whose nodes are gone."""
+        """Records that the prefill node could not be asked. No effect for a pair whose nodes are gone."""
         asked = self._pairs.get(pair)
         if asked is None:
             return []

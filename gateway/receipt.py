@@ -22,7 +22,7 @@ class ReceiptDraft:
         self._forget_prefill()
 
     def failed(self, what: str) -> None:
-        """Something failed, and the request is tried again."""
+        """Records a failure after which the request is tried again."""
         self._failures.append(what)
 
     @property
@@ -37,7 +37,7 @@ class ReceiptDraft:
         self._decode_queue_s = message.queue_s
 
     def calling(self, prefill_node: str, transport: str, kv_converted: str) -> None:
-        """A prefill node is about to be called. `transport` is the pair's, `kv_converted` how the pair converts KV."""
+        """Records the next Prefill call. `transport` and `kv_converted` (how KV is converted) are the pair's."""
         self.attempts += 1
         self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
         self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted

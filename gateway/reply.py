@@ -11,7 +11,7 @@ from protos.baton.v1 import generation_pb2 as pb
 
 
 class Detokenizing(Protocol):
-    """Turns one output's tokens into text; `gateway.detokenizer` has the real one."""
+    """Turns one output's tokens into text, as `gateway.detokenizer.Detokenizer` does."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -27,7 +27,7 @@ class OutputEnd:
 
 
 class Reply:
-    """Collects tokens in the message that leaves next, and writes the last message."""
+    """Collects tokens in the next message, and writes the last message."""
 
     def __init__(self, request_id: str, sampling: SamplingParams, detokenizer: Detokenizing) -> None:
         self.completion_tokens = 0

@@ -1,4 +1,4 @@
-"""One checked request and the rules for it, as the request's machine takes them: plain values."""
+"""One checked request and the rules for it: plain values, the input of the request's machine."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ class Request:
     """One checked request.
 
     Attributes:
-        started_at_s: when the client's call began, on the clock of `now_s`.
-        timeout_s: from then to its deadline.
+        started_at_s: start of the client's call, on the clock of `now_s`.
+        timeout_s: time from the start to the deadline.
     """
 
     request_id: str

@@ -51,13 +51,13 @@ class RequestDriver:
         self._write_to_client = write
         self._loop = asyncio.get_running_loop()
         self._events: list[Event] = []
-        self._waiter: asyncio.Future[None] | None = None  # while it waits for an event
+        self._waiter: asyncio.Future[None] | None = None  # set while `run` waits for an event
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[object] | None = None  # that `run` is in
+        self._task: asyncio.Task[object] | None = None  # the task that executes `run`
         self._writing = False  # while a message to the client waits
-        self._ended_by: BatonError | None = None  # what ends a request whose message to the client waits
+        self._ended_by: BatonError | None = None  # the error for a request whose message to the client waits
         self._listening = False
-        self._attempt: tuple[DecodeSession, int] | None = None  # with its key
+        self._attempt: tuple[DecodeSession, int] | None = None  # the session and the request's key
         self._call: PrefillStream | None = None
 
     async def run(self) -> None:
@@ -146,7 +146,7 @@ class RequestDriver:
         self._call = None
 
     def _close(self) -> None:
-        """Ends what is still open: nothing is, unless the task was cancelled or an error ended it."""
+        """Ends the attempt and the call that a cancelled or failed task leaves open."""
         if self._timer is not None:
             self._timer.cancel()
         self._connections.remove_listener(self._fleet_changed)
@@ -188,8 +188,8 @@ class RequestDriver:
     # ---- time
 
     def _set_timer(self, at_s: float | None) -> None:
-        # NOTE: a timer is only moved forward, and so not with every token, which would cost more than all else that is
-        # done for one. It may fire too early; then the machine says when to look again.
+        # NOTE: a timer is only replaced by an earlier one. Replacing it with every token would cost more than all other
+        # work for that token. It may fire too early; the machine then returns the next time.
         if at_s is None or (self._timer is not None and self._timer.when() <= at_s):
             return
         if self._timer is not None:

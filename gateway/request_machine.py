@@ -49,7 +49,7 @@ from gateway.events import (
     TimePassed,
 )
 from gateway.fleet import Fleet
-from gateway.node_choice import NodeChoice, nobody_left
+from gateway.node_choice import NodeChoice, prefill_failure
 from gateway.node_messages import NodeMessages
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing, OutputEnd, Reply
@@ -89,7 +89,7 @@ class RequestMachine:
     def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
         """Reacts to events in their order, at `now_s`, which never decreases.
 
-        Give it all events that are there: tokens of one call leave in one message.
+        Pass all pending events at once: the tokens of one call are sent to the client in one message.
         """
         self._now_s = now_s
         commands: list[Command] = []
@@ -112,13 +112,13 @@ class RequestMachine:
     def deadline_s(self) -> float | None:
         """When `TimePassed` is due: the request's deadline or the end of a shorter wait. None: the request is over.
 
-        A wait may have become longer since, by a sign of life: it is looked at again when the time has come.
+        A later sign of life may prolong the wait; the machine checks that when the time has come.
         """
         return None if self._over else self._check_at_s
 
     @property
     def waits_for_fleet(self) -> bool:
-        """Whether it waits for a decode node, so that `FleetChanged` could help."""
+        """Whether the request waits for a decode node, so that `FleetChanged` matters."""
         return self._attempt is None and not self._over
 
     @property
@@ -203,7 +203,7 @@ class RequestMachine:
                     self._hand_over_failed(attempt, call.node.name, from_detail(message.error))
 
     def _prefill_replied(self, attempt: Attempt, call: PrefillCall, reply: prefill_pb2.PrefillEvent) -> None:
-        attempt.waiting_since_s = call.heard_at_s = self._now_s
+        attempt.waiting_since_s = call.last_message_at_s = self._now_s
         match reply.WhichOneof("event"):
             case "scheduled":
                 call.scheduled = True
@@ -224,7 +224,7 @@ class RequestMachine:
         call.running = False
         if call.sent or self._end is not None:
             return
-        if attempt.admitted:  # so the call is needed for the first token alone
+        if attempt.admitted:  # so only the first token still needs the call
             self._check_first_token(attempt)
             return
         error = error or InternalError("the prefill node ended the call before everything was sent")
@@ -254,14 +254,14 @@ class RequestMachine:
         self._commands.append(SubmitToDecode(self._num_attempts, node.address, submission))
 
     def _decode_failed(self, attempt: Attempt, error: BatonError) -> None:
-        """The decode node's error means: not there, not there any more, or nowhere.
+        """After a refusal or a lost hand-over another decode node is tried; any other error ends the request.
 
         Raises:
-            BatonError: nowhere.
+            BatonError: the error that ends the request, or as `_choose_decode_node`.
         """
         if isinstance(error, Overloaded | Draining):
             self._choice.refused(attempt.node, error)
-            self._receipt.failed(f"{attempt.node.name} did not take it ({error.message})")
+            self._receipt.failed(f"{attempt.node.name} refused it ({error.message})")
             self._leave(attempt)
             self._choose_decode_node()
         # NOTE: our own deadline ends the request elsewhere; a node's DeadlineExceeded is about its lease.
@@ -271,10 +271,10 @@ class RequestMachine:
             raise error
 
     def _lose_attempt(self, attempt: Attempt, reason: str) -> None:
-        """This decode node will not finish the request: another one continues, or the same one anew.
+        """Continues the request in a new attempt, on another decode node or on the same one.
 
         Raises:
-            BatonError: too many in a row, or as for the choice.
+            BatonError: too many nodes in a row were lost, or as `_choose_decode_node`.
         """
         name = attempt.node.name
         self._losses = 1 if len(self._order.token_ids) > attempt.num_given else self._losses + 1
@@ -294,7 +294,7 @@ class RequestMachine:
     # ---- prefill nodes
 
     def _call_prefill_node(self, attempt: Attempt, ticket: common_pb2.Ticket) -> None:
-        """Has a prefill node serve the ticket."""
+        """Calls a prefill node with the ticket."""
         node = self._choice.prefill_node(attempt, self._num_tokens)
         if node is None:
             self._hand_over_failed(attempt, "", self._choice.no_prefill_node())
@@ -313,10 +313,10 @@ class RequestMachine:
         """Asks for a ticket for another prefill node, or the decode node to prefill the prompt itself.
 
         Args:
-            prefill_node: empty when none could be called at all.
+            prefill_node: empty when no node could be called.
 
         Raises:
-            BatonError: the failure is the client's doing, or policy strict has nobody left to ask.
+            BatonError: the failure is the client's doing, or no prefill node is left under policy strict.
         """
         self._drop_call(attempt)
         if isinstance(error, InvalidRequest | DeadlineExceeded):
@@ -327,11 +327,11 @@ class RequestMachine:
             attempt.last_error = error
             self._receipt.failed(f"{prefill_node} failed ({error.message})")
         elif strict:
-            raise nobody_left(attempt, error)
+            raise prefill_failure(attempt, error)
         attempt.answered = False
         attempt.waiting_since_s = self._now_s
-        # NOTE: under strict a ticket is asked for even when nobody is left to take it: the prefill node may only have
-        # failed because the decode node is gone, and this is how that is found out.
+        # NOTE: policy strict asks for a ticket even when no prefill node is left: the last one may have failed only
+        # because the decode node is gone, and this message finds that out.
         renew = strict or self._choice.prefill_node(attempt, self._num_tokens) is not None
         question = (decode_pb2.RenewTicket if renew else decode_pb2.PrefillHere)(
             failed_lease=attempt.lease, output_token_ids=self._order.token_ids

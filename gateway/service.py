@@ -20,7 +20,7 @@ SERVICE_NAME = "baton.v1.Generation"
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """The gRPC door of the gateway called `name`."""
+    """The gRPC API of the gateway called `name`."""
 
     def __init__(self, name: str, serving: Serving, fleet: Fleet) -> None:
         self._name = name

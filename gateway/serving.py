@@ -1,6 +1,6 @@
-"""Requests from admission to their last message, whichever door they came through.
+"""Requests from admission to their last message, for every API that admits them.
 
-Owns what all requests share: how many may run, the counters, and what becomes of requests when the process ends.
+Owns what all requests share: the limit on running requests, the counters, and the drain at the end of the process.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Serving:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._ended_by: BatonError | None = None  # what ends all requests
+        self._ended_by: BatonError | None = None  # the error that ends all requests
 
     async def generate(self, message: pb.GenerateRequest, write: Write, *, budget_s: float | None) -> None:
         """Serves one request in the current task; `write` gets its messages. Cancel the task to cancel the request.
@@ -89,7 +89,7 @@ class Serving:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("%d request(s) did not finish within the %.0f s of the drain", self.running, grace_s)
-        self._ended_by = Draining("the gateway is going away", cure="send the request again")
+        self._ended_by = Draining("the gateway is shutting down", cure="send the request again")
         for driver in self._drivers:
             driver.end(self._ended_by)
 

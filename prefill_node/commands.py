@@ -1,4 +1,4 @@
-"""What a prefill node's machine wants done. Plain values; the shell executes them in order."""
+"""Commands of a prefill node's machine. Plain values; the shell executes them in order."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from protos.baton.v1 import prefill_pb2 as pb
 
 @dataclass(frozen=True)
 class Submit:
-    """Compute this prompt. Answered at once by `EngineRefused`, or by nothing but its steps."""
+    """Compute this prompt. Answered at once by `EngineRefused`, else only by steps."""
 
     request: EngineRequest
 
@@ -43,7 +43,7 @@ class StopSending:
 
 @dataclass(frozen=True)
 class SendToPeer:
-    """A message on the Pair stream; dropped when the peer is gone."""
+    """Send a message on the Pair stream; it is dropped when the peer is gone."""
 
     peer: int
     message: decode_pb2.PairRequest
@@ -51,7 +51,7 @@ class SendToPeer:
 
 @dataclass(frozen=True)
 class Respond:
-    """An event on the call's stream to the gateway. Events are written in order."""
+    """Send an event on the call's stream to the gateway. Events are written in order."""
 
     call: int
     event: pb.PrefillEvent

@@ -52,7 +52,7 @@ class DecodePeer:
     """One decode node, for the life of one Pair stream. Connects at once.
 
     Args:
-        number: this node's own for the peer: the first of the numbers for the peer's ranks.
+        number: this node's number for the peer's first rank; the other ranks' numbers follow.
         timeout_s: for the handshake.
         deliver: gets `LeaseEnded`, and `PeerLost` once.
 
@@ -87,7 +87,7 @@ class DecodePeer:
 
     @property
     def facts(self) -> PeerFacts:
-        """What a call needs to know of a peer that is ready."""
+        """The facts about a ready peer that a call needs."""
         return PeerFacts(
             number=self.number,
             sender_number=self._sender_number,
@@ -273,7 +273,7 @@ class DecodePeers:
         self._by_address: dict[str, DecodePeer] = {}
 
     async def connect(self, address: str) -> common_pb2.PeerState:
-        """Connects to a decode node unless that is done; returns how the peer stands after the handshake."""
+        """Connects to a decode node unless it is connected; returns the peer's state after the handshake."""
         return await self._peer(address).settled()
 
     async def for_ticket(self, ticket: common_pb2.Ticket) -> DecodePeer:
@@ -327,7 +327,7 @@ class DecodePeers:
         return peer
 
     def _keep(self, peer: DecodePeer) -> None:
-        """Replaces the peer that had this address. Of lost peers the latest stay, for the status."""
+        """Replaces the peer at this address. The latest lost peers are kept for the status."""
         self._by_address.pop(peer.state.address, None)
         self._by_address[peer.state.address] = peer
         lost = [key for key, old in self._by_address.items() if old.state.phase == common_pb2.PEER_PHASE_LOST]

@@ -37,7 +37,7 @@ log = logging.getLogger("baton")
 
 
 class PrefillDriver:
-    """The machine of one prefill node and what it talks to: gateways, decode nodes, the engine, the transfer.
+    """Connects the machine of one prefill node to gateways, decode nodes, the engine and the transfer.
 
     All methods belong to the event loop's thread.
 
@@ -103,7 +103,7 @@ class PrefillDriver:
     # ---- events to the machine, and its commands
 
     def deliver(self, event: Event) -> None:
-        """Gives the machine one event, and executes what it wants done."""
+        """Delivers one event to the machine, and executes its commands."""
         commands = deque(self._machine.handle(event, time.monotonic()))
         while commands:
             answer = self._execute(commands.popleft())

@@ -1,4 +1,4 @@
-"""What a prefill node's machine reacts to. Plain values.
+"""Events of a prefill node's machine. Plain values.
 
 `call` is this node's number for one Prefill call, and names its request in the engine as `str(call)`; `peer` is this
 node's number for one decode node.
@@ -18,9 +18,9 @@ class PeerFacts:
     """The decode node that a ticket names, as the handshake found it.
 
     Attributes:
-        number: this node's own for the peer.
-        sender_number: the peer's for this node.
-        kv_converted: what KV becomes on its way, such as "bfloat16 to fp8"; empty: it stays as it is.
+        number: this node's number for the peer.
+        sender_number: the peer's number for this node.
+        kv_converted: how KV is converted, such as "bfloat16 to fp8"; empty: not at all.
         max_context_tokens: of the decode node; None: unknown.
     """
 

@@ -31,7 +31,7 @@ from prefill_node.prefill_task import EngineEvent, Phase, PrefillTask, TaskEvent
 
 @dataclass(frozen=True)
 class PrefillRules:
-    """What the machine needs to know of its node: its name in errors, and the model's number of layers."""
+    """The node's facts that the machine needs: its name, for errors, and the model's number of layers."""
 
     name: str
     num_layers: int
@@ -51,7 +51,7 @@ class PrefillMachine:
         return bool(self._tasks)
 
     def refusal(self) -> BatonError | None:
-        """Why a new call is refused now, whatever it asks for; None: calls are taken."""
+        """Why every new call is refused now; None if new calls are admitted."""
         if self._draining:
             return errors.Draining(f"{self._rules.name} is draining", cure="send the request to another prefill node")
         return None

@@ -27,7 +27,7 @@ TaskEvent = EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | Stop
 class Phase(Enum):
     """What a call waits for."""
 
-    RUNNING = auto()  # steps of the engine, and its own sends
+    RUNNING = auto()  # for engine steps and its own sends
     STOPPING = auto()  # `BecameQuiet`
     FREEING = auto()  # `Aborted`
     ENDED = auto()

@@ -29,7 +29,7 @@ class Request:
     computed: int = 0
 
     def take(self) -> list[int]:
-        """The tokens of the next step, none behind the last."""
+        """The tokens of the next step; empty after the last one."""
         size = min(self.chunk, self.prompt - self.computed) if self.computed < self.prompt else 1
         taken = list(self.tokens[self.computed : self.computed + size])
         self.computed += len(taken)
@@ -79,7 +79,7 @@ class Invariant:
 
     @torch.inference_mode()
     def run(self, target: Request, others: Mapping[int, Sequence[Request]], *, seed: int = 0) -> list[Tensor]:
-        """Step by step the target's hidden states, and the logits behind its last token.
+        """Returns the target's hidden states of every step, and the logits of its last token.
 
         Args:
             others: by the step in which they come; single tokens go first, in an order drawn anew in every step.
@@ -123,7 +123,7 @@ class Invariant:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of the request that is looked at, in tokens, and of prompts beside it at most."""
+    """Numbers of tokens of the compared request, and the longest prompts next to it."""
 
     prompt: int
     outputs: int

@@ -182,7 +182,7 @@ def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def test_names_are_imported_from_the_module_that_defines_them() -> None:
-    """A name has one home: no module passes on what another one defines, whoever imports it there."""
+    """A name has one home: no module re-exports a name that another one defines."""
     defined = {module.name: _defined_names(module.tree) for module in MODULES}
     users = [ROOT / name for name in ("bench", "docs", "tests")]
     trees = {module.name: module.tree for module in MODULES} | {
@@ -296,8 +296,8 @@ def _caches(decorator: ast.expr) -> bool:
 
 
 def test_no_file_is_too_long_to_read_at_once() -> None:
-    """Above about 350 lines ask which two ideas a file holds. This limit is only for files that nobody asked about: a
-    smaller one cut single ideas in two.
+    """A file of more than about 350 lines may hold two ideas. This limit is higher: a smaller one cut single ideas in
+    two.
     """
     paths = [*(module.path for module in MODULES), *ROOT.glob("bench/**/*.py")]
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}

@@ -1,2 +1,2 @@
-"""Attention kernels of this machine's GPU beside their rivals: the backends as a model calls them, and the cache's
-own moves. Every figure is of one run, each timed call has been compared with a reference first."""
+"""Attention kernels on this machine's GPU compared with their rivals: the backends as a model calls them, and the
+cache's own moves. All figures of a table are from one run; each timed call is compared with a reference first."""

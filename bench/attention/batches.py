@@ -14,14 +14,14 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec
 
-# Of each of the first requests so many last queries are compared with the reference.
+# Number of last queries of each of the first requests that are compared with the reference.
 CHECKED_REQUESTS = 2
 CHECKED_QUERIES = 32
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """`num_reqs` requests of `query_len` new tokens behind `context_len` older ones."""
+    """`num_reqs` requests of `query_len` new tokens after `context_len` older ones."""
 
     num_reqs: int
     query_len: int
@@ -37,12 +37,12 @@ class Lengths:
 
     @property
     def pairs(self) -> int:
-        """Queries times the keys that each sees."""
+        """Number of pairs of a query and a key that it sees."""
         return self.num_reqs * (self.query_len * self.context_len + self.query_len * (self.query_len + 1) // 2)
 
 
 def make_common(lengths: Lengths, block_size: int) -> CommonAttentionMetadata:
-    """Blocks are dealt out at random, as after hours of serving."""
+    """Requests get random blocks, as after hours of serving."""
     blocks_each = -(-lengths.seq_len // block_size)
     generator = torch.Generator().manual_seed(0)
     dealt = torch.randperm(lengths.num_reqs * blocks_each, generator=generator).view(lengths.num_reqs, -1)

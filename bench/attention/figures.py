@@ -15,8 +15,8 @@ class Work:
     """Attributes:
     name: such as "GQA decode".
     size: such as "B 64, context 4096".
-    num_bytes: that must be moved at least.
-    num_flops: that must be done at least.
+    num_bytes: the least number of bytes to move.
+    num_flops: the least number of operations.
     """
 
     name: str
@@ -30,14 +30,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Goal:
-    """`share` of the rival is wanted."""
+    """The wanted share of the rival's speed."""
 
     rival: str
     share: float
 
 
 def rows_of(work: Work, us_of: Mapping[str, float], ours: str, goals: Sequence[Goal], machine: Ceilings) -> list[Row]:
-    """Ours beside each other one, the fastest first, then beside what the machine can do."""
+    """Compares ours with every rival, the fastest first, and then with the machine's limits."""
     if ours not in us_of:
         return []
     us = us_of[ours]
@@ -52,7 +52,7 @@ def rows_of(work: Work, us_of: Mapping[str, float], ours: str, goals: Sequence[G
 
 
 def default_row(work: Work, us_of: Mapping[str, float], default: str, share: float) -> Row:
-    """What selection picks beside the best of all; endless if it was left out."""
+    """Compares the selected backend with the fastest of all; infinite if the selected one was left out."""
     best = min(us_of, key=us_of.__getitem__)
     return Row(
         f"{work.name}, the default: {default}",
@@ -67,7 +67,7 @@ def default_row(work: Work, us_of: Mapping[str, float], default: str, share: flo
 
 
 def moved_row(work: Work, us: float, goal: float, machine: Ceilings) -> Row:
-    """What only moves bytes beside a copy of as many."""
+    """Compares a kernel that only moves bytes with a copy of as many bytes."""
     rate = work.num_bytes / us / 1e3
     return Row(work.name, f"{work.size} ({us:.0f} us)", rate, "GB/s", "a copy", machine.copy_gigabytes_per_s, goal=goal)
 

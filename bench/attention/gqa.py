@@ -99,7 +99,7 @@ def default_of(lengths: Lengths, block_size: int, platform: Platform) -> str:
 
 
 def measure(lengths: Lengths, block_size: int, platform: Platform, progress: Callable[[str], None]) -> dict[str, float]:
-    """Microseconds by backend; one that gives wrong numbers is said so and left out."""
+    """Microseconds by backend. Backends with wrong results are reported and left out."""
     us_of: dict[str, float] = {}
     for backend in BACKENDS:
         name = backend.capabilities.name
@@ -115,7 +115,7 @@ def measure(lengths: Lengths, block_size: int, platform: Platform, progress: Cal
 
 
 def measure_others(lengths: Lengths) -> dict[str, float]:
-    """Microseconds of what is no backend of ours."""
+    """Microseconds of kernels that are not backends of ours."""
     if lengths.query_len == 1 or lengths.context_len:
         return {}
     us = cudnn_us(
@@ -149,7 +149,7 @@ def measure_backend(
 
 
 def _cache(lengths: Lengths, block_size: int) -> PagedKVCache:
-    """Of as many layers as have to take turns."""
+    """The caches of as many layers as take turns."""
     layer_bytes = lengths.num_reqs * lengths.seq_len * 2 * NUM_KV_HEADS * HEAD_DIM * 2
     spec = KVCacheSpec(KVKind.GQA, turns(layer_bytes), NUM_KV_HEADS, HEAD_DIM, "bfloat16")
     return make_cache(spec, lengths, block_size, KVCacheLayout.NHD)

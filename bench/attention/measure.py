@@ -1,5 +1,5 @@
-"""Timing on a GPU: calls captured in a CUDA graph, on inputs that take turns so that none is in the cache, the median
-of several replays. And what the machine can do at best, measured the same way."""
+"""Timing on a GPU: calls are captured in a CUDA graph on inputs that take turns, so that none is in the cache; the
+median of several replays counts. The machine's limits are measured the same way."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-# What calls that take turns should touch before one comes again; several times any second-level cache.
+# Bytes that other calls touch before an input is used again: several times any second-level cache.
 TURN_BYTES = 240 << 20
 _MIN_REPLAYS, _MAX_REPLAYS = 5, 40
 _MEASURED_MS = 25.0
@@ -28,12 +28,12 @@ class Ceilings:
 
 
 def turns(num_bytes: int, *, most: int = 64) -> int:
-    """How many copies of inputs of that size should take turns."""
+    """Number of copies of inputs of that size that take turns."""
     return max(1, min(most, -(-TURN_BYTES // num_bytes)))
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """One call's share of a replay in which each call comes once; the median of several replays."""
+    """Time of one call: a replay of all calls divided by their number; the median of several replays."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -48,7 +48,7 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
 def ceilings() -> Ceilings:
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    # NOTE: not in a graph, where a copy becomes one of the copy engine's, at two thirds of the speed.
+    # NOTE: not in a graph: there the copy engine does the copy, at two thirds of the speed.
     copy_us = _eager_microseconds(lambda: target.copy_(source))
     shape = _MATMUL_SIZE, _MATMUL_SIZE
     a, b = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -58,7 +58,7 @@ def ceilings() -> Ceilings:
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:
-    """Of norms; NaN where anything is NaN."""
+    """Relative error of norms; NaN if any value is NaN."""
     difference = (measured.float() - expected.float()).norm()
     return float(difference / expected.float().norm())
 

@@ -95,7 +95,7 @@ def needs_of(num_heads: int, lengths: Lengths) -> AttentionNeeds:
 def measure(
     needs: AttentionNeeds, lengths: Lengths, platform: Platform, progress: Callable[[str], None]
 ) -> dict[str, float]:
-    """Microseconds by backend; one that gives wrong numbers is said so and left out."""
+    """Microseconds by backend. Backends with wrong results are reported and left out."""
     us_of: dict[str, float] = {}
     for backend in BACKENDS:
         name = backend.capabilities.name
@@ -111,7 +111,7 @@ def measure(
 
 
 def measure_others(num_heads: int, lengths: Lengths, platform: Platform) -> dict[str, float]:
-    """Microseconds of what is no backend of ours."""
+    """Microseconds of kernels that are not backends of ours."""
     if lengths.query_len == 1:
         return {}
     us_of = {

@@ -1,4 +1,4 @@
-"""The cache's own moves beside a plain copy: new tokens stored, context gathered, segments gathered and scattered."""
+"""The cache's own moves against a plain copy: new tokens stored, context gathered, segments gathered and scattered."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Attention by others, called as they say, for what no backend of ours asks them for."""
+"""Other libraries' attention kernels that no backend of ours calls, called as their documentation shows."""
 
 import importlib
 from collections.abc import Callable

@@ -24,7 +24,7 @@ PARTS: Mapping[str, Callable[[Platform, Ceilings, Progress], Iterator[Row]]] = M
 
 
 def run(progress: Progress, parts: Sequence[str] = tuple(PARTS)) -> Iterator[Row]:
-    """What the machine can do, then the parts named. No rows where there is no GPU; says so."""
+    """The machine's limits, then the named parts. Without a GPU it yields no rows, and reports that."""
     if not torch.cuda.is_available():
         progress("attention: needs a GPU")
         return

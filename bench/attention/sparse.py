@@ -1,4 +1,4 @@
-"""Block-sparse prefills of 8192 tokens beside what their density of the dense prefill's time would be."""
+"""Block-sparse prefills of 8192 tokens, compared with the dense prefill's time multiplied by their density."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -52,7 +52,7 @@ def run(platform: Platform, progress: Callable[[str], None]) -> Iterator[Row]:
 
 
 def density_of(params: BlocksparseParams) -> float:
-    """Of the blocks that a dense causal prefill computes."""
+    """The computed share of the blocks that a dense causal prefill computes."""
     num_blocks = LENGTHS.seq_len // params.block_size
     return float(block_mask(params, num_blocks, num_blocks).mean(0).sum()) / (num_blocks * (num_blocks + 1) / 2)
 

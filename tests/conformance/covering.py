@@ -1,7 +1,4 @@
-"""Few rows in which any two values of any two parameters meet: pairwise covering, greedy and the same every time. Pure.
-
-Knows nothing of what the parameters mean.
-"""
+"""Few rows in which any two values of any two parameters meet: pairwise covering, greedy and deterministic. Pure."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +12,7 @@ Row = dict[str, Any]
 Item = tuple[int, int]
 Pair = tuple[Item, Item]
 
-# Rows tried for each one taken: more of them make fewer rows, and take longer.
+# Candidates for each row: more candidates give fewer rows, and take longer.
 _TRIES = 4
 
 
@@ -36,7 +33,7 @@ class Space:
     _known: dict[tuple[tuple[str, Any], ...], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def allows(self, row: Mapping[str, Any]) -> bool:
-        """Whether no rule forbids the row; of a row that lacks values, only rules that need none of them are asked."""
+        """Whether no rule forbids the row. Rules that need a missing value are not applied."""
         return all(
             rule.holds(*(row[name] for name in rule.names))
             for rule in self.rules
@@ -57,7 +54,7 @@ class Space:
 
     @cached_property
     def _groups(self) -> tuple[tuple[str, ...], ...]:
-        """Parameters that rules tie together: what one group's values are is nothing to another's."""
+        """Groups of parameters that rules connect. The values of different groups are independent."""
         groups: list[set[str]] = []
         for rule in self.rules:
             tied = set(rule.names).union(*(group for group in groups if group & set(rule.names)))
@@ -81,7 +78,7 @@ class Space:
 
 
 def pairs_of(space: Space) -> list[Pair]:
-    """All that occur in any row."""
+    """All pairs that occur in any row."""
     numbered = list(enumerate(space.parameters.items()))
     return [
         ((one, first), (other, second))
@@ -92,7 +89,7 @@ def pairs_of(space: Space) -> list[Pair]:
 
 
 def covering(space: Space) -> list[Row]:
-    """Rows of the space that have every pair which any of its rows has."""
+    """Rows of the space that together have every pair that any of its rows has."""
     generator = random.Random(0)
     missing = dict.fromkeys(pairs_of(space))  # in order: a set's would not be the same every time
     rows = []
@@ -108,7 +105,7 @@ def covering(space: Space) -> list[Row]:
 
 
 def _items_around(space: Space, pair: Pair, missing: Mapping[Pair, None], generator: random.Random) -> list[Item]:
-    """A row with that pair: its other values one by one, each the one with which most missing pairs come in."""
+    """A row with that pair. Each other value in turn is the one that adds most missing pairs."""
     items, row = list(pair), _row_of(space, pair)
     names = list(space.parameters)
     numbers = [number for number in range(len(names)) if names[number] not in row]

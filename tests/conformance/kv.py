@@ -31,7 +31,7 @@ DECODE_INCARNATION = 0x2222
 # On D the peer is the sender number that it drew for P; on P it is P's own number for D.
 SENDER = 7
 PEER = 3
-# Only what hangs takes that long, however busy the machine is.
+# Long enough for any machine: only a hanging test takes that long.
 DEADLINE_S = 60.0
 # Suffix of a transport's name: every operation on cache and staging happens some polls later, as on a GPU.
 LATE = "-late"
@@ -54,7 +54,7 @@ def tokens_of(cache: PagedKVCache, block_ids: tuple[int, ...], num_tokens: int) 
 
 
 def plant(cache: PagedKVCache, block_ids: tuple[int, ...], num_tokens: int) -> None:
-    """Gives every (layer, k/v, token, head, channel) of a request bytes of its own."""
+    """Fills every (layer, k/v, token, head, channel) of a request with distinct bytes."""
     size = cache.shape.block_size
     layers, kv, _, _, heads, channels = cache.view.shape
     generator = torch.Generator().manual_seed(99)
@@ -68,7 +68,7 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 @dataclass
-class Heard:
+class NodeEvents:
     """What a node's callbacks received."""
 
     filled: list[LeaseTotals] = field(default_factory=list)
@@ -85,7 +85,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 def make_transfer(
     cache: PagedKVCache,
-    heard: Heard,
+    events: NodeEvents,
     *,
     transport: str,
     incarnation: int = DECODE_INCARNATION,
@@ -110,8 +110,8 @@ def make_transfer(
         cache,
         settings,
         make_mover=make_mover,
-        on_filled=heard.filled.append,
-        on_refused=heard.refused.append,
+        on_filled=events.filled.append,
+        on_refused=events.refused.append,
         clock=clock,
     )
 
@@ -122,7 +122,7 @@ class Pair:
 
     prefill: KVTransfer
     decode: KVTransfer
-    heard: Heard
+    events: NodeEvents
 
 
 @asynccontextmanager
@@ -134,15 +134,15 @@ async def linked(
     segment_bytes: int = 1000,
     conversion: KVConversion | None = None,
 ) -> AsyncIterator[Pair]:
-    heard = Heard()
+    events = NodeEvents()
     async with (
         make_transfer(
-            prefill, Heard(), transport=transport, incarnation=PREFILL_INCARNATION, segment_bytes=segment_bytes
+            prefill, NodeEvents(), transport=transport, incarnation=PREFILL_INCARNATION, segment_bytes=segment_bytes
         ) as sender,
-        make_transfer(decode, heard, transport=transport, segment_bytes=segment_bytes) as receiver,
+        make_transfer(decode, events, transport=transport, segment_bytes=segment_bytes) as receiver,
     ):
         await connect(sender, receiver, conversion=conversion)
-        yield Pair(sender, receiver, heard)
+        yield Pair(sender, receiver, events)
 
 
 async def connect(

@@ -15,7 +15,7 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.transfer import KVTransfer
-from tests.conformance.kv import DEADLINE_S, Heard, make_transfer
+from tests.conformance.kv import DEADLINE_S, NodeEvents, make_transfer
 from tests.warm import fork_server
 
 # 1 MiB for 128 tokens of one layer, so that a request takes many messages that do not fit into any queue.
@@ -23,13 +23,13 @@ BIG = KVCacheSpec(KVKind.GQA, num_layers=16, num_kv_heads=8, head_dim=128, dtype
 SHAPE = KVCacheShape(KVCacheLayout.NHD, block_size=16, num_blocks=64)
 SEGMENT_BYTES = 1 << 20
 STAGING_SLOTS = 4
-# On a GPU a child compiles the kernels. Only what hangs takes that long.
+# On a GPU a child compiles the kernels. Only a hanging child takes that long.
 START_S = 300.0
 ALL_BLOCKS = tuple(range(SHAPE.num_blocks))
 
 
 def make_big(
-    heard: Heard,
+    events: NodeEvents,
     *,
     incarnation: int,
     receive_bytes_per_s: float | None = None,
@@ -38,7 +38,7 @@ def make_big(
     cache = PagedKVCache(BIG, SHAPE)
     transfer = make_transfer(
         cache,
-        heard,
+        events,
         transport="ucx",
         incarnation=incarnation,
         segment_bytes=SEGMENT_BYTES,
@@ -49,19 +49,19 @@ def make_big(
     return cache, transfer
 
 
-# Makes what a child holds: its methods are the commands.
+# Creates the child's object, whose methods are the commands.
 Make = Callable[[], AbstractAsyncContextManager[object]]
 
 
 def make_filled() -> KVTransfer:
-    cache, transfer = make_big(Heard(), incarnation=0xC)
+    cache, transfer = make_big(NodeEvents(), incarnation=0xC)
     cache.view.fill_(3.5)
     return transfer
 
 
 def make_slow_receiver() -> KVTransfer:
     """Receives two segments a second, so that its test meets it in the middle of a request."""
-    _, transfer = make_big(Heard(), incarnation=0xC, receive_bytes_per_s=2 * SEGMENT_BYTES)
+    _, transfer = make_big(NodeEvents(), incarnation=0xC, receive_bytes_per_s=2 * SEGMENT_BYTES)
     return transfer
 
 

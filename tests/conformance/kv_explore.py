@@ -2,9 +2,9 @@
 moment, and at each step every order in which it can process the events. The reachable states are finite in number, and
 each is continued from once.
 
-Three reductions keep them few without leaving out an order. Operations and arrivals do not depend on each other, so of
-those between two steps only the set counts (`kv_sides.choices`). Messages in flight are kept as a set, and every step
-tries all orders of processing them. Peers differ only in their numbers, so one of two mirrored states is continued.
+Three reductions keep them few without leaving out an order. Operations and arrivals do not depend on each other, so
+only the set of them matters (`kv_sides.choices`). Messages in flight are kept as a set, and every step tries all orders
+of processing them. Peers differ only in their numbers, so one of two mirrored states is continued.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,17 +16,17 @@ from tests.conformance.kv_rules import check_idle, close, look, lose
 from tests.conformance.kv_sides import Side, before_loss, can_go_on, choices
 from tests.conformance.kv_world import State, World
 
-# In words, and what does it and gives the state that it leads to.
+# The description of a step, and the function that does it and returns the next state.
 Step = tuple[str, Callable[[], State]]
 
 
 @dataclass(frozen=True)
 class Explored:
     """Attributes:
-    states: how many differ.
-    steps: calls and looks that were tried in them.
-    ends: in how many nothing can come any more.
-    longest: the most steps on one way.
+    states: number of different states.
+    steps: number of calls and receiver steps that were tried in them.
+    ends: number of states in which nothing more can happen.
+    longest: length of the longest path.
     """
 
     states: int
@@ -58,7 +58,7 @@ def explore(world: World, *, repeats: int) -> Explored:
         repeats: how many messages may be sent twice.
 
     Raises:
-        AssertionError: something does not hold; its notes say what led to it.
+        AssertionError: an invariant does not hold; the notes list the steps that led to it.
     """
     start = world.save(repeats)
     seen = _Seen()
@@ -87,10 +87,10 @@ def explore(world: World, *, repeats: int) -> Explored:
 
 
 def steps_from(world: World, state: State) -> Iterator[Step]:
-    """Every call, and every look with all that may have happened by then: in words, and what does it.
+    """Every call, and every receiver step after every possible set of events: its description, and its function.
 
-    Calls come before what happens meanwhile. Where that makes a difference, in receives done before their link is cut,
-    both are tried.
+    Calls come before the events of the same step. Where that order matters, in receives that are done before their
+    link is cut, both orders are tried.
     """
     for index, side in enumerate(state.sides):
         if not side.is_called:

@@ -105,7 +105,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and what of it is where beforehand. Fields are named as in `PARAMETERS`.
+    """A prompt, and the parts of it that the nodes have beforehand. Fields are named as in `PARAMETERS`.
 
     Attributes:
         prefix_p: partial: P has some of its first blocks from another request, which goes to D at the same time.
@@ -160,12 +160,12 @@ def case_of(request: Request, *, block_p: int, block_d: int) -> Case:
     found_p, found_d = (num_tokens - 1) // block_p, (num_tokens - 1) // block_d
     cached_p = {"none": 0, "partial": (found_p + 1) // 2}[request.prefix_p] * block_p
     cached_d = {"none": 0, "partial": found_d // 2, "whole": found_d}[request.prefix_d] * block_d
-    # As an engine says it: of this prompt, all but its last full block may begin another one.
+    # As in an engine: all full blocks of this prompt but the last one may begin another prompt.
     resume_at = max(cached_d, num_tokens // block_d * block_d - block_d + 1)
     return Case(num_tokens, cached_p, cached_d, resume_at, request.chunks)
 
 
-# ---- which cases there are
+# ---- the cases
 
 PARAMETERS: dict[str, tuple[Any, ...]] = {
     "kind": tuple(KINDS),
@@ -239,17 +239,17 @@ class Trial:
 
 
 def pairwise_trials() -> list[Trial]:
-    """One request each; any two values of any two parameters meet in one of them."""
+    """Trials of one request each; any two values of any two parameters meet in one of them."""
     return [Trial(_pick(Nodes, row), (_pick(Request, row),)) for row in covering(MATRIX)]
 
 
 def count_nodes() -> int:
-    """How many different pairs of nodes there are."""
+    """Number of different pairs of nodes."""
     return len(_LAYOUTS) * math.prod(len(PARAMETERS[name]) for name in _FREE)
 
 
 def requests_of(nodes: Nodes) -> Iterator[Request]:
-    """All requests that there are between two nodes."""
+    """All requests between two nodes."""
     requests = {name.name: PARAMETERS[name.name] for name in fields(Request)}
     fixed = {"block_p": (nodes.block_p,), "block_d": (nodes.block_d,)}
     for row in Space(fixed | requests, MATRIX.rules).rows():
@@ -288,16 +288,16 @@ def _pick(kind: Any, row: Row) -> Any:
     return kind(**{field.name: row[field.name] for field in fields(kind)})
 
 
-# ---- what is planted
+# ---- the planted bytes
 
-# What nothing was planted in has other bytes, each place its own ones.
+# Memory without planted rows has other bytes, different at every place.
 UNTOUCHED_P, UNTOUCHED_D = 1 << 60, 2 << 60
 
 
 def planted(spec: KVCacheSpec, num_tokens: int, *, salt: int) -> Bytes:
     """[L, K, T, H, bytes of a row] of a whole model: of eight bytes of a row, no two rows of any salts have the same.
 
-    What a token has does not depend on how many there are, nor on blocks, layouts and ranks.
+    A token's bytes do not depend on the number of tokens, nor on blocks, layouts and ranks.
     """
     words = -(-spec.head_dim * spec.itemsize // 8)
     shape = (spec.num_layers, spec.kv_factor, LONGEST, spec.num_kv_heads, words)

@@ -47,7 +47,7 @@ from tests.conformance.kv_matrix import (
 
 # As the receiver draws them for the sender's ranks, and as the sender numbers the receiver's.
 SENDER, PEER = 7, 64
-# Of what is planted: the request's, and the one's that it shares blocks with on P.
+# Salts of the planted bytes: for the request, and for the request that it shares blocks with on P.
 SALT, OTHER_SALT = 1, 2
 AXES = ("layer", "k/v", "block", "slot", "head", "byte")
 
@@ -57,8 +57,8 @@ class Node:
     """One side: its ranks' caches and transfers.
 
     Attributes:
-        filled: by rank, what that rank told of its leases.
-        whole: what the node made of it.
+        filled: by rank, the totals that the rank reported.
+        whole: the totals that the node reported.
     """
 
     nodes: Nodes
@@ -84,10 +84,10 @@ class Node:
         self.transfer.deliver_to(self.whole.append, self.refused.append)
 
     def _make(self, rank: int, on_filled: OnFilled, on_refused: OnRefused) -> KVTransfer:
-        told: list[LeaseTotals] = []
+        reported: list[LeaseTotals] = []
 
         def tell(totals: LeaseTotals) -> None:
-            told.append(totals)
+            reported.append(totals)
             on_filled(totals)
 
         heads = self.heads(rank)
@@ -101,7 +101,7 @@ class Node:
         )
         transfer = KVTransfer(self.caches[rank], settings, on_filled=tell, on_refused=on_refused)
         self.ranks.append(transfer)
-        self.filled.append(told)
+        self.filled.append(reported)
         return transfer
 
     def heads(self, rank: int) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Node:
         return tuple(int(block) for block in order[request::2][: shape.blocks_for(num_tokens + 1)])
 
     def fill_caches(self, *, salt: int) -> None:
-        """Fills them with bytes that nobody sends."""
+        """Fills them with bytes that are never sent."""
         for cache in self.caches:
             cache.memory.numpy()[:] = untouched(cache.size_bytes, salt=salt)
 
@@ -257,8 +257,8 @@ async def run_trial(trial: Trial, prefill: Call) -> None:
         assert await prefill("end") == (), "leases that P had begun to fill"
         node.check_nothing_is_left()
         assert await transfer.disconnect(SENDER) == (), "leases that had begun to be filled"
-    for told in (*node.filled, node.whole):
-        assert len({totals.number for totals in told}) == len(told), "a lease is filled once"
+    for reported in (*node.filled, node.whole):
+        assert len({totals.number for totals in reported}) == len(reported), "a lease is filled once"
 
 
 async def _hand_over(node: Node, request: Request, lease: int, prefill: Call) -> None:
@@ -287,7 +287,7 @@ async def _hand_over(node: Node, request: Request, lease: int, prefill: Call) ->
 
 
 def _expected(node: Node, rank: int, cases: list[Case]) -> tuple[Tensor, list[int]]:
-    """A rank's expected cache, as a view like its own, and the number of bytes that each case brings."""
+    """A rank's expected cache, as a view like its own, and the number of bytes of each case."""
     cache, heads, num_tokens = node.caches[rank], node.heads(rank), cases[0].num_tokens
     memory = cache.storage.clone().as_strided(cache.view.shape, cache.view.stride())
     num_bytes = []
@@ -298,9 +298,9 @@ def _expected(node: Node, rank: int, cases: list[Case]) -> tuple[Tensor, list[in
     return memory, num_bytes
 
 
-def _of(told: list[LeaseTotals], lease: int) -> list[int]:
+def _of(reported: list[LeaseTotals], lease: int) -> list[int]:
     """The bytes of the leases from that one on, by their numbers."""
-    return [each.bytes for each in sorted(told, key=attrgetter("number")) if each.number >= lease]
+    return [each.bytes for each in sorted(reported, key=attrgetter("number")) if each.number >= lease]
 
 
 def _equal(what: str, got: list[int], expected: list[int]) -> None:

@@ -39,7 +39,7 @@ def lose(world: World, index: int) -> None:
 def look(world: World) -> bool:
     """Whether the receiver had anything to do."""
     world.ledger.refusals.clear()
-    world.told.clear()
+    world.reported.clear()
     world.surroundings.discarded.clear()
     before = tuple(world.receiver._receptions)
     moved = world.receiver.step()
@@ -63,7 +63,7 @@ def _check_slots(world: World) -> None:
 
 
 def _check_over(world: World, index: int) -> None:
-    """A closed lease ends as soon as none of its scatters runs, and leaves nothing behind."""
+    """A closed lease ends as soon as none of its scatters runs, and nothing of it is left."""
     receiver = world.receiver
     scatters = any(
         passing_of(item).stage in (SCATTERING, SCATTERED) and item.tag.lease == index for item in receiver._receptions
@@ -90,16 +90,20 @@ def _check_refusals(world: World, over: list[_Reception]) -> None:
         assert is_late or _is_known(world, message.side, message.number), "refused for no reason"
         expected[Refusal.LATE if is_late else Refusal.DUPLICATE] += 1
     assert world.ledger.refusals == expected, "every refusal is counted, with its reason"
-    told = [refused.refusal for refused in world.told]
-    assert told == [Refusal.DUPLICATE] * expected[Refusal.DUPLICATE], "owners are told of all but late ones"
+    reported = [refused.refusal for refused in world.reported]
+    assert reported == [Refusal.DUPLICATE] * expected[Refusal.DUPLICATE], (
+        "owners are notified of all refusals but late ones"
+    )
 
 
 def check_idle(world: World) -> None:
-    """After a look that found nothing to do the receiver waits for nothing but what runs, so that when that ends, all
-    that waits goes on."""
+    """After a step that found nothing to do, the receiver waits only for running operations, so that all waiting
+    messages continue when these end."""
     receiver = world.receiver
     receptions = receiver._receptions
-    assert all(passing_of(item).stage % 2 == 0 for item in receptions), "what is done is seen, and its slot goes back"
+    assert all(passing_of(item).stage % 2 == 0 for item in receptions), (
+        "finished operations are noticed, and their slots returned"
+    )
     assert receiver.in_flight == len(receptions)
     held = Counter(item.tag.sender for item in receptions)
     share = world.ledger.fair_share(world.pool.slots)
@@ -117,7 +121,7 @@ def check_idle(world: World) -> None:
 def _check_open(world: World, index: int) -> None:
     for number in range(1, world.sent[index] + 1):
         assert _is_known(world, index, number), "a segment is lost"
-    assert (index in world.filled) == (JUNK not in world.blocks[index]), "its owner is told when it is filled"
+    assert (index in world.filled) == (JUNK not in world.blocks[index]), "its owner is notified when it is filled"
 
 
 def _is_known(world: World, index: int, number: int) -> bool:

@@ -8,10 +8,10 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-# How far a message is that was given a slot. Even: an operation on the slot runs. Odd: it is done, and the receiver has
-# not looked since.
+# The stage of a message with a slot. Even: an operation on the slot runs. Odd: it is done, and the receiver has not
+# noticed yet.
 RECEIVING, RECEIVED, CANCELLING, CANCELLED, READING, READ, SCATTERING, SCATTERED = range(8)
-# What a slot or a block holds that no message was written to.
+# The content of a slot or block to which no message was written.
 JUNK = 0
 
 
@@ -32,15 +32,15 @@ class Side(NamedTuple):
     Attributes:
         is_there: the link was not lost.
         sent: messages that the peer has sent.
-        queue: of those, the ones that the receiver has not taken.
+        queue: the sent messages that the receiver has not taken.
         held: slots that the receiver counts for the peer.
         is_called: the owner has closed the lease.
-        is_over: and was told that its blocks are free.
-        is_filled: the owner was told so.
-        has_blocks, has_owner: what the receiver keeps of the lease: its blocks, and whom it is to tell of its end.
+        is_over: the owner was notified that the lease's blocks are free.
+        is_filled: the owner was notified that the lease is filled.
+        has_blocks, has_owner: whether the receiver still has the lease's blocks, and an owner to notify of its end.
         blocks: what each of the lease's blocks holds.
         entry: None when the lease is over.
-        under_way: messages with a slot, and how far they are. Their order is not kept: it is tried in every way.
+        under_way: messages with a slot, and their stages. Their order is not kept: every order is tried.
     """
 
     is_there: bool
@@ -58,7 +58,7 @@ class Side(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What has happened to one side when the receiver looks.
+    """The events of one side before the receiver's next step.
 
     Attributes:
         events: in words.
@@ -72,11 +72,10 @@ class Choice(NamedTuple):
 
 @cache
 def choices(side: Side, repeats: int) -> tuple[Choice, ...]:
-    """All that may happen before the next look, from nothing to everything.
+    """All sets of events that are possible before the receiver's next step, from none to all.
 
-    Ends of operations, and arrivals, change nothing that another of them depends on, so only which of them have
-    happened counts, and not in which order. They also do not depend on calls, apart from `lost`, which is asked for
-    with every state of the peer's receives.
+    Ends of operations and arrivals do not depend on each other, so only their set counts, and not their order. They
+    also do not depend on calls, apart from `lost`, which is tried with every state of the peer's receives.
     """
     found = []
     ends = [(stage, stage + 1) if stage % 2 == 0 else (stage,) for _, stage in side.under_way]
@@ -99,7 +98,7 @@ def choices(side: Side, repeats: int) -> tuple[Choice, ...]:
 
 
 def _arrivals(side: Side, repeats: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """How many are sent then, and which messages arrive: the next ones in order, and any sent before once more."""
+    """Numbers of sent messages, and the messages that arrive: the next ones in order, and any sent before once more."""
     if not side.is_there:
         yield side.sent, ()
         return

@@ -30,9 +30,9 @@ class Message:
 
     Attributes:
         side: the lease, and which of the peers sends it.
-        number: from 1, of the lease's tokens.
-        blocks: where it belongs.
-        trailer: what decodes to `segment`.
+        number: the token's number in the lease, from 1.
+        blocks: the blocks that it belongs to.
+        trailer: the encoded `segment`.
     """
 
     side: int
@@ -106,10 +106,10 @@ class Surroundings:
     """Transport and mover of a receiver. An operation is begun only on a slot on which none runs.
 
     Attributes:
-        queues: by peer, what has arrived and was not probed; probed in this order.
+        queues: by peer, messages that have arrived and were not probed; probed in this order.
         by_slot: the message that each slot was last given to.
         ended: leases that were closed.
-        discarded: messages, since it was emptied.
+        discarded: messages discarded since the list was emptied.
     """
 
     slot_at: dict[int, int]
@@ -143,7 +143,7 @@ class Surroundings:
     def read(self, slot: Slot, num_bytes: int, *, with_digest: bool, with_extremes: bool) -> Copy:
         assert (num_bytes, with_digest, with_extremes) == (MESSAGE_BYTES, False, False)
         passing = self._at(slot)
-        assert passing.stage == RECEIVED, "a message is read when it is there"
+        assert passing.stage == RECEIVED, "a message is read after it has arrived"
         passing.stage = READING
         return Copy(passing, READING)
 
@@ -153,7 +153,7 @@ class Surroundings:
 
     def scatter(self, slot: Slot, blocks: PlacedBlocks, segment: Segment) -> Copy:
         passing = self._at(slot)
-        assert passing.stage == READ, "a message is scattered when it was read"
+        assert passing.stage == READ, "a message is scattered after it is read"
         assert passing.message.side not in self.ended, "I3: scattered after its lease was closed"
         written = blocks.block_ids[segment.token_start : segment.token_stop].tolist()
         assert written == passing.message.blocks, "I3: another lease's blocks, or another token's"

@@ -36,8 +36,8 @@ from tests.conformance.kv_simulated import (
 PEERS = (7, 8)
 _TOTALS = LeaseTotals(0, 0, 0, 0.0)
 
-# What a state holds of the objects under test, and what it leaves out because it never changes here, or because nothing
-# depends on it: times, totals, counters.
+# The attributes of the objects under test that a state has, and those that it omits because they never change here or
+# because nothing depends on them: times, totals, counters.
 KEPT: dict[type, set[str]] = {
     Receiver: {"_leases", "_blocks", "_closing", "_receptions", "_held", "_parked"},
     _Reception: {"tag", "slot", "request", "reading", "segment", "scatter"},
@@ -92,7 +92,7 @@ class World:
             self.owners,
         )
         self.ledger = Ledger()
-        self.told: list[SegmentRefused] = []
+        self.reported: list[SegmentRefused] = []
         self.filled: set[int] = set()
         self.blocks: list[tuple[int, ...]] = [(JUNK,) * segments for _ in self.numbers]
         self.sent = [0] * peers
@@ -106,7 +106,7 @@ class World:
         self.ledger.peers.update(self.peers)
 
     def _make_receiver(self) -> Receiver:
-        # Of mover and transport, they do what a receiver asks for.
+        # The operations of mover and transport that a receiver starts.
         surroundings: Any = self.surroundings
         pools = Pools(direct=lambda: self.pool, in_host=lambda: self.pool)
         pools.of(through_host=False)
@@ -124,24 +124,24 @@ class World:
                 digests=False,
             ),
             on_filled=self._on_filled,
-            on_refused=self.told.append,
+            on_refused=self.reported.append,
             catch_up=lambda: None,
             clock=lambda: 0.0,
         )
 
     def _on_filled(self, totals: LeaseTotals) -> None:
         side = totals.number
-        assert side not in self.filled, "told once"
-        assert side not in self.owners, "nobody waits for it any more"
-        assert JUNK not in self.blocks[side], "I2: filled before all was written"
+        assert side not in self.filled, "reported once"
+        assert side not in self.owners, "its owner no longer waits"
+        assert JUNK not in self.blocks[side], "I2: filled before all KV was written"
         self.filled.add(side)
 
     # ---- states
 
     def load(self, state: State, turns: tuple[int, ...] = (), first: int = 0) -> None:
         """Args:
-        turns: in which order the receiver gets to messages of which an operation is done, which are numbered as the
-            sides and their messages are. What it gets to in between is as it was.
+        turns: the order in which the receiver processes messages with a finished operation, numbered as sides and
+            messages are. Messages in between are unchanged.
         first: the side whose messages are probed first.
         """
         receiver, surroundings = self.receiver, self.surroundings
@@ -254,7 +254,7 @@ def passing_of(item: _Reception) -> Passing:
 
 
 def _save_entry(entry: _Lease, peer: int) -> Entry:
-    assert entry.group in (None, peer), "a lease belongs to who fills it"
+    assert entry.group in (None, peer), "a lease belongs to the peer that fills it"
     assert all(sender == peer for sender, _ in entry.seen)
     claims = [(c.token_start, c.token_stop, c.head_start, c.head_stop) for c in entry.coverage._claims[0]]
     return Entry(

@@ -52,7 +52,7 @@ def scales_of(spec: KVCacheSpec) -> tuple[float, ...]:
 
 
 def stored(values_LKTHC: Tensor, scales: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """What a cache of that dtype would hold, as the twin of the kernels stores it."""
+    """The content of a cache of that dtype, as the reference of the kernels stores it."""
     layers, kinds = values_LKTHC.shape[:2]
     scales_LK = torch.tensor(scales).view(layers, kinds) if scales else None
     kept = torch.empty(values_LKTHC.shape, dtype=dtype)
@@ -96,13 +96,13 @@ async def test_the_receiver_holds_what_it_would_have_stored(
         pair.decode.open_lease(LeaseGrant(1, theirs, start, length, length))
         segments = await pair.prefill.send(job(1, ours, start, 30, resume_at=length))
         segments += await pair.prefill.send(job(1, ours, 30, length, resume_at=length, first_segment=len(segments)))
-        await eventually(lambda: bool(pair.heard.filled))
+        await eventually(lambda: bool(pair.events.filled))
         totals = await pair.decode.close_lease(1)
-        assert not pair.heard.refused
+        assert not pair.events.refused
         counters = pair.prefill.counters()
         assert counters.converted == len(segments) > 1
         assert pair.decode.counters().converted == 0
-    # What travels, and is counted on both sides, is what the receiver keeps.
+    # The sent bytes, counted on both sides, are the bytes that the receiver keeps.
     assert totals.bytes == sum(segment.payload_bytes for segment in segments)
     assert max(segment.payload_bytes for segment in segments) <= 1000
     values, kept = tokens_of(prefill, ours, length), tokens_of(decode, theirs, length)
@@ -136,10 +136,10 @@ async def test_peers_of_other_dtypes_are_served_side_by_side() -> None:
             assert pair.prefill.counters().converted == (len(segments) if conversion else 0)
             if dtype == E4M3 and conversion is None:
                 # Never silent: what was not agreed is refused by its size, before anything is written.
-                await eventually(lambda: bool(pair.heard.refused))
+                await eventually(lambda: bool(pair.events.refused))
                 assert not decode.memory.any()
                 continue
-            await eventually(lambda: bool(pair.heard.filled))
+            await eventually(lambda: bool(pair.events.filled))
         kept = tokens_of(decode, theirs, 20)
         expected = stored(values, conversion.scales if conversion else (), kept.dtype)
         assert torch.equal(as_bytes(kept), as_bytes(expected))
@@ -193,17 +193,17 @@ async def handed_over(
     limits = {"max_batch_tokens": CHUNK_TOKENS, "prefix_cache": False}
     async with (
         linked(prefill.cache, decode.cache, transport="loopback", segment_bytes=4096, conversion=conversion) as pair,
-        running(prefill, **limits) as (source, heard_p),
-        running(decode, **limits) as (target, heard_d),
-        running(single, **limits) as (alone, heard_s),
+        running(prefill, **limits) as (source, events_p),
+        running(decode, **limits) as (target, events_d),
+        running(single, **limits) as (alone, events_s),
     ):
         reservation = target.reserve(request("d", prompt, GREEDY))
         pair.decode.open_lease(LeaseGrant(1, reservation.block_ids, 0, length))
         source.submit(request("p", prompt, GREEDY, prefill_only=True))
-        await heard_p.until(lambda: "p" in heard_p.tokens)
-        (first,), blocks = heard_p.tokens["p"], heard_p.chunks["p"][-1].block_ids
+        await events_p.until(lambda: "p" in events_p.tokens)
+        (first,), blocks = events_p.tokens["p"], events_p.chunks["p"][-1].block_ids
         await pair.prefill.send(job(1, blocks, 0, length))
-        await eventually(lambda: bool(pair.heard.filled))
+        await eventually(lambda: bool(pair.events.filled))
         expected = stored(tokens_of(prefill.cache, blocks, length), scales, decode.cache.view.dtype)
         kept = tokens_of(decode.cache, reservation.block_ids, length)
         assert torch.equal(as_bytes(kept), as_bytes(expected))
@@ -213,10 +213,10 @@ async def handed_over(
         for token, values in enumerate(expected.unbind(2)):
             block, offset = divmod(token, single.cache.shape.block_size)
             single.cache.view[:, :, into[block], offset] = values
-        for engine, name, heard in ((target, "d", heard_d), (alone, "s", heard_s)):
+        for engine, name, events in ((target, "d", events_d), (alone, "s", events_s)):
             assert engine.admit(name, first) is None
-            await heard.finished(name)
-    return heard_d.tokens["d"], heard_s.tokens["s"]
+            await events.finished(name)
+    return events_d.tokens["d"], events_s.tokens["s"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,7 +10,7 @@ import torch
 from baton.errors import DataLoss
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.records import SendJob
-from tests.conformance.kv import DEADLINE_S, DECODE_INCARNATION, Heard, connect, eventually
+from tests.conformance.kv import DEADLINE_S, DECODE_INCARNATION, NodeEvents, connect, eventually
 from tests.conformance.kv_child import ALL_BLOCKS, BIG, SEGMENT_BYTES, SHAPE, child, make_big, make_slow_receiver
 
 CHILD_SENDER, OTHER_SENDER = 7, 8
@@ -35,7 +35,7 @@ def big_job(lease: int, sender_number: int) -> SendJob:
 
 
 class Clock:
-    """Time passes only when the test says so, or with every look at it."""
+    """Time passes only when the test advances it, or with every reading."""
 
     def __init__(self) -> None:
         self.now_s = self.step_s = 0.0
@@ -48,10 +48,10 @@ class Clock:
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(fault: signal.Signals) -> None:
     """The receiver's clock is the test's: at its limit, two segments are received before the fault and few after it."""
-    heard = Heard()
+    events = NodeEvents()
     clock = Clock()
-    cache, decode = make_big(heard, incarnation=DECODE_INCARNATION, receive_bytes_per_s=SEGMENT_BYTES, clock=clock)
-    source, other = make_big(Heard(), incarnation=0xA)
+    cache, decode = make_big(events, incarnation=DECODE_INCARNATION, receive_bytes_per_s=SEGMENT_BYTES, clock=clock)
+    source, other = make_big(NodeEvents(), incarnation=0xA)
     source.view.fill_(1.25)
     async with decode, other, child() as victim:
         victim_address = await victim.call("listen", PEER)
@@ -70,7 +70,7 @@ async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(f
 
         # Its messages under way hold some slots; the other sender has the rest.
         await other.send(big_job(1, OTHER_SENDER))
-        await eventually(lambda: [filled.number for filled in heard.filled] == [1])
+        await eventually(lambda: [filled.number for filled in events.filled] == [1])
 
         async with asyncio.timeout(DEADLINE_S):
             assert await decode.disconnect(CHILD_SENDER) == (0,)
@@ -87,13 +87,13 @@ async def test_a_sender_that_dies_or_stalls_is_cut_off_and_another_one_goes_on(f
             assert not cache.view.any()
         decode.open_lease(LeaseGrant(2, ALL_BLOCKS, 0, TOKENS))
         await other.send(big_job(2, OTHER_SENDER))
-        await eventually(lambda: len(heard.filled) == 2)
+        await eventually(lambda: len(events.filled) == 2)
         assert torch.equal(cache.view, source.view)
-        assert heard.refused == []
+        assert events.refused == []
 
 
 async def test_a_receiver_that_dies_fails_the_send_once_its_link_is_closed() -> None:
-    source, prefill = make_big(Heard(), incarnation=0xA)
+    source, prefill = make_big(NodeEvents(), incarnation=0xA)
     source.view.fill_(1.25)
     async with prefill, child(make_slow_receiver) as victim:
         victim_address = await victim.call("listen", CHILD_SENDER)

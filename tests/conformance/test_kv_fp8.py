@@ -37,10 +37,10 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 async def alone(process: Built, length: int) -> list[TokenOutput]:
-    async with running(process, max_batch_tokens=CHUNK_TOKENS, prefix_cache=False) as (engine, heard):
+    async with running(process, max_batch_tokens=CHUNK_TOKENS, prefix_cache=False) as (engine, events):
         engine.submit(request("a", prompt_of(length), GREEDY))
-        await heard.finished("a")
-    return heard.tokens["a"]
+        await events.finished("a")
+    return events.tokens["a"]
 
 
 async def handed_over(prefill: Built, decode: Built, length: int, transport: str) -> list[TokenOutput]:
@@ -48,16 +48,16 @@ async def handed_over(prefill: Built, decode: Built, length: int, transport: str
     limits = {"max_batch_tokens": CHUNK_TOKENS, "prefix_cache": False}
     async with (
         linked(prefill.cache, decode.cache, transport=transport, segment_bytes=4096) as pair,
-        running(prefill, **limits) as (source, heard_p),
-        running(decode, **limits) as (target, heard_d),
+        running(prefill, **limits) as (source, events_p),
+        running(decode, **limits) as (target, events_d),
     ):
         reservation = target.reserve(request("d", prompt_of(length), GREEDY))
         pair.decode.open_lease(LeaseGrant(1, reservation.block_ids, 0, length))
         source.submit(request("p", prompt_of(length), GREEDY, prefill_only=True))
-        await heard_p.until(lambda: "p" in heard_p.tokens)
-        (first,), blocks = heard_p.tokens["p"], heard_p.chunks["p"][-1].block_ids
+        await events_p.until(lambda: "p" in events_p.tokens)
+        (first,), blocks = events_p.tokens["p"], events_p.chunks["p"][-1].block_ids
         await pair.prefill.send(job(1, blocks, 0, length))
-        await eventually(lambda: bool(pair.heard.filled))
+        await eventually(lambda: bool(pair.events.filled))
         ours, theirs = (
             tokens_of(side.cache, ids, length) for side, ids in ((prefill, blocks), (decode, reservation.block_ids))
         )
@@ -65,8 +65,8 @@ async def handed_over(prefill: Built, decode: Built, length: int, transport: str
         await source.abort("p")
         await pair.decode.close_lease(1)
         assert target.admit("d", first) is None
-        await heard_d.finished("d")
-    return [first, *heard_d.tokens["d"]]
+        await events_d.finished("d")
+    return [first, *events_d.tokens["d"]]
 
 
 @pytest.mark.parametrize("transport", ["loopback", "ucx"])

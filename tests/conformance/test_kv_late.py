@@ -1,5 +1,5 @@
-"""While an operation on cache or staging runs, as a GPU's kernels do, its slot, blocks and lease stay, whatever is
-closed, cancelled or lost meanwhile. Over the in-process transport, whose messages arrive at once."""
+"""Operations on cache and staging that run asynchronously, as a GPU's kernels do, keep their slot, blocks and lease
+until they end, even if the lease or the link ends first. The in-process transport delivers messages at once."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -22,7 +22,7 @@ from tests.conformance.kv import (
     PEER,
     PREFILL_INCARNATION,
     SENDER,
-    Heard,
+    NodeEvents,
     as_bytes,
     connect,
     eventually,
@@ -54,7 +54,7 @@ class Held:
     source_blocks: tuple[int, ...]
     target: PagedKVCache
     blocks: tuple[int, ...]
-    heard: Heard
+    events: NodeEvents
 
     def send(self, lease: int = 0) -> "asyncio.Task[object]":
         return asyncio.create_task(self.prefill.send(job(lease, self.source_blocks, 0, TOKENS)))
@@ -76,11 +76,11 @@ class Held:
     async def works(self, lease: int) -> None:
         """No slot is lost: a whole transfer of more segments than slots succeeds."""
         self.script.release_all()
-        filled = len(self.heard.filled)
+        filled = len(self.events.filled)
         self.grant(lease)
         for start in range(0, TOKENS, 2):
             await self.prefill.send(job(lease, self.source_blocks, start, start + 2, first_segment=start))
-        await eventually(lambda: len(self.heard.filled) > filled)
+        await eventually(lambda: len(self.events.filled) > filled)
         assert self.arrived()
 
     def arrived(self) -> bool:
@@ -99,11 +99,11 @@ async def holding(*kinds: str) -> AsyncIterator[Held]:
     source, target = make_cache(GQA, KVCacheLayout.NHD, 8), make_cache(GQA, KVCacheLayout.HND, 4)
     source_blocks, blocks = scattered_blocks(source, TOKENS, 1), scattered_blocks(target, TOKENS, 2)
     plant(source, source_blocks, TOKENS)
-    script, heard = Script(held=frozenset(kinds)), Heard()
+    script, events = Script(held=frozenset(kinds)), NodeEvents()
     async with (
         make_transfer(
             source,
-            Heard(),
+            NodeEvents(),
             transport="loopback",
             incarnation=PREFILL_INCARNATION,
             segment_bytes=SEGMENT_BYTES,
@@ -112,7 +112,7 @@ async def holding(*kinds: str) -> AsyncIterator[Held]:
         ) as prefill,
         make_transfer(
             target,
-            heard,
+            events,
             transport="loopback",
             segment_bytes=SEGMENT_BYTES,
             staging_slots=SLOTS,
@@ -120,7 +120,7 @@ async def holding(*kinds: str) -> AsyncIterator[Held]:
         ) as decode,
     ):
         await connect(prefill, decode)
-        yield Held(script, prefill, decode, source, source_blocks, target, blocks, heard)
+        yield Held(script, prefill, decode, source, source_blocks, target, blocks, events)
 
 
 async def result(awaitable: Awaitable[object]) -> object:
@@ -137,7 +137,7 @@ async def test_a_segment_leaves_when_its_message_is_in_its_slot() -> None:
         assert pair.untouched()
         pair.script.release_all()
         await result(sending)
-        await eventually(lambda: len(pair.heard.filled) == 1)
+        await eventually(lambda: len(pair.events.filled) == 1)
         assert pair.arrived()
 
 
@@ -199,10 +199,10 @@ async def test_a_lease_is_filled_when_its_last_scatter_is_done() -> None:
         first, last = pair.script.waiting()
         pair.script.release(last)
         await eventually(lambda: pair.decode.counters().peers[SENDER].segments_total == 1)
-        assert pair.heard.filled == []
+        assert pair.events.filled == []
         assert not pair.arrived()
         pair.script.release(first)
-        await eventually(lambda: len(pair.heard.filled) == 1)
+        await eventually(lambda: len(pair.events.filled) == 1)
         assert pair.arrived()
 
 
@@ -216,7 +216,7 @@ async def test_a_lease_is_closed_when_no_scatter_writes_to_it() -> None:
         pair.script.release_all()
         totals = await closing
         assert (totals.number, totals.segments) == (0, SEGMENTS)
-        assert pair.heard.filled == []
+        assert pair.events.filled == []
         await pair.works(1)
 
 
@@ -229,7 +229,7 @@ async def test_a_segment_whose_lease_ends_while_it_is_read_is_late_and_not_scatt
         pair.script.release_all()
         await eventually(lambda: pair.decode.counters().late == SEGMENTS)
         assert pair.untouched()
-        assert pair.heard.refused == []
+        assert pair.events.refused == []
         await pair.works(1)
 
 
@@ -242,9 +242,9 @@ async def test_a_sender_is_disconnected_when_nothing_of_it_is_read_or_scattered(
         disconnecting = asyncio.create_task(pair.decode.disconnect(SENDER))
         await pair.waits(disconnecting)
         pair.script.release_all()
-        # What has come whole is kept, so the lease that it fills is filled.
+        # A message that has arrived as a whole is kept, so it still fills its lease.
         assert await result(disconnecting) == (0,)
-        await eventually(lambda: len(pair.heard.filled) == 1)
+        await eventually(lambda: len(pair.events.filled) == 1)
         assert pair.arrived()
 
 
@@ -263,7 +263,7 @@ async def test_a_slot_is_not_used_again_before_its_scatter_is_done() -> None:
         assert sum(task.done() for task in sending) == SLOTS
         pair.script.release_all()
         await result(asyncio.gather(*sending))
-        await eventually(lambda: len(pair.heard.filled) == 1)
+        await eventually(lambda: len(pair.events.filled) == 1)
         assert pair.arrived()
 
 
@@ -292,7 +292,7 @@ async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_cl
             await result(sending)
         with pytest.raises(InternalError, match="the device was lost"):
             await pair.prefill.quiet(PEER, 0)
-        # Until it is restarted, so that nobody is sent there.
+        # Until it is restarted, so that no request is sent there.
         assert pair.prefill.stuck(after_s=3600) == "the thread has failed; its error is above"
         assert pair.decode.stuck(after_s=3600) == ""
         await result(pair.prefill.close())

@@ -65,7 +65,7 @@ NODES = Nodes(
 )
 REQUEST = Request(Length(3, "P", 3), prefix_p="partial", prefix_d="partial", chunks="several")
 
-# What moves a cache's bytes, where the tests change it.
+# The functions that move a cache's bytes, which the tests patch.
 GATHER, SCATTER = "kvtransfer.movers.cpu.gather_to_wire", "kvtransfer.movers.cpu.scatter_from_wire"
 
 
@@ -83,13 +83,13 @@ async def prefill() -> AsyncIterator[Child]:
         yield process
 
 
-@pytest.mark.timeout(600)  # for the many requests of a share; what hangs meets a deadline of its own
+@pytest.mark.timeout(600)  # for the many requests of a share; every wait has a deadline of its own
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_byte_lands_where_it_belongs_and_nowhere_else(trial: Trial, prefill: Child) -> None:
     await run_trial(trial, prefill.call)
 
 
-# ---- what the check finds
+# ---- faults that the check finds
 
 
 async def in_this_process(trial: Trial) -> None:
@@ -207,7 +207,7 @@ async def test_a_segment_that_is_sent_twice_is_found(monkeypatch: pytest.MonkeyP
         await in_this_process(Trial(NODES, (REQUEST,)))
 
 
-# ---- which cases there are
+# ---- the cases
 
 
 def test_any_two_values_meet_in_a_case() -> None:
@@ -266,7 +266,7 @@ def test_jobs_are_what_the_other_node_lacks_of_each_chunk() -> None:
     assert Case(27, 16, 8, 17, "several").jobs == ((8, 20), (20, 24), (24, 27))
 
 
-def test_what_is_read_is_the_window_of_the_first_token_that_reads() -> None:
+def test_the_window_of_the_first_computed_token_is_read() -> None:
     spec = NODES.spec
     reads = Case(27, 0, 8, 17, "one").reads(spec)
     assert [np.flatnonzero(row).tolist() for row in reads] == [
@@ -274,7 +274,7 @@ def test_what_is_read_is_the_window_of_the_first_token_that_reads() -> None:
     ]
 
 
-# ---- what is planted
+# ---- the planted bytes
 
 
 @pytest.mark.parametrize("dtype", PARAMETERS["dtype"])

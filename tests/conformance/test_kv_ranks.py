@@ -32,7 +32,7 @@ from tests.conformance.kv import (
     DEADLINE_S,
     DECODE_INCARNATION,
     PREFILL_INCARNATION,
-    Heard,
+    NodeEvents,
     as_bytes,
     eventually,
     job,
@@ -62,7 +62,7 @@ class RankedNode:
 
     transfer: RankedTransfer
     caches: list[PagedKVCache]
-    heard: Heard
+    events: NodeEvents
     followers: list[asyncio.Task[None]]
 
 
@@ -88,7 +88,7 @@ async def ranked_node(
         with suppress(EOFError):
             await TransferServer(rank, partial(make, rank)).serve(calls)
 
-    heard = Heard()
+    events = NodeEvents()
     makers: list[MakeTransfer] = [partial(make, 0, incarnation)]
     followers = []
     for rank in range(1, ranks):
@@ -96,9 +96,9 @@ async def ranked_node(
         makers.append(partial(RemoteTransfer, rank, ours, incarnation))
         followers.append(asyncio.create_task(follow(rank, theirs)))
     transfer = RankedTransfer(makers, message_bytes=SEGMENT_BYTES + TRAILER_BYTES)
-    transfer.deliver_to(heard.filled.append, heard.refused.append)
+    transfer.deliver_to(events.filled.append, events.refused.append)
     async with transfer:
-        yield RankedNode(transfer, caches, heard, followers)
+        yield RankedNode(transfer, caches, events, followers)
     await asyncio.gather(*followers)
 
 
@@ -148,7 +148,7 @@ def plant_whole(spec: KVCacheSpec, node: RankedNode, blocks: tuple[int, ...]) ->
 
 async def fill(nodes: Nodes, blocks_p: tuple[int, ...], blocks_d: tuple[int, ...], *cuts: int) -> LeaseTotals:
     """One lease over [cuts[0], cuts[-1]), sent in the chunks between the cuts; its totals."""
-    number = len(nodes.decode.heard.filled)
+    number = len(nodes.decode.events.filled)
     await nodes.decode.transfer.open_lease(LeaseGrant(number, blocks_d, cuts[0], cuts[-1]))
     first, sent_bytes = 0, 0
     for start, stop in pairwise(cuts):
@@ -157,8 +157,8 @@ async def fill(nodes: Nodes, blocks_p: tuple[int, ...], blocks_d: tuple[int, ...
         )
         first = 1 + max(segment.number for segment in sent)
         sent_bytes += sum(segment.payload_bytes for segment in sent)
-    await eventually(lambda: len(nodes.decode.heard.filled) > number)
-    filled = nodes.decode.heard.filled[number]
+    await eventually(lambda: len(nodes.decode.events.filled) > number)
+    filled = nodes.decode.events.filled[number]
     assert filled.bytes == sent_bytes
     return filled
 
@@ -195,10 +195,10 @@ async def test_every_rank_gets_its_heads_and_nothing_else(
         before = [cache.view.clone() for cache in decode.caches]
         # D had the first tokens: the lease starts in the middle of a block of both.
         filled = await fill(nodes, blocks_p, blocks_d, 5, 22, 23, TOKENS)
-        assert len(decode.heard.filled) == 1
-        assert decode.heard.refused == []
+        assert len(decode.events.filled) == 1
+        assert decode.events.refused == []
         totals = await decode.transfer.close_lease(filled.number)
-    # What several ranks hold, each of them gets.
+    # Every rank gets the heads that several ranks hold.
     held = sum(cache.spec.num_kv_heads for cache in decode.caches)
     assert totals.bytes == (TOKENS - 5) * spec.bytes_per_token // spec.num_kv_heads * held
     for rank, (cache, wanted) in enumerate(zip(decode.caches, before, strict=True)):
@@ -233,11 +233,11 @@ async def test_a_lease_is_filled_only_when_every_rank_has_its_share() -> None:
         await prefill.transfer.send(job(0, blocks, 0, TOKENS - 1, peer=PEER, sender_number=SENDER))
         counted = decode.transfer.counters
         await eventually(lambda: counted().peers[SENDER].bytes_total == (TOKENS - 1) * GQA.bytes_per_token)
-        assert decode.heard.filled == []
+        assert decode.events.filled == []
         await prefill.transfer.send(
             job(0, blocks, TOKENS - 1, TOKENS, first_segment=100, peer=PEER, sender_number=SENDER)
         )
-        await eventually(lambda: len(decode.heard.filled) == 1)
+        await eventually(lambda: len(decode.events.filled) == 1)
         await eventually(lambda: prefill.transfer.counters().peers[PEER] == counted().peers[SENDER])
 
 
@@ -257,14 +257,14 @@ async def test_two_nodes_cannot_fill_one_lease() -> None:
         await prefill.send(job(0, blocks, 0, 8, peer=PEER, sender_number=SENDER))
         await eventually(lambda: decode.counters().peers[SENDER].bytes_total > 0)
         await prefill.send(job(0, blocks, 8, 9, peer=other_peer, sender_number=other_number))
-        await eventually(lambda: len(nodes.decode.heard.refused) == 2)
-        assert {refused.refusal for refused in nodes.decode.heard.refused} == {Refusal.FOREIGN_SENDER}
+        await eventually(lambda: len(nodes.decode.events.refused) == 2)
+        assert {refused.refusal for refused in nodes.decode.events.refused} == {Refusal.FOREIGN_SENDER}
         assert await decode.disconnect(other_number) == ()
         assert await decode.disconnect(SENDER) == (0,)
         await decode.close_lease(0)
 
 
-async def test_a_lost_peer_leaves_no_rank_in_use_and_its_leases_are_told_once(transport: str) -> None:
+async def test_a_lost_peer_leaves_no_rank_in_use_and_its_leases_are_reported_once(transport: str) -> None:
     async with linked(MLA, 4, 2, transport=transport) as nodes:
         decode, prefill = nodes.decode.transfer, nodes.prefill.transfer
         blocks = scattered_blocks(nodes.prefill.caches[0], TOKENS, 1)
@@ -278,10 +278,10 @@ async def test_a_lost_peer_leaves_no_rank_in_use_and_its_leases_are_told_once(tr
         await prefill.quiet(PEER, 0)
         assert (await decode.close_lease(0)).bytes == 2 * 8 * MLA.bytes_per_token
         assert decode.counters().peers == {}
-        assert nodes.decode.heard.filled == []
+        assert nodes.decode.events.filled == []
 
 
-async def test_an_opening_that_nobody_waits_for_is_closed_like_any_other() -> None:
+async def test_a_lease_whose_opening_is_not_awaited_is_closed_like_any_other() -> None:
     async with linked(GQA, 1, 2, transport="loopback") as nodes:
         decode = nodes.decode.transfer
         blocks = scattered_blocks(nodes.decode.caches[0], TOKENS, 2)
@@ -317,10 +317,10 @@ async def test_a_send_to_several_ranks_can_be_taken_back() -> None:
         await decode.close_lease(0)
         # What follows is not disturbed.
         expected = plant_whole(GQA, nodes.prefill, blocks)
-        nodes.decode.heard.filled.clear()
+        nodes.decode.events.filled.clear()
         await decode.open_lease(LeaseGrant(1, blocks_d, 0, TOKENS))
         await prefill.send(job(1, blocks, 0, TOKENS, peer=PEER, sender_number=SENDER))
-        await eventually(lambda: len(nodes.decode.heard.filled) == 1)
+        await eventually(lambda: len(nodes.decode.events.filled) == 1)
         held = [tokens_of(cache, blocks_d, TOKENS) for cache in nodes.decode.caches]
         assert torch.equal(torch.cat(held, dim=3), expected)
 

@@ -17,7 +17,7 @@ from tests.conformance.kv import (
     PEER,
     PREFILL_INCARNATION,
     SENDER,
-    Heard,
+    NodeEvents,
     connect,
     eventually,
     job,
@@ -46,22 +46,22 @@ class Clock:
         return self.now_s
 
 
-def make(cache: PagedKVCache, heard: Heard, transport: str, incarnation: int) -> KVTransfer:
-    return make_transfer(cache, heard, transport=transport, incarnation=incarnation, segment_bytes=SEGMENT_BYTES)
+def make(cache: PagedKVCache, events: NodeEvents, transport: str, incarnation: int) -> KVTransfer:
+    return make_transfer(cache, events, transport=transport, incarnation=incarnation, segment_bytes=SEGMENT_BYTES)
 
 
 @pytest.mark.parametrize("transport", ["loopback", "ucx"])
-async def test_all_senders_together_are_held_to_the_limit_and_what_measures_links_is_not(transport: str) -> None:
-    heard, clock = Heard(), Clock()
+async def test_the_limit_holds_for_all_senders_together_but_not_for_link_measurements(transport: str) -> None:
+    events, clock = NodeEvents(), Clock()
     cache, source = PagedKVCache(SPEC, SHAPE), PagedKVCache(SPEC, SHAPE)
     source.view.normal_()
     async with (
-        make(source, Heard(), transport, PREFILL_INCARNATION) as one,
-        make(source, Heard(), transport, PREFILL_INCARNATION + 1) as other,
-        make(source, Heard(), transport, PREFILL_INCARNATION + 2) as measuring,
+        make(source, NodeEvents(), transport, PREFILL_INCARNATION) as one,
+        make(source, NodeEvents(), transport, PREFILL_INCARNATION + 1) as other,
+        make(source, NodeEvents(), transport, PREFILL_INCARNATION + 2) as measuring,
         make_transfer(
             cache,
-            heard,
+            events,
             transport=transport,
             incarnation=DECODE_INCARNATION,
             segment_bytes=SEGMENT_BYTES,
@@ -94,7 +94,7 @@ async def test_all_senders_together_are_held_to_the_limit_and_what_measures_link
             clock.now_s += STEP_S
             await eventually(partial(has_received, taken))
         await asyncio.gather(*sending)
-        await eventually(lambda: len(heard.filled) == LEASES)
+        await eventually(lambda: len(events.filled) == LEASES)
         for lease in range(LEASES):
             await receiver.close_lease(lease)
     assert cache.view.equal(source.view)

@@ -24,7 +24,7 @@ from tests.conformance.kv import (
     LATE,
     PEER,
     SENDER,
-    Heard,
+    NodeEvents,
     as_bytes,
     eventually,
     make_cache,
@@ -41,7 +41,7 @@ TOKENS = 6
 
 @dataclass(frozen=True)
 class Forger:
-    """A sender that sends whatever a test wants, and its decode node."""
+    """A sender that sends arbitrary messages for a test, and its decode node."""
 
     transport: Transport
     decode: KVTransfer
@@ -49,7 +49,7 @@ class Forger:
     blocks: tuple[int, ...]
     source: PagedKVCache
     source_blocks: tuple[int, ...]
-    heard: Heard
+    events: NodeEvents
     peer: int = PEER
 
     def right(self, number: int, start: int, stop: int) -> tuple[Segment, Tensor]:
@@ -83,8 +83,8 @@ class Forger:
         assert request.failure() is None
 
     async def assert_refused(self, refusal: Refusal) -> None:
-        await eventually(lambda: len(self.heard.refused) == 1)
-        (refused,) = self.heard.refused
+        await eventually(lambda: len(self.events.refused) == 1)
+        (refused,) = self.events.refused
         assert refused.refusal is refusal
         assert str(refusal) in str(refused.error)
         counters = self.decode.counters()
@@ -106,18 +106,18 @@ async def forger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
     cache, source = make_cache(GQA, KVCacheLayout.HND, 4), make_cache(GQA, KVCacheLayout.NHD, 8)
     blocks, source_blocks = scattered_blocks(cache, TOKENS, 1), scattered_blocks(source, TOKENS, 2)
     plant(source, source_blocks, TOKENS)
-    heard = Heard()
+    events = NodeEvents()
     transport = open_transport(request.param.removesuffix(LATE))
-    async with make_transfer(cache, heard, transport=request.param, segment_bytes=4096) as decode:
+    async with make_transfer(cache, events, transport=request.param, segment_bytes=4096) as decode:
         await introduce(transport, decode)
         decode.open_lease(LeaseGrant(LEASE, blocks, 0, TOKENS))
-        yield Forger(transport, decode, cache, blocks, source, source_blocks, heard)
+        yield Forger(transport, decode, cache, blocks, source, source_blocks, events)
         transport.close()
 
 
 async def test_a_right_message_is_taken(forger: Forger) -> None:
     await forger.send(*forger.right(0, 0, TOKENS))
-    await eventually(lambda: len(forger.heard.filled) == 1)
+    await eventually(lambda: len(forger.events.filled) == 1)
     assert torch.equal(
         tokens_of(forger.cache, forger.blocks, TOKENS), tokens_of(forger.source, forger.source_blocks, TOKENS)
     )
@@ -136,7 +136,7 @@ async def test_two_payloads_swapped(forger: Forger) -> None:
     (one, first), (other, second) = forger.right(0, 0, 3), forger.right(1, 3, 6)
     await forger.send(one, second)
     await forger.send(other, first)
-    await eventually(lambda: len(forger.heard.refused) == 2)
+    await eventually(lambda: len(forger.events.refused) == 2)
     assert forger.decode.counters().refusals == {Refusal.DIGEST: 2}
     forger.assert_untouched()
 
@@ -192,7 +192,7 @@ async def test_a_payload_of_another_size_than_its_ranges(forger: Forger) -> None
     forger.assert_untouched()
 
 
-async def test_a_sender_that_no_peer_has(forger: Forger) -> None:
+async def test_a_sender_number_of_no_peer(forger: Forger) -> None:
     segment, payload = forger.right(0, 0, TOKENS)
     await forger.send(segment, payload, Tag(SENDER + 1, LEASE, 0))
     await forger.assert_refused(Refusal.UNKNOWN_SENDER)
@@ -237,7 +237,7 @@ async def test_a_segment_after_the_lease_was_closed_is_late_and_no_alarm(forger:
     await forger.send(*forger.right(0, 0, TOKENS))
     await eventually(lambda: forger.decode.counters().late == 1)
     assert forger.decode.counters().refused == 0
-    assert forger.heard.refused == []
+    assert forger.events.refused == []
     forger.assert_untouched()
 
 
@@ -245,7 +245,7 @@ async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
     second = replace(forger, peer=PEER + 1)
     await introduce(forger.transport, forger.decode, peer=PEER + 1, number=SENDER + 1)
     await forger.send(*forger.right(0, 0, 3))
-    # Nothing else orders what comes over two links: whose segment is the first to come has the lease.
+    # Nothing orders messages of two links: the sender whose segment arrives first gets the lease.
     await eventually(lambda: forger.decode.counters().peers[SENDER].segments_total == 1)
     segment, payload = forger.right(1, 3, 6)
     await second.send(segment, payload, Tag(SENDER + 1, LEASE, 1))
@@ -255,7 +255,7 @@ async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
 
 async def test_with_digests_off_only_the_digest_is_not_checked(forger: Forger) -> None:
     async with make_transfer(
-        forger.cache, forger.heard, transport="loopback", digests=False, segment_bytes=4096
+        forger.cache, forger.events, transport="loopback", digests=False, segment_bytes=4096
     ) as trusting:
         transport = open_transport("loopback")
         await introduce(transport, trusting)
@@ -265,5 +265,5 @@ async def test_with_digests_off_only_the_digest_is_not_checked(forger: Forger) -
         await pair.send(replace(segment, digest=0, incarnation=1), payload)
         await pair.assert_refused(Refusal.STALE_INCARNATION)
         await pair.send(replace(segment, digest=0, number=1), payload)
-        await eventually(lambda: len(forger.heard.filled) == 1)
+        await eventually(lambda: len(forger.events.filled) == 1)
         transport.close()

@@ -17,8 +17,8 @@ from tests.conformance.kv_rules import close, look, lose
 from tests.conformance.kv_sides import Side, choices
 from tests.conformance.kv_world import KEPT, LEFT_OUT, State, World, passing_of
 
-# Peers and leases, segments of each, slots, messages sent twice; then how many states there are at least: a change of
-# the receiver may make them fewer, an explorer that overlooks something would too.
+# Peers and leases, segments of each, slots, messages sent twice; then the least number of states: a change of the
+# receiver may reduce it, but so would an explorer that overlooks states.
 ALWAYS = [
     pytest.param(1, 3, 2, 1, 1000, id="1 peer x 3 segments, 1 sent twice"),
     pytest.param(2, 2, 1, 0, 1000, id="2 peers x 2 segments, one slot for both"),
@@ -59,7 +59,7 @@ def test_no_order_of_events_breaks_an_invariant(
         (plants.claim_comes_before_the_check, "I1: a lease's end waits for its scatters"),
         (plants.duplicates_are_taken, "refused for no reason"),
         (plants.duplicates_are_scattered, "I3: written to twice"),
-        (plants.closed_lease_is_filled, "nobody waits for it any more"),
+        (plants.closed_lease_is_filled, "its owner no longer waits"),
         (plants.lease_is_filled_one_segment_early, "I2"),
         (plants.refusals_are_not_counted, "every refusal is counted"),
         (plants.parked_messages_are_forgotten, "it waits although there is room"),
@@ -72,8 +72,8 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, plant: plants
         explore(World(2, segments=2, slots=2), repeats=1)
 
 
-def test_a_state_leaves_out_nothing_that_counts() -> None:
-    """New attributes of the code under test belong either into the state or into the list of what it leaves out."""
+def test_a_state_has_every_attribute_that_matters() -> None:
+    """New attributes of the code under test belong into the state, or into the list of omitted attributes."""
     world = World(1, segments=1, slots=1)
     arrive, receiver = choices(world.save(0).sides[0], 0)[-1], world.receiver
     world.load(State((arrive.side,), (), 0))
@@ -84,7 +84,7 @@ def test_a_state_leaves_out_nothing_that_counts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_receiver_put_into_a_state_goes_on_like_one_that_came_there(seed: int) -> None:
+def test_a_receiver_loaded_with_a_state_continues_like_one_that_reached_it(seed: int) -> None:
     rng = random.Random(seed)
     lived, loaded = World(2, segments=3, slots=4), World(2, segments=3, slots=4)
     repeats = 1

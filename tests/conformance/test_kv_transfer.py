@@ -24,7 +24,7 @@ from tests.conformance.kv import (
     MLA,
     PEER,
     SENDER,
-    Heard,
+    NodeEvents,
     Pair,
     as_bytes,
     connect,
@@ -67,13 +67,13 @@ def planted_pair(num_tokens: int = NUM_TOKENS) -> tuple[PagedKVCache, tuple[int,
 
 async def fill(pair: Pair, blocks_p: tuple[int, ...], blocks_d: tuple[int, ...], *cuts: int) -> None:
     """One lease over [cuts[0], cuts[-1]), sent in the chunks between the cuts; returns when it is filled."""
-    number = len(pair.heard.filled)
+    number = len(pair.events.filled)
     pair.decode.open_lease(LeaseGrant(number, blocks_d, cuts[0], cuts[-1]))
     sent = 0
     for start, stop in pairwise(cuts):
         sent += len(await pair.prefill.send(job(number, blocks_p, start, stop, first_segment=sent)))
-    await eventually(lambda: len(pair.heard.filled) > number)
-    filled = pair.heard.filled[number]
+    await eventually(lambda: len(pair.events.filled) > number)
+    filled = pair.events.filled[number]
     assert (filled.number, filled.segments) == (number, sent)
 
 
@@ -118,16 +118,16 @@ async def test_any_segment_size_that_holds_a_token_will_do(transport: str, segme
 
 async def test_the_smaller_of_two_segment_sizes_counts(transport: str) -> None:
     prefill, blocks_p, decode, blocks_d = planted_pair()
-    heard = Heard()
+    events = NodeEvents()
     async with (
-        make_transfer(prefill, Heard(), transport=transport, segment_bytes=5000) as sender,
-        make_transfer(decode, heard, transport=transport, segment_bytes=300) as receiver,
+        make_transfer(prefill, NodeEvents(), transport=transport, segment_bytes=5000) as sender,
+        make_transfer(decode, events, transport=transport, segment_bytes=300) as receiver,
     ):
         await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
         assert warm.bytes <= 300 * warm.messages
         await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
-        await fill(Pair(sender, receiver, heard), blocks_p, blocks_d, 0, NUM_TOKENS)
+        await fill(Pair(sender, receiver, events), blocks_p, blocks_d, 0, NUM_TOKENS)
 
 
 async def test_several_leases_at_once_do_not_mix(transport: str) -> None:
@@ -139,7 +139,7 @@ async def test_several_leases_at_once_do_not_mix(transport: str) -> None:
         for number, blocks in enumerate(requests):
             pair.decode.open_lease(LeaseGrant(number, blocks[::-1], 0, 30))
         await asyncio.gather(*(pair.prefill.send(job(number, blocks, 0, 30)) for number, blocks in enumerate(requests)))
-        await eventually(lambda: len(pair.heard.filled) == len(requests))
+        await eventually(lambda: len(pair.events.filled) == len(requests))
         for number in range(len(requests)):
             totals = await pair.decode.close_lease(number)
             assert totals.bytes == 30 * GQA.bytes_per_token
@@ -151,7 +151,7 @@ async def test_a_lease_without_tokens_is_filled_at_once(transport: str) -> None:
     prefill, _, decode, blocks_d = planted_pair()
     async with linked(prefill, decode, transport=transport) as pair:
         pair.decode.open_lease(LeaseGrant(0, blocks_d, 16, 16))
-        await eventually(lambda: len(pair.heard.filled) == 1)
+        await eventually(lambda: len(pair.events.filled) == 1)
         assert (await pair.decode.close_lease(0)).segments == 0
 
 
@@ -186,32 +186,32 @@ class AsOnGpu(CpuMover):
 
 
 @pytest.mark.parametrize("other_on_gpu", [True, False])
-async def test_a_link_that_does_not_reach_a_gpus_memory_goes_through_the_host_and_says_so(
+async def test_a_link_that_does_not_reach_a_gpus_memory_goes_through_the_host_and_reports_it(
     transport: str, *, other_on_gpu: bool
 ) -> None:
     prefill, blocks_p, decode, blocks_d = planted_pair()
     asked: list[bool] = []
-    heard = Heard()
+    events = NodeEvents()
 
     def make(cache: PagedKVCache, between: Callable[[], object]) -> CpuMover:
         return AsOnGpu(cache, between, asked)
 
     name = transport.removesuffix(LATE)
     async with (
-        make_transfer(prefill, Heard(), transport=name, make_mover=make if other_on_gpu else open_mover) as sender,
-        make_transfer(decode, heard, transport=name, make_mover=make) as receiver,
+        make_transfer(prefill, NodeEvents(), transport=name, make_mover=make if other_on_gpu else open_mover) as sender,
+        make_transfer(decode, events, transport=name, make_mover=make) as receiver,
     ):
         await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
         measure = await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
-        await fill(Pair(sender, receiver, heard), blocks_p, blocks_d, 0, NUM_TOKENS)
+        await fill(Pair(sender, receiver, events), blocks_p, blocks_d, 0, NUM_TOKENS)
     # There is no GPU's memory here that UCX could reach; within a process every memory is reached.
     through_host = name == "ucx"
     assert asked == [through_host] * (2 if other_on_gpu else 1)
     assert measure.transport.endswith(" through host memory") == through_host
 
 
-async def test_a_warm_up_that_does_not_come_has_a_deadline(transport: str) -> None:
+async def test_a_warm_up_that_does_not_arrive_has_a_deadline(transport: str) -> None:
     prefill, _, decode, _ = planted_pair()
     async with linked(prefill, decode, transport=transport) as pair:
         with pytest.raises(DeadlineExceeded, match="warm-up"):
@@ -221,8 +221,8 @@ async def test_a_warm_up_that_does_not_come_has_a_deadline(transport: str) -> No
 async def test_a_peer_that_sends_no_digests_is_refused_at_warm_up(transport: str) -> None:
     prefill, _, decode, _ = planted_pair()
     async with (
-        make_transfer(prefill, Heard(), transport=transport, digests=False) as sender,
-        make_transfer(decode, Heard(), transport=transport) as receiver,
+        make_transfer(prefill, NodeEvents(), transport=transport, digests=False) as sender,
+        make_transfer(decode, NodeEvents(), transport=transport) as receiver,
     ):
         await connect(sender, receiver)
         warm = await sender.warm_up(PEER, SENDER)
@@ -230,19 +230,19 @@ async def test_a_peer_that_sends_no_digests_is_refused_at_warm_up(transport: str
             await receiver.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=DEADLINE_S)
 
 
-async def test_counters_tell_what_moved_and_forget_lost_peers(transport: str) -> None:
+async def test_counters_count_moved_bytes_and_forget_lost_peers(transport: str) -> None:
     prefill, blocks_p, decode, blocks_d = planted_pair()
     async with linked(prefill, decode, transport=transport) as pair:
         await fill(pair, blocks_p, blocks_d, 0, 20)
         for transfer, peer in ((pair.prefill, PEER), (pair.decode, SENDER)):
             traffic = transfer.counters().peers[peer]
             assert traffic.bytes_total == 20 * GQA.bytes_per_token
-            assert traffic.segments_total == pair.heard.filled[0].segments
+            assert traffic.segments_total == pair.events.filled[0].segments
             await transfer.disconnect(peer)
             assert transfer.counters().peers == {}
 
 
-async def test_quiet_ends_a_send_that_nobody_takes(transport: str) -> None:
+async def test_quiet_ends_a_send_that_is_not_received(transport: str) -> None:
     prefill, blocks_p, decode, _ = planted_pair()
     async with linked(prefill, decode, transport=transport) as pair:
         await pair.prefill.quiet(PEER, 5)
@@ -277,7 +277,7 @@ async def test_a_lost_sender_leaves_its_leases_to_the_caller(transport: str) -> 
         assert totals.bytes <= 8 * GQA.bytes_per_token
 
 
-async def test_leases_that_cannot_be_are_errors(transport: str) -> None:
+async def test_impossible_leases_are_errors(transport: str) -> None:
     prefill, _, decode, blocks_d = planted_pair()
     async with linked(prefill, decode, transport=transport) as pair:
         pair.decode.open_lease(LeaseGrant(3, blocks_d, 0, 4))
@@ -300,10 +300,10 @@ async def test_a_job_with_wrong_blocks_fails_alone(transport: str) -> None:
         await fill(pair, blocks_p, blocks_d, 0, NUM_TOKENS)
 
 
-async def test_closing_ends_what_waits_and_leaves_no_thread(transport: str) -> None:
+async def test_closing_ends_waiting_operations_and_leaves_no_thread(transport: str) -> None:
     prefill, _, decode, blocks_d = planted_pair()
-    async with make_transfer(decode, Heard(), transport=transport) as receiver:
-        async with make_transfer(prefill, Heard(), transport=transport) as sender:
+    async with make_transfer(decode, NodeEvents(), transport=transport) as receiver:
+        async with make_transfer(prefill, NodeEvents(), transport=transport) as sender:
             await connect(sender, receiver)
             receiver.open_lease(LeaseGrant(0, blocks_d, 0, NUM_TOKENS))
             waiting = asyncio.create_task(receiver.warmed_up(SENDER, 1, 1, timeout_s=60))
@@ -316,15 +316,15 @@ async def test_closing_ends_what_waits_and_leaves_no_thread(transport: str) -> N
     assert "kvtransfer" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_configuration_that_cannot_work_is_said_at_once(transport: str) -> None:
+async def test_a_configuration_that_cannot_work_is_an_error_at_once(transport: str) -> None:
     cache = make_cache(GQA, NHD, 8)
     with pytest.raises(ConfigError, match="segment_bytes"):
-        make_transfer(cache, Heard(), transport=transport, segment_bytes=GQA.bytes_per_token_layer - 1)
+        make_transfer(cache, NodeEvents(), transport=transport, segment_bytes=GQA.bytes_per_token_layer - 1)
     with pytest.raises(ConfigError, match="staging_slots"):
-        make_transfer(cache, Heard(), transport=transport, staging_slots=0)
+        make_transfer(cache, NodeEvents(), transport=transport, staging_slots=0)
     with pytest.raises(ConfigError, match="pigeon"):
-        await make_transfer(cache, Heard(), transport="pigeon").start()
-    async with make_transfer(cache, Heard(), transport=transport) as transfer:
+        await make_transfer(cache, NodeEvents(), transport="pigeon").start()
+    async with make_transfer(cache, NodeEvents(), transport=transport) as transfer:
         address = await transfer.listen(1)
         with pytest.raises(ConfigError, match="segment_bytes"):
             await transfer.connect(1, address, message_bytes=TRAILER_BYTES + 5)

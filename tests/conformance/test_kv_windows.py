@@ -1,5 +1,5 @@
-"""Layers with a sliding window send what will be read and no more; what is missing is never read, not through the
-prefix cache either: tokens equal one process's."""
+"""Layers with a sliding window send only the KV that will be read. Missing KV is never read, not through the prefix
+cache either: tokens equal those of one process."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,10 +33,10 @@ def built(directory: Path, layout: str, block_size: int) -> Built:
 
 
 async def alone(process: Built, prompt: tuple[int, ...]) -> list[int]:
-    async with running(process, max_batch_tokens=CHUNK_TOKENS, prefix_cache=False) as (engine, heard):
+    async with running(process, max_batch_tokens=CHUNK_TOKENS, prefix_cache=False) as (engine, events):
         engine.submit(request("a", prompt, GREEDY))
-        await heard.finished("a")
-    return heard.ids("a")
+        await events.finished("a")
+    return events.ids("a")
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Cluster:
 
     pair: Pair
     source: Engine
-    heard_p: EventRecorder
+    events_p: EventRecorder
     target: Engine
-    heard_d: EventRecorder
+    events_d: EventRecorder
     numbers: "count[int]" = field(default_factory=lambda: count(1))
 
     async def ask(self, prompt: tuple[int, ...]) -> tuple[list[int], int, int]:
@@ -58,34 +58,34 @@ class Cluster:
         start, resume_at = reservation.cached_tokens, reservation.resume_at
         self.pair.decode.open_lease(LeaseGrant(number, reservation.block_ids, start, length, resume_at))
         self.source.submit(request(name, prompt, GREEDY, prefill_only=True))
-        await self.heard_p.until(lambda: name in self.heard_p.tokens)
+        await self.events_p.until(lambda: name in self.events_p.tokens)
         sent = 0
-        for chunk in self.heard_p.chunks[name]:
+        for chunk in self.events_p.chunks[name]:
             if chunk.token_stop > start:
                 part = job(number, chunk.block_ids, start, chunk.token_stop, resume_at=resume_at, first_segment=sent)
                 sent += len(await self.pair.prefill.send(part))
                 start = chunk.token_stop
-        await eventually(lambda: any(filled.number == number for filled in self.pair.heard.filled))
+        await eventually(lambda: any(filled.number == number for filled in self.pair.events.filled))
         await self.source.abort(name)
         totals = await self.pair.decode.close_lease(number)
-        (first,) = self.heard_p.tokens[name]
+        (first,) = self.events_p.tokens[name]
         assert self.target.admit(name, first) is None
-        await self.heard_d.finished(name)
-        assert not self.pair.heard.refused
-        return [first.token_id, *self.heard_d.ids(name)], reservation.cached_tokens, totals.bytes
+        await self.events_d.finished(name)
+        assert not self.pair.events.refused
+        return [first.token_id, *self.events_d.ids(name)], reservation.cached_tokens, totals.bytes
 
 
 @asynccontextmanager
 async def cluster(prefill: Built, decode: Built) -> AsyncIterator[Cluster]:
     limits = {"max_batch_tokens": CHUNK_TOKENS, "prefix_cache": True}
-    # What is read without having been written is then seen in the tokens.
+    # So a read of unwritten KV changes the tokens.
     decode.cache.view.fill_(1e3)
     async with (
         linked(prefill.cache, decode.cache, transport="loopback", segment_bytes=4096) as pair,
-        running(prefill, **limits) as (source, heard_p),
-        running(decode, **limits) as (target, heard_d),
+        running(prefill, **limits) as (source, events_p),
+        running(decode, **limits) as (target, events_d),
     ):
-        yield Cluster(pair, source, heard_p, target, heard_d)
+        yield Cluster(pair, source, events_p, target, events_d)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -124,7 +124,7 @@ async def test_a_block_that_lacks_windows_makes_room_for_one_that_has_them(tmp_p
     async with cluster(prefill, decode) as nodes:
         await nodes.ask(prompt)
         nodes.target.submit(request("here", (*prompt[:30], *prompt_of(5, seed=4)), GREEDY))
-        await nodes.heard_d.finished("here")
+        await nodes.events_d.finished("here")
         branch = (*prompt[:30], *prompt_of(11, seed=2))
         tokens, cached, _ = await nodes.ask(branch)
         assert (tokens, cached) == (await alone(prefill, branch), 28)

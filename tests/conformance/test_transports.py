@@ -1,4 +1,4 @@
-"""What every transport does, in one suite: two ends in this process, driven by hand."""
+"""The behaviour of every transport, in one suite: two ends in this process, driven by hand."""
 
 import select
 import time
@@ -14,9 +14,9 @@ from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import Arrival, Request, Transport
 
 NAMES = ("loopback", "ucx")
-# Only what hangs takes that long, however busy the machine is.
+# Long enough for any machine: only a hanging test takes that long.
 DEADLINE_S = 60.0
-# Rounds of progress after which what has not happened by itself will not.
+# After so many rounds of progress without an event, no event comes by itself.
 ROUNDS = 2000
 
 
@@ -137,7 +137,7 @@ def test_a_message_of_a_peer_that_was_never_connected_can_be_discarded(link: Lin
     link.complete(*requests)
 
 
-def test_disconnecting_cancels_the_sends_that_nobody_takes(link: Link) -> None:
+def test_disconnecting_cancels_sends_that_are_not_received(link: Link) -> None:
     requests = [link.sender.send(2, tag, message(1 << 20)) for tag in range(3)]
     link.arrivals(3)
     link.sender.disconnect(2)
@@ -177,7 +177,7 @@ def test_other_peers_do_not_notice_a_disconnect(link: Link) -> None:
     link.receiver.discard(lost)
 
 
-def test_disconnecting_twice_or_from_a_stranger_is_nothing(link: Link) -> None:
+def test_disconnecting_twice_or_from_an_unknown_peer_has_no_effect(link: Link) -> None:
     link.receiver.disconnect(1)
     link.receiver.disconnect(1)
     link.receiver.disconnect(12345)
@@ -194,18 +194,18 @@ def test_a_peer_can_be_connected_again(link: Link) -> None:
 
 
 @pytest.mark.parametrize("address", [b"", b"somewhere", b"baton-ucx-1:1234damaged"])
-def test_what_is_no_address_is_refused(link: Link, address: bytes) -> None:
+def test_an_invalid_address_is_refused(link: Link, address: bytes) -> None:
     link.sender.listen(5)
     with pytest.raises(PeerRefused, match="address"):
         link.sender.connect(5, address)
 
 
-def test_it_says_what_carries_the_bytes(link: Link, name: str) -> None:
+def test_it_reports_what_carries_the_bytes(link: Link, name: str) -> None:
     known = {"loopback": {"loopback"}, "ucx": {"cma", "sysv", "posix", "tcp"}}
     assert link.sender.carrier(2) in known[name]
 
 
-def test_a_wait_ends_when_a_message_comes(link: Link) -> None:
+def test_a_wait_ends_when_a_message_arrives(link: Link) -> None:
     poll = select.poll()
     poll.register(link.receiver.fileno(), select.POLLIN)
     link.settle()

@@ -31,7 +31,7 @@ REPLAYS = ([1000] * PADDED_REQUESTS, [0, 5, 63, 64, 65, 700], [900, 17, 300], [3
 
 @dataclass(frozen=True)
 class StaticBatch:
-    """The tensors that a captured graph reads, and their way in."""
+    """The tensors that a captured graph reads, and the methods that fill them."""
 
     common: CommonAttentionMetadata
 
@@ -159,6 +159,6 @@ def test_a_captured_latent_decode_replays_with_other_lengths(backend: BackendCla
 
 
 def _fill_rows(static: Tensor, rows: Tensor) -> None:
-    """The padded rows hold NaN: nothing of them may reach the others."""
+    """The padded rows hold NaN, which must not reach the others."""
     static.fill_(torch.nan)
     static[: rows.shape[0]] = rows

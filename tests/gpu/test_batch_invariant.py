@@ -1,5 +1,5 @@
-"""Batch-invariant mode on a GPU: what the tensor cores sum has the same bits in tiles of any size, and so have a
-request's logits in bf16 alone and in any company."""
+"""Batch-invariant mode on a GPU: sums of the tensor cores have the same bits in tiles of any size, and so have a
+request's logits in bf16, alone and in any batch."""
 
 import json
 from collections.abc import Sequence
@@ -157,8 +157,8 @@ def test_a_request_has_the_same_logits_alone_and_in_any_batch(name: str, tmp_pat
         workspace_tokens=300,
     )
     assert differences(model, LENGTHS, SIZES) == {size: [] for size in SIZES}
-    one_behind = replace(LENGTHS, prompt=LENGTHS.chunk + 1, outputs=2)
-    assert differences(model, one_behind, SIZES) == {size: [] for size in SIZES}
+    one_more = replace(LENGTHS, prompt=LENGTHS.chunk + 1, outputs=2)
+    assert differences(model, one_more, SIZES) == {size: [] for size in SIZES}
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])

@@ -1,4 +1,4 @@
-"""The GPU's mover does what the CPU's does, byte for byte, and neither waits nor allocates."""
+"""The GPU's mover equals the CPU's, byte for byte, and neither waits nor allocates."""
 
 import time
 
@@ -41,7 +41,7 @@ def layout_of(spec: KVCacheSpec) -> KVCacheShape:
 
 
 def movers(spec: KVCacheSpec) -> tuple[CpuMover, CudaMover]:
-    """For two caches that hold the same."""
+    """Movers for two caches with equal contents."""
     cache = PagedKVCache(spec, layout_of(spec))
     cache.memory.random_(generator=torch.Generator().manual_seed(3))
     copy = PagedKVCache(spec, layout_of(spec), "cuda")
@@ -113,7 +113,7 @@ def test_requests_keep_their_block_ids_however_many_there_are_and_whatever_the_o
 
 
 @pytest.mark.parametrize("through_host", [False, True])
-def test_a_segment_waits_for_nothing_and_takes_no_memory(through_host: bool) -> None:
+def test_a_segment_neither_waits_nor_allocates(through_host: bool) -> None:
     _, gpu = movers(LLAMA)
     segment = segment_of(LLAMA)
     num_bytes = segment.payload_bytes + TRAILER_BYTES
@@ -148,7 +148,7 @@ def test_more_requests_than_there_was_room_for_have_their_own_blocks() -> None:
     gpu.close()
 
 
-def test_blocks_and_tokens_that_are_not_there_are_errors() -> None:
+def test_blocks_and_tokens_that_do_not_exist_are_errors() -> None:
     _, gpu = movers(LLAMA)
     segment = segment_of(LLAMA)
     slot = slot_of(gpu, segment.payload_bytes + TRAILER_BYTES)

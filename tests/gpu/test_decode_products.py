@@ -44,8 +44,8 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-# Of each kind of tile: Llama-8B's qkv, o, gate_up and down, Qwen3-8B's gate_up, DeepSeek-V2-Lite's kv_a, first down and
-# head, and rows that no tile divides.
+# Shapes for each kind of tile: Llama-8B's qkv, o, gate_up and down, Qwen3-8B's gate_up, DeepSeek-V2-Lite's kv_a, first
+# down and head, and rows that no tile divides.
 SHAPES = [
     (6144, 4096),
     (4096, 4096),
@@ -105,7 +105,7 @@ def test_the_same_call_has_the_same_bits(rows: int, channels: int) -> None:
 def test_a_captured_chain_of_products_gives_the_bits_of_one_by_one(
     num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each reads what the one before it wrote, while its own weights are on their way."""
+    """Each product reads the output of the one before it, while its own weights are being loaded."""
     shapes = [(6144, 4096), (4096, 6144), (28672, 4096), (4096, 28672)]
     weights = [weight_of(*shape, seed=index) for index, shape in enumerate(shapes)]
     products = [product_of(weight) for weight in weights]

@@ -1,4 +1,4 @@
-"""The demo models on a GPU: transformers' greedy tokens in fp32, logits within bounds in bf16, whatever is captured."""
+"""The demo models on a GPU: transformers' greedy tokens in fp32, logits within bounds in bf16, captured or not."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ MAX_TOKENS = 32
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
 SEEDED = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, min_p=0.02, seed=7, ignore_eos=True)
 LOGPROB_TOLERANCE = 2e-3
-# Of bf16 logits against fp32 ones, as a share of the logits' norm: 8 bits of mantissa through every layer. On a CPU the
+# Error of bf16 logits against fp32 ones, relative to the norm: 8 bits of mantissa through every layer. On a CPU the
 # median of these prompts' tokens is at most 0.008 in our bf16 and 0.009 in transformers'.
 BF16_ERROR = 0.02
-# Of all tokens of a prompt together. Of experts with nearly the same score bf16 may choose others, which moves that
+# Error over all tokens of a prompt. Among experts with nearly the same score bf16 may choose others, which moves that
 # token alone, by up to 0.3: whole prompts are off by up to 0.034 in our bf16 and 0.030 in transformers', and by 0.007
-# in both where there are no experts.
+# in both without experts.
 PROMPT_ERROR = {"llama": BF16_ERROR, "deepseek": 0.06}
 
 
@@ -66,8 +66,8 @@ def test_logits_in_bf16_are_near_those_in_fp32(model: Path, reference: Reference
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_change_no_token(model: Path, reference: Reference, dtype: str, params: SamplingParams) -> None:
-    """In bf16 as the batch-invariant mode has it: a padded step's products may be summed in another order, and logits
-    of 8 bits are often equal."""
+    """In batch-invariant bf16: otherwise a padded step's products may be summed in another order, and logits of 8 bits
+    are often equal."""
     prompts = reference.prompts(LENGTHS)
     invariant = dtype == "bfloat16"
     limits = {"chunk_align_tokens": 64} if invariant else {}
@@ -93,7 +93,7 @@ def test_an_fp8_cache_stays_near(model: Path, reference: Reference, kv_cache_dty
 
 
 def _logits(built: Built, prompt: list[int]) -> Tensor:
-    """Of every token [T, V], computed in one step."""
+    """Logits of every token [T, V], computed in one step."""
     facts = built.runner.facts
     blocks = list(range(-(-len(prompt) // facts.block_size)))
     common, positions_T = build_common_metadata(

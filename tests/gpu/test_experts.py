@@ -79,7 +79,7 @@ def one_expert(layer: MoE, expert: int, x_TD: Tensor) -> Tensor:
 
 
 def reference(layer: MoE, x_TD: Tensor) -> Tensor:
-    """Every expert over every token, weighted by 0 where it was not chosen, and the shared ones, in float32."""
+    """Every expert over every token, weighted by 0 where it was not chosen, plus the shared experts, in float32."""
     weights_TK, experts_TK = layer.gate(x_TD)
     num_experts = len(layer.experts.gate_up_proj)
     weights_TE = x_TD.new_zeros(len(x_TD), num_experts, dtype=torch.float32)
@@ -131,7 +131,7 @@ def test_the_router_chooses_as_on_a_cpu(moe: MoEConfig, num_tokens: int) -> None
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 1500])
-def test_the_host_waits_for_nothing(layer: MoE, num_tokens: int) -> None:
+def test_the_host_never_waits(layer: MoE, num_tokens: int) -> None:
     x_TD = tokens(num_tokens)
     layer(x_TD)
     torch.cuda.synchronize()

@@ -42,6 +42,6 @@ def test_logits_equal_transformers(name: str, dtype: str, tmp_path: Path) -> Non
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
     else:
         near_T = cosine_similarity(ours, expected) > 0.98
-        # Of experts with nearly the same score bfloat16 may choose others, and so does transformers' own: over six
+        # Among experts with nearly the same score bfloat16 may choose others, as in transformers: over six
         # prompts of each family up to two tokens of twelve, with cosines down to 0.74; without experts all above 0.99.
         assert near_T.sum() >= (9 if config.moe else len(tokens))

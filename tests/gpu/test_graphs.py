@@ -1,5 +1,5 @@
-"""Captured decode steps on a GPU: they draw what steps outside of graphs draw, with any backend that can be captured;
-they take the memory that they may; and launching a step, captured or not, waits for nothing on the device."""
+"""Captured decode steps on a GPU: they draw the tokens of steps outside of graphs, with any backend that can be
+captured; they stay within their memory; and launching a step, captured or not, never waits for the device."""
 
 import logging
 from dataclasses import replace
@@ -55,7 +55,7 @@ def prepared(built: Built, graphs: GraphSettings | None) -> ModelRunner:
 
 
 def drive(runner: ModelRunner, samplings: dict[str, dict[str, Any]], *, ahead: bool = True) -> Driver:
-    """Requests that come one by one, pause and move, over 30 steps."""
+    """Requests that arrive one by one, pause and move, over 30 steps."""
     driver = Driver(runner, ahead=ahead)
     names = list(samplings)
     generator = torch.Generator().manual_seed(0)
@@ -155,7 +155,7 @@ def test_graphs_take_no_more_memory_than_they_may(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("model", MODELS)
 def test_launching_waits_for_nothing_on_the_device(model: str, graphs: GraphSettings | None) -> None:
     """Neither a call that torch knows to wait nor any other one: the device is busy long after each launch returns.
-    A first drive allocates and compiles what is made once."""
+    A first drive does the one-time allocations and compilations."""
     runner = prepared(demo(model, "bfloat16"), graphs)
     drive(runner, SAMPLINGS)
     driver = _BusyDriver(runner)
@@ -168,7 +168,7 @@ def test_launching_waits_for_nothing_on_the_device(model: str, graphs: GraphSett
 
 
 class _BusyDriver(Driver):
-    """Launches each step after work of the device that takes longer than a launch; counts the launches."""
+    """Launches each step after device work that takes longer than a launch; counts the launches."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner, ahead=True)

@@ -1,5 +1,5 @@
 """The heads' products of latent decodes on a GPU, at the sizes of DeepSeek-V2-Lite and V3: near float64, strided as the
-layer calls them, and the same bits whether they overlap with what is around them or not."""
+layer calls them, and the same bits whether they overlap with their neighbours or not."""
 
 from collections.abc import Callable
 
@@ -85,7 +85,7 @@ def test_both_products_are_near_float64(num_tokens: int, num_heads: int, dtype: 
 def test_a_captured_chain_of_products_gives_the_bits_of_one_by_one(
     num_tokens: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each reads what the one before it wrote, while its own weights are on their way."""
+    """Each product reads the output of the one before it, while its own weights are being loaded."""
     weights = [weights_of(num_heads, seed=seed) for seed in range(3)]
     multiply = product()
     x_THP = random(num_tokens, num_heads, QUERY)
@@ -111,7 +111,7 @@ def test_a_captured_chain_of_products_gives_the_bits_of_one_by_one(
 
 
 class Layers:
-    """Attention of several layers, each behind the projection that a library makes, over caches full of latents."""
+    """Attention of several layers, each after the projection of a library, over caches full of latents."""
 
     def __init__(self, num_tokens: int, block_size: int) -> None:
         blocks = -(-KEYS // block_size)

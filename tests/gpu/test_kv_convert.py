@@ -38,13 +38,13 @@ def wait_for(operation: Pending) -> None:
 
 def random_cache(spec: KVCacheSpec, layout: KVCacheLayout) -> PagedKVCache:
     cache = PagedKVCache(spec, KVCacheShape(layout, BLOCK_SIZE, 64), "cuda")
-    # Some are too large for 8 bits, some too small for a leading one.
+    # Some numbers are too large for 8 bits, some are subnormal in them.
     cache.view.normal_(std=8.0)
     return cache
 
 
 def stored(cache: PagedKVCache, converter: Converter) -> PagedKVCache:
-    """The cache's numbers in one of the other dtype, as the kernels of a model store them."""
+    """A cache of the other dtype with the same numbers, stored by a model's kernels."""
     other = PagedKVCache(converter.spec, cache.shape, "cuda")
     index = WriteIndex(torch.arange(cache.shape.num_slots, device="cuda"), BLOCK_SIZE)
     for layer in range(cache.spec.num_layers):
@@ -106,7 +106,7 @@ def test_a_payload_is_what_the_other_cache_would_hold(
     mover.close()
 
 
-def test_nothing_waits_and_nothing_is_allocated() -> None:
+def test_conversion_neither_waits_nor_allocates() -> None:
     cache = random_cache(LLAMA, KVCacheLayout.NHD)
     converter = open_converter(cache, FP8_DTYPES[0], [0.5] * 6)
     size = 3 * TOKENS * converter.spec.bytes_per_token_layer

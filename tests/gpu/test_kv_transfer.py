@@ -26,7 +26,7 @@ from tests.conformance.kv import (
     PEER,
     PREFILL_INCARNATION,
     SENDER,
-    Heard,
+    NodeEvents,
     as_bytes,
     eventually,
     job,
@@ -70,10 +70,10 @@ def copied(cache: PagedKVCache, device: str) -> PagedKVCache:
     return copy
 
 
-def make_node(cache: PagedKVCache, heard: Heard, incarnation: int, transport: str = "ucx") -> KVTransfer:
+def make_node(cache: PagedKVCache, events: NodeEvents, incarnation: int, transport: str = "ucx") -> KVTransfer:
     return make_transfer(
         cache,
-        heard,
+        events,
         transport=transport,
         incarnation=incarnation,
         segment_bytes=SEGMENT_BYTES,
@@ -86,7 +86,7 @@ def make_source(spec: KVCacheSpec, shape: KVCacheShape, device: str) -> KVTransf
     source = copied(cache, device)
     if source.storage.is_cuda:
         torch.cuda.synchronize()
-    return make_node(source, Heard(), PREFILL_INCARNATION)
+    return make_node(source, NodeEvents(), PREFILL_INCARNATION)
 
 
 @dataclass
@@ -99,15 +99,15 @@ class Target:
     blocks: tuple[int, ...]
     source_blocks: tuple[int, ...]
     expected: Tensor
-    heard: Heard
+    events: NodeEvents
     measure: LinkMeasure
     leases: "count[int]"
 
     async def fill(self, start: int = 0) -> None:
-        lease, filled = next(self.leases), len(self.heard.filled)
+        lease, filled = next(self.leases), len(self.events.filled)
         self.decode.open_lease(LeaseGrant(lease, self.blocks, start, TOKENS))
         await self.source.call("send", job(lease, self.source_blocks, start, TOKENS))
-        await eventually(lambda: len(self.heard.filled) > filled)
+        await eventually(lambda: len(self.events.filled) > filled)
         await self.decode.close_lease(lease)
 
     def assert_holds(self, start: int = 0) -> None:
@@ -125,12 +125,12 @@ async def paired(
     spec: KVCacheSpec, shape_p: KVCacheShape, shape_d: KVCacheShape, *, device_p: str = GPU, device_d: str = GPU
 ) -> AsyncIterator[Target]:
     source, source_blocks = planted(spec, shape_p)
-    cache, heard = PagedKVCache(spec, shape_d, device_d), Heard()
+    cache, events = PagedKVCache(spec, shape_d, device_d), NodeEvents()
     cache.memory.fill_(OLD)
     if cache.storage.is_cuda:
         torch.cuda.synchronize()
     async with (
-        make_node(cache, heard, DECODE_INCARNATION) as decode,
+        make_node(cache, events, DECODE_INCARNATION) as decode,
         child(partial(make_source, spec, shape_p, device_p)) as process,
     ):
         address = await process.call("listen", PEER)
@@ -141,7 +141,7 @@ async def paired(
         measure = await decode.warmed_up(SENDER, warm.messages, warm.bytes, timeout_s=30)
         expected = tokens_of(source, source_blocks, TOKENS)
         blocks = scattered_blocks(cache, TOKENS, 2)
-        yield Target(process, decode, cache, blocks, source_blocks, expected, heard, measure, count())
+        yield Target(process, decode, cache, blocks, source_blocks, expected, events, measure, count())
 
 
 CASES = {
@@ -163,7 +163,7 @@ async def test_every_byte_lands_where_it_belongs_and_nowhere_else(
         # The lease starts in the middle of a block.
         await pair.fill(start=5)
         pair.assert_holds(start=5)
-        assert pair.heard.refused == []
+        assert pair.events.refused == []
 
 
 @pytest.mark.parametrize(("device_p", "device_d"), [("cpu", GPU), (GPU, "cpu")])
@@ -212,7 +212,7 @@ async def test_many_leases_at_once_do_not_mix() -> None:
             pair.source.begin("send", job(lease, pair.source_blocks, start, cuts[lease + 1]))
         for _ in cuts[:-1]:
             assert isinstance((await pair.source.answer())[1], tuple)
-        await eventually(lambda: len(pair.heard.filled) == len(cuts) - 1)
+        await eventually(lambda: len(pair.events.filled) == len(cuts) - 1)
         assert cuts[-1] == TOKENS
         pair.assert_holds()
 
@@ -224,10 +224,10 @@ async def test_a_flipped_bit_is_refused_and_not_one_byte_written(
 ) -> None:
     """A bare transport plays the sender; without a flipped bit its message is taken."""
     source, source_blocks = planted(LLAMA, shape_of(KVCacheLayout.NHD, 16))
-    cache, heard, tokens = PagedKVCache(LLAMA, shape_of(KVCacheLayout.HND, 32), GPU), Heard(), 15
+    cache, events, tokens = PagedKVCache(LLAMA, shape_of(KVCacheLayout.HND, 32), GPU), NodeEvents(), 15
     torch.cuda.synchronize()
     blocks = scattered_blocks(cache, TOKENS, 2)
-    async with make_node(cache, heard, DECODE_INCARNATION, transport) as decode:
+    async with make_node(cache, events, DECODE_INCARNATION, transport) as decode:
         forger = open_transport(transport)
         address = forger.listen(PEER)
         forger.connect(PEER, await decode.listen(SENDER))
@@ -246,12 +246,12 @@ async def test_a_flipped_bit_is_refused_and_not_one_byte_written(
             return request.done
 
         await eventually(sent)
-        await eventually(lambda: bool(heard.filled or heard.refused))
+        await eventually(lambda: bool(events.filled or events.refused))
         if position is None:
             got = tokens_of(copied(cache, "cpu"), blocks, tokens)
             assert torch.equal(as_bytes(got), as_bytes(tokens_of(source, source_blocks, tokens)))
         else:
-            assert [refused.refusal for refused in heard.refused] == [Refusal.DIGEST]
+            assert [refused.refusal for refused in events.refused] == [Refusal.DIGEST]
             assert not cache.memory.any()
         forger.close()
 

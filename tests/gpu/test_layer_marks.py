@@ -1,5 +1,5 @@
 """On a GPU a step is queued long before it runs. At a mark the first layers' KV is in the cache while the step still
-runs, also for a stream that is not ordered after the step's."""
+runs, also for a stream that is not ordered after the step's stream."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ TOKENS = 250
 
 
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
-def test_marked_layers_are_there_while_later_ones_compute(model: str) -> None:
+def test_marked_layers_are_complete_while_later_ones_compute(model: str) -> None:
     built = build_demo(DEMO_MODELS / model, cuda_graphs=False)
     runner, cache = built.runner, built.cache
     runner.prepare()
@@ -32,7 +32,7 @@ def test_marked_layers_are_there_while_later_ones_compute(model: str) -> None:
         """[layers, K and V, blocks, ...] on the CPU."""
         return torch.stack([cache.layer(layer)[:, blocks] for layer in range(layer_stop)]).cpu()
 
-    # The first run compiles and loads kernels, which waits for everything that is queued.
+    # The first run compiles and loads kernels, which waits for all queued work.
     runner.launch(Batch(0, (row,)), lambda mark: None).wait()
     written(cache.spec.num_layers)
     cache.storage.fill_(float("nan"))
@@ -40,7 +40,7 @@ def test_marked_layers_are_there_while_later_ones_compute(model: str) -> None:
     marks: list[LayerMark] = []
 
     def on_mark(mark: LayerMark) -> None:
-        torch.cuda._sleep(50_000_000)  # cycles: later layers come clearly after the mark
+        torch.cuda._sleep(50_000_000)  # cycles: later layers run clearly after the mark
         marks.append(mark)
 
     step = runner.launch(Batch(0, (row,), layers_per_group=1), on_mark)

@@ -1,4 +1,4 @@
-"""What a profile measures on a real GPU."""
+"""A profile's measurements on a real GPU."""
 
 import pytest
 import torch

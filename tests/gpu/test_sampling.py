@@ -1,4 +1,4 @@
-"""Sampling on a GPU: nothing makes the host wait, and a captured choice is the eager one."""
+"""Sampling on a GPU: no operation makes the host wait, and captured and eager steps choose the same tokens."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def outputs(logits: torch.Tensor, rows: list[SampleRow]) -> list[TokenOutput]:
     return sampled.outputs()
 
 
-def test_sampling_makes_the_host_wait_for_nothing() -> None:
+def test_sampling_never_makes_the_host_wait() -> None:
     rows = rows_of((*PARAMS, PENALISED), index=3)
     logits = logits_of(len(rows), seed=0)
     pending_R = torch.full((len(rows),), -1, dtype=torch.int32, device="cuda")

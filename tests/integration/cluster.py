@@ -22,12 +22,12 @@ from tests.warm import launch_warm
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"
 
-# Only what hangs takes that long, however slow the machine is.
+# Long enough for any machine: only a hanging process takes that long.
 DEADLINE_S = 300.0
 
 Flags = dict[str, object]
 
-# However slow the machine is, nothing that works is given up for its time. A test that wants a limit sets it.
+# Long enough for any machine, so that no working request times out. Tests of a time limit set their own.
 _PATIENT_NODE: Flags = {"keepalive_s": 2 * DEADLINE_S, "drain_grace_s": 2 * DEADLINE_S}
 _PATIENT: dict[str, Flags] = {
     "prefill": {**_PATIENT_NODE, "connect_timeout_s": 2 * DEADLINE_S},
@@ -47,8 +47,8 @@ _names = itertools.count()
 class Machines:
     """Starts nodes and gateways, holds the engines of nodes, and sends signals.
 
-    A node that is `held` runs no engine step until the test allows it. So a request stays where the test wants it,
-    however quick or slow the machine is.
+    A node that is `held` runs no engine step until the test allows it. So a request stays in the state that the test
+    needs, on any machine.
     """
 
     processes: Processes
@@ -83,12 +83,12 @@ class Machines:
         return started
 
     def allow_steps(self, count: int, *nodes: Process) -> None:
-        """Lets each of these held nodes run so many steps from now on."""
+        """Lets each of these held nodes run this number of further steps."""
         for node in nodes:
             self._steps[node.pid].allow(count)
 
     def let_go(self, *nodes: Process) -> None:
-        """Holds these nodes no longer."""
+        """Releases these held nodes."""
         for node in nodes:
             self._steps[node.pid].allow_all()
 
@@ -125,7 +125,7 @@ class Machines:
 
 
 def _wait_for_receipts() -> None:
-    """A gateway waits for what a receipt says was sent, however long the prefill node takes to report it."""
+    """Makes gateways wait for the prefill node's count of sent bytes without a time limit."""
     request_machine._RECEIPT_WAIT_S = DEADLINE_S
 
 
@@ -154,7 +154,7 @@ async def until_status(
     """The node's status as soon as the condition holds for it.
 
     Raises:
-        AssertionError: it did not within that time; shows the last status.
+        AssertionError: the condition did not hold within that time; shows the last status.
     """
     deadline = time.monotonic() + within_s
     async with connect(node.address) as channel:
@@ -168,5 +168,5 @@ async def until_status(
 
 
 def nothing_held(last: node_pb2.NodeStatus) -> bool:
-    """I1 as seen from outside: no request, no lease, every block free."""
+    """I1 as the status shows it: no request, no lease, every block free."""
     return last.requests_running == 0 and last.blocks_leased == 0 and last.blocks_free == last.blocks_total

@@ -1,4 +1,4 @@
-"""What tests with real processes share: machines to start, and one reference per checkpoint."""
+"""Fixtures for tests with real processes: machines to start, and one reference per checkpoint."""
 
 from collections.abc import Iterator
 
@@ -21,5 +21,5 @@ def references() -> References:
 
 @pytest.fixture(scope="session")
 def reference(references: References) -> Reference:
-    """That of the demo Llama."""
+    """The reference of the demo Llama."""
     return references[LLAMA]

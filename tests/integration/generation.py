@@ -47,7 +47,7 @@ class Result:
         return self.receipt
 
     async def until_tokens(self, count: int) -> None:
-        """Returns when so many tokens have been received."""
+        """Returns when this number of tokens has been received."""
         assert await until(lambda: len(self.token_ids) >= count, timeout_s=DEADLINE_S), self
 
 
@@ -64,11 +64,11 @@ async def generate(
     """One request, from first to last message.
 
     Args:
-        gateway: or its address.
-        result: an empty one to fill while the request runs.
+        gateway: the gateway, or its address.
+        result: an empty result to fill while the request runs.
 
     Raises:
-        BatonError: what the gateway answered instead.
+        BatonError: the gateway's error.
     """
     request = pb.GenerateRequest(sampling=sampling_to_proto(params), cache_salt=cache_salt)
     if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""What one process would have produced: transformers on the same checkpoint, greedy, fp32."""
+"""The tokens that one process produces: transformers on the same checkpoint, greedy, fp32."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from baton.config import tokenizer_file
 class Expected:
     token_ids: list[int]
     logprobs: list[float]
-    margins: list[float]  # between the best and the second logit: how sure the choice is
+    margins: list[float]  # between the best and the second logit
 
 
 class Reference:
@@ -52,12 +52,12 @@ class Reference:
         return Expected(token_ids, logprobs.tolist(), (best_T2[:, 0] - best_T2[:, 1]).tolist())
 
     def prompts(self, lengths: list[int]) -> list[list[int]]:
-        """Prompts of exactly these lengths in tokens, each another stretch of the standard library's words."""
+        """Prompts of exactly these lengths in tokens, each from another part of the standard library's docs."""
         return prompts(self.tokenizer, lengths)
 
 
 class References(dict[Path, Reference]):
-    """The reference of each checkpoint, loaded when it is first asked for."""
+    """The reference of each checkpoint, loaded on first use."""
 
     def __missing__(self, directory: Path) -> Reference:
         self[directory] = Reference(directory)

@@ -109,7 +109,7 @@ def test_a_prompt_may_be_token_ids(up: Up) -> None:
     assert len(found["token_ids"]) == 4
     receipt = found["receipt"]
     assert isinstance(receipt, dict)
-    assert receipt["path"] == "local"  # too short to be worth a hand-over
+    assert receipt["path"] == "local"  # too short for a hand-over
     assert "threshold" in receipt["why"]
 
 
@@ -211,7 +211,7 @@ async def test_a_client_that_speaks_grpc_gets_details(up: Up) -> None:
 
 
 def test_ctrl_c_ends_every_process(up: Up) -> None:
-    """The last test of this cluster: it ends it."""
+    """This test ends the cluster, so it is the last one that uses it."""
     assert interrupt(up) == 0
     assert not any(psutil.pid_exists(pid) for pid in up.pids)
 

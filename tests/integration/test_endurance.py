@@ -1,4 +1,4 @@
-"""A thousand requests through one pair of nodes leave nothing behind."""
+"""A thousand requests through one pair of nodes leave nothing."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from bench.endurance import run
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_leave_no_memory_no_block_no_lease_and_no_file_behind() -> None:
+def test_a_thousand_requests_leave_no_memory_no_block_no_lease_and_no_file_open() -> None:
     # With a few hundred requests, allocators still grow to their working size.
     rows = {row.name: row for row in run(lambda line: None, requests=1000)}
     for program in ("prefill_node", "decode_node", "gateway"):

@@ -1,7 +1,7 @@
-"""Whatever fails and when (design, section 3): exact tokens or one typed error, and nothing held afterwards.
+"""Any fault at any time (design, section 3): exact tokens or one typed error, and nothing is held afterwards.
 
-Engines are held in the state that a test names. What is not let go cannot finish: only the way out that is tested
-frees its blocks.
+Engines are held in the state that a test names. A held request cannot finish: only the tested way out frees its
+blocks.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def until_decoding(start: Machines, result: Result, *nodes: Process) -> Pr
 
 
 async def first_of(condition: Callable[[Process], Awaitable[object]], nodes: Sequence[Process]) -> Process:
-    """The node for which the condition holds first."""
+    """The first node for which the condition holds."""
     waits = {asyncio.ensure_future(condition(node)): node for node in nodes}
     done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in pending:
@@ -218,7 +218,7 @@ async def test_a_killed_gateways_requests_are_released(start: Machines, prompts:
 
 @dataclass(frozen=True)
 class Calm:
-    """A cluster for tests that leave it as it was."""
+    """A cluster for tests that do not change it."""
 
     start: Machines
     prefill: Process
@@ -226,7 +226,7 @@ class Calm:
     gateway: Process
 
     def hold(self, role: str) -> None:
-        """From now on only the node of this role is held."""
+        """Holds only the node of this role."""
         held, free = (self.prefill, self.decode) if role == "prefill" else (self.decode, self.prefill)
         self.start.let_go(free)
         self.start.allow_steps(0, held)
@@ -262,17 +262,17 @@ async def test_cancelling_releases_both_nodes(calm: Calm, prompts: list[list[int
 
 
 @pytest.mark.parametrize(("phase", "timeout_s"), [("prefill", 0.001), ("prefill", 1.0), ("decode", 1.5)])
-async def test_a_deadline_ends_the_request_in_whatever_phase(
+async def test_a_deadline_ends_the_request_in_any_phase(
     calm: Calm, prompts: list[list[int]], phase: str, timeout_s: float
 ) -> None:
-    """The phase is where the held node leaves the request, if the machine brings it there before its deadline."""
+    """Holding the node fixes the phase, if the request reaches it before its deadline."""
     calm.hold(phase)
     with pytest.raises(DeadlineExceeded):
         await generate(calm.gateway, prompts[0], LONG, timeout_s=timeout_s)
     await until_released(calm.prefill, calm.decode)
 
 
-async def test_cancelled_is_what_a_cancelling_client_sees(calm: Calm, prompts: list[list[int]]) -> None:
+async def test_a_cancelling_client_gets_cancelled(calm: Calm, prompts: list[list[int]]) -> None:
     calm.hold("prefill")
     async with connect(calm.gateway.address) as channel:
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompts[0]))
@@ -314,7 +314,7 @@ async def test_a_full_decode_node_serves_in_order_within_the_queue_time(
         return result
 
     requests = []
-    for index in range(3):  # the first one has the room, the others wait for it
+    for index in range(3):  # the first one has the blocks, the others wait for them
         requests.append(asyncio.create_task(serve(index)))
         await until_status(decode, partial(room_taken, waiting=index))
     start.let_go(prefill)

@@ -47,7 +47,7 @@ async def test_with_the_option_it_is_converted_counted_and_shown(start: Machines
     assert spec.dtype == "float8_e4m3fn"
     assert receipt.bytes_sent == len(PROMPT) * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
     for node, converted in ((prefill, receipt.segments), (decode, 0)):
-        # What the ranks of a node have counted is up to a second old.
+        # The counts of a node's ranks are up to a second old.
         last = await until_status(node, lambda last, wanted=converted: last.segments_converted == wanted)  # type: ignore[misc]
         assert last.peers[0].kv_converted == CONVERTED
         assert last.peers[0].bytes_total == receipt.bytes_sent
@@ -55,7 +55,7 @@ async def test_with_the_option_it_is_converted_counted_and_shown(start: Machines
     shown_nodes = {node["role"]: node for node in json.loads(shown(gateway, "--json"))["nodes"]}
     assert shown_nodes["prefill"]["segments_converted"] == receipt.segments > 0
     assert shown_nodes["prefill"]["peers"][0]["kv_converted"] == CONVERTED
-    # What the decode node keeps in its prefix cache is not sent again.
+    # KV in the decode node's prefix cache is not sent again.
     again = await generate(gateway, PROMPT, GREEDY)
     assert again.token_ids == result.token_ids
     assert again.proof.bytes_sent < receipt.bytes_sent

@@ -1,6 +1,6 @@
 """The first layers of a chunk are sent while later layers compute, and every token is that of a single process.
 
-The number of layers in a group is fixed here. `tests/unit/kvtransfer/test_layer_groups.py` has its choice from a link.
+The number of layers in a group is fixed here. `tests/unit/kvtransfer/test_layer_groups.py` tests its choice for a link.
 """
 
 import asyncio
@@ -48,12 +48,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fix_layers_per_group() -> None:
-    """In a prefill node: what would be chosen depends on the speed of the machine."""
+    """Runs in a prefill node and fixes the size of groups, which otherwise depends on the speed of the machine."""
     setattr(driver, "choose_layers_per_group", lambda *_, **__: LAYERS_PER_GROUP)  # noqa: B010
 
 
 def prompts() -> list[list[int]]:
-    """Of one chunk, and of several chunks whose last one is a single token."""
+    """Prompts of one chunk, and of several chunks with a single token in the last one."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(10, 4000, (length,), generator=generator).tolist() for length in (200, 513)]
 

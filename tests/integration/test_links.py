@@ -17,12 +17,12 @@ from tests.warm import BATON, run_warm
 MODEL: Flags = {"model": LLAMA, "num_blocks": 64}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(100, 180))
-# No link is as fast as that.
+# No link is that fast.
 TOO_MUCH = 10_000
 
 
 def refused(last: node_pb2.NodeStatus) -> bool:
-    """Its only pair is refused for its link."""
+    """Whether the node's only pair is refused for its link."""
     return any(
         peer.phase == common_pb2.PEER_PHASE_REFUSED and peer.mismatches[0].field == "link" for peer in last.peers
     )
@@ -109,7 +109,7 @@ async def test_a_pair_that_was_refused_for_its_link_is_measured_again_until_it_i
     await until_status(prefill, made)
     sent = attempt = 0
     async with asyncio.timeout(DEADLINE_S):
-        while not sent:  # until the gateway knows of the pair
+        while not sent:  # until the gateway knows the pair
             sent = (await generate(gateway, PROMPT, GREEDY, cache_salt=str(attempt))).proof.prompt_tokens_sent
             attempt += 1
     assert sent == len(PROMPT)

@@ -14,7 +14,7 @@ from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, argume
 from tests.warm import run_warm
 
 MODEL: Flags = {"model": LLAMA, "device": "cpu", "log_level": "error"}
-# More than any address space holds: no machine begins to give it out.
+# More than any address space holds, so the allocation fails at once.
 TOO_MANY_BLOCKS = 1 << 34
 CACHE_MIB = 1024
 MIB = 1 << 20

@@ -85,7 +85,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def copies(model: Path, receivers: int) -> int:
-    """How many ranks of the decode node get the same KV."""
+    """Number of the decode node's ranks that get the same KV."""
     return receivers if model == DEEPSEEK else 1
 
 
@@ -118,7 +118,7 @@ async def test_any_number_of_ranks_on_either_side_gives_the_same_tokens(
 
 
 async def test_sampled_tokens_are_those_of_one_rank(cluster: Cluster, references: References) -> None:
-    """Each rank keeps what edits logits, such as penalties, by itself."""
+    """Each rank keeps its own state for editing logits, such as penalties."""
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=seed, ignore_eos=True, **extra)  # type: ignore[arg-type]
         for seed, extra in enumerate([{"top_k": 20}, {"repetition_penalty": 1.3}, {"top_p": 0.8, "logprobs": 2}])
@@ -134,7 +134,7 @@ async def test_sampled_tokens_are_those_of_one_rank(cluster: Cluster, references
 
 
 async def test_ranks_end_with_their_node_however_it_ends(cluster: Cluster) -> None:
-    """The last test of these nodes: it ends them."""
+    """This test ends the nodes, so it is the last one that uses them."""
     killed, drained = cluster.prefill[2], cluster.decode[2]
     workers = [*workers_of(killed), *workers_of(drained)]
     assert len(workers) == 2

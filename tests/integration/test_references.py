@@ -121,7 +121,7 @@ async def test_a_ticket_for_other_tokens_is_refused(pair: tuple[Process, Process
     await until_status(decode, nothing_held)
 
 
-async def test_a_ticket_for_a_lease_that_no_tag_can_name_is_refused_and_does_no_harm(
+async def test_a_ticket_with_a_lease_number_too_large_for_tags_is_refused(
     pair: tuple[Process, Process],
 ) -> None:
     node, decode = pair
@@ -168,7 +168,7 @@ async def test_a_session_that_breaks_releases_its_leases(pair: tuple[Process, Pr
     await until_status(decode, nothing_held)
 
 
-async def test_a_renewed_ticket_has_a_new_lease_and_the_old_one_is_dead(pair: tuple[Process, Process]) -> None:
+async def test_a_renewed_ticket_has_a_new_lease_and_the_old_one_is_closed(pair: tuple[Process, Process]) -> None:
     node, decode = pair
     async with session(decode) as call:
         old = (await reserved(call)).ticket

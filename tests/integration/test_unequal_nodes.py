@@ -21,7 +21,7 @@ SMALL = {**NODE, "num_blocks": 38}
 SMALL_CONTEXT = 38 * 16
 
 
-async def test_a_request_that_ends_at_one_decode_node_leaves_those_at_another_alone(
+async def test_a_request_that_ends_at_one_decode_node_does_not_affect_requests_at_another(
     start: Machines, reference: Reference
 ) -> None:
     prefill, first, second = start.nodes(("prefill", HELD), ("decode", HELD), ("decode", HELD), held=["prefill"])
@@ -71,7 +71,7 @@ async def test_a_prefill_node_forgets_decode_nodes_that_were_lost_long_ago(start
     async with connect(prefill.address) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
         await stub.Connect(prefill_pb2.ConnectRequest(decode_address=decode.address))
-        for port in range(1, 41):  # nobody listens there
+        for port in range(1, 41):  # addresses without a listener
             await stub.Connect(prefill_pb2.ConnectRequest(decode_address=f"127.0.0.1:{port}"))
     peers = [peer.address for peer in (await status(prefill)).peers]
     assert decode.address in peers

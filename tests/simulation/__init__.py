@@ -1,7 +1,7 @@
 """The whole cluster in one thread: gateway, two prefill and two decode nodes, under virtual time and faults by a seed.
 
 Real are the pure parts: `RequestMachine`, `Fleet`, `PrefillMachine`, `DecodeMachine`, `Scheduler`, `LeaseTable`.
-Simulated are what surrounds them: processes, network, transport, device and clients. Invariants I1 to I6 of the design
+Processes, network, transport, device and clients are simulated. Invariants I1 to I6 of the design
 are checked after every event.
 
     clock        virtual time: a heap of actions
@@ -13,7 +13,7 @@ are checked after every event.
     scenario     what a seed decides beforehand: sizes, requests, faults
     faults       the table of faults
     invariants   what is checked, and the error that names the invariant
-    cluster      builds all of it, runs it to the end, and looks whether anything was left
+    cluster      builds all of it, runs it to the end, and checks that nothing is left
     many         runs of many seeds in one process
     mutants      planted faults that the simulation must catch
 

@@ -19,8 +19,8 @@ _REPORTED_MAX = 20
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this seed and print every event")
-    parser.add_argument("--seeds", type=int, default=10_000, help="run so many seeds (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=10_000, help="number of seeds to run (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return replay(arguments.seed)

@@ -1,4 +1,4 @@
-"""The client of one request: compares what it gets with what one process alone would have given (I4, I5)."""
+"""The client of one request: compares its tokens with the tokens that one process alone computes (I4, I5)."""
 
 from baton.convert import finish_reason_from_proto
 from baton.errors import (
@@ -21,7 +21,7 @@ class ClientCall:
     """One request as its client sees it.
 
     Attributes:
-        ended: it got its last message or an error, or its gateway died.
+        ended: the last message or an error came, or the gateway died.
     """
 
     def __init__(self, number: int, client: Client, *, context_tokens: int) -> None:
@@ -66,7 +66,7 @@ class ClientCall:
         self.error = error
 
     def check_error(self, *, steps_fail: bool) -> None:
-        """I5: the error says what happened; nothing is wrong with the request, and nothing is our mistake.
+        """I5: the error is one that the faults of this run can cause.
 
         Args:
             steps_fail: an engine step failed in this run.
@@ -89,12 +89,12 @@ class ClientCall:
         return "lost gateway" if self.error is None else type(self.error).__name__
 
     def lose_gateway(self) -> None:
-        """Its gateway died: it gets nothing more, and no error but a broken stream."""
+        """The gateway died: the client gets nothing more, and no error but a broken stream."""
         self.ended = True
 
 
 def text_of(tokens: list[int], *, stopped: bool) -> str:
-    """What `Detokenizer` makes of an output; a stop token is no part of the text."""
+    """The text that `Detokenizer` makes of an output; a stop token is not part of the text."""
     return "".join(f"{token} " for token in (tokens[:-1] if stopped else tokens))
 
 

@@ -1,4 +1,4 @@
-"""Virtual time. Actions run in the order of their times, and in the order of their making where times are equal."""
+"""Virtual time. Actions run in the order of their times, and in the order of their creation where times are equal."""
 
 import heapq
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class Clock:
         self._made = 0
 
     def at(self, when_s: float, action: Action) -> None:
-        """Runs the action then; at once where that is in the past."""
+        """Schedules the action; a time in the past means at once."""
         heapq.heappush(self._heap, (when_s if when_s > self.now_s else self.now_s, self._made, action))
         self._made += 1
 
@@ -34,12 +34,12 @@ class Clock:
 
 
 class Timer:
-    """Calls a machine when its deadline has come.
+    """Calls a machine at its deadline.
 
     Args:
         run: runs an action in the machine's process.
-        deadline_s: of the machine, as it is now.
-        on_time: gives the machine its event; the deadline must be a later one afterwards.
+        deadline_s: returns the machine's present deadline.
+        on_time: delivers the event to the machine, which must move its deadline to a later time.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Timer:
         self._armed_s: float | None = None
 
     def arm(self) -> None:
-        """To be called whenever the deadline may be an earlier one."""
+        """Must be called whenever the deadline may have become earlier."""
         deadline_s = self._deadline_s()
         if deadline_s is not None and (self._armed_s is None or deadline_s < self._armed_s):
             self._armed_s = deadline_s
@@ -71,5 +71,5 @@ class Timer:
             self._on_time()
             deadline_s = self._deadline_s()
             if deadline_s is not None and deadline_s <= self._clock.now_s:
-                violated("I5", f"a deadline of {deadline_s} s is still there after its time has come")
+                violated("I5", f"the deadline of {deadline_s} s has not moved after its event")
         self.arm()

@@ -1,4 +1,4 @@
-"""One run: builds the cluster that a seed draws, lets its faults happen, and looks whether anything was left."""
+"""One run: builds the cluster that a seed draws, injects its faults, and checks that nothing is left."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +17,14 @@ from tests.simulation.scenario import Client
 from tests.simulation.world import World
 
 EVENTS_MAX = 60_000
-# After the last fault and the last request: silence is noticed and connections are made again within some seconds. A
-# lease that nobody closes stays open for longer than that.
+# After the last fault and the last request, nodes notice silence and reconnect within some seconds. A lease that is
+# never closed stays open for longer than that.
 QUIET_WITHIN_S = 6.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run went: its requests' ends, how many events it took, which kinds of them, and its trace."""
+    """The result of one run: its requests' ends, the number and kinds of its events, and its trace."""
 
     ends: tuple[str, ...]
     events: int
@@ -61,7 +61,7 @@ class Cluster:
         self._gateway = self._start_gateway()
 
     def run(self) -> Outcome:
-        """Waits until all nodes are known and paired; then requests come, and faults happen.
+        """Waits until all nodes are known and paired, then starts requests and faults.
 
         Raises:
             Violation: an invariant does not hold.
@@ -74,7 +74,7 @@ class Cluster:
             world.clock.after(client.at_s, partial(self._call, client))
         for fault in world.scenario.faults:
             world.clock.after(fault.at_s, partial(self._inflict, fault))
-        # Looking for the end costs more than an event.
+        # Checking for the end costs more than an event.
         while self.events % 16 or not self._done():
             world.clock.step()
             self.events += 1
@@ -96,7 +96,7 @@ class Cluster:
         return Outcome(ends, self.events, world.clock.now_s, frozenset(world.trace.kinds), tuple(world.trace.lines))
 
     def _check_served(self) -> None:
-        """I5, where nothing fails: only the client, its deadline and a lack of room may end a request early."""
+        """I5 without faults: only the client, its deadline and a lack of room may end a request early."""
         for call in self._calls:
             stays = call.client.cancel_s is None and call.client.patient
             if stays and not call.finished and not isinstance(call.error, Overloaded):
@@ -204,7 +204,7 @@ class Cluster:
         return now_s > self._faults_over_s and not self._held() and not self._stale()
 
     def _held(self) -> list[str]:
-        """What is not up, or still held for requests, in words."""
+        """Describes processes that are not up, and state that is still held for requests."""
         processes = [*self._nodes.values(), self._gateway]
         dead = [f"{process.life.address} is not up" for process in processes if not process.life.alive]
         if dead or self._gateway.life.frozen:
@@ -213,13 +213,13 @@ class Cluster:
         return busy + self._gateway.held()
 
     def _stale(self) -> list[str]:
-        """What processes believe of each other, and is not so, in words."""
+        """Describes wrong beliefs of processes about each other."""
         stale = []
         incarnations = {address: node.life.incarnation for address, node in self._nodes.items()}
         for node in self._nodes.values():
             others = DECODES if node.life.address in PREFILLS else PREFILLS
             if node.paired_with != {incarnations[other] for other in others}:
-                stale.append(f"{node.life.address} is not paired with the nodes that live, and no others")
+                stale.append(f"{node.life.address} is not paired with exactly the live nodes")
         return stale + self._gateway.stale(incarnations)
 
 

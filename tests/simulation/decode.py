@@ -68,7 +68,7 @@ class DecodeProcess(Node):
     # ---- the machine
 
     def handle(self, event: e.Event) -> None:
-        """Gives the machine an event and executes its commands; what the engine answers comes before anything else."""
+        """Delivers an event and executes the machine's commands; the engine's answers come before all other events."""
         self._answers.append(event)
         while self._answers:
             event = self._answers.popleft()
@@ -222,5 +222,5 @@ class DecodeProcess(Node):
 
     @property
     def paired_with(self) -> set[int]:
-        """Incarnations of the prefill nodes that may send here."""
+        """Incarnations of the prefill nodes that may send to this node."""
         return {pair.state.incarnation for pair in self._pairs.values()}

@@ -33,7 +33,7 @@ from tests.simulation.scenario import Sizes
 
 
 class _Blocks(BlockManager):
-    """The real block manager; tells which blocks begin a new life."""
+    """The real block manager; reports which blocks are allocated anew."""
 
     def __init__(self, num_blocks: int, on_fresh: Callable[[int], None]) -> None:
         super().__init__(num_blocks)
@@ -70,19 +70,19 @@ class Cache:
             layer[block] = [UNWRITTEN] * self.block_size
 
     def held(self, blocks: Sequence[int]) -> list[int]:
-        """Their generations, to be compared with later ones.
+        """The generations of these blocks, to be compared with later ones.
 
         Raises:
-            Violation: nobody holds one of them.
+            Violation: no request holds one of them.
         """
         for block in blocks:
             if self.counts[block] == 0:
-                violated("I1", f"block {block} is free, and is used")
+                violated("I1", f"block {block} is used although it is free")
         return [self.generations[block] for block in blocks]
 
 
 class _Sequence:
-    """What a request's tokens should be, and what should be in its cells."""
+    """A request's expected tokens, and the expected content of its cells."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
@@ -130,12 +130,12 @@ class Device:
         # The scheduler makes its block manager itself.
         self.scheduler._blocks._blocks = blocks
         self._launched: deque[Batch] = deque()
-        self._drawn: list[TokenOutput | None] = []  # by the step that landed last
+        self._drawn: list[TokenOutput | None] = []  # of the last completed step
         self._sequences: dict[str, _Sequence] = {}
         self._failed: set[str] = set()
         self._aborting: list[tuple[str, Callable[[], None]]] = []
 
-    # ---- what machines want
+    # ---- commands of machines
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
         self.scheduler.submit(request, now_s)
@@ -218,7 +218,7 @@ class Device:
         batch = self._launched.popleft()
         if self.steps_to_fail:
             self.steps_to_fail -= 1
-            # Their rows in the next step are void: nobody looks at what they compute.
+            # Their rows in the next step are void: their results are ignored.
             self._failed.update(row.request_id for row in batch.shared_rows)
             self._drawn = [None] * len(batch.shared_rows)
             events = self.scheduler.fail(InternalError("an engine step failed"), 0.0)

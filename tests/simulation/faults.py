@@ -20,8 +20,8 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        targets: one of these is hit, or one pair of processes.
-        seconds: the shortest and the longest time until it is over.
+        targets: the fault hits one of these processes, or one pair of them.
+        seconds: its shortest and its longest duration.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -38,7 +38,7 @@ KINDS: Mapping[str, Kind] = {
     "kill": Kind(_PROCESSES, (0.02, 1.0)),
     # The gateway ends, with all of its requests.
     "kill_gateway": Kind(((GATEWAY,),), (0.02, 0.3)),
-    # SIGSTOP, then SIGCONT: everything that came meanwhile is handled at once.
+    # SIGSTOP, then SIGCONT: the process handles everything that came meanwhile at once.
     "freeze": Kind((*_PROCESSES, (GATEWAY,)), (0.01, 2.5)),
     # All streams between two processes break; new ones can be made.
     "cut": Kind(_CONNECTIONS, (0.0, 0.0)),
@@ -59,9 +59,9 @@ class Fault:
 
     Attributes:
         kind: its name in `KINDS`.
-        target: whom it hits.
-        at_s: counted from the cluster's readiness.
-        seconds: until it is over.
+        target: the processes that it hits.
+        at_s: its start, counted from the cluster's readiness.
+        seconds: its duration.
     """
 
     kind: str
@@ -72,14 +72,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Storm:
-    """How much of which faults a run gets.
+    """The kinds and number of faults in a run.
 
     Attributes:
-        weights: of the kinds; a kind that is missing never happens.
-        most: of faults in a run.
-        haste: faults last this many times shorter.
-        targets: only these processes are hit, if given.
-        weather: of all runs; drawn by each run's seed if not given.
+        weights: by kind; a missing kind never happens.
+        most: maximum number of faults in a run.
+        haste: divides the duration of faults.
+        targets: if given, faults hit only these processes.
+        weather: for all runs; if not given, each run's seed draws it.
     """
 
     weights: Mapping[str, float]

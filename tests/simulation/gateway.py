@@ -32,7 +32,7 @@ Role: TypeAlias = common_pb2.Role.ValueType
 
 
 class _Running:
-    """One request, with what its machine has asked for and not given up."""
+    """One request, with the attempts and calls that its machine has started and not ended."""
 
     def __init__(self, call: ClientCall, machine: RequestMachine) -> None:
         self.call = call
@@ -52,7 +52,7 @@ class _Session:
         self.stream: Stream | None = None
         self.open = True
         self.keys = itertools.count(1)
-        # Who listens for a key; None: nobody any more, and the node's `Released` is still to come.
+        # By key. None: the request has left, and the node's `Released` is still to come.
         self.routes: dict[int, tuple[_Running, int] | None] = {}
 
 
@@ -61,7 +61,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.stream: Stream | None = None
-        self.heard = False
+        self.received = False
         self.over = False
 
 
@@ -76,7 +76,7 @@ class GatewayProcess:
         self._rules = Rules(world.scenario.policy, MAX_ATTEMPTS, world.scenario.queue_s, STALL_S, STALL_S)
         self._sessions: dict[str, _Session] = {}
         self._watches: dict[str, _Watch] = {}
-        self._asking: set[tuple[int, int]] = set()  # pairs of incarnations that were asked for a moment ago
+        self._asking: set[tuple[int, int]] = set()  # pairs of incarnations that were requested recently
         for role, addresses in ((common_pb2.ROLE_PREFILL, PREFILLS), (common_pb2.ROLE_DECODE, DECODES)):
             for address in addresses:
                 self.fleet.add(role, address)
@@ -110,7 +110,7 @@ class GatewayProcess:
                 self._put(running, e.Cancelled(Cancelled("the client cancelled")))
 
     def _put(self, running: _Running, event: e.Event) -> None:
-        """Events that come close together are handled together."""
+        """Delivers events that come close together in one call."""
         running.inbox.append(event)
         if len(running.inbox) == 1:
             soon_s = 0.001 * self.world.random.random() if self.world.random.random() < 0.3 else 0.0
@@ -170,7 +170,7 @@ class GatewayProcess:
         del self.running[running]
         if running.attempts or running.prefill_calls:
             what = f"attempts {sorted(running.attempts)} and calls {sorted(running.prefill_calls)}"
-            violated("I5", f"{running.call.name} is over, and leaves {what} behind")
+            violated("I5", f"{running.call.name} is over, and leaves {what}")
         running.call.end(error)
 
     # ---- Prefill calls
@@ -179,7 +179,7 @@ class GatewayProcess:
         self, running: _Running, number: int, address: str, request: prefill_pb2.PrefillRequest, timeout_s: float
     ) -> None:
         def replied(event: prefill_pb2.PrefillEvent) -> None:
-            self.fleet.heard(common_pb2.ROLE_PREFILL, address, self.world.clock.now_s)
+            self.fleet.message_received(common_pb2.ROLE_PREFILL, address, self.world.clock.now_s)
             if number in running.prefill_calls:
                 self._put(running, e.PrefillReplied(number, event))
 
@@ -217,7 +217,7 @@ class GatewayProcess:
         return session
 
     def _session_message(self, session: _Session, response: decode_pb2.SessionResponse) -> None:
-        self.fleet.heard(common_pb2.ROLE_DECODE, session.address, self.world.clock.now_s)
+        self.fleet.message_received(common_pb2.ROLE_DECODE, session.address, self.world.clock.now_s)
         kind = response.WhichOneof("message")
         if kind == "step":
             for token in response.step.tokens:
@@ -237,7 +237,7 @@ class GatewayProcess:
     def _broken(self, session: _Session, error: BatonError | None) -> None:
         if session.open:
             reason = "it ended the session" if error is None else str(error)
-            # As the gateway does: the node is lost first, and comes back with its next status.
+            # As in the gateway, the node is lost first, and is reachable again with its next status.
             self._lose(common_pb2.ROLE_DECODE, session.address, reason)
 
     def _drop_session(self, address: str, reason: str) -> None:
@@ -269,7 +269,7 @@ class GatewayProcess:
     def _status(self, watch: _Watch, role: Role, address: str, status: node_pb2.NodeStatus) -> None:
         if watch.over:
             return
-        watch.heard = True
+        watch.received = True
         if self.world.trace.wanted:
             peers = ", ".join(f"{peer.name} {peer.incarnation} {_PHASE(peer.phase)}" for peer in status.peers)
             self.world.trace.note(self.life.address, f"status of {address} {status.info.incarnation}: {peers}")
@@ -278,7 +278,7 @@ class GatewayProcess:
         self._ask_for_pairs()
 
     def _first_status_timeout(self, watch: _Watch, role: Role, address: str) -> None:
-        if not watch.heard and not watch.over:
+        if not watch.received and not watch.over:
             self._lose(role, address, "connected, and silent")
 
     def _watch_ended(self, watch: _Watch, role: Role, address: str, error: BatonError | None) -> None:
@@ -336,23 +336,23 @@ class GatewayProcess:
         raise AssertionError("clients are not simulated as processes")
 
     def check(self) -> None:
-        """Its invariants are looked at where its machines' commands are executed."""
+        """Nothing: its invariants are checked where its machines' commands are executed."""
 
     def held(self) -> list[str]:
-        """What is still held for requests, in words."""
+        """Describes the state that is still held for requests."""
         what = [f"{running.call.name} runs" for running in self.running]
         for session in self._sessions.values():
             what += [f"{session.address} has not released key {key}" for key in session.routes]
         return what
 
     def stale(self, incarnations: dict[str, int]) -> list[str]:
-        """What it believes of nodes, and is not so.
+        """Describes its wrong beliefs about nodes.
 
         Args:
-            incarnations: of the nodes that live, by address.
+            incarnations: of the live nodes, by address.
         """
         what = [
-            f"{node.address} is not known as it is"
+            f"the status of {node.address} is outdated"
             for node in self.fleet.nodes()
             if not node.reachable or node.incarnation != incarnations[node.address]
         ]
@@ -374,4 +374,4 @@ def _send(session: _Session, message: decode_pb2.SessionRequest) -> None:
 
 
 def _ignore(_: object) -> None:
-    """Asked again soon, whatever came of it."""
+    """Lets the pair be requested again soon, whatever the answer was."""

@@ -1,4 +1,4 @@
-"""Many runs in one process, at the price of one collection for a batch of them."""
+"""Many runs in one process, with one garbage collection for each batch."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -11,8 +11,8 @@ _BATCH = 50
 
 @contextmanager
 def _collecting_by_hand() -> Iterator[None]:
-    """Each run leaves one large cycle behind. The collector would look at everything again and again meanwhile, at the
-    packages that are imported too: that is a third of the time of all runs."""
+    """Pauses the garbage collector. Each run leaves one large cycle, but the collector would scan all objects again and
+    again, also those of imported packages: a third of the time of all runs."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -27,7 +27,7 @@ def run_seeds(seeds: Iterable[int]) -> Iterator[Outcome]:
     """Outcomes in the order of the seeds.
 
     Raises:
-        SeedFailed: of the first seed that fails.
+        SeedFailed: for the first seed that fails.
     """
     with _collecting_by_hand():
         for number, seed in enumerate(seeds):

@@ -48,7 +48,7 @@ class Mutant:
     Attributes:
         breaks: what the change does, in one sentence.
         plant: patches the real code.
-        seeds: it must be caught within so many.
+        seeds: the maximum number of seeds until it is caught.
     """
 
     breaks: str
@@ -253,7 +253,7 @@ MUTANTS: Mapping[str, Mutant] = {
         seeds=800,
     ),
     "duplicates_count_twice": Mutant(
-        "A segment that comes twice is scattered twice and counted twice.", _duplicates_count_twice
+        "A segment that arrives twice is scattered twice and counted twice.", _duplicates_count_twice
     ),
     "closed_while_scattering": Mutant(
         "A lease counts as closed while one of its segments is still being scattered.", _closed_while_scattering
@@ -283,23 +283,23 @@ MUTANTS: Mapping[str, Mutant] = {
     "hands_over_before_sent": Mutant(
         "A prefill node reports everything as sent while the last segments are not.", _hands_over_before_sent
     ),
-    "token_twice": Mutant("After a lost decode node the last token is given again.", _token_twice),
+    "token_twice": Mutant("After a lost decode node the last token is sent again.", _token_twice),
     "token_dropped": Mutant(
         "After a lost decode node the request continues after a token that the client never got.", _token_dropped
     ),
     "continuation_forgets_tokens": Mutant(
-        "After a lost decode node the next one begins without the tokens already given.", _continuation_forgets_tokens
+        "After a lost decode node the next one begins without the tokens already sent.", _continuation_forgets_tokens
     ),
     "overtaking_token_is_a_gap": Mutant(
         "A decode node's token that overtakes the prefill node's first token ends the request.",
         _overtaking_token_is_a_gap,
     ),
-    "never_cancels": Mutant("A gateway leaves decode nodes without cancelling there.", _never_cancels),
+    "never_cancels": Mutant("A gateway leaves decode nodes without cancelling the request there.", _never_cancels),
     "keeps_dead_peers": Mutant(
-        "A gateway goes on to count peers of a prefill node that are gone.", _keeps_dead_peers, _KILLS
+        "A gateway keeps counting a prefill node's peers that are gone.", _keeps_dead_peers, _KILLS
     ),
     "frees_blocks_of_a_running_step": Mutant(
-        "An aborted request's blocks are free while a step still writes to them.",
+        "An aborted request's blocks are freed while a step still writes to them.",
         _frees_blocks_of_a_running_step,
         _CROWDED,
     ),

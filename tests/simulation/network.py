@@ -1,4 +1,4 @@
-"""Processes and what connects them: lives that freeze and end, streams that keep order until they break.
+"""Processes and their connections: lives that freeze and end, streams that keep order until they break.
 
 A message is copied when it is sent, so no two processes share one. A broken stream loses what is on its way, and its
 two ends notice at different times.
@@ -21,7 +21,7 @@ OnEnd = Callable[[BatonError | None], None]
 
 
 class Life:
-    """One process from its start to its end. What is due while it is frozen runs when it goes on."""
+    """One process from its start to its end. Actions that are due while it is frozen run when it continues."""
 
     def __init__(self, clock: Clock, address: str, incarnation: int) -> None:
         self.address = address
@@ -103,7 +103,7 @@ class Stream:
             self._post(False, _copied(message))
 
     def cancel(self) -> None:
-        """The client leaves. It gets nothing more, and the server learns it."""
+        """The client cancels. It gets nothing more, and the server is notified."""
         if self._client.open:
             self._client.open = False
             self._post(False, _Ended(None))
@@ -115,7 +115,7 @@ class Stream:
             self._post(True, _copied(message))
 
     def finish(self, error: BatonError | None) -> None:
-        """The server ends the stream after what it has sent."""
+        """The server ends the stream after its last message."""
         if self._server is not None and self._server.open:
             self._server.open = False
             self._post(True, _Ended(None if error is None else from_detail(to_detail(error))))
@@ -123,7 +123,7 @@ class Stream:
     # ---- faults
 
     def break_off(self, reason: str, notice_s: tuple[float, float]) -> None:
-        """What is on its way is lost. Client and server notice after these times."""
+        """Loses all messages on their way. Client and server notice after these times."""
         if self.broken:
             return
         self.broken = True
@@ -194,10 +194,10 @@ class Stream:
 
 @dataclass
 class Network:
-    """All streams, and who can be connected to.
+    """All streams, and the servers that accept connections.
 
     Attributes:
-        slow: 1, or how many times longer everything takes on its way.
+        slow: factor for all delays.
     """
 
     clock: Clock
@@ -216,7 +216,7 @@ class Network:
         self._streams.pop(stream, None)
 
     def delay_s(self) -> float:
-        """Mostly around a millisecond, sometimes many: so that what goes different ways comes in any order."""
+        """A delay, mostly around a millisecond, sometimes many: messages of different streams arrive in any order."""
         draw = self.random.random()
         return self.slow * (0.0002 + 0.002 * draw if draw < 0.9 else 0.4 * (draw - 0.9))
 
@@ -226,7 +226,7 @@ class Network:
     # ---- faults
 
     def stall(self, one: str, other: str, seconds: float) -> None:
-        """Nothing arrives between two processes for so long; nothing is lost."""
+        """Delivers nothing between two processes for this time; nothing is lost."""
         self._stalled[_sorted((one, other))] = self.clock.now_s + seconds
 
     def cut(self, one: str, other: str) -> None:
@@ -242,7 +242,7 @@ class Network:
                 stream.break_off(f"{life.address} died", (self._notice_s(), self._notice_s()))
 
     def _notice_s(self) -> float:
-        """Mostly a reset comes at once; sometimes only silence tells."""
+        """How long until a break is noticed: mostly a reset comes at once, sometimes only a timeout shows it."""
         draw = self.random.random()
         return 0.05 * draw if draw < 0.8 else 1.5 * draw
 
@@ -257,4 +257,4 @@ def _sorted(between: tuple[str, str]) -> tuple[str, str]:
 
 
 def _nothing(_: object) -> None:
-    """The server has not said yet who takes it."""
+    """The default until the server accepts the stream."""

@@ -1,4 +1,4 @@
-"""What prefill and decode nodes have in common: the engine's device, and Watch streams that report the status."""
+"""The common part of prefill and decode nodes: the engine's device, and Watch streams that report the status."""
 
 from collections.abc import Hashable
 
@@ -57,12 +57,12 @@ class Node:
         raise NotImplementedError
 
     def changed(self) -> None:
-        """Something of the node may be different now: its invariants are looked at, and so is its status."""
+        """Notes that the node may have changed: its invariants and its status are checked."""
         self.version += 1
         self.world.touch(self)
 
     def peer_states(self) -> tuple[common_pb2.PeerState, ...]:
-        """New objects whenever anything in them has changed."""
+        """The node's peers; new objects whenever anything in them has changed."""
         raise NotImplementedError
 
     def drain(self) -> None:
@@ -102,7 +102,7 @@ class Node:
         )
 
     def fingerprint(self) -> Hashable:
-        """Differs whenever the status does."""
+        """A value that differs whenever the status does."""
         load = self.device.load
         return (
             self.draining,
@@ -116,7 +116,7 @@ class Node:
 
 
 class _Watcher:
-    """One Watch stream: the status now, and again whenever it has changed."""
+    """One Watch stream: sends the status at once, and again whenever it has changed."""
 
     def __init__(self, node: Node, stream: Stream) -> None:
         self._node = node
@@ -126,7 +126,7 @@ class _Watcher:
         self._seen = -1
 
     def on_message(self, _: object) -> None:
-        """Nobody sends anything."""
+        """Never called: Watch clients send nothing."""
 
     def on_end(self, _: BatonError | None) -> None:
         self._open = False

@@ -199,8 +199,8 @@ class PrefillProcess(Node):
                 accepted = message.accepted
                 pair.sender_number = accepted.sender_number
                 pair.max_context_tokens = accepted.info.max_context_tokens
-                # NOTE: a pair that is made again is measured again. Only this makes the status of a pair that was lost
-                # twice differ from the one sent after the first loss, so that a gateway learns the second one.
+                # NOTE: a pair that connects again is measured again. Only this makes the status after a second loss
+                # differ from the status after the first one, so that a gateway notices the second loss.
                 pair.state.latency_s = self.world.random.random()
                 pair.state.incarnation = accepted.info.incarnation
                 receiver = self.world.receivers[accepted.info.incarnation]
@@ -243,9 +243,9 @@ class PrefillProcess(Node):
 
     @property
     def paired_with(self) -> set[int]:
-        """Incarnations of the decode nodes that it may send to."""
+        """Incarnations of the decode nodes that this node may send to."""
         return {pair.state.incarnation for pair in self._pairs.values() if pair.ready}
 
 
 def _nothing(_: object) -> None:
-    """A Connect call is answered whether or not its gateway still waits."""
+    """Does nothing: a Connect call is answered whether or not its gateway still waits."""

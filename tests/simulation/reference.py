@@ -1,4 +1,4 @@
-"""The model of the simulation: what one process alone computes. Pure.
+"""The model of the simulation: the tokens that one process alone computes. Pure.
 
 The KV of a token is a number that stands for the token, all tokens before it, and the layer. The next token depends on
 all of them, so one wrong cell changes the output.
@@ -34,7 +34,7 @@ def states_of(tokens: Iterable[int]) -> list[int]:
 
 
 def kv(state: int, layer: int) -> int:
-    """What a cell of that layer holds for the last token of the prefix."""
+    """The content of a cell of that layer for the last token of the prefix."""
     return state ^ layer
 
 

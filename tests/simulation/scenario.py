@@ -1,4 +1,4 @@
-"""What a seed decides before anything happens: sizes, requests and faults. Pure."""
+"""The sizes, requests and faults that a seed draws before the run. Pure."""
 
 from dataclasses import dataclass
 from random import Random
@@ -11,7 +11,7 @@ from tests.simulation.weather import Weather
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one role's engines."""
+    """The sizes of one role's engines."""
 
     num_blocks: int
     block_size: int
@@ -26,7 +26,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Client:
-    """One request: when it comes (counted from the cluster's readiness), what it wants, when its client gives up."""
+    """One request: its start (counted from the cluster's readiness), its content, and when its client gives up."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -57,7 +57,7 @@ class Scenario:
 
     @property
     def calm(self) -> bool:
-        """Whether nothing fails."""
+        """Whether the run has no faults."""
         return not self.faults and self.weather == Weather()
 
 

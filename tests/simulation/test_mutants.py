@@ -1,4 +1,4 @@
-"""Every planted fault is caught: what the simulation cannot see, it does not prove."""
+"""The simulation catches every planted fault: it proves only what it can detect."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What happens in one run, line by line, for people. Nothing is formatted unless somebody wants to read it."""
+"""The readable log of one run, one line per event. Lines are formatted only if the trace is wanted."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Trace:
         wanted: whether lines are kept at all; formatting costs more than the run itself.
 
     Attributes:
-        kinds: of the machines' events and commands, kept in any case.
+        kinds: the types of the machines' events and commands, collected in any case.
     """
 
     def __init__(self, clock: Clock, *, wanted: bool) -> None:
@@ -32,7 +32,7 @@ class Trace:
             self.lines.append(f"{self._clock.now_s:10.6f}  {who:4} {what}")
 
     def handled(self, who: str, events: Sequence[object], commands: Sequence[object]) -> None:
-        """A machine got these events and answered with these commands."""
+        """Records the events that a machine got and the commands that it returned."""
         self.kinds.update(map(type, events), map(type, commands))
         if not self.wanted:
             return

@@ -1,6 +1,6 @@
 """KV segments on their way from one simulated cache to another: each alone, in any order, some twice, late or damaged.
 
-The receiver's lease table is the real one. What it lets pass is compared with what this side knows of the lease (I3).
+The receiver's lease table is the real one. Segments that it accepts are compared with an own record of the lease (I3).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ SPEC = KVCacheSpec(KVKind.MLA, num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1
 
 @dataclass(frozen=True)
 class Message:
-    """A segment with what its cells held, layer by layer."""
+    """A segment with the content of its cells, layer by layer."""
 
     tag: Tag
     segment: Segment
@@ -38,7 +38,7 @@ class Message:
 
 @dataclass(eq=False)
 class Link:
-    """From one prefill node to the receiver of one life of a decode node, for as long as their pair lives."""
+    """The link from one prefill node to one decode node's receiver, for as long as their pair lives."""
 
     life: Life
     address: str
@@ -83,7 +83,7 @@ class Sender:
     def send(
         self, request_id: str, job: SendJob, on_over: Callable[[Sequence[Segment], BatonError | None], None]
     ) -> None:
-        """`on_over` gets the segments when all are complete, or the error when none is in flight any more."""
+        """`on_over` gets the segments when all are complete, or the error when no segment is in flight any more."""
         if job.peer not in self.links:
             self._life.after(0.0, partial(on_over, (), DataLoss("the peer is not connected")))
             return
@@ -135,7 +135,7 @@ class Sender:
         self._finish()
 
     def check(self) -> None:
-        """I1: nobody else has the blocks of a job."""
+        """I1: no other request has the blocks of a job."""
         for job in self._jobs:
             if self._device.cache.held(job.job.block_ids) != job.generations:
                 violated("I1", f"{self._life.address}: blocks that are sent for lease {job.job.lease} were taken")
@@ -190,7 +190,7 @@ class Sender:
         if random.random() < weather.duplicated:
             self._arrive(link, message, None)
         if random.random() < weather.late:
-            # From another life of the network: it reaches whoever has the address then, under the same number.
+            # A late message: it reaches the process that has the address then, under the same number.
             self._network.clock.after(weather.late_s * random.random(), partial(self._arrive_late, link, message))
 
     def _arrive(self, link: Link, message: Message, on_arrived: Callable[[], object] | None) -> None:
@@ -232,7 +232,7 @@ class Sender:
 
 @dataclass
 class _Written:
-    """What this side knows of a lease, beside the table."""
+    """The receiver's own record of a lease, independent of the lease table."""
 
     grant: LeaseGrant
     generations: list[int]
@@ -240,7 +240,7 @@ class _Written:
 
 
 class Receiver:
-    """Fills leases of one decode node with what arrives.
+    """Fills leases of one decode node with arriving segments.
 
     Args:
         successor: the receiver that has this one's address now.
@@ -297,12 +297,12 @@ class Receiver:
         self._post(close)
 
     def disconnect(self, peer: int) -> tuple[int, ...]:
-        """Forgets a peer. The open leases that it had begun to fill."""
+        """Forgets a peer; returns the open leases that it had begun to fill."""
         self.peers.discard(peer)
         return self.leases.bound_to(peer)
 
     def arrived(self, peer: int, message: Message) -> bool:
-        """A message has come from that peer; whether it is taken at once."""
+        """Receives a message of that peer; returns whether it is scattered at once."""
         tag = message.tag
         refusal = (
             Refusal.UNKNOWN_SENDER
@@ -316,13 +316,13 @@ class Receiver:
         return True
 
     def check(self) -> None:
-        """I3: the blocks of a lease that is not closed are held, and are the ones that it was given for."""
+        """I3: the blocks of a lease that is not closed are held, and are the blocks that it was opened for."""
         for number, known in self._known.items():
             if self._device.cache.held(known.grant.block_ids) != known.generations:
                 violated("I3", f"{self.life.address}: blocks were taken from lease {number}, which is not closed")
 
     def check_not_leased(self, blocks: Sequence[int], who: str) -> None:
-        """I3: nothing is scattered into what attention reads."""
+        """I3: no segment is scattered into blocks that attention reads."""
         for number, known in self._known.items():
             size = self._device.cache.block_size
             leased = known.grant.block_ids[known.grant.token_start // size :]
@@ -330,14 +330,14 @@ class Receiver:
                 violated("I3", f"{self.life.address}: {who} begins to read blocks of lease {number}, which is open")
 
     def _post(self, action: Callable[[], None]) -> None:
-        """In order, a little later: the transfer is another thread."""
+        """Runs callbacks in order, a little later: the real transfer is another thread."""
         self._posted_s = max(self._posted_s, self._clock.now_s + 0.001 * self._random.random())
         self._clock.at(self._posted_s, partial(self.life.run, action))
 
     def _received(self, message: Message) -> None:
         tag, segment = message.tag, message.segment
         if tag.sender not in self.peers:
-            return  # its link was closed before all of it had come
+            return  # its link was closed before the whole message had arrived
         refusal = Refusal.DIGEST if message.damaged else self.leases.start_scatter(tag, segment)
         if refusal is not None:
             self._refuse(tag, refusal)
@@ -366,12 +366,12 @@ class Receiver:
     def _check_scatter(self, tag: Tag, segment: Segment) -> None:
         address, known = self.life.address, self._known.get(segment.lease)
         if known is None or segment.incarnation != self.life.incarnation or tag.lease != segment.lease:
-            violated("I3", f"{address}: a segment of lease {segment.lease} is scattered, which is not live")
+            violated("I3", f"{address}: a segment of lease {segment.lease} is scattered, but the lease is not live")
         grant = known.grant
         if not grant.token_start <= segment.token_start < segment.token_stop <= grant.token_stop:
-            violated("I3", f"{address}: a segment writes tokens that lease {segment.lease} was not given for")
+            violated("I3", f"{address}: a segment writes tokens that lease {segment.lease} was not opened for")
         if self._device.cache.held(grant.block_ids) != known.generations:
-            violated("I3", f"{address}: a segment is scattered into blocks that lease {segment.lease} has no more")
+            violated("I3", f"{address}: a segment is scattered into blocks that lease {segment.lease} no longer has")
 
     def _check_filled(self, known: _Written) -> None:
         wanted = NUM_LAYERS * (known.grant.token_stop - known.grant.token_start)

@@ -1,17 +1,17 @@
-"""What may happen to a KV segment on its way, whoever sends it."""
+"""What may happen to a KV segment on its way, from any sender."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Weather:
-    """Shares of all segments.
+    """Probabilities for each segment.
 
     Attributes:
-        duplicated: come twice.
-        late: come once more, long afterwards, at whoever has the address then.
-        damaged: come with other bytes.
-        late_s: how long afterwards at most, in seconds.
+        duplicated: it arrives twice.
+        late: it arrives once more, long afterwards, at the process that has the address then.
+        damaged: it arrives with other bytes.
+        late_s: longest delay of a late segment.
     """
 
     duplicated: float = 0.0

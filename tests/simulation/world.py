@@ -1,4 +1,4 @@
-"""What every process of one simulation shares: time, chance, network, trace, and which receiver is where."""
+"""The state that all processes of one simulation share: clock, random source, network, trace, and receivers."""
 
 from random import Random
 from typing import Protocol
@@ -20,7 +20,7 @@ class World:
     """One simulation.
 
     Attributes:
-        receivers: of decode nodes, dead ones too, by incarnation.
+        receivers: by incarnation of their decode node, dead nodes included.
     """
 
     def __init__(self, scenario: Scenario, random: Random, *, traced: bool) -> None:
@@ -38,7 +38,7 @@ class World:
         return None if server is None else self.receivers.get(server.life.incarnation)
 
     def touch(self, process: Checked) -> None:
-        """The process has changed: its invariants are looked at after this event."""
+        """Notes that the process has changed: its invariants are checked after this event."""
         self._touched[process] = None
 
     def check_touched(self) -> None:

@@ -28,7 +28,7 @@ Q_SCALE, K_SCALE, V_SCALE = 0.02, 0.03, 0.04
 
 @dataclass(frozen=True)
 class Shape:
-    """What stays the same while batches change."""
+    """The sizes that all batches share."""
 
     layout: KVCacheLayout = KVCacheLayout.NHD
     block_size: int = 16
@@ -110,7 +110,7 @@ class GQACase:
         return out
 
     def new_kv(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of the tokens that the call brings: none where an encoder's keys are in the cache already."""
+        """Keys and values of the call's tokens; none where an encoder's keys are in the cache already."""
         if self.setting.reads_cache and not self.setting.causal:
             return None, None
         contexts = self.batch.context_lens if self.setting.reads_cache else [0] * len(self.k)
@@ -140,14 +140,14 @@ class GQACase:
         return torch.cat(rows)
 
     def _multiplied(self, q_QHD: Tensor) -> Tensor:
-        """What a backend that multiplies in fp8 gets of the queries."""
+        """The queries as a backend that multiplies in fp8 gets them."""
         quantized = AttentionFeature.QUANTIZED_QUERY in self.backend.capabilities.features
         if not quantized or not self.setting.reads_cache or self.setting.kv_dtype != "float8_e4m3fn":
             return q_QHD
         return (q_QHD.float() / Q_SCALE).to(torch.float8_e4m3fn).float() * Q_SCALE
 
     def _kept(self, values: Tensor, scale: float) -> Tensor:
-        """What an fp8 cache keeps of keys or values; an encoder reads its own."""
+        """Keys or values as an fp8 cache keeps them; an encoder reads its own."""
         if not self.setting.kv_dtype or not self.setting.reads_cache:
             return values
         kind = TORCH_DTYPES[self.setting.kv_dtype]
@@ -175,7 +175,7 @@ def gqa_case(backend: AttentionBackend, sizes: list[tuple[int, int]], setting: S
 
 
 def _write_context(case: GQACase) -> None:
-    """By plain indexing, so that nothing that is under test fills the cache."""
+    """Fills the cache by plain indexing, without code under test."""
     fp8 = bool(case.setting.kv_dtype)
     raw = case.cache.view.view(torch.uint8) if fp8 else case.cache.view
     for request, _, context_len in case.batch.requests():

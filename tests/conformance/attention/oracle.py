@@ -1,4 +1,4 @@
-"""Attention by its definition, in float64, request by request: what every backend is compared with.
+"""Attention by its definition, in float64, request by request: the reference for every backend.
 
 Written without anything of `attention` but its words. Legend: Q queries, S keys, H query heads, D channels, V value
 channels.
@@ -58,6 +58,6 @@ def pattern_by_definition(setting: Setting, num_heads: int, num_queries: int, nu
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Of norms; NaN and infinity count as infinite."""
+    """Relative error of norms; infinite if any value is NaN or infinite."""
     error = torch.linalg.vector_norm(out.double() - expected) / torch.linalg.vector_norm(expected)
     return float(error.nan_to_num(nan=torch.inf))

@@ -30,7 +30,7 @@ def settings_of(backend: BackendClass) -> tuple[Setting, ...]:
 
 
 def block_sizes_of(backend: BackendClass) -> tuple[int, ...]:
-    """256 only for those that read nothing smaller."""
+    """Block sizes of a backend; 256 only if it reads nothing smaller."""
     known = backend.capabilities.block_sizes
     small = tuple(size for size in BLOCK_SIZES[:-1] if known is None or size in known)
     return small or tuple(size for size in BLOCK_SIZES if known is None or size in known)
@@ -41,7 +41,7 @@ def interpreted(backend: BackendClass) -> bool:
 
 
 def batches_of(backend: BackendClass, block_size: int, place: int) -> dict[str, list[tuple[int, int]]]:
-    """By name. `place`: any number that changes from combination to combination."""
+    """The dtype names. `place`: any number that changes from combination to combination."""
     everything = batches(block_size)
     if not interpreted(backend):
         return dict(everything)

@@ -1,4 +1,4 @@
-"""What a layer can ask for, as named settings: each feature alone, and those together that models use together.
+"""The features that a layer can ask for, as named settings: each alone, and the combinations that models use.
 
 Legend: H query heads.
 """

@@ -30,7 +30,7 @@ BOUND = 1.2e-2 if ON_GPU else 1e-5
 LATENT_BOUND = 5e-3 if ON_GPU else 1e-5
 NAMES = ("plain", "window 7", "sinks", *(("chunks of 128", "soft cap", "ALiBi") if ON_GPU else ()))
 ASKED = [setting for setting in SETTINGS if setting.name in NAMES]
-# Decodes of one split and of several, a new sequence of one token, whole prompts, and chunks behind a context.
+# Decodes of one split and of several, a new sequence of one token, whole prompts, and chunks after a context.
 SIZES = [(1, 530), (1, 0), (2, 3), (16, 24), (5, 34)]
 LONG = [(1, 30000), (1, 5000), (1, 511), (1, 512), (700, 0), (2, 0), (300, 1000), (512, 4096), (33, 6000)]
 
@@ -100,7 +100,7 @@ def test_latents(backend: BackendClass, workspace_tokens: int, num_heads: int) -
 
 
 @pytest.mark.parametrize("backend", invariant_backends(KVKind.GQA), ids=backend_name)
-def test_a_decode_behind_a_prefill_is_refused(backend: BackendClass) -> None:
+def test_a_decode_after_a_prefill_is_refused(backend: BackendClass) -> None:
     made = gqa_backend(backend, SETTINGS[0], Shape(dtype=DTYPE))
     common, _ = build_common_metadata(
         query_lens=[3, 1], context_lens=[0, 5], block_tables=[[0], [1]], block_size=16, device=DEVICE

@@ -50,7 +50,7 @@ PLAIN = SETTINGS[0]
 
 # Relative error of norms. Interpreted kernels truncate where a GPU rounds to bfloat16.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 8e-3, "float16": 1.5e-3}
-# Which way a number between two of fp8 goes may differ by rounding; there are few such.
+# A few values between two fp8 numbers may be rounded the other way.
 TOLERANCE_FP8 = {"float32": 2e-3, "bfloat16": 2e-2, "float16": 8e-3}
 
 
@@ -67,7 +67,7 @@ def name_of(value: object) -> str:
 
 
 @pytest.mark.parametrize(("backend", "setting", "layout", "block_size", "dtype"), COMBINATIONS, ids=name_of)
-def test_attention_is_what_its_definition_says(
+def test_attention_equals_its_definition(
     backend: BackendClass, setting: Setting, layout: KVCacheLayout, block_size: int, dtype: str
 ) -> None:
     shape = Shape(layout=layout, block_size=block_size, dtype=dtype)
@@ -124,7 +124,7 @@ def test_layers_that_ask_for_different_things_share_one_metadata(backend: Backen
 
 
 @pytest.mark.parametrize("backend", ENCODERS_WITH_FP8, ids=name_of)
-def test_an_encoder_beside_an_fp8_cache_knows_no_scales(backend: BackendClass) -> None:
+def test_an_encoder_next_to_an_fp8_cache_uses_no_scales(backend: BackendClass) -> None:
     dtype = main_dtype(backend.capabilities)
     shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtype)
     setting = Setting("encoder", ENCODER, attn_type=AttentionType.ENCODER, kv_dtype="float8_e4m3fn")
@@ -178,7 +178,7 @@ def test_the_new_tokens_slots_are_written_and_no_other(backend: BackendClass, la
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=name_of)
 def test_padded_tokens_and_requests_change_nothing(backend: BackendClass) -> None:
-    """As a captured graph has them: rows past the actual tokens hold NaN, and their slots are -1."""
+    """As in a captured graph: rows past the actual tokens hold NaN, and their slots are -1."""
     dtype = main_dtype(backend.capabilities)
     shape = Shape(block_size=block_sizes_of(backend)[0], dtype=dtype)
     case = gqa_case(backend_of(backend, PLAIN, shape), [(1, 12), (1, 30), (9, 0), (2, 15)], PLAIN, shape)

@@ -41,7 +41,7 @@ def name_of(value: object) -> str:
 
 
 @pytest.mark.parametrize(("backend", "layout", "block_size", "dtype"), COMBINATIONS, ids=name_of)
-def test_latent_attention_is_what_its_definition_says(
+def test_latent_attention_equals_its_definition(
     backend: BackendClass, layout: KVCacheLayout, block_size: int, dtype: str
 ) -> None:
     shape = MLAShape(layout=layout, block_size=block_size, dtype=dtype, dims=DIMS)

@@ -1,4 +1,4 @@
-"""Several requests' queries, keys and values, poisoned where nobody may look, and attention written out plainly.
+"""Several requests' queries, keys and values, poisoned outside of the batch, and attention written out plainly.
 
 Legend: T queries, S keys, H query heads, K kv heads, D key channels, V value channels.
 """

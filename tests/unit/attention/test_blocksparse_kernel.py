@@ -196,7 +196,7 @@ def test_padding_is_neither_read_nor_written() -> None:
     assert relative_error(out[kept], reference[kept]) < BOUNDS["float32"]
 
 
-def test_prompts_behind_decodes_leave_those_alone() -> None:
+def test_prompts_after_decodes_leave_those_alone() -> None:
     """As a mixed batch's, whose decodes are more than some tiles have queries."""
     pattern = PATTERNS["each head slides"]
     case = make_case(query_lens=[*[1] * 600, 70, 20], context_lens=[*[3] * 600, 0, 130], **shape_of(pattern))

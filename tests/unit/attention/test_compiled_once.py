@@ -31,16 +31,16 @@ if triton.__version__.startswith(_GLUON_VERSIONS):
     kernels += [mla_decode_hopper._decode, blocksparse_hopper._attend_kernel]
 backend = make_backend(GPUTarget("cuda", 90, 32))
 memory = torch.zeros(64, dtype=torch.int32)
-behind_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "table_ptr"}
+after_decodes = {"query_start_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "table_ptr"}
 
 def compiled_for(kernel, moved, width):
     # A decode's lengths are the batch's first.
-    moving = behind_decodes - ({"seq_lens_ptr"} if kernel is decode._decode_kernel else set())
+    moving = after_decodes - ({"seq_lens_ptr"} if kernel is decode._decode_kernel else set())
     if kernel is blocksparse_decode._decode_kernel:
         moving = set()
     values = {}
     for param in kernel.params:
-        if param.name in behind_decodes:
+        if param.name in after_decodes:
             values[param.name] = memory[moved:] if param.name in moving else memory
         elif param.name in ("stride_table_r", "table_stride_R", "table_stride"):
             values[param.name] = width
@@ -86,7 +86,7 @@ for kernel in kernels:
 """
 
 
-def test_tables_of_any_width_requests_behind_any_number_of_decodes_and_payloads_of_any_size_run_the_same_kernels() -> (
+def test_tables_of_any_width_requests_after_any_number_of_decodes_and_payloads_of_any_size_run_the_same_kernels() -> (
     None
 ):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

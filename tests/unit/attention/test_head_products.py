@@ -1,4 +1,4 @@
-"""Each head's product of few rows: beside torch's in float64, as latent attention calls it, its kernel in the
+"""Each head's product of few rows: compared with torch's in float64, as latent attention calls it, its kernel in the
 interpreter."""
 
 import pytest

@@ -21,7 +21,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 30)), min_size=1, 
 
 
 def table_of(sizes: list[tuple[int, int]], block_size: int) -> torch.Tensor:
-    """Numbers that tell request and place apart; past a request's own blocks there is what nobody may read."""
+    """Numbers that identify request and place; past a request's own blocks lie values that must not be read."""
     table = torch.full((len(sizes), 60), -(10**6), dtype=torch.int32)
     for request, size in enumerate(sizes):
         count = -(-sum(size) // block_size)

@@ -23,7 +23,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, m
 
 
 def tables_for(sizes: list[tuple[int, int]], block_size: int) -> list[list[int]]:
-    """Block tables with a block more than needed, of numbers that tell request and place apart."""
+    """Block tables with a block more than needed, of numbers that identify request and place."""
     return [
         [100 * request + place for place in range(sum(size) // block_size + 2)] for request, size in enumerate(sizes)
     ]
@@ -71,7 +71,7 @@ def test_arrays_reach_the_device_as_they_are_and_aligned() -> None:
         assert DEVICE == "cpu" or tensor.data_ptr() % 16 == 0
 
 
-def test_the_slot_mapping_behind_the_tokens_is_minus_one() -> None:
+def test_the_slot_mapping_after_the_tokens_is_minus_one() -> None:
     common, _ = build_common_metadata(query_lens=[2], context_lens=[1], block_tables=[[5]], block_size=4)
     common.slot_mapping = torch.tensor([21, 22, 0, 7])
     common.__post_init__()
@@ -93,7 +93,7 @@ def test_split_counts_decodes_and_prefills(sizes: list[tuple[int, int]], thresho
     assert split_decodes_and_prefills(common, threshold) == (len(decodes), len(prefills), sum(decodes), sum(prefills))
 
 
-def test_a_short_request_behind_a_prefill_is_a_prefill() -> None:
+def test_a_short_request_after_a_prefill_is_a_prefill() -> None:
     sizes = [(1, 3), (5, 0), (1, 8)]
     common, _ = build_common_metadata(
         query_lens=[1, 5, 1], context_lens=[3, 0, 8], block_tables=tables_for(sizes, 4), block_size=4

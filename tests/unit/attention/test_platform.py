@@ -10,7 +10,7 @@ from attention.platform import OPTIONAL_PACKAGES, probe_platform
 from tests.device import DEVICE
 
 
-def test_a_cpu_has_no_compute_capability_even_beside_a_gpu() -> None:
+def test_a_cpu_has_no_compute_capability_even_next_to_a_gpu() -> None:
     platform = probe_platform("cpu")
     assert (platform.device_type, platform.compute_capability, platform.num_sms) == ("cpu", None, 1)
 

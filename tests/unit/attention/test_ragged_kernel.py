@@ -127,7 +127,7 @@ def test_padded_requests_are_nobody() -> None:
     batch.check(Features())
 
 
-def test_requests_behind_others_leave_those_alone() -> None:
+def test_requests_after_others_leave_those_alone() -> None:
     """As the prefills of a batch whose first requests are decodes, more of these than a tile has tokens."""
     batch = ragged_batch([1] * 300 + [4, 3], [1] * 300 + [4, 3], head_size=64, dtype=torch.float16)
     ragged_attention(
@@ -149,7 +149,7 @@ def test_requests_behind_others_leave_those_alone() -> None:
 
 @pytest.mark.parametrize("name", ["none", "not causal"])
 def test_nan_reaches_no_other_request(name: str) -> None:
-    """Neither of the next request's rows, nor of padding behind the last one's."""
+    """Neither of the next request's rows, nor of padding after the last one's."""
     batch = ragged_batch([20, 40, 5], [20, 60, 30], head_size=64, dtype=torch.float16)
     k_SKD, v_SKV = (torch.cat([*rows, rows[0][:9]]).to(DEVICE) for rows in (batch.k, batch.v))
     for rows in (k_SKD, v_SKV):

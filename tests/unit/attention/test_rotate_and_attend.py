@@ -31,7 +31,7 @@ from tests.device import DEVICE
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4
 DIMS = MLADims(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, kv_lora_rank=12)
 CHANNELS = DIMS.kv_lora_rank + DIMS.qk_rope_head_dim
-# New and computed tokens of the requests: first prompts alone, then decodes with a piece of a prompt behind them.
+# New and computed tokens of the requests: first prompts alone, then decodes with a piece of a prompt after them.
 STEPS = ([(3, 0), (6, 0), (5, 0)], [(1, 3), (1, 6), (4, 5)])
 TABLES = [[7, 2], [0, 4], [5, 1, 3]]
 NUM_BLOCKS = 8

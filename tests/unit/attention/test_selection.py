@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what an operator is told: of each backend why it serves or why not."""
+"""Which backend is chosen, and the log line for the operator: why each backend serves or does not."""
 
 import logging
 from dataclasses import replace
@@ -178,7 +178,7 @@ def test_a_context_workspace_of_nothing_is_refused() -> None:
         select_backend(DEEPSEEK, platform=CPU, context_workspace_tokens=0)
 
 
-def test_a_gpu_that_cannot_convert_e4m3_is_told_so_and_keeps_e5m2() -> None:
+def test_a_gpu_that_cannot_convert_e4m3_is_refused_it_and_keeps_e5m2() -> None:
     needs = replace(on_gpu(LLAMA), kv_dtype="float8_e4m3fn")
     with pytest.raises(ConfigError, match=r"TRITON_ATTN: the GPU's compute capability is 8\.0, below 8\.9"):
         select_backend(needs, platform=A100)

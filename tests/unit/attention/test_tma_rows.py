@@ -16,9 +16,9 @@ def test_every_number_is_found_in_its_row(dtype: torch.dtype) -> None:
     found = 0
     for _ in range(200):
         sizes = draw.choice([1, 2, 3]), draw.choice([1, 2, 16]), draw.choice([1, 3])
-        channels, padding, beside = draw.choice([8, 16, 24]), draw.choice([0, 1, 16]), draw.choice([1, 2])
+        channels, padding, others = draw.choice([8, 16, 24]), draw.choice([0, 1, 16]), draw.choice([1, 2])
         order = draw.choice(ORDERS)
-        memory = torch.randint(0, 100, (sizes[order[0]], beside, sizes[order[1]], sizes[order[2]], channels + padding))
+        memory = torch.randint(0, 100, (sizes[order[0]], others, sizes[order[1]], sizes[order[2]], channels + padding))
         kept = memory.to(dtype)[:, 0, ..., :channels]
         kv_BNHC = kept.permute(*(order.index(axis) for axis in range(3)), 3)
         rows = as_rows(kv_BNHC)

@@ -1,4 +1,4 @@
-"""TRITON_ATTN: batches of every kind and with every feature by the definition of attention; what its builder says."""
+"""TRITON_ATTN: batches of every kind and with every feature by the definition of attention; what its builder plans."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_dtypes(dtype: str) -> None:
     check(MIXED, PLAIN, dtype=dtype)
 
 
-def test_rows_behind_the_batch_stay_as_they_are() -> None:
+def test_rows_after_the_batch_stay_as_they_are() -> None:
     batch, backend = paged_batch(MIXED, PLAIN), triton_backend(PLAIN)
     metadata = backend.builder.build(0, batch.common)
     pad = (0, 0, 0, 0, 0, 3)

@@ -151,7 +151,7 @@ def test_a_query_may_be_a_view_and_a_request_padding(name: str) -> None:
     batch.check(FEATURES[name])
 
 
-def test_requests_behind_others_leave_those_alone() -> None:
+def test_requests_after_others_leave_those_alone() -> None:
     """As the prefills of a batch whose first requests are decodes, more of these than a tile has tokens."""
     batch = ragged_batch([1] * 300 + [4, 3], [3] * 300 + [20, 3], head_size=64, dtype=torch.float16)
     kv_layer, block_table = paged(batch, block_size=16, order="NHD", features=Features())
@@ -167,5 +167,5 @@ def test_requests_behind_others_leave_those_alone() -> None:
         lse_HT=batch.lse_HT,
     )
     assert batch.out_THV[:300].isnan().all()
-    behind = RaggedBatch(batch.q[300:], batch.k[300:], batch.v[300:], batch.out_THV[300:], batch.lse_HT[:, 300:])
-    behind.check(Features())
+    later = RaggedBatch(batch.q[300:], batch.k[300:], batch.v[300:], batch.out_THV[300:], batch.lse_HT[:, 300:])
+    later.check(Features())

@@ -42,8 +42,8 @@ USAGE = Usage(prompt_tokens=84, completion_tokens=11, cached_tokens=0)
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
-    """An address where nobody listens."""
+def unused_address() -> Iterator[str]:
+    """An address without a listener."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
@@ -87,21 +87,21 @@ def test_a_wrong_flag_is_one_line_that_names_it(
     "arguments", [["generate", "x"], ["generate", "--json", "x"], ["status"], ["status", "--json"]]
 )
 def test_a_gateway_that_is_not_there_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nobody: str, arguments: list[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unused_address: str, arguments: list[str]
 ) -> None:
-    assert run(monkeypatch, arguments[0], "--target", nobody, *arguments[1:]) == 1
+    assert run(monkeypatch, arguments[0], "--target", unused_address, *arguments[1:]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith(f"baton: cannot reach {nobody}")
+    assert shown.err.startswith(f"baton: cannot reach {unused_address}")
     assert shown.err.count("\n") == 1
 
 
 def test_each_failed_prompt_of_a_file_has_its_place(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nobody: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unused_address: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompts"
     file.write_text("one\n\ntwo\n")
-    assert run(monkeypatch, "generate", "--target", nobody, "--file", str(file), "--json") == 1
+    assert run(monkeypatch, "generate", "--target", unused_address, "--file", str(file), "--json") == 1
     shown = capsys.readouterr()
     assert [set(entry) for entry in json.loads(shown.out)] == [{"error"}, {"error"}]
     assert "prompt 1: cannot reach" in shown.err

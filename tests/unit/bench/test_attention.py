@@ -20,9 +20,9 @@ COMPUTES = Work("prefill", "1 x 8", num_bytes=1e6, num_flops=5e10)
 
 def test_without_a_gpu_it_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said: list[str] = []
-    assert list(run(said.append)) == []
-    assert said == ["attention: needs a GPU"]
+    messages: list[str] = []
+    assert list(run(messages.append)) == []
+    assert messages == ["attention: needs a GPU"]
 
 
 @pytest.mark.parametrize(("lengths", "pairs"), [(Lengths(3, 1, 9), 30), (Lengths(2, 4, 0), 20), (Lengths(1, 2, 3), 9)])

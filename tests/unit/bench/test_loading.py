@@ -29,8 +29,8 @@ def written(tmp_path: Path) -> Written:
 
 @pytest.mark.parametrize(("gib", "name"), [(1, "Llama-3.2-1B"), (2.3, "Llama-3.2-1B"), (15, "Llama-3.1-8B")])
 def test_as_many_layers_as_the_size_wants(gib: float, name: str) -> None:
-    said, config = llama_of(round(gib * (1 << 30)))
-    assert said.startswith(name)
+    work, config = llama_of(round(gib * (1 << 30)))
+    assert work.startswith(name)
     per_layer = 2 * config["hidden_size"] * (2.5 * config["hidden_size"] + 3 * config["intermediate_size"])
     embeddings = 2 * config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
     assert abs(config["num_hidden_layers"] * per_layer + embeddings - gib * (1 << 30)) < per_layer
@@ -56,7 +56,7 @@ def test_a_plain_read_reads_every_page(plain: Plain, written: Written, tmp_path:
         plain.seconds([*written.files, tmp_path / "none"])
 
 
-def test_a_failure_in_a_thread_is_told(tmp_path: Path) -> None:
+def test_a_failure_in_a_thread_is_raised(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     with pytest.raises(IsADirectoryError):
         Plain(2).seconds([tmp_path / "directory"])

@@ -26,12 +26,12 @@ def load_demo() -> Built:
 
 
 def decode_node(built: Built, settings: DecodeSettings) -> Node:
-    """Not yet entered, so that a role can listen."""
+    """A node that is not entered yet, so that a role can register its listener."""
     return Node(settings, built, role=common_pb2.ROLE_DECODE, address="127.0.0.1:1")
 
 
 def prefill_node(built: Built, *, address: str = "127.0.0.1:2") -> Node:
-    """A node that only sends KV: nobody listens to its engine."""
+    """A node that only sends KV: its engine's steps are ignored."""
     settings = PrefillSettings.model_validate(SETTINGS)
     node = Node(settings, built, role=common_pb2.ROLE_PREFILL, address=address)
     ignore: Any = partial(lambda event: None)

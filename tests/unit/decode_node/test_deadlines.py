@@ -23,7 +23,7 @@ def test_first_and_due_agree_with_a_plain_table(changes: list[tuple[str, int | N
     assert [table[name] for name in due] == sorted(table[name] for name in due)
 
 
-def test_replaced_deadlines_leave_nothing_behind() -> None:
+def test_replaced_deadlines_leave_no_entries() -> None:
     deadlines = Deadlines()
     for deadline_s in range(10_000, 0, -1):
         deadlines.set("a", float(deadline_s))

@@ -11,7 +11,7 @@ def attempt(**facts: object) -> Attempt:
     fleet = SmallFleet(1, 1)
     fleet.connect("p1", 5.0)
     fleet.connect("d1", 3.0)
-    call = PrefillCall(1, fleet.prefills["p1"], heard_at_s=2.0, **facts)  # type: ignore[arg-type]
+    call = PrefillCall(1, fleet.prefills["p1"], last_message_at_s=2.0, **facts)  # type: ignore[arg-type]
     return Attempt(1, fleet.decodes["d1"], num_given=0, waiting_since_s=1.0, answered=True, call=call)
 
 

@@ -24,7 +24,7 @@ def test_a_node_is_used_from_its_first_status_until_it_is_lost() -> None:
     assert fleet.serves()
     assert fleet.pick_decode(WANTED) is node
     assert lines(fleet.status_received(DECODE, "d1", status(DECODE, 21), 2.0)) == []
-    assert node.heard_at_s == 2.0
+    assert node.last_message_at_s == 2.0
     assert fleet.lost(DECODE, "d1", "it ended the stream") == [
         LogLine("node-21: lost, it ended the stream", warning=True),
         DropSession("d1", "it ended the stream"),
@@ -51,11 +51,11 @@ def test_requests_on_a_restarted_decode_node_are_dropped() -> None:
 def test_a_node_with_another_role_is_named_once_and_not_used() -> None:
     fleet = SmallFleet(1, 1)
     commands = fleet.status_received(DECODE, "d1", status(PREFILL, 30), 1.0)
-    wrong = "it is no decode node but a prefill node"
+    wrong = "it is a prefill node, not a decode node"
     assert commands == [LogLine(f"d1 is not used: {wrong}", warning=True), DropSession("d1", wrong)]
     assert fleet.status_received(DECODE, "d1", status(PREFILL, 30), 2.0) == []
     assert not fleet.serves()
-    assert fleet.explain() == "node-11 is there; node-21 cannot be used (it is no decode node but a prefill node)"
+    assert fleet.explain() == "node-11 is available; node-21 cannot be used (it is a prefill node, not a decode node)"
 
 
 def test_a_node_with_a_role_of_a_newer_version_is_not_used() -> None:
@@ -63,7 +63,7 @@ def test_a_node_with_a_role_of_a_newer_version_is_not_used() -> None:
     newer = status(DECODE, 30)
     newer.info.role = 7  # type: ignore[assignment]
     fleet.status_received(DECODE, "d1", newer, 1.0)
-    assert fleet.explain() == "node-21 cannot be used (it is no decode node but a role 7 node)"
+    assert fleet.explain() == "node-21 cannot be used (it is a role 7 node, not a decode node)"
 
 
 def test_a_node_with_another_model_gets_no_requests() -> None:
@@ -126,4 +126,4 @@ def test_the_report_has_the_peers_as_they_are_now() -> None:
 
 
 def test_a_fleet_without_addresses_explains_itself() -> None:
-    assert Fleet(MODEL, 1000, LocalPolicy.PREFER).explain() == "no address of a node is known"
+    assert Fleet(MODEL, 1000, LocalPolicy.PREFER).explain() == "no node address is known"

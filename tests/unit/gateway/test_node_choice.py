@@ -6,7 +6,7 @@ from baton.errors import DataLoss, Draining, NoNode, Overloaded
 from baton.types import LocalPolicy
 from gateway.attempt import Attempt
 from gateway.fleet import FleetNode
-from gateway.node_choice import NodeChoice, nobody_left
+from gateway.node_choice import NodeChoice, prefill_failure
 from tests.unit.gateway.fleets import SmallFleet, rules
 
 
@@ -75,9 +75,9 @@ def test_a_prefill_node_gets_one_ticket_of_an_attempt() -> None:
 def test_overload_and_data_loss_of_the_last_prefill_node_stay_what_they_are(last: Overloaded | DataLoss) -> None:
     attempt = attempt_on(SmallFleet(0, 1).decodes["d1"], failed_calls=1)
     attempt.last_error = last
-    assert nobody_left(attempt, NoNode("none")) is last
+    assert prefill_failure(attempt, NoNode("none")) is last
 
 
 def test_without_any_call_the_reason_is_why_there_was_none() -> None:
     none = NoNode("none")
-    assert nobody_left(attempt_on(SmallFleet(0, 1).decodes["d1"]), none) is none
+    assert prefill_failure(attempt_on(SmallFleet(0, 1).decodes["d1"]), none) is none

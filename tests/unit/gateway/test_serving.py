@@ -137,7 +137,7 @@ async def test_tokens_for_a_slow_client_collect_and_leave_together(running: Runn
     running.answer(released=decode_pb2.Released(key=1))
     session = running.connections.session(running.decode.address)
     async with asyncio.timeout(BOUND_S):
-        while session.num_held:  # noqa: ASYNC110 (nobody waits for it but this test)
+        while session.num_held:  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.01)
     client.reads.set()
     await asyncio.wait_for(request, BOUND_S)
@@ -187,7 +187,7 @@ async def test_a_drain_ends_what_does_not_finish_and_refuses_the_rest(running: R
         client.reads.clear()
     request = await decoding(running, client)
     await running.serving.drain(0.01)
-    with pytest.raises(Draining, match="going away"):
+    with pytest.raises(Draining, match="shutting down"):
         await asyncio.wait_for(request, BOUND_S)
     await until_idle(running)
     with pytest.raises(Draining, match="is draining"):
@@ -222,11 +222,11 @@ async def test_a_request_waits_for_its_lost_decode_node_and_continues(running: R
 
 async def test_a_silent_node_is_lost_and_watched_again(running: Running) -> None:
     (node,) = running.connections.fleet.decodes.values()
-    lost_at_s = node.heard_at_s
+    lost_at_s = node.last_message_at_s
     running.connections.lose(node.role, node.address, "no sign of life for 1 s")
     assert not running.connections.fleet.serves()
     await asyncio.wait_for(running.connections.until(lambda: node.open), BOUND_S)
-    assert node.heard_at_s > lost_at_s
+    assert node.last_message_at_s > lost_at_s
 
 
 async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(

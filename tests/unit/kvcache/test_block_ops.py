@@ -26,7 +26,7 @@ def a_cache(
 
 
 def host_cache(cache: PagedKVCache) -> PagedKVCache:
-    """An empty one of the same shape, as a node keeps beside its GPU's."""
+    """An empty one of the same shape, as a node keeps next to its GPU's."""
     return PagedKVCache(cache.spec, cache.shape, pinned=ON_GPU)
 
 

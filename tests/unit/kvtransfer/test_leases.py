@@ -279,7 +279,7 @@ class LeaseMachine(RuleBasedStateMachine):
         tokens=st.sampled_from([(0, 2), (2, 4), (0, 4), (1, 3), (0, 1), (4, 6)]),
         heads=st.sampled_from([(0, 1), (1, 2), (0, 2)]),
         incarnation=st.sampled_from([OURS, OURS, OURS, OURS + 1]),
-        said_lease=st.none() | st.integers(0, 8),
+        trailer_lease=st.none() | st.integers(0, 8),
     )
     def arrive_anything(
         self,
@@ -290,17 +290,17 @@ class LeaseMachine(RuleBasedStateMachine):
         tokens: tuple[int, int],
         heads: tuple[int, int],
         incarnation: int,
-        said_lease: int | None,
+        trailer_lease: int | None,
     ) -> None:
         """Any message at all: right, repeated, foreign, late, stale, mislabelled, too long."""
         tag = Tag(sender, lease, number)
-        said = lease if said_lease is None else said_lease
+        named = lease if trailer_lease is None else trailer_lease
         refusal = self.table.arrival(tag, self._clock())
         if refusal is None:
             assert lease in self.block_of
             assert lease not in self.closing
             self.received.append(
-                (tag, segment(said, number, layers=layers, tokens=tokens, heads=heads, incarnation=incarnation))
+                (tag, segment(named, number, layers=layers, tokens=tokens, heads=heads, incarnation=incarnation))
             )
         elif lease >= self.next_number:
             assert refusal is Refusal.UNKNOWN_LEASE

@@ -98,7 +98,7 @@ def test_messages_of_one_size_are_no_measurement(arrivals: Arrivals) -> None:
         arrivals.result()
 
 
-def test_a_message_too_few_is_told(arrivals: Arrivals) -> None:
+def test_a_missing_message_is_reported(arrivals: Arrivals) -> None:
     arrivals.come(all_segments())
     arrivals.num_bytes -= 1
     with pytest.raises(DataLoss, match="bytes in"):

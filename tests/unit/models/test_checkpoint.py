@@ -41,7 +41,7 @@ def test_no_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "said"),
+    ("weight_map", "message"),
     [
         ({}, "has no weight_map"),
         ({"a": "../one.safetensors"}, "which is no file name"),
@@ -50,10 +50,10 @@ def test_no_weights(tmp_path: Path) -> None:
         ({"z": "one.safetensors"}, r"says that z is in one\.safetensors, which does not have it"),
     ],
 )
-def test_wrong_index(tmp_path: Path, weight_map: dict[str, object], said: str) -> None:
+def test_wrong_index(tmp_path: Path, weight_map: dict[str, object], message: str) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_checkpoint(tmp_path)
 
 
@@ -62,7 +62,7 @@ def framed(header: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"\0\0", "cut off within its first 8 bytes"),
         (b"version https://git-lfs.github.com/spec/v1", "is no safetensors file, or cut off"),
@@ -72,9 +72,9 @@ def framed(header: bytes) -> bytes:
         (framed(b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'), "bytes where its header says"),
     ],
 )
-def test_damaged_file(tmp_path: Path, content: bytes, said: str) -> None:
+def test_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         read_checkpoint(tmp_path)
     assert str(tmp_path / "model.safetensors") in str(caught.value)
     assert "\n" not in str(caught.value)

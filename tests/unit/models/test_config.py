@@ -192,7 +192,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 @pytest.mark.parametrize(
-    ("config", "field", "said"),
+    ("config", "field", "message"),
     [
         (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM"),
         (LLAMA | {"architectures": []}, "architectures", "DeepseekV3ForCausalLM"),
@@ -243,11 +243,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (V3 | {"num_experts_per_tok": 5}, "num_experts_per_tok", "topk_group"),
     ],
 )
-def test_what_we_do_not_compute_is_refused(tmp_path: Path, config: dict[str, Any], field: str, said: str) -> None:
+def test_what_we_do_not_compute_is_refused(tmp_path: Path, config: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(write(tmp_path, config))
     assert caught.value.field == field
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -257,10 +257,12 @@ def test_no_config_is_one_line(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON.*download"), ("[]", "is not a JSON object.*download")])
-def test_damaged_config_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON.*download"), ("[]", "is not a JSON object.*download")]
+)
+def test_damaged_config_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_config(tmp_path)
 
 

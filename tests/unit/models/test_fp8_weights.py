@@ -157,7 +157,7 @@ DOWN = "model.layers.1.mlp.experts.2.down_proj"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda tensors: tensors.pop(f"{Q}.weight_scale_inv"), rf"1 missing: {Q}\.weight_scale_inv"),
         (
@@ -188,10 +188,10 @@ DOWN = "model.layers.1.mlp.experts.2.down_proj"
     ],
 )
 def test_wrong_scales_and_weights_are_refused(
-    llama: Pair, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], said: str
+    llama: Pair, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], message: str
 ) -> None:
     copy = copied(llama.quantized, tmp_path)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         loaded(rewrite(copy, change))
     assert "\n" not in str(caught.value)
 

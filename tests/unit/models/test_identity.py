@@ -53,7 +53,7 @@ def test_every_kind_of_change_is_seen(tmp_path: Path, change: str) -> None:
 
 
 def test_config_digest_sees_every_field(tmp_path: Path) -> None:
-    save_tiny("qwen2-window-behind-first-layer", tmp_path)
+    save_tiny("qwen2-window-after-first-layer", tmp_path)
     config = read_config(tmp_path)
     assert isinstance(config.attention, GQAConfig)
     assert config.rope is not None

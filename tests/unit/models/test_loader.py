@@ -191,16 +191,16 @@ def test_all_misfits_are_in_one_error(llama: Path, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError) as caught:
         load(rewritten(llama, tmp_path, damage))
-    said = str(caught.value)
-    assert "2 missing: " in said
-    assert "model.norm.weight" in said
-    assert "model.layers.1.self_attn.k_proj.weight" in said
-    assert "1 unexpected: model.layers.2.mlp.up_proj.weight in model.safetensors" in said
-    assert "2 unfit: " in said
-    assert "lm_head.weight in model.safetensors is [61, 16], the config needs [61, 32]" in said
-    assert "model.layers.0.mlp.up_proj.weight in model.safetensors is I8, known are F64, F32" in said
-    assert "one revision" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "2 missing: " in message
+    assert "model.norm.weight" in message
+    assert "model.layers.1.self_attn.k_proj.weight" in message
+    assert "1 unexpected: model.layers.2.mlp.up_proj.weight in model.safetensors" in message
+    assert "2 unfit: " in message
+    assert "lm_head.weight in model.safetensors is [61, 16], the config needs [61, 32]" in message
+    assert "model.layers.0.mlp.up_proj.weight in model.safetensors is I8, known are F64, F32" in message
+    assert "one revision" in message
+    assert "\n" not in message
 
 
 def test_a_long_list_is_cut(llama: Path, tmp_path: Path) -> None:

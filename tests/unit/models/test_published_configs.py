@@ -324,7 +324,7 @@ def test_a_file_that_names_no_dtype_means_that_of_its_weights(tmp_path: Path, st
 
 
 @pytest.mark.parametrize(
-    ("config", "field", "said"),
+    ("config", "field", "message"),
     [
         (GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation", "gelu_pytorch_tanh"),
         (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention", "false"),
@@ -362,9 +362,9 @@ def test_a_file_that_names_no_dtype_means_that_of_its_weights(tmp_path: Path, st
         (BLOOM | {"n_head": None}, "num_attention_heads", "missing"),
     ],
 )
-def test_what_we_do_not_compute_is_refused(tmp_path: Path, config: dict[str, Any], field: str, said: str) -> None:
+def test_what_we_do_not_compute_is_refused(tmp_path: Path, config: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, config)
     assert caught.value.field == field
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -99,7 +99,7 @@ def test_what_publishers_write(tmp_path: Path, published: dict[str, Any] | None,
 
 
 @pytest.mark.parametrize(
-    ("published", "field", "said"),
+    ("published", "field", "message"),
     [
         ({"quant_method": "gptq", "bits": 4}, "quantization_config", "quant_method fp8"),
         ({"quant_method": "mxfp4"}, "quantization_config", "bfloat16"),
@@ -131,11 +131,11 @@ def test_what_publishers_write(tmp_path: Path, published: dict[str, Any] | None,
         ),
     ],
 )
-def test_all_else_is_refused_by_name(tmp_path: Path, published: dict[str, Any], field: str, said: str) -> None:
+def test_all_else_is_refused_by_name(tmp_path: Path, published: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, published)
     assert caught.value.field == field
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

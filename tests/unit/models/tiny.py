@@ -93,7 +93,7 @@ TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         "mistral-window": ("Mistral", _DENSE | {"sliding_window": 6}),
         "mistral-full": ("Mistral", _DENSE | {"sliding_window": None}),
         "qwen2": ("Qwen2", _DENSE),
-        "qwen2-window-behind-first-layer": ("Qwen2", _DENSE | _WINDOWED | {"max_window_layers": 1}),
+        "qwen2-window-after-first-layer": ("Qwen2", _DENSE | _WINDOWED | {"max_window_layers": 1}),
         "qwen3": ("Qwen3", _DENSE | {"head_dim": 16}),
         "qwen3-window-by-layer-types": (
             "Qwen3",

@@ -40,7 +40,7 @@ async def test_closing_sends_what_is_queued_and_then_the_end_of_the_file(ends: t
     await closing
     with pytest.raises(EOFError):
         await ends[1].receive()
-    ends[1].send("nobody receives it")
+    ends[1].send("never received")
 
 
 async def test_an_end_in_the_middle_of_a_message_is_no_message() -> None:

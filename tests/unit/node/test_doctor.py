@@ -138,12 +138,12 @@ def test_a_link_is_measured_from_the_memory_that_nodes_would_give_to_it(
 
 
 def test_a_gpu_is_current_before_ucx_is_opened_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"current {device}"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("context"))
-    monkeypatch.setattr(link, "open_transport", lambda name, *, on_gpu: said.append(f"{name} on GPU: {on_gpu}"))
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"current {device}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("context"))
+    monkeypatch.setattr(link, "open_transport", lambda name, *, on_gpu: calls.append(f"{name} on GPU: {on_gpu}"))
     link.open_as_a_node("cuda:1")
-    assert said == ["current cuda:1", "context", "ucx on GPU: True"]
-    said.clear()
+    assert calls == ["current cuda:1", "context", "ucx on GPU: True"]
+    calls.clear()
     link.open_as_a_node("cpu")
-    assert said == ["ucx on GPU: False"]
+    assert calls == ["ucx on GPU: False"]

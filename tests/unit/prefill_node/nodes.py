@@ -40,7 +40,7 @@ def prefill_settings(**values: object) -> PrefillSettings:
 
 
 def prefill_node(settings: PrefillSettings) -> Node:
-    """A node that nobody listens to yet."""
+    """A node whose events are not delivered yet."""
     return Node(settings, load(settings), role=common_pb2.ROLE_PREFILL, address="127.0.0.1:1")
 
 

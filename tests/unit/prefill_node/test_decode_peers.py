@@ -36,7 +36,7 @@ async def peers(
 
 
 def closed_address() -> str:
-    """Where nobody listens."""
+    """An address without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
@@ -90,7 +90,7 @@ async def test_a_link_under_the_floor_is_refused_and_the_decode_node_gets_the_re
         assert [mismatch.field for mismatch in state.mismatches] == ["link"]
 
 
-async def test_nobody_at_an_address() -> None:
+async def test_an_address_without_a_listener() -> None:
     async with decode_node() as decode, peers() as (known, events):
         ticket = await decode.ticket(1, 10)
         ticket.decode_address = closed_address()

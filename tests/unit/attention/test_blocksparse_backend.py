@@ -1,5 +1,5 @@
-"""BLOCKSPARSE_FLASH_ATTN: mixed batches, dense layers between, lengths that change under a captured step, and what it
-refuses."""
+"""BLOCKSPARSE_FLASH_ATTN: mixed batches, dense layers between, lengths that change under a captured step, and
+refusals."""
 
 from dataclasses import replace
 

@@ -90,7 +90,7 @@ def test_the_rate_is_limited_in_proportion_to_what_decoding_loses() -> None:
     assert receiving.limit_gigabytes_per_s(unharmed) == 2.0
 
 
-def test_messages_are_drawn_by_their_size_beside_every_rival(tmp_path: Path) -> None:
+def test_messages_are_drawn_by_their_size_next_to_every_rival(tmp_path: Path) -> None:
     rows = [
         Row("transport", f"{size} messages over sysv", 5.0, "GB/s", rival, 6.0)
         for size in ("256 KiB", "1 MiB", "64 MiB")

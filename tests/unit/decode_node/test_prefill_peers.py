@@ -1,4 +1,4 @@
-"""Pair streams with real transfers on both sides: who is accepted, what is passed on, what is left of a lost peer."""
+"""Pair streams with real transfers on both sides: accepted and refused peers, delivered messages, lost peers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ def built() -> Built:
 
 @dataclass
 class Peers:
-    """A decode node's peers, and what they have delivered."""
+    """A decode node's peers, and the events that they have delivered."""
 
     node: Node
     all: PrefillPeers = field(init=False)

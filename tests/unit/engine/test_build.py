@@ -94,7 +94,7 @@ def test_dummy_weights_need_no_checkpoint(llama: Llama, tmp_path: Path) -> None:
     assert built.identity.weights_digest == "dummy"
 
 
-def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
+def test_on_a_cpu_every_size_has_a_default(llama: Llama) -> None:
     built = build_runner(NodeSettings(model=llama[0], device="cpu"))
     assert built.cache.storage.nbytes <= 128 << 20
     assert (built.limits.max_batch_tokens, built.limits.max_batch_requests) == (256, 64)

@@ -1,4 +1,4 @@
-"""The table of nodes: what makes a node usable, unusable, and usable again."""
+"""The table of nodes: when a node is usable, unusable, and usable again."""
 
 from baton.types import LocalPolicy
 from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine

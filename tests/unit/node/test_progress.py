@@ -34,7 +34,7 @@ def test_a_log_gets_a_line_for_every_tenth_with_the_speed(caplog: pytest.LogCapt
     assert messages(caplog)[-1] == "weights: 1024 of 1024 MiB, 0.11 GB/s"
 
 
-def test_a_short_load_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_load_logs_no_line(caplog: pytest.LogCaptureFixture) -> None:
     console = Console(file=io.StringIO())
     with (
         caplog.at_level(logging.INFO, logger="node.progress"),

@@ -135,7 +135,7 @@ def test_a_gateway_stays_as_long_as_its_decode_nodes(rendered: Rendered) -> None
     assert gateway >= decode
 
 
-def test_only_stateless_pods_leave_before_their_successor_is_there(rendered: Rendered) -> None:
+def test_only_stateless_pods_end_before_their_successor_is_ready(rendered: Rendered) -> None:
     updates = {role: rendered.deployment(role)["spec"]["strategy"]["rollingUpdate"] for role in ROLES}
     surge_first = {"maxSurge": 1, "maxUnavailable": 0}
     in_place = {"maxSurge": 0, "maxUnavailable": 1}

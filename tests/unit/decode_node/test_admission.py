@@ -85,7 +85,7 @@ def test_requests_beyond_the_limit_are_refused_at_once(scene: Scene) -> None:
     assert error(scene.submit(4, queue_s=5.0)).message == "3 requests wait for room already"
 
 
-def test_freed_blocks_go_to_the_first_and_what_is_left_to_the_next(scene: Scene) -> None:
+def test_freed_blocks_go_to_the_first_and_the_rest_to_the_next(scene: Scene) -> None:
     scene.submit(2, queue_s=5.0)
     scene.submit(3, queue_s=5.0)
     assert reserves(scene.aborted(9)) == [1]

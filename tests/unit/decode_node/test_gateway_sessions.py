@@ -54,7 +54,7 @@ async def test_messages_are_delivered_in_order_between_open_and_close() -> None:
     ]
 
 
-async def test_a_session_that_ends_writes_first_what_is_queued() -> None:
+async def test_a_session_that_ends_writes_its_queued_messages_first() -> None:
     sessions, stream = Sessions(), SessionStream()
     task = await sessions.open(stream)
     sessions.all.send(1, released(1))

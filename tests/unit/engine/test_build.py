@@ -115,7 +115,7 @@ def test_on_a_cpu_every_size_has_a_default(llama: Llama) -> None:
         ({"num_blocks": 4, "attention_backend": "TORCH_MLA"}, "attention_backend", "TORCH_SDPA"),
     ],
 )
-def test_a_wrong_setting_is_named_with_what_is_allowed(
+def test_a_wrong_setting_is_named_with_the_allowed_values(
     llama: Llama, settings: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -248,7 +248,7 @@ def test_graphs_are_captured_for_as_long_as_memory_allows() -> None:
     assert affordable([400, 0, 0], 500) == 100
 
 
-def test_a_capture_does_not_pay_for_what_another_process_takes_meanwhile() -> None:
+def test_memory_taken_by_another_process_does_not_count_for_a_capture() -> None:
     mib, gib = 1 << 20, 1 << 30
     before = FreeMemory(60 * gib, 20 * gib)
     alone = taken_bytes(before, FreeMemory(before.free - 104 * mib, before.reserved + 100 * mib))

@@ -144,7 +144,7 @@ def test_a_prompt_is_prefilled_where_it_waits_least() -> None:
 # ---- the receipt waits for the prefill node's count
 
 
-def test_the_last_message_waits_for_the_count_of_what_was_sent() -> None:
+def test_the_last_message_waits_for_the_count_of_sent_bytes() -> None:
     served = prefilling()
     served.prefill(first_token())
     served.decode(decode_pb2.Admitted(), token(1, LENGTH))
@@ -529,7 +529,7 @@ def test_the_deadline_ends_the_request(phase: str) -> None:
     assert is_closed(served.commands)
 
 
-def test_the_deadlines_error_names_what_failed() -> None:
+def test_the_deadlines_error_names_earlier_failures() -> None:
     served = waiting()
     served.handle(TimePassed(), after_s=100.0)
     assert isinstance(served.error, DeadlineExceeded)

@@ -181,7 +181,7 @@ async def test_the_deadline_ends_a_request_whose_last_message_waits(running: Run
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["client reads", "client reads nothing"])
-async def test_a_drain_ends_what_does_not_finish_and_refuses_the_rest(running: Running, slow: bool) -> None:
+async def test_a_drain_ends_unfinished_requests_and_refuses_new_ones(running: Running, slow: bool) -> None:
     client = Client()
     if slow:
         client.reads.clear()

@@ -149,7 +149,7 @@ def test_the_library_multiplies_many_tokens(config: Fp8Config, tokens: int, padd
     assert float(error_TN.std(dim=1).max()) < 0.05 * float(exact_TN.std())
 
 
-def test_what_must_not_depend_on_the_batch_is_not_the_librarys(library: Library) -> None:
+def test_batch_invariant_products_do_not_use_the_library(library: Library) -> None:
     layer = layer_of(CHANNELS)
     layer.batch_invariant = True
     x_TK = torch.randn(66, 512, dtype=torch.bfloat16, device=DEVICE)

@@ -59,7 +59,7 @@ def test_a_terminal_gets_a_bar_and_the_log_nothing(caplog: pytest.LogCaptureFixt
     assert messages(caplog) == []
 
 
-def test_the_bar_is_there_only_while_something_is_read() -> None:
+def test_the_bar_is_shown_only_while_files_are_read() -> None:
     """Log lines before and after the load do not share its line."""
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=120, color_system=None)

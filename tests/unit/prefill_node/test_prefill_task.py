@@ -216,7 +216,7 @@ def test_a_first_token_that_is_also_the_last_has_the_reason() -> None:
     assert message.finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
-def test_the_sent_event_sums_up_what_was_sent() -> None:
+def test_the_sent_event_has_the_totals_of_the_call() -> None:
     node = machine()
     peer = PeerFacts(64, 7, transport="cuda_ipc", kv_converted="bfloat16 to fp8", max_context_tokens=None)
     first = send(play(node, called(1, ticket(token_start=2), peer=peer, layers_per_group=3), step(chunk(4)))).job

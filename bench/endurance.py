@@ -171,7 +171,7 @@ async def _until_nothing_held(*nodes: Process) -> None:
 
 
 def _held(status: node_pb2.NodeStatus) -> str:
-    """What the node holds although it has no requests; empty if nothing."""
+    """The counts of an idle node that are not zero, in words; empty if there are none."""
     counts = {
         "requests": status.requests_running + status.requests_waiting,
         "leased blocks": status.blocks_leased,

@@ -60,7 +60,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Abort:
-    """End the request in the engine, whatever its state; unknown ids too. Answered by `Aborted`."""
+    """End the request in the engine, in any state; unknown ids are allowed. Answered by `Aborted`."""
 
     engine_id: str
 

@@ -159,7 +159,7 @@ class DecodeDriver:
                     return Admitted(engine_id, self._engine.admit(engine_id, first))
                 case PrefillHere(output=output):
                     self._engine.prefill_here(engine_id, output)
-        except Exception as error:  # noqa: BLE001  the request gets an answer, whatever went wrong
+        except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             return EngineRefused(engine_id, _typed(error, f"request {engine_id}"))
         return None
 
@@ -171,7 +171,7 @@ class DecodeDriver:
         lease = command.grant.number
         try:
             opening = self._transfer.open_lease(command.grant)
-        except Exception as error:  # noqa: BLE001  the request gets an answer, whatever went wrong
+        except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             return LeaseFailed(lease, _typed(error, f"lease {lease}"))
         opening.add_done_callback(partial(self._opened, lease))
         return None
@@ -183,7 +183,7 @@ class DecodeDriver:
     async def _close_lease(self, lease: int) -> None:
         try:
             totals = await self._transfer.close_lease(lease)
-        except Exception as error:  # noqa: BLE001  the request gets an answer, whatever went wrong
+        except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             self.deliver(LeaseFailed(lease, _typed(error, f"lease {lease}")))
         else:
             self.deliver(LeaseClosed(totals))

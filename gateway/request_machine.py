@@ -174,8 +174,8 @@ class RequestMachine:
         self._must_check = True
         match message:
             case decode_pb2.Released():
-                # The request goes on if this comes first: the first token may also be the last one, and still be on
-                # its way from the prefill node.
+                # The request continues if this arrives first: the first token may also be the last one, and still be
+                # on its way from the prefill node.
                 attempt.ended_by_node = True
             case decode_pb2.Failed():
                 attempt.ended_by_node = True

@@ -33,7 +33,7 @@ class SendKV:
 
 @dataclass(frozen=True)
 class StopSending:
-    """End whatever is queued or in flight for a lease. Answered by `BecameQuiet` or `StopFailed`; a job under way is
+    """End all queued and running sends of a lease. Answered by `BecameQuiet` or `StopFailed`; a job under way is
     answered before that, or never."""
 
     call: int

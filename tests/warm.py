@@ -74,7 +74,7 @@ def launch_warm(
         folder: the working directory.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
-    # A daemon: one that a broken test leaves behind ends with the tests.
+    # A daemon, so that a process that a broken test does not end ends with the tests.
     process = fork_server().Process(
         target=_run,
         args=(program, list(arguments), environment, prepare, outputs, folder),

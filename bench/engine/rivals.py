@@ -39,7 +39,7 @@ def run(config_json: Path, points: Sequence[tuple[int, int]], progress: Callable
                 torch.cuda.synchronize()
                 start_s = time.perf_counter()
                 torch.compiler.cudagraph_mark_step_begin()
-                # Attention reads the whole static cache, however little of it is filled.
+                # Attention reads the whole static cache, even if little of it is filled.
                 position_ids = torch.full((batch, 1), context - 1 + step, device="cuda")
                 logits = compiled(token_ids, past_key_values=cache, position_ids=position_ids, use_cache=True).logits
                 token_ids = logits[:, -1].argmax(dim=-1, keepdim=True)

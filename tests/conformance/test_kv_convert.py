@@ -82,7 +82,7 @@ def conversion_to(cache: PagedKVCache, dtype: str) -> KVConversion:
         (WINDOWED, E4M3, ("HND", "NHD"), (4, 16)),
     ],
 )
-async def test_the_receiver_holds_what_it_would_have_stored(
+async def test_the_receiver_holds_the_bytes_that_it_would_have_stored(
     spec: KVCacheSpec, dtype: str, layouts: tuple[str, str], sizes: tuple[int, int], transport: str
 ) -> None:
     prefill = make_cache(spec, KVCacheLayout[layouts[0]], sizes[0])

@@ -298,7 +298,7 @@ async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_cl
         await result(pair.prefill.close())
 
 
-async def test_a_node_that_closes_lets_what_it_began_end_first() -> None:
+async def test_a_node_that_closes_waits_for_its_running_operations() -> None:
     async with holding("gather") as pair:
         pair.grant()
         sending = pair.send()

@@ -259,7 +259,7 @@ def test_a_request_in_figures(request_: Request, case: Case) -> None:
     assert case_of(request_, block_p=16, block_d=8) == case
 
 
-def test_jobs_are_what_the_other_node_lacks_of_each_chunk() -> None:
+def test_jobs_are_the_parts_of_each_chunk_that_the_other_node_lacks() -> None:
     assert Case(27, 0, 8, 17, "one").jobs == ((8, 27),)
     # P computes from token 8 on, or from 16 on, in steps of two fifths.
     assert Case(27, 0, 8, 17, "several").jobs == ((8, 15), (15, 22), (22, 27))

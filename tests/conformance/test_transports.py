@@ -200,7 +200,7 @@ def test_an_invalid_address_is_refused(link: Link, address: bytes) -> None:
         link.sender.connect(5, address)
 
 
-def test_it_reports_what_carries_the_bytes(link: Link, name: str) -> None:
+def test_it_reports_the_lanes_that_carry_the_bytes(link: Link, name: str) -> None:
     known = {"loopback": {"loopback"}, "ucx": {"cma", "sysv", "posix", "tcp"}}
     assert link.sender.carrier(2) in known[name]
 
@@ -228,7 +228,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert set(error.value.allowed) == set(NAMES)
 
 
-def test_messages_from_ever_new_memory_and_from_the_same_are_what_was_last_written_there(link: Link) -> None:
+def test_messages_from_new_and_from_reused_memory_have_the_last_written_bytes(link: Link) -> None:
     kept, into = message(100), torch.zeros(100, dtype=torch.uint8)
     for tag in range(150):
         sent = kept if tag % 2 else message(100, seed=tag)

@@ -88,9 +88,7 @@ def test_a_target_starts_its_process_as_a_numbered_user(stages: dict[str, Stage]
 
 
 @pytest.mark.parametrize("target", ["gateway", "prefill", "decode"])
-def test_a_target_without_a_gpu_has_no_compiler_and_installs_nothing_itself(
-    stages: dict[str, Stage], target: str
-) -> None:
+def test_a_target_without_a_gpu_has_no_compiler_and_installs_no_packages(stages: dict[str, Stage], target: str) -> None:
     runs = " ".join(text for keyword, text in instructions(stages, target) if keyword == "RUN")
     assert not COMPILERS.search(runs)
     assert not re.search(r"\b(pip|apt-get)\b", runs)
@@ -135,7 +133,7 @@ def test_dependencies_are_held_to_the_constraints(stages: dict[str, Stage]) -> N
         assert "--constraint constraints.txt" in text or "--no-deps --no-index" in text
 
 
-def test_the_gateway_runs_without_what_its_image_leaves_out(dockerfile: Path) -> None:
+def test_the_gateway_runs_without_the_packages_that_its_image_lacks(dockerfile: Path) -> None:
     (pattern,) = re.findall(r"grep -vE '(\^\(.*\)\\b)' node\.txt > gateway\.txt", dockerfile.read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     left_out = [re.split(r"[<>=~! -]", text)[0] for text in project["dependencies"] if re.match(pattern, text)]

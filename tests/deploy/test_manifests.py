@@ -98,7 +98,7 @@ def test_a_service_port_is_a_container_port_that_speaks_grpc(rendered: Rendered)
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_everything_of_a_role_selects_its_pods_and_no_others(rendered: Rendered, role: str) -> None:
+def test_all_objects_of_a_role_select_its_pods_and_no_others(rendered: Rendered, role: str) -> None:
     name = f"baton-{role}"
     deployment = rendered.deployment(role)["spec"]
     selectors = [
@@ -135,14 +135,14 @@ def test_a_gateway_stays_as_long_as_its_decode_nodes(rendered: Rendered) -> None
     assert gateway >= decode
 
 
-def test_only_stateless_pods_leave_before_their_successor_is_there(rendered: Rendered) -> None:
+def test_only_stateless_pods_end_before_their_successor_is_ready(rendered: Rendered) -> None:
     updates = {role: rendered.deployment(role)["spec"]["strategy"]["rollingUpdate"] for role in ROLES}
     surge_first = {"maxSurge": 1, "maxUnavailable": 0}
     in_place = {"maxSurge": 0, "maxUnavailable": 1}
     assert updates == {"gateway": surge_first, "decode": surge_first, "prefill": in_place}
 
 
-def test_pods_run_with_the_least_that_the_restricted_profile_asks(rendered: Rendered) -> None:
+def test_pods_meet_the_restricted_profile(rendered: Rendered) -> None:
     (namespace,) = rendered.of_kind("Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for role, pod in rendered.pods():
@@ -208,7 +208,7 @@ def test_a_node_is_reached_by_gateways_and_peers_alone(rendered: Rendered) -> No
     assert allowed_into(rendered, "gateway") == {("*", 7000, 7000)}
 
 
-def test_who_may_be_reached_may_be_called(rendered: Rendered) -> None:
+def test_a_role_that_may_be_reached_may_be_called(rendered: Rendered) -> None:
     for role in NODE_ROLES:
         for source, first, last in allowed_into(rendered, role):
             assert (role, first, last) in allowed_out_of(rendered, source)
@@ -222,7 +222,7 @@ def test_ucx_listens_where_the_policy_lets_peers_in(rendered: Rendered, role: st
 
 
 def allowed_into(rendered: Rendered, role: str) -> set[tuple[str, int, int]]:
-    """Who may connect to the role's ports: (role or *, first port, last port)."""
+    """The roles that may connect to the role's ports: (role or *, first port, last port)."""
     policy = rendered.find("NetworkPolicy", f"baton-{role}")["spec"]
     assert "Ingress" in policy["policyTypes"]
     return _edges(policy["ingress"], "from")

@@ -1,4 +1,4 @@
-"""What each overlay is for, and how it differs from the base."""
+"""The purpose of each overlay, and its differences from the base."""
 
 from baton.config import NodeSettings
 from tests.deploy.manifests import NODE_ROLES, ROLES, SETTINGS, Rendered
@@ -15,7 +15,7 @@ def test_the_base_has_no_single_point_of_failure(base: Rendered) -> None:
     assert {item["spec"]["maxUnavailable"] for item in base.of_kind("PodDisruptionBudget")} == {1}
 
 
-def test_the_cpu_demo_asks_for_little(cpu_demo: Rendered) -> None:
+def test_the_cpu_demo_requests_few_resources(cpu_demo: Rendered) -> None:
     millicores = 0
     for role in ROLES:
         request = cpu_demo.container(role)["resources"]["requests"]["cpu"]
@@ -57,7 +57,7 @@ def test_nvidia_serves_one_model_from_a_volume_in_every_pod(nvidia: Rendered) ->
     assert len({nvidia.settings(role)["model"] for role in ROLES}) == 1
 
 
-def test_nvidia_leaves_sizes_to_what_a_node_finds_and_has_time_to_load(base: Rendered, nvidia: Rendered) -> None:
+def test_nvidia_nodes_find_their_sizes_themselves_and_have_time_to_load(base: Rendered, nvidia: Rendered) -> None:
     for role in NODE_ROLES:
         sizes = {"kv_cache_mib", "num_blocks", "max_batch_tokens", "max_batch_requests", "segment_mib"}
         assert not sizes & nvidia.settings(role).keys()
@@ -66,7 +66,7 @@ def test_nvidia_leaves_sizes_to_what_a_node_finds_and_has_time_to_load(base: Ren
         assert probe["grpc"] == usual["grpc"]
 
 
-def test_rdma_adds_an_adapter_and_the_ucx_that_knows_it(nvidia: Rendered, rdma: Rendered) -> None:
+def test_rdma_adds_an_adapter_and_a_ucx_that_supports_it(nvidia: Rendered, rdma: Rendered) -> None:
     for role in NODE_ROLES:
         before, after = (rendered.container(role) for rendered in (nvidia, rdma))
         assert after["resources"]["limits"] == before["resources"]["limits"] | {"rdma/hca": 1}

@@ -104,7 +104,7 @@ def test_messages_that_warm_a_link_up_are_those_of_the_cpu(value: int | None) ->
     gpu.close()
 
 
-def test_requests_keep_their_block_ids_however_many_there_are_and_whatever_the_other_stream_does() -> None:
+def test_many_requests_keep_their_block_ids_while_the_other_stream_works() -> None:
     _, mover = movers(LLAMA)
     torch.cuda._sleep(1_000_000_000)  # on the incoming stream, this thread's
     tables = [mover.place(range(first, first + 6), incoming=False) for first in range(20)]

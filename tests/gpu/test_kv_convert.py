@@ -71,7 +71,7 @@ def stored(cache: PagedKVCache, converter: Converter) -> PagedKVCache:
         (DEEPSEEK, KVCacheLayout.BLNC),
     ],
 )
-def test_a_payload_is_what_the_other_cache_would_hold(
+def test_a_payload_equals_the_other_caches_bytes(
     spec: KVCacheSpec, layout: KVCacheLayout, wanted: str, through_host: bool
 ) -> None:
     if spec.dtype == wanted:

@@ -45,7 +45,7 @@ def shown(gateway: Process, *flags: str) -> str:
     return finished.stdout
 
 
-async def test_both_sides_and_the_status_show_what_was_measured(start: Machines) -> None:
+async def test_both_sides_and_the_status_show_the_measurement(start: Machines) -> None:
     prefill, decode = start.nodes(("prefill", MODEL), ("decode", MODEL))
     gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     for node in (prefill, decode):

@@ -49,7 +49,7 @@ def test_a_cache_that_does_not_fit_is_one_line_however_many_ranks_lack_memory(ra
 
 
 @pytest.mark.slow
-def test_a_rank_that_alone_lacks_memory_says_so_and_its_node_ends(start: Machines) -> None:
+def test_a_rank_that_alone_lacks_memory_reports_it_and_its_node_ends(start: Machines) -> None:
     """Its address space is limited to what such a rank needs with a small cache."""
     flags = {**MODEL, "tensor_parallel_size": 2}
     (fits,) = start.nodes(("decode", flags))

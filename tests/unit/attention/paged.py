@@ -22,7 +22,7 @@ ORDERS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a layer asks for."""
+    """The features that a layer asks for."""
 
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
@@ -53,7 +53,7 @@ class Decodes:
 
 
 def attend_one(q_HD: Tensor, k_SKD: Tensor, v_SKD: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Of a request's last token."""
+    """The result of a request's last token."""
     seq_len, num_heads = k_SKD.shape[0], q_HD.shape[0]
     if not seq_len:
         return torch.zeros(q_HD.shape, dtype=torch.float64), torch.full((num_heads,), -torch.inf, dtype=torch.float64)
@@ -86,8 +86,8 @@ def decodes(
     v_scale: float = 1.0,
     asked: Asked | None = None,
 ) -> Decodes:
-    """Whatever no request may read is NaN, what lies before the first key that `asked` lets it see too; what no
-    block table may be read for is a block far outside of the cache."""
+    """Slots that no request may read are NaN, also those before the first key that `asked` lets it see. Unused entries
+    of block tables are blocks far outside of the cache."""
     torch.manual_seed(0)
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(counts) + 3

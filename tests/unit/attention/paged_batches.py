@@ -139,6 +139,6 @@ def triton_backend(setting: Setting, *, dtype: str = "float32", num_sms: int = 4
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Of norms; NaN counts as infinite."""
+    """Relative error of norms; NaN counts as infinite."""
     error = torch.linalg.vector_norm(out.double() - expected) / torch.linalg.vector_norm(expected)
     return float(error.nan_to_num(nan=torch.inf))

@@ -65,7 +65,7 @@ class RaggedBatch:
         return torch.cat([*self.q, padding]).to(DEVICE)
 
     def check(self, features: Features) -> None:
-        """The outputs are what the features say, and what lies past the batch is as it was."""
+        """Checks that the outputs equal the definition, and that memory past the batch is unchanged."""
         tolerance = TOLERANCE[self.out_THV.dtype]
         for request, (start, stop) in enumerate(pairwise(self.query_start_loc.tolist())):
             expected_THV, expected_HT = attend_plainly(self.q[request], self.k[request], self.v[request], features)

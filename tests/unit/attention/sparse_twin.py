@@ -1,4 +1,4 @@
-"""Block-sparse attention over a paged cache in plain torch, float64: what its kernels are compared with.
+"""Block-sparse attention over a paged cache in plain torch, float64: the reference for its kernels.
 
 Legend: T tokens, H query heads, S keys, D channels, R requests.
 """

@@ -43,7 +43,7 @@ def test_blocks_are_listed_request_after_request_and_no_more(columns: int) -> No
     assert (out[int(starts[-1]) :] == -1).all()
 
 
-def test_lists_say_how_full_each_last_block_is() -> None:
+def test_lists_have_the_number_of_tokens_in_each_last_block() -> None:
     lists = BlockLister(NEEDS).list(batch([1, 1, 9, 16], [31, 4, 24, 0]))
     assert lists.start_loc.tolist() == [0, 2, 3, 6, 7]
     assert lists.block_ids[:7].tolist() == [7, 3, 5, 2, 9, 4, 8]
@@ -81,7 +81,7 @@ def test_lists_of_later_batches_lie_in_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize(("max_num_reqs", "max_model_len"), [(2, 100), (4, 16)])
-def test_a_batch_beyond_what_was_asked_for_is_refused(max_num_reqs: int, max_model_len: int) -> None:
+def test_a_batch_beyond_the_planned_size_is_refused(max_num_reqs: int, max_model_len: int) -> None:
     lister = BlockLister(replace(NEEDS, max_num_reqs=max_num_reqs, max_model_len=max_model_len))
     with pytest.raises(InternalError, match="a batch of 3 requests and 6 blocks"):
         lister.list(batch([1, 1, 9], [31, 4, 24]))

@@ -1,4 +1,4 @@
-"""The block-sparse pattern: against its definition in loops, over tensor-parallel ranks, and what it refuses."""
+"""The block-sparse pattern: against its definition in loops, over tensor-parallel ranks, and its refusals."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,5 +1,5 @@
-"""BLOCKSPARSE_FLASH_ATTN: mixed batches, dense layers between, lengths that change under a captured step, and what it
-refuses."""
+"""BLOCKSPARSE_FLASH_ATTN: mixed batches, dense layers between, lengths that change under a captured step, and
+refusals."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_a_batch_that_is_not_causal_is_refused() -> None:
         backend().builder.build(0, case.common)
 
 
-def test_prompts_over_an_fp8_cache_see_what_it_keeps() -> None:
+def test_prompts_over_an_fp8_cache_read_the_rounded_numbers() -> None:
     case = make_case(query_lens=[1, 70], context_lens=[20, 0], kv_dtype="float8_e4m3fn")
     scales = KVScales(k_scale=0.5, v_scale=2.0).to(DEVICE)
     reference = expected(case, scale=SCALE, params=LARGE_BLOCKS, k_scale=0.5, v_scale=2.0)

@@ -1,4 +1,4 @@
-"""The decode kernels: attention by its definition whatever the split, the layout or the features; padding is inert."""
+"""The decode kernels equal attention by its definition for any split, layout and features; padding has no effect."""
 
 from itertools import pairwise
 
@@ -114,12 +114,12 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3, 20])
-def test_any_number_of_workers_comes_to_the_same(num_workers: int) -> None:
+def test_any_number_of_workers_gives_the_same_result(num_workers: int) -> None:
     check(decodes(RAGGED), num_workers=num_workers)
 
 
 @pytest.mark.parametrize("split_keys", [16, 32])
-def test_splits_of_a_fixed_size_come_to_the_same(split_keys: int) -> None:
+def test_splits_of_a_fixed_size_give_the_same_result(split_keys: int) -> None:
     check(decodes(RAGGED), split_keys=split_keys)
 
 

@@ -27,7 +27,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def check(x_HTI: Tensor, weight_HIO: Tensor, out_HTO: Tensor) -> None:
     expected_HTO = x_HTI.double() @ weight_HIO.double()
-    # One rounding of what float32 sums: half of the dtype's last bit.
+    # One rounding of a float32 sum: half of the dtype's last bit.
     rounding = 2**-8 if out_HTO.dtype is torch.bfloat16 else 2**-11
     torch.testing.assert_close(out_HTO.double(), expected_HTO, rtol=rounding, atol=1e-4)
 
@@ -51,7 +51,7 @@ def test_queries_go_to_the_latent_space(num_tokens: int, sizes: tuple[int, int, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 9, 17, 32])
-def test_what_was_attended_becomes_values(num_tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_attended_latents_become_values(num_tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     query, value, latent = sizes
     attended_THL = random(num_tokens, HEADS, latent, dtype=dtype)
     weight_HXL = random(HEADS, query + value, latent, dtype=dtype, seed=1)
@@ -100,7 +100,7 @@ def test_few_heads_keep_multiprocessors_busy_and_many_get_tiles_that_fit() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_as_a_layers_product_it_leaves_to_torch_what_it_cannot_do(
+def test_as_a_layers_product_it_leaves_unsupported_products_to_torch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

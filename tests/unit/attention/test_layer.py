@@ -1,5 +1,5 @@
-"""One attention layer against attention by its definition in float64: whose keys it reads, what it writes, in which
-numbers, and what it refuses.
+"""One attention layer against attention by its definition in float64: the keys that it reads, the cache that it
+writes, their dtypes, and refusals.
 
 Legend: T queries, S keys, H query heads, K kv heads, D head size.
 """
@@ -33,7 +33,7 @@ BACKEND = TorchSDPA(NEEDS, Platform("cpu"), context_workspace_tokens=0)
 
 
 class Recorder(TorchSDPA):
-    """Keeps the query that the layer hands over."""
+    """Keeps the query that the layer passes on."""
 
     q_THD: Tensor
 
@@ -309,7 +309,7 @@ PATTERN = BlocksparseParams(max_seqlen=64, num_heads=2, num_kv_heads=2, block_si
          "TORCH_MLA reads caches of kind mla"),
     ],
 )  # fmt: skip
-def test_a_layer_that_cannot_be_is_refused(changes: dict[str, Any], named: str) -> None:
+def test_an_impossible_layer_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         make_layer(**changes)
 
@@ -348,7 +348,7 @@ def test_keys_must_come_with_values_and_only_an_encoders_in_the_cache_need_not_c
             layer(q, key, None, cache, metadata)
 
 
-def test_a_layers_repr_says_what_differs_from_plain_attention() -> None:
+def test_a_layers_repr_has_its_differences_from_plain_attention() -> None:
     shown = repr(make_layer(sliding_window=4))
     assert "sliding_window=4, backend=TORCH_SDPA" in shown
 

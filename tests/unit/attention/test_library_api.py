@@ -1,4 +1,4 @@
-"""What docs/attention.md calls library API exists, and no node uses it."""
+"""The names that docs/attention.md calls library API exist, and no node uses them."""
 
 import re
 from pathlib import Path

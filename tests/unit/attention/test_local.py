@@ -109,7 +109,7 @@ def test_the_batch_of_virtual_requests_writes_where_the_batch_does() -> None:
 
 
 def test_padding_has_no_virtual_requests() -> None:
-    """As a captured graph has it: a row of the queries, and sequence length 0."""
+    """As in a captured graph: a row of the queries, and sequence length 0."""
     query_lens, starts, seq_lens, tables = make_local_attention_virtual_batches(
         4, np.array([0, 1, 2, 3], np.int32), np.array([6, 0, 0], np.int32), torch.tensor([[7, 8], [0, 0], [0, 0]]), 4
     )

@@ -36,7 +36,7 @@ def test_any_cut_of_the_keys_merges_to_the_whole(merge_attn_states: Merge, cut: 
 
 
 @by_either
-def test_a_side_without_keys_does_not_count_whatever_it_holds(merge_attn_states: Merge) -> None:
+def test_a_side_without_keys_does_not_count(merge_attn_states: Merge) -> None:
     output, its_lse = torch.randn(2, 3, 4, device=DEVICE), torch.randn(3, 2, device=DEVICE)
     nothing, no_keys = torch.full_like(output, torch.nan), torch.full_like(its_lse, -torch.inf)
     out, merged_lse = torch.empty_like(output), torch.empty_like(its_lse)

@@ -1,4 +1,4 @@
-"""The merging kernel reads and writes any float types and strides, and only what counts."""
+"""The merging kernel reads and writes any float types and strides, and only the rows of the batch."""
 
 import pytest
 import torch

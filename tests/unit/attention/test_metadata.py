@@ -1,4 +1,4 @@
-"""A batch's metadata against the same things worked out one token at a time."""
+"""A batch's metadata against metadata computed one token at a time."""
 
 from typing import Any
 
@@ -162,7 +162,7 @@ def test_reordering_brings_decodes_to_the_front_by_the_fewest_swaps(query_lens: 
     ],
     ids=["context too long", "prompt too long", "nothing new", "negative", "uneven", "empty"],
 )
-def test_a_batch_that_cannot_be_is_refused(
+def test_an_impossible_batch_is_refused(
     query_lens: list[int], context_lens: list[int], block_tables: list[list[int]]
 ) -> None:
     with pytest.raises(InternalError):

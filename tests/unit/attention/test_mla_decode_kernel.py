@@ -1,4 +1,4 @@
-"""Latent decodes are attention by its definition, however they are split, in a poisoned cache."""
+"""Latent decodes equal attention by its definition for any split, in a poisoned cache."""
 
 from dataclasses import dataclass
 

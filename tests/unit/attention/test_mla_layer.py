@@ -1,6 +1,6 @@
-"""What the latent layer does around its backends: memory that the caller owns, padding, caches in 8 bits, wide values.
+"""The latent layer's own work: memory that the caller owns, padding, caches in 8 bits, wide values.
 
-That its numbers are right in every backend, layout and dtype is in `tests.conformance.attention`.
+`tests.conformance.attention` tests its results in every backend, layout and dtype.
 """
 
 import pytest
@@ -120,7 +120,7 @@ class Step:
             block_size=BLOCK_SIZE,
             device=device,
         )[0]
-        # What the cache can hold exactly, so that its rounding does not count as an error of the layer.
+        # Numbers that the cache holds exactly, so that its rounding is no error of the layer.
         scale = torch.tensor(0.0625) if scales is None else scales.k_scale.cpu()
         self.latents = [
             dequantize(quantize(torch.randn(sum(size), CHANNELS), scale, TORCH_DTYPES[needs.cache_dtype]), scale, kind)

@@ -1,4 +1,4 @@
-"""What layers ask for, and what some backends need all layers to ask alike."""
+"""The parameters of layers, and those that some backends need to be equal in all layers."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_a_windows_left_is_one_token_less_and_minus_one_without_a_window() -> No
     }
 
 
-def test_what_all_layers_share_is_the_models() -> None:
+def test_parameters_that_all_layers_share_are_the_models() -> None:
     layers = {f"layers.{index}": AttentionParameters(scale=0.5, sliding_window=7) for index in range(3)}
     shared = infer_global_hyperparameters(get_per_layer_parameters(layers))
     assert shared == PerLayerParameters(window_left=6, logits_soft_cap=None, sm_scale=0.5)
@@ -52,8 +52,8 @@ def test_layers_that_disagree_are_named(other: AttentionParameters) -> None:
     assert "per layer" in refusal.value.cure
 
 
-def test_what_backends_read_per_layer_may_differ() -> None:
-    """Chunks are no reason to refuse a model: they are no part of what is compared."""
+def test_parameters_that_backends_read_per_layer_may_differ() -> None:
+    """Chunks are no reason to refuse a model: they are not compared."""
     layers = {"layers.0": LAYER, "layers.1": AttentionParameters(scale=0.125, attention_chunk_size=64)}
     assert infer_global_hyperparameters(get_per_layer_parameters(layers)).sm_scale == 0.125
 

@@ -1,4 +1,4 @@
-"""What a node finds out about its machine."""
+"""The facts that a node detects about its machine."""
 
 import importlib.util
 import sys
@@ -30,7 +30,7 @@ def test_the_interpreter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_what_it_is() -> None:
+def test_a_gpu_reports_its_name_and_capability() -> None:
     platform = probe_platform(DEVICE)
     assert platform.device_type == "cuda"
     assert platform.compute_capability == torch.cuda.get_device_capability()

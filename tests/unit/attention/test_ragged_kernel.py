@@ -1,4 +1,4 @@
-"""Attention over keys that lie side by side equals attention by its definition, whatever the lengths and features."""
+"""Attention over adjacent keys equals attention by its definition for any lengths and features."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def part(batch: RaggedBatch, requests: slice, tokens: slice) -> RaggedBatch:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_every_feature_does_what_it_is_defined_to(name: str) -> None:
+def test_every_feature_equals_its_definition(name: str) -> None:
     batch = ragged_batch(QUERIES, KEYS)
     attend(batch, FEATURES[name])
     batch.check(FEATURES[name])
@@ -109,8 +109,8 @@ def test_without_log_sum_exp() -> None:
     assert batch.out_THV[:20].isfinite().all()
 
 
-def test_padded_requests_are_nobody() -> None:
-    """As in a CUDA graph that was captured for more requests and tokens than there are."""
+def test_padded_requests_have_no_effect() -> None:
+    """As in a CUDA graph that was captured for more requests and tokens than the batch has."""
     batch = ragged_batch([4, 9], [4, 30])
     ragged_attention(
         batch.queries,
@@ -149,7 +149,7 @@ def test_requests_after_others_leave_those_alone() -> None:
 
 @pytest.mark.parametrize("name", ["none", "not causal"])
 def test_nan_reaches_no_other_request(name: str) -> None:
-    """Neither of the next request's rows, nor of padding after the last one's."""
+    """Neither NaN in the next request's rows, nor NaN in the padding after the last one's."""
     batch = ragged_batch([20, 40, 5], [20, 60, 30], head_size=64, dtype=torch.float16)
     k_SKD, v_SKV = (torch.cat([*rows, rows[0][:9]]).to(DEVICE) for rows in (batch.k, batch.v))
     for rows in (k_SKD, v_SKV):

@@ -27,7 +27,7 @@ NUM_BLOCKS, HEADS, KV_HEADS = 7, 5, 3
 LATENT, ROTARY, NOPE = 12, 6, 4
 CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
 K_SCALE, V_SCALE = torch.tensor(0.3), torch.tensor(0.007)
-# What two orders of summing, or a multiplication fused with an addition, may change: an ulp.
+# Another order of summing, or a multiplication fused with an addition, may change a result by an ulp.
 TOLERANCE = {torch.float32: (2e-6, 1e-6), torch.bfloat16: (2**-7, 2**-9)}
 by_interleaved = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -74,7 +74,7 @@ def assert_near(ours: Tensor, expected: Tensor) -> None:
 
 
 def assert_same(stored: PagedKVCache, expected: PagedKVCache) -> None:
-    """Which of its NaN a format holds is left to the hardware."""
+    """The hardware chooses which NaN is stored."""
     torch.testing.assert_close(stored.view.cpu().float(), expected.view.float(), rtol=0, atol=0, equal_nan=True)
 
 

@@ -66,7 +66,7 @@ def needs_of(kind: KVKind, kv_dtype: str) -> AttentionNeeds:
 
 
 def gqa_backend(kv_dtype: str = "") -> AttentionBackend:
-    """Its attention is tested elsewhere: any that is fast here."""
+    """The fastest backend on this machine: other tests cover its attention."""
     backend = TritonAttention if DEVICE == "cuda" else TorchSDPA
     return backend(needs_of(KVKind.GQA, kv_dtype), probe_platform(DEVICE), context_workspace_tokens=0)
 
@@ -77,7 +77,7 @@ def mla_backend(kv_dtype: str) -> MLABackend:
 
 
 def new_cache(needs: AttentionNeeds) -> PagedKVCache:
-    """Poisoned, so that what is read before it is written shows."""
+    """A poisoned cache, so that a read of an unwritten slot shows."""
     spec = KVCacheSpec(needs.kind, 2, needs.num_kv_heads, needs.head_size, needs.cache_dtype)
     cache = PagedKVCache(spec, KVCacheShape(needs.layout, BLOCK, NUM_BLOCKS), DEVICE)
     cache.memory.fill_(0xFF)

@@ -103,7 +103,7 @@ def test_only_one_backend_serves_block_sparsity() -> None:
     assert chosen(on_gpu(LLAMA, AttentionFeature.BLOCK_SPARSE), H200) == "BLOCKSPARSE_FLASH_ATTN"
 
 
-def test_layers_with_different_windows_keep_out_what_plans_all_layers_alike() -> None:
+def test_layers_with_different_windows_exclude_backends_with_one_plan_for_all_layers() -> None:
     needs = on_gpu(LLAMA, AttentionFeature.SLIDING_WINDOW, layers=windows(512, None))
     assert verdicts(needs, H200)["TRITON_ATTN"] == "chosen"
     assert "layers disagree" in verdicts(needs, H200)["FLASHINFER"]

@@ -55,7 +55,7 @@ def test_a_batch_with_prefills_runs_outside_of_graphs_and_decodes_come_first() -
     assert swaps == [(0, 1)]
 
 
-def test_the_workspace_holds_latents_in_the_models_dtype_whatever_the_caches() -> None:
+def test_the_workspace_holds_latents_in_the_models_dtype_for_any_cache_dtype() -> None:
     for kv_dtype in ("", "float8_e4m3fn"):
         workspace = backend(kv_dtype=kv_dtype).workspace
         assert workspace.shape == (8, 48)

@@ -1,5 +1,5 @@
-"""Attention over the paged cache equals attention by its definition, whatever the mix, the layout and the features; no
-memory that was never written is looked at."""
+"""Attention over the paged cache equals attention by its definition for any mix, layout and features; memory that was
+never written is not read."""
 
 import math
 
@@ -19,7 +19,7 @@ QUERIES, SEQ_LENS = [1, 5, 16, 0, 40], [33, 9, 16, 0, 105]
 
 
 def paged(batch: RaggedBatch, *, block_size: int, order: str, features: Features) -> tuple[Tensor, Tensor]:
-    """The cache and its block table; all that no query sees is NaN, and a look-up past a request's blocks fails."""
+    """The cache and its block table. Slots that no query sees are NaN, and a look-up past a request's blocks fails."""
     counts = [-(-len(keys) // block_size) for keys in batch.k]
     axes = ORDERS[order]
     sizes = (2, sum(counts) + 2, block_size, *batch.k[0].shape[1:])
@@ -83,7 +83,7 @@ def attend_cache(
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_every_feature_does_what_it_is_defined_to(name: str) -> None:
+def test_every_feature_equals_its_definition(name: str) -> None:
     batch = ragged_batch(QUERIES, SEQ_LENS)
     attend(batch, FEATURES[name])
     batch.check(FEATURES[name])

@@ -86,7 +86,7 @@ def test_a_wrong_flag_is_one_line_that_names_it(
 @pytest.mark.parametrize(
     "arguments", [["generate", "x"], ["generate", "--json", "x"], ["status"], ["status", "--json"]]
 )
-def test_a_gateway_that_is_not_there_is_one_line(
+def test_an_unreachable_gateway_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unused_address: str, arguments: list[str]
 ) -> None:
     assert run(monkeypatch, arguments[0], "--target", unused_address, *arguments[1:]) == 1

@@ -1,4 +1,4 @@
-"""Failures on the client's side are typed errors that say what to do."""
+"""Failures on the client's side are typed errors with a cure."""
 
 import math
 from collections.abc import AsyncIterator

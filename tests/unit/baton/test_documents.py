@@ -16,5 +16,5 @@ def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> Non
 
 
 @pytest.mark.parametrize("name", [ours for _, ours in attention.NAMES])
-def test_what_its_table_of_names_names_exists(name: str) -> None:
+def test_every_name_in_its_table_of_names_exists(name: str) -> None:
     assert resolve_name(name) is not None

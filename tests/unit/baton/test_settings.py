@@ -26,7 +26,7 @@ def test_a_prefill_node_accepts_no_other_dtype() -> None:
     assert read_settings(PrefillSettings, "prefill_node", []).converted_kv_dtypes == ()
 
 
-def test_what_cannot_be_converted_is_refused_with_what_can(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dtype_that_cannot_be_converted_is_refused_with_those_that_can(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         read_settings(DecodeSettings, "decode_node", ["--kv-convert-from", "bfloat16,float8_e4m3fn"])
     assert ended.value.code == 2
@@ -36,7 +36,7 @@ def test_what_cannot_be_converted_is_refused_with_what_can(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("value", ["inf", "1e8"])
-def test_a_time_between_pings_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_time_between_pings_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         read_settings(DecodeSettings, "decode_node", ["--keepalive-s", value])
     assert ended.value.code == 2

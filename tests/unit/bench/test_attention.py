@@ -18,7 +18,7 @@ READS = Work("decode", "B 1", num_bytes=3e8, num_flops=1e9)
 COMPUTES = Work("prefill", "1 x 8", num_bytes=1e6, num_flops=5e10)
 
 
-def test_without_a_gpu_it_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_reports_that_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     messages: list[str] = []
     assert list(run(messages.append)) == []
@@ -49,7 +49,7 @@ def test_goals_are_higher_where_the_batch_is_large() -> None:
     assert mla.goals_of(128, Lengths(64, 1, 4095)) == (Goal("FLASHINFER_MLA", 0.65),)
 
 
-def test_rows_stand_beside_each_rival_and_the_machine() -> None:
+def test_rows_are_compared_with_each_rival_and_the_machine() -> None:
     rows = rows_of(READS, US_OF, "OURS", [Goal("RIVAL", 0.95)], MACHINE)
     assert [(row.rival, row.share, row.reached) for row in rows[:2]] == [("RIVAL", 0.9, False), ("SLOW", 2.0, None)]
     assert (rows[2].rival, rows[2].measured, rows[2].share) == ("a copy", 3000.0, 0.75)
@@ -58,7 +58,7 @@ def test_rows_stand_beside_each_rival_and_the_machine() -> None:
     assert rows_of(READS, {"RIVAL": 1.0}, "OURS", [], MACHINE) == []
 
 
-def test_the_default_stands_beside_the_best() -> None:
+def test_the_default_is_compared_with_the_best() -> None:
     row = default_row(READS, US_OF, "OURS", 0.97)
     assert (row.rival, row.share, row.reached) == ("the best, RIVAL", 0.9, False)
     assert default_row(READS, US_OF, "RIVAL", 0.97).reached

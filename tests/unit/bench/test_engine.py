@@ -41,7 +41,7 @@ def test_a_decode_step_reads_weights_once_and_each_requests_kv() -> None:
     assert work.flops == 2 * 4 * 7_500 + 4 * 1000 * 32 * 4 * 32 * 128
 
 
-def test_a_window_bounds_what_is_read() -> None:
+def test_a_window_bounds_the_tokens_read() -> None:
     mistral = read_config(CONFIGS / "mistral-7b")
     weights = Weights(0, 0, 0, 0)
     assert decode_work(mistral, weights, KV, requests=1, context=9000) == decode_work(

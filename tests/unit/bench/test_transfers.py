@@ -83,14 +83,14 @@ def test_decoding_may_lose_the_share_of_bandwidth_that_receiving_takes() -> None
     assert rows["slow-down, receiving, limited"].reached is False
 
 
-def test_the_rate_is_limited_in_proportion_to_what_decoding_loses() -> None:
+def test_the_rate_is_limited_in_proportion_to_the_slow_down_of_decoding() -> None:
     free = receiving.Stretches([10.0], [12.0], [2.0])
     assert receiving.limit_gigabytes_per_s(free) == pytest.approx(2.0 * 0.35 * 0.05 / 0.2)
     unharmed = receiving.Stretches([10.0], [10.0], [2.0])
     assert receiving.limit_gigabytes_per_s(unharmed) == 2.0
 
 
-def test_messages_are_drawn_by_their_size_beside_every_rival(tmp_path: Path) -> None:
+def test_messages_are_drawn_by_their_size_next_to_every_rival(tmp_path: Path) -> None:
     rows = [
         Row("transport", f"{size} messages over sysv", 5.0, "GB/s", rival, 6.0)
         for size in ("256 KiB", "1 MiB", "64 MiB")

@@ -1,4 +1,4 @@
-"""A small engine, a lease table and gateways around a decode node's machine, which check every command they get."""
+"""A small engine, a lease table and gateways around a decode node's machine. They check every command."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -38,11 +38,11 @@ BLOCK_SIZE = 16
 
 @dataclass
 class Request:
-    """What the environment knows of one request.
+    """The environment's record of one request.
 
     Attributes:
-        deadline_s: when its budget ends; None: it has none.
-        over: a reason to end it is known: it failed, finished or was cancelled.
+        deadline_s: end of its budget; None: it has none.
+        over: the request has failed, finished or been cancelled.
     """
 
     deadline_s: float | None = None
@@ -63,9 +63,9 @@ class Environment:
 
     Attributes:
         held: the blocks of each request that the engine knows.
-        aborting: requests that the engine is to end.
+        aborting: requests whose abort the engine has not answered.
         finish_first: the next admitted request ends with its first token.
-        refuse_next: the engine refuses what it is asked next.
+        refuse_next: the engine refuses its next command.
     """
 
     def __init__(self, machine: DecodeMachine, *, num_blocks: int) -> None:
@@ -98,7 +98,7 @@ class Environment:
                 assert self.machine.deadline_s is not None
                 assert self.machine.deadline_s <= request.deadline_s
 
-    # ---- what the machine wants
+    # ---- commands of the machine
 
     def _execute(self, command: Command) -> Event | None:
         match command:
@@ -209,7 +209,7 @@ class Environment:
             request.over = True
         request.sent.append(kind)
 
-    # ---- what happens
+    # ---- events
 
     def finish(self, engine_id: str) -> None:
         """The engine ends a request by itself and frees its blocks."""

@@ -33,7 +33,7 @@ SESSION = 1
 
 
 class Scene:
-    """One machine and the present time. `on` hands it an event; the other methods are events with short names."""
+    """One machine and the present time. `on` delivers an event; the other methods are events with short names."""
 
     def __init__(self, *, waiting_max: int = 8, local_prefill_tokens: int = 32) -> None:
         rules = DecodeRules(
@@ -132,12 +132,12 @@ class Scene:
     # ---- time
 
     def after(self, seconds: float) -> list[Command]:
-        """Time passes; the timer fires where it is due."""
+        """Time passes; the timer fires if it is due."""
         self.now_s += seconds
         deadline_s = self.machine.deadline_s
         return self.on(TimePassed()) if deadline_s is not None and deadline_s <= self.now_s else []
 
-    # ---- a request's way up to a state
+    # ---- requests in a given state
 
     def opening(self, key: int, *, budget_s: float | None = None) -> int:
         assert names(self.submit(key, budget_s=budget_s)) == ["Reserve"]

@@ -1,4 +1,4 @@
-"""A bidirectional stream without gRPC: what one side of a test reads and writes."""
+"""A bidirectional stream without gRPC, of which a test reads and writes one side."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -39,10 +39,10 @@ class Stream(Generic[Request, Response]):
             return await self._responses.get()
 
     def received(self) -> list[Response]:
-        """Everything that was written and not yet received."""
+        """All messages that were written and not yet received."""
         return [self._responses.get_nowait() for _ in range(self._responses.qsize())]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition that nothing signals."""
+    """Polls until a condition holds that nothing signals."""
     assert await waiting.until(condition, timeout_s=DEADLINE_S)

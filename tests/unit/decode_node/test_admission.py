@@ -1,4 +1,4 @@
-"""Who gets the next free blocks: in order of arrival, each within its own time."""
+"""Requests get free blocks in order of arrival, each within its own time."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def scene() -> Scene:
 
 
 def refuse(scene: Scene, key: int) -> list[Command]:
-    """The engine has no room for that request."""
+    """The engine refuses that request for lack of room."""
     return scene.on(EngineRefused(f"{SESSION}.{key}", FULL))
 
 
@@ -53,7 +53,7 @@ def test_only_the_first_may_reserve_and_the_next_follows_when_it_leaves() -> Non
     assert not queue.leave("1.1")
 
 
-def test_a_full_queue_takes_nobody() -> None:
+def test_a_full_queue_takes_no_request() -> None:
     queue = BlockQueue(waiting_max=0)
     with pytest.raises(Overloaded, match="0 requests wait for room already") as full:
         queue.enter("1.1", queue_s=9.0)
@@ -72,20 +72,20 @@ def test_a_request_that_may_not_wait_gets_the_engines_refusal() -> None:
     assert (error(commands).message, error(commands).retry_after_s) == (FULL.message, 1.0)
 
 
-def test_a_request_that_may_not_wait_is_refused_where_others_do(scene: Scene) -> None:
+def test_a_request_that_may_not_wait_is_refused_while_others_wait(scene: Scene) -> None:
     commands = scene.submit(2, queue_s=0.0)
     assert names(commands) == ["Send failed", "Send released"]
     assert (error(commands).message, error(commands).retry_after_s) == ("no room within 0 s", 1.0)
 
 
-def test_more_than_so_many_are_refused_at_once(scene: Scene) -> None:
+def test_requests_beyond_the_limit_are_refused_at_once(scene: Scene) -> None:
     assert scene.submit(2, queue_s=5.0) == []
     assert scene.submit(3, queue_s=5.0) == []
     assert scene.machine.waiting == 3
     assert error(scene.submit(4, queue_s=5.0)).message == "3 requests wait for room already"
 
 
-def test_freed_blocks_go_to_the_first_and_what_is_left_to_the_next(scene: Scene) -> None:
+def test_freed_blocks_go_to_the_first_and_the_rest_to_the_next(scene: Scene) -> None:
     scene.submit(2, queue_s=5.0)
     scene.submit(3, queue_s=5.0)
     assert reserves(scene.aborted(9)) == [1]
@@ -97,7 +97,7 @@ def test_freed_blocks_go_to_the_first_and_what_is_left_to_the_next(scene: Scene)
     assert scene.machine.waiting == 2
 
 
-def test_nobody_passes_a_request_that_does_not_fit(scene: Scene) -> None:
+def test_no_request_passes_one_that_does_not_fit(scene: Scene) -> None:
     assert scene.submit(2, queue_s=5.0, num_tokens=1) == []
     assert reserves(scene.aborted(9)) == [1]
     assert refuse(scene, 1) == []
@@ -135,7 +135,7 @@ def test_a_request_that_can_never_fit_makes_way(scene: Scene) -> None:
 def test_a_cancelled_request_makes_way(scene: Scene) -> None:
     scene.submit(2, queue_s=5.0)
     assert scene.cancel(1)[0] == Abort(f"{SESSION}.1")
-    assert reserves(scene.aborted(1)) == []  # the second one reserves since the cancel
+    assert reserves(scene.aborted(1)) == []  # the second one has been reserving since the cancel
 
 
 def test_a_session_that_breaks_reserves_nothing_for_its_own_requests(scene: Scene) -> None:

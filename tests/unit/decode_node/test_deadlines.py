@@ -1,4 +1,4 @@
-"""The earliest deadline is found, whatever is set, replaced and removed."""
+"""The earliest deadline is found after any setting, replacing and removing."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Session streams: what gateways send is delivered in order, what is sent to them is written in order."""
+"""Session streams: messages from gateways are delivered in order, messages to them are written in order."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ SessionStream = Stream[pb.SessionRequest, pb.SessionResponse]
 
 
 class Sessions:
-    """The sessions of a node, and what they have delivered."""
+    """The sessions of a node, and the events that they have delivered."""
 
     def __init__(self) -> None:
         self.delivered: list[Event] = []
@@ -54,7 +54,7 @@ async def test_messages_are_delivered_in_order_between_open_and_close() -> None:
     ]
 
 
-async def test_a_session_that_ends_writes_first_what_is_queued() -> None:
+async def test_a_session_that_ends_writes_its_queued_messages_first() -> None:
     sessions, stream = Sessions(), SessionStream()
     task = await sessions.open(stream)
     sessions.all.send(1, released(1))
@@ -66,7 +66,7 @@ async def test_a_session_that_ends_writes_first_what_is_queued() -> None:
     assert sessions.delivered[-1] == SessionClosed(1)
 
 
-async def test_numbers_are_not_used_twice_and_messages_to_the_gone_are_dropped() -> None:
+async def test_numbers_are_not_used_twice_and_messages_to_closed_sessions_are_dropped() -> None:
     sessions = Sessions()
     for number in (1, 2):
         stream = SessionStream()

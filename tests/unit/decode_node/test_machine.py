@@ -1,4 +1,4 @@
-"""One request after another on a decode node, as lists of events: what each event makes the machine do."""
+"""Requests on a decode node as lists of events, and the commands that follow each event."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def scene() -> Scene:
     return Scene()
 
 
-# ---- the plain way
+# ---- without failures
 
 
 def test_a_request_gets_blocks_then_a_lease_then_its_ticket(scene: Scene) -> None:
@@ -74,7 +74,7 @@ def test_it_is_admitted_when_filled_and_handed_over_and_its_lease_is_closed(scen
     admitted, admit = scene.closed(lease)
     (message,) = sent([admitted])
     assert (message.admitted.bytes_received, message.admitted.segments) == (4096, 2)
-    # From the first token's sampling to now: what the prefill node says, and what this node waited since.
+    # From the first token's sampling to now: the time that the prefill node reports, and the wait on this node.
     assert message.admitted.transfer_s == pytest.approx(0.25 if filled_first else 0.75)
     assert admit == Admit(f"{SESSION}.1", TokenOutput(7, 0))
 
@@ -114,7 +114,7 @@ def test_a_lease_without_tokens_is_filled_before_it_is_open(scene: Scene) -> Non
     assert scene.hand_over(lease) == [CloseLease(lease)]
 
 
-# ---- who prefills
+# ---- where the prompt is prefilled
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_lease_without_tokens_is_filled_before_it_is_open(scene: Scene) -> Non
         (pb.LOCAL_POLICY_STRICT, False, 99, ""),
     ],
 )
-def test_who_prefills_follows_policy_peers_and_length(
+def test_policy_peers_and_length_decide_where_a_prompt_is_prefilled(
     scene: Scene, policy: pb.LocalPolicy.ValueType, available: bool, cached_tokens: int, why: str
 ) -> None:
     scene.submit(1, policy=policy, prefill_available=available)
@@ -141,7 +141,7 @@ def test_who_prefills_follows_policy_peers_and_length(
     assert here == PrefillHereCommand(f"{SESSION}.1", ())
 
 
-def test_the_first_token_of_a_prefill_here_says_how_long_it_took(scene: Scene) -> None:
+def test_the_first_token_of_a_prefill_here_has_its_duration(scene: Scene) -> None:
     scene.prefilling_here(1)
     scene.now_s += 2.0
     (first,) = sent(scene.step(token(1, 0)))
@@ -217,7 +217,7 @@ def test_a_renewed_ticket_has_a_new_lease_for_the_same_blocks(scene: Scene) -> N
     assert (opened.grant.number, opened.grant.token_stop) == (lease + 1, 101)
     (message,) = sent(scene.opened(lease + 1))
     assert message.reserved.ticket.lease.number == lease + 1
-    # What came under the old lease does not count for the new one, and a new loss is reported again.
+    # Events of the old lease do not count for the new one, and a new loss is reported again.
     assert scene.hand_over(lease + 1) == []
     assert names(scene.refuse_segment(lease + 1)) == ["Send hand_over_failed"]
 

@@ -123,7 +123,7 @@ class DecodeNode(RuleBasedStateMachine):
     @precondition(lambda self: self.env.leases)
     @rule(data=st.data(), finished=st.booleans())
     def hand_over(self, data: st.DataObject, finished: bool) -> None:
-        # Mostly of a lease that is open now, now and then of an older one.
+        # Mostly for an open lease, sometimes for an older one.
         lease = data.draw(st.sampled_from([*self.env.numbers("open"), *self.env.leases]))
         reason = common_pb2.FINISH_REASON_STOP if finished else common_pb2.FINISH_REASON_UNSPECIFIED
         first = common_pb2.Token(token_id=7)
@@ -201,14 +201,14 @@ class DecodeNode(RuleBasedStateMachine):
     def drain(self) -> None:
         self.env.on(Draining())
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def waiting_requests_hold_nothing(self) -> None:
         assert self.machine.waiting <= 4
 
     def teardown(self) -> None:
-        """Everything ends: I1, I5 and I6."""
+        """I1, I5 and I6 after the end of all requests."""
         for request in self.env.requests.values():
             request.over = True
         self.env.on(Closing())

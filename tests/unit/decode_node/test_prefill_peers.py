@@ -1,4 +1,4 @@
-"""Pair streams with real transfers on both sides: who is accepted, what is passed on, what is left of a lost peer."""
+"""Pair streams with real transfers on both sides: accepted and refused peers, delivered messages, lost peers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ def built() -> Built:
 
 @dataclass
 class Peers:
-    """A decode node's peers, and what they have delivered."""
+    """A decode node's peers, and the events that they have delivered."""
 
     node: Node
     all: PrefillPeers = field(init=False)
@@ -108,7 +108,7 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
         assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "its stream broke")
 
 
-async def test_closing_ends_the_streams_after_what_is_queued(built: Built) -> None:
+async def test_closing_ends_the_streams_after_their_queued_messages(built: Built) -> None:
     async with decode_peers(built) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
@@ -156,7 +156,7 @@ async def test_a_peer_with_a_layout_of_a_newer_version_is_refused(built: Built) 
         assert peers.phases() == ["LOST"]
 
 
-async def test_a_link_below_the_floor_is_refused_with_what_was_measured(built: Built) -> None:
+async def test_a_link_below_the_floor_is_refused_with_its_measurement(built: Built) -> None:
     async with decode_peers(built, link_floor_gb_per_s=1e9) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)

@@ -113,7 +113,7 @@ def test_num_free_without_does_not_count_cached_blocks_that_are_about_to_be_held
 
 
 @pytest.mark.parametrize(("window_blocks", "found"), [(0, 6), (1, 6), (2, 6), (3, 0), (6, 0)])
-def test_blocks_that_lack_windows_serve_only_what_does_not_read_these(window_blocks: int, found: int) -> None:
+def test_blocks_that_lack_windows_serve_only_requests_that_do_not_read_them(window_blocks: int, found: int) -> None:
     blocks = BlockManager(8)
     tokens, keys = int_array(list(range(24))), chain()
     held = blocks.take((), 6)

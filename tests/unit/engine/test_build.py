@@ -94,7 +94,7 @@ def test_dummy_weights_need_no_checkpoint(llama: Llama, tmp_path: Path) -> None:
     assert built.identity.weights_digest == "dummy"
 
 
-def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
+def test_on_a_cpu_every_size_has_a_default(llama: Llama) -> None:
     built = build_runner(NodeSettings(model=llama[0], device="cpu"))
     assert built.cache.storage.nbytes <= 128 << 20
     assert (built.limits.max_batch_tokens, built.limits.max_batch_requests) == (256, 64)
@@ -115,7 +115,7 @@ def test_on_a_cpu_what_is_not_given_has_a_size(llama: Llama) -> None:
         ({"num_blocks": 4, "attention_backend": "TORCH_MLA"}, "attention_backend", "TORCH_SDPA"),
     ],
 )
-def test_a_wrong_setting_is_named_with_what_is_allowed(
+def test_a_wrong_setting_is_named_with_the_allowed_values(
     llama: Llama, settings: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -157,7 +157,7 @@ def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_of_nonsense_gets_some_token(number: float) -> None:
+def test_a_row_of_invalid_logits_gets_some_token(number: float) -> None:
     rows = rows_named("greedy", "plain", "all")
     logits = logits_of(len(rows), seed=1)
     logits[:, 0 if number < 0 else 150 :] = number

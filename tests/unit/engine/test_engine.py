@@ -1,4 +1,4 @@
-"""A whole engine on a tiny model: its tokens are transformers' tokens, whatever happens to a request."""
+"""A whole engine on a tiny model: its tokens equal transformers' tokens, through every event of a request."""
 
 import asyncio
 from collections.abc import Callable

@@ -61,7 +61,7 @@ def slot_of(buffers: DecodeBuffers) -> StepSlot:
 
 
 def run(buffers: DecodeBuffers, rows: list[BatchRow]) -> None:
-    """Does to the buffers what a step does, without a model."""
+    """Fills the buffers as a step does, without a model."""
     buffers.fill(rows, step=0, slot=slot_of(buffers))
     buffers.place_new_blocks(len(rows))
     buffers.host.copied()
@@ -129,7 +129,7 @@ def test_padded_decodes_have_the_logits_of_the_model(family: str, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("mistral-window", "TRITON_ATTN"), ("deepseek-v2", "TRITON_MLA")])
-def test_a_captured_step_needs_to_know_nothing_of_the_host(family: str, name: str, tmp_path: Path) -> None:
+def test_a_captured_step_depends_on_no_value_of_the_host(family: str, name: str, tmp_path: Path) -> None:
     """A replay repeats the work that the captured step queued, with the host's numbers of the capture. Everything that
     changes is in the buffers."""
     save_tiny(family, tmp_path)
@@ -185,7 +185,7 @@ def test_buffers_hold_the_rows_and_padding_after_them() -> None:
     assert (buffers.slot_mapping[2:] == -1).all()
 
 
-def test_what_was_sampled_stays_when_rows_are_filled_in() -> None:
+def test_sampled_tokens_stay_when_rows_are_filled_in() -> None:
     buffers = buffers_of()
     buffers.sampled[:5] = torch.arange(10, 15, dtype=torch.int32)
     run(buffers, [row(7, 0, [1]), row(0, 0, [2], source=4)])
@@ -248,7 +248,7 @@ def test_graphs_are_captured_for_as_long_as_memory_allows() -> None:
     assert affordable([400, 0, 0], 500) == 100
 
 
-def test_a_capture_does_not_pay_for_what_another_process_takes_meanwhile() -> None:
+def test_memory_taken_by_another_process_does_not_count_for_a_capture() -> None:
     mib, gib = 1 << 20, 1 << 30
     before = FreeMemory(60 * gib, 20 * gib)
     alone = taken_bytes(before, FreeMemory(before.free - 104 * mib, before.reserved + 100 * mib))

@@ -43,7 +43,7 @@ def test_errors_of_drivers_and_libraries_are_recognized(message: str) -> None:
     assert "--gpu-memory-fraction" in line
 
 
-def test_a_host_error_states_in_gib_what_was_asked_for_and_what_is_free() -> None:
+def test_a_host_error_states_requested_and_free_memory_in_gib() -> None:
     with pytest.raises(RuntimeError) as raised, allocating("the KV cache"):
         torch.zeros(1 << 50, dtype=torch.uint8)
     line = described(raised.value)

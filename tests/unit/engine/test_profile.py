@@ -54,7 +54,7 @@ def test_two_nodes_with_half_a_fraction_each_fit_on_one_gpu() -> None:
     assert second == first
 
 
-def test_too_little_for_a_cache_says_what_to_do() -> None:
+def test_too_little_memory_for_a_cache_is_an_error_with_a_cure() -> None:
     with pytest.raises(ConfigError, match="MiB are left for the KV cache") as raised:
         planned(fraction=0.2, least_bytes=2 * GIB)
     assert raised.value.field == "gpu_memory_fraction"

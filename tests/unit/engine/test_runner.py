@@ -1,4 +1,4 @@
-"""Steps on a runner: what they compute, what they leave on the device for the next step, and how callers wait for them.
+"""Steps on a runner: their tokens, the state that they leave on the device for the next step, and how callers wait.
 Each test covers steps outside of graphs and decodes in the buffers of the graphs."""
 
 from pathlib import Path

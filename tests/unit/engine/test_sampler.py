@@ -144,7 +144,7 @@ def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
     assert draw(logits[order], *(rows[i] for i in order)) == [together[i] for i in order]
 
 
-def test_a_continued_request_draws_what_it_would_have_drawn() -> None:
+def test_a_continued_request_draws_the_tokens_of_an_uninterrupted_one() -> None:
     params = SamplingParams(seed=12, temperature=1.2, top_p=0.9)
     logits = random_logits(6, seed=3)
     run = draw(logits, *(row(params, index=index) for index in range(6)))
@@ -190,7 +190,7 @@ def test_extreme_temperatures_do_not_break_the_draw(temperature: float) -> None:
     assert token_id == int(logits.argmax())
 
 
-def test_logprobs_are_those_of_the_raw_logits_whatever_the_row_asks() -> None:
+def test_logprobs_are_those_of_the_raw_logits_for_any_row() -> None:
     logits = random_logits(3)
     rows = [
         row(SamplingParams(temperature=0.5, seed=1, top_k=1, logit_bias={4: 50.0}, logprobs=2), index=3),

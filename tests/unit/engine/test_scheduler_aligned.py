@@ -26,7 +26,7 @@ def cuts(*, others: int, tokens: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("others", [0, 1, 2])
 @pytest.mark.parametrize("tokens", [11, 13, 16, 100])
-def test_a_prompt_is_cut_at_every_multiple_whatever_else_runs(others: int, tokens: int) -> None:
+def test_a_prompt_is_cut_at_every_multiple_next_to_any_other_requests(others: int, tokens: int) -> None:
     assert cuts(others=others, tokens=tokens) == [(0, 8), (8, 16), (16, 21)]
 
 

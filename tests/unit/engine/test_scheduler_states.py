@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reserved: dict[str, Reservation] = {}
         self.held: set[str] = set()
 
-    # ---- what clients and peers do
+    # ---- calls of clients and peers
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 8), prefill_only=st.booleans())
     def submit(self, prompt: Tokens, max_tokens: int, prefill_only: bool) -> None:
@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.held.remove(name)
         self.scheduler.abort(name)
 
-    # ---- what the run loop does
+    # ---- the run loop
 
     @rule()
     def schedule(self) -> None:
@@ -213,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live.difference_update(expected)
         self.held.update(name for name in expected if self.scheduler._roster.find(name) is not None)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def references_equal_holders(self) -> None:
@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.load().blocks_free == NUM_BLOCKS - len(held)
 
     @invariant()
-    def nobody_writes_to_a_block_that_another_holds(self) -> None:
+    def no_request_writes_to_a_block_that_another_holds(self) -> None:
         for state in self.holders():
             if state.phase is not Phase.HELD:
                 for block_id in state.blocks[state.num_computed // BLOCK_SIZE :]:
@@ -246,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert [*memoryview(key.tokens).cast("i")] == [*last[-BLOCK_SIZE:]]
 
     @invariant()
-    def who_has_not_ended_is_known(self) -> None:
+    def live_requests_are_known(self) -> None:
         assert set(self.states()) == self.live | self.held
 
     def teardown(self) -> None:

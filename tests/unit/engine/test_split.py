@@ -52,7 +52,7 @@ def test_caches_and_steps_are_as_large_as_all_ranks_can_take(together: list[list
     assert {(ours.num_blocks, ours.max_batch_tokens) for rank in together for ours in rank} == {(32, 255)}
 
 
-def test_what_no_number_of_ranks_can_do_is_refused() -> None:
+def test_an_impossible_number_of_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="split over 2 ranks") as refused:
         build_runner(
             NodeSettings(model=DEMOS[0], num_blocks=4, batch_invariant=True, device="cpu"),

@@ -19,7 +19,7 @@ from tests.unit.gateway.fleets import DECODE, PREFILL, peer, status
 
 
 class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
-    """Queues of what it has received and of what it shall send; None ends the stream."""
+    """Queues of received messages and of messages to send; None ends the stream."""
 
     def __init__(self, role: common_pb2.Role.ValueType, incarnation: int, model: common_pb2.ModelIdentity) -> None:
         self.address = ""
@@ -73,7 +73,7 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
         async for request in requests:
             self.received.put_nowait(request)
 
-    # What a gateway does not call.
+    # Methods that a gateway does not call.
 
     async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.NodeStatus:  # noqa: N802
         raise NotImplementedError

@@ -41,7 +41,7 @@ class Served:
         self.fleet = SmallFleet(prefills, decodes, policy)
         self.machine = RequestMachine(request(timeout_s=timeout_s), rules(policy), self.fleet, Words())
         self.now_s = 0.0
-        self.commands: list[Command] = []  # all so far
+        self.commands: list[Command] = []  # all commands so far
         if start:
             self.handle(Started())
 
@@ -65,7 +65,7 @@ class Served:
         return self.handle(PrefillEnded(call, error))
 
     def session_lost(self, attempt: int = 1) -> list[Command]:
-        """As the shell does it: the fleet knows first."""
+        """Loses a node as the shell does: the fleet is updated first."""
         self.fleet.lose(f"d{attempt}")
         return self.handle(SessionLost(attempt, "gone"))
 
@@ -83,7 +83,7 @@ class Served:
 
     @property
     def error(self) -> BatonError | None:
-        """What the request ended with; it must have ended."""
+        """The error that ended the request, which must have ended."""
         finish = self.commands[-1]
         assert isinstance(finish, Finish)
         return finish.error
@@ -98,7 +98,7 @@ def only(commands: list[Command], kind: type[AnyCommand]) -> AnyCommand:
     return found
 
 
-# ---- what nodes send
+# ---- messages of nodes
 
 
 def token(

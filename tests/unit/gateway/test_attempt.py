@@ -1,4 +1,4 @@
-"""Who owes the next answer in an attempt, and until when."""
+"""Which node owes the next answer in an attempt, and until when."""
 
 import pytest
 

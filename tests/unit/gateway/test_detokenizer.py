@@ -28,7 +28,7 @@ def test_pieces_add_up_to_the_text_after_the_prompt(tokenizer: Tokenizer, before
     prompt = tokenizer.encode(before).ids
     whole = tokenizer.encode(before + after).ids
     if whole[: len(prompt)] != prompt:
-        return  # the tokenizer cuts the two together otherwise
+        return  # the tokenizer would cut the joined text differently
     output = whole[len(prompt) :]
     together = tokenizer.decode(whole)
     assert together == tokenizer.decode(prompt) + "".join(pieces(tokenizer, output, prompt=prompt))
@@ -62,7 +62,7 @@ def test_an_unfinished_character_is_shown_when_nothing_follows() -> None:
     assert pieces(BYTE_FALLBACK, output, prompt=[]) == ["", REPLACEMENT]
 
 
-def test_bytes_that_are_no_text_are_not_held_back_for_ever() -> None:
+def test_invalid_bytes_are_not_held_back_for_ever() -> None:
     output = [token_id(BYTE_LEVEL, "ÿ")] * 400
     detokenizer = Detokenizer(BYTE_LEVEL, [])
     shown = [detokenizer.push(number) for number in output]

@@ -1,4 +1,4 @@
-"""The table of nodes: what makes a node usable, unusable, and usable again."""
+"""The table of nodes: when a node is usable, unusable, and usable again."""
 
 from baton.types import LocalPolicy
 from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
@@ -77,7 +77,7 @@ def test_a_node_with_another_model_gets_no_requests() -> None:
     assert fleet.max_context_tokens == 1000
 
 
-def test_what_was_sent_counts_until_the_next_status() -> None:
+def test_sent_requests_count_until_the_next_status() -> None:
     fleet = SmallFleet(0, 2)
     first = fleet.pick_decode(WANTED)
     assert first is fleet.decodes["d1"]

@@ -72,7 +72,7 @@ def test_a_prefill_node_gets_one_ticket_of_an_attempt() -> None:
 
 
 @pytest.mark.parametrize("last", [Overloaded("full"), DataLoss("damaged")])
-def test_overload_and_data_loss_of_the_last_prefill_node_stay_what_they_are(last: Overloaded | DataLoss) -> None:
+def test_overload_and_data_loss_of_the_last_prefill_node_keep_their_type(last: Overloaded | DataLoss) -> None:
     attempt = attempt_on(SmallFleet(0, 1).decodes["d1"], failed_calls=1)
     attempt.last_error = last
     assert prefill_failure(attempt, NoNode("none")) is last

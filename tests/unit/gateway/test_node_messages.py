@@ -1,4 +1,4 @@
-"""What nodes are sent about a request."""
+"""The messages to nodes about a request."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which pairs are asked for, and when again."""
+"""Which pairs are requested, and when they are requested again."""
 
 from baton.errors import NoNode
 from gateway.fleet import LogLine
@@ -11,7 +11,7 @@ CONNECTING = common_pb2.PeerState(incarnation=21, phase=common_pb2.PEER_PHASE_CO
 
 
 def unpaired(prefills: int = 1, decodes: int = 1) -> SmallFleet:
-    """Nodes of which no pair has been made."""
+    """Nodes without pairs."""
     fleet = SmallFleet(prefills, decodes)
     for node in fleet.prefills.values():
         node.peers.clear()
@@ -42,7 +42,7 @@ def test_every_pair_is_asked_for_once_at_a_time() -> None:
     assert not pairs.settled()
 
 
-def test_a_pair_that_is_not_ready_yet_is_asked_for_again_more_and_more_slowly() -> None:
+def test_a_pair_that_is_not_ready_is_requested_again_with_growing_pauses() -> None:
     pairs = pairing()
     now_s = 0.0
     for pause_s in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0):

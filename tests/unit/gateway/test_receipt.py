@@ -1,4 +1,4 @@
-"""The receipt describes the way that the request took in the end, and what failed before."""
+"""The receipt describes the final way of the request, and the failures before it."""
 
 from baton.types import Path
 from gateway.receipt import ReceiptDraft

@@ -1,4 +1,4 @@
-"""What a client receives: every token, their text, one last message."""
+"""A client receives every token, their text, and one last message."""
 
 import pytest
 
@@ -15,7 +15,7 @@ RECEIPT = Receipt(Path.LOCAL, "because", "", "decode-0", 0, 0, 0, "", 0.0, 0.0, 
 
 
 class Client:
-    """A reply and the messages that it has made."""
+    """A reply, and its messages so far."""
 
     def __init__(self, **sampling: object) -> None:
         self.messages: list[pb.GenerateResponse] = []
@@ -75,7 +75,7 @@ def test_a_stop_string_ends_the_stream(include_stop: bool, text: str) -> None:
     assert client.text == text
 
 
-def test_held_back_text_comes_when_no_stop_string_came_of_it() -> None:
+def test_held_back_text_is_sent_when_it_is_no_stop_string() -> None:
     client = Client(stop=(" fox!",))
     end = client.send("the quick fox", common_pb2.FINISH_REASON_LENGTH)
     assert client.text == "the quick"

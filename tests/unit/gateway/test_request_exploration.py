@@ -1,4 +1,4 @@
-"""One request among nodes that answer in any order, fail at any point, and whose late messages still come.
+"""One request on nodes that answer in any order and fail at any point. Late messages still arrive.
 
 Nodes are scripts: each stream keeps its own order, and nothing is assumed about the order between streams.
 """
@@ -75,7 +75,7 @@ class Stay:
         self.decode_from(self.num_given)
 
     def admit(self, first: int) -> None:
-        """All KV up to the first token, which the prefill node sends, has come."""
+        """All KV has arrived; the first token comes from the prefill node."""
         self.decoding = True
         self.send(decode_pb2.Admitted())
         self.decode_from(first + 1)
@@ -96,7 +96,7 @@ class World:
         self.requests: dict[int, prefill_pb2.PrefillRequest] = {}  # by call
         self.ended_calls: set[int] = set()
         self.delivered: list[Event] = []
-        self.late: deque[Event] = deque()  # of nodes that are dead by now
+        self.late: deque[Event] = deque()  # from nodes that have died since
         self.give(Started())
 
     # ---- the request
@@ -166,7 +166,7 @@ class World:
                 )
 
     def kv_arrives(self) -> None:
-        """The decode node has all KV of the last call, whether or not its first token has reached the gateway."""
+        """The decode node has all KV of the last call; its first token may not have reached the gateway yet."""
         stay = self.stays[max(self.stays)]
         call = self.requests.get(max(self.calls, default=0))
         if call is None or stay.decoding or stay.stream or call.ticket.lease.number != stay.lease:
@@ -236,7 +236,7 @@ class World:
         self.served.now_s = max(until_s, self.served.now_s)
 
     def finish(self) -> None:
-        """No more faults: whatever state it is in, the request ends."""
+        """Without further faults the request ends from any state."""
         for _ in range(500):
             if not self.live:
                 return

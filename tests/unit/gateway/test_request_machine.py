@@ -66,7 +66,7 @@ def decoding(**how: object) -> Served:
     return served
 
 
-# ---- as it should go
+# ---- without failures
 
 
 def test_a_remote_prefill_command_by_command() -> None:
@@ -144,7 +144,7 @@ def test_a_prompt_is_prefilled_where_it_waits_least() -> None:
 # ---- the receipt waits for the prefill node's count
 
 
-def test_the_last_message_waits_for_the_count_of_what_was_sent() -> None:
+def test_the_last_message_waits_for_the_count_of_sent_bytes() -> None:
     served = prefilling()
     served.prefill(first_token())
     served.decode(decode_pb2.Admitted(), token(1, LENGTH))
@@ -209,7 +209,7 @@ def test_another_prefill_node_redoes_the_prompt(how: str) -> None:
     assert served.receipt.why.startswith("node-11 failed (")
 
 
-def test_the_decode_node_prefills_itself_when_nobody_else_is_left() -> None:
+def test_the_decode_node_prefills_itself_when_no_prefill_node_is_left() -> None:
     served = prefilling(prefills=1)
     asked = only(served.prefill_ended(GONE), AskDecode).message
     assert asked == decode_pb2.PrefillHere(failed_lease=1)
@@ -226,7 +226,7 @@ def test_the_last_attempt_is_the_decode_nodes_although_prefill_nodes_are_left() 
     assert asked == decode_pb2.PrefillHere(failed_lease=2)
 
 
-def test_tokens_given_before_a_failed_hand_over_go_with_the_next_ticket() -> None:
+def test_tokens_sent_before_a_failed_hand_over_are_part_of_the_next_request_for_a_ticket() -> None:
     served = prefilling()
     served.prefill(first_token())
     asked = only(served.prefill_ended(GONE), AskDecode).message
@@ -255,7 +255,7 @@ def test_a_report_about_an_older_lease_changes_nothing() -> None:
     assert served.decode(hand_over_failed(GONE)) == []
 
 
-def test_strict_asks_for_a_ticket_even_when_nobody_is_left_and_then_fails() -> None:
+def test_strict_asks_for_a_ticket_even_when_no_prefill_node_is_left_and_then_fails() -> None:
     served = prefilling(prefills=1, policy=LocalPolicy.STRICT)
     asked = only(served.prefill_ended(GONE), AskDecode).message
     assert isinstance(asked, decode_pb2.RenewTicket)
@@ -273,7 +273,7 @@ def test_strict_gives_the_last_overload_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("too long"), DeadlineExceeded("late")])
-def test_a_failure_that_is_the_clients_doing_ends_the_request(error: BatonError) -> None:
+def test_a_failure_caused_by_the_client_ends_the_request(error: BatonError) -> None:
     served = prefilling()
     served.prefill_ended(error)
     assert served.error is error
@@ -322,7 +322,7 @@ def test_a_lost_decode_node_is_replaced_and_the_stream_goes_on() -> None:
     assert only(commands, LeaveDecode).attempt == 1
     submit = only(commands, SubmitToDecode)
     assert (submit.attempt, submit.address, list(submit.request.output_token_ids)) == (2, "d2", [100, 101])
-    assert served.decode(token(2)) == []  # of the lost node
+    assert served.decode(token(2)) == []  # sent by the lost node
     served.decode(reserved(), attempt=2)
     served.prefill(first_token(2), SENT, call=2)
     served.decode(decode_pb2.Admitted(), token(3, LENGTH), attempt=2)
@@ -349,7 +349,7 @@ def test_a_decode_node_may_wait_for_room_before_it_answers() -> None:
     assert served.machine.deadline_s == 30.0
 
 
-def test_the_only_decode_node_is_waited_for_and_may_come_back() -> None:
+def test_a_request_waits_for_the_only_decode_node_which_may_come_back() -> None:
     served = decoding(decodes=1)
     commands = served.session_lost()
     assert of(commands, SubmitToDecode) == []
@@ -529,7 +529,7 @@ def test_the_deadline_ends_the_request(phase: str) -> None:
     assert is_closed(served.commands)
 
 
-def test_the_deadlines_error_names_what_failed() -> None:
+def test_the_deadlines_error_names_earlier_failures() -> None:
     served = waiting()
     served.handle(TimePassed(), after_s=100.0)
     assert isinstance(served.error, DeadlineExceeded)

@@ -1,4 +1,4 @@
-"""Which node gets a request: of the nodes that can take it, the one with the least to do."""
+"""A request goes to the least loaded of the nodes that can take it."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -34,7 +34,7 @@ def settings_of(*flags: str) -> GatewaySettings:
 
 @dataclass
 class Running:
-    """A gateway without its door, between a prefill and a decode node."""
+    """A gateway without its gRPC service, between a prefill and a decode node."""
 
     serving: Serving
     connections: Connections
@@ -51,7 +51,7 @@ class Running:
 
 
 class Client:
-    """Reads messages, unless it is slow."""
+    """Reads messages; a slow client reads none."""
 
     def __init__(self) -> None:
         self.messages: list[pb.GenerateResponse] = []
@@ -81,7 +81,7 @@ async def running(model: ServedModel) -> AsyncIterator[Running]:
 
 
 async def until_idle(running: Running) -> None:
-    """Nothing of this gateway is left on the decode node."""
+    """Checks that the decode node holds nothing for this gateway."""
     request = await asyncio.wait_for(running.decode.received.get(), BOUND_S)
     assert isinstance(request, decode_pb2.SessionRequest)
     assert request.HasField("cancel")
@@ -165,7 +165,7 @@ async def test_the_deadline_ends_a_request(running: Running, slow: bool) -> None
 
 
 async def test_the_deadline_ends_a_request_whose_last_message_waits(running: Running) -> None:
-    """The wait for the prefill node's count has then just used up the timer."""
+    """The wait for the prefill node's count has just used up the timer."""
     client = Client()
     request = running.generate(client, budget_s=2.0)
     key = (await running.decode.submission()).key
@@ -181,7 +181,7 @@ async def test_the_deadline_ends_a_request_whose_last_message_waits(running: Run
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["client reads", "client reads nothing"])
-async def test_a_drain_ends_what_does_not_finish_and_refuses_the_rest(running: Running, slow: bool) -> None:
+async def test_a_drain_ends_unfinished_requests_and_refuses_new_ones(running: Running, slow: bool) -> None:
     client = Client()
     if slow:
         client.reads.clear()
@@ -235,7 +235,7 @@ async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
     listings: list[set[str]] = []
 
     class Listing(Directory):
-        """Its addresses change as those of a DNS name do."""
+        """A directory whose addresses change, as those of a DNS name do."""
 
         def __init__(self, addresses: Sequence[Address]) -> None:
             super().__init__(addresses)
@@ -262,7 +262,7 @@ async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
             decode.reports_all_the_time = False
 
 
-async def test_a_node_that_is_not_there_is_named_once_with_the_reason(
+async def test_an_unreachable_node_is_named_once_with_the_reason(
     model: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts = asyncio.Semaphore(0)

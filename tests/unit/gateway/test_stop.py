@@ -1,4 +1,4 @@
-"""Stop strings end the text at the same place however it is cut into pieces."""
+"""Stop strings end the text at the same place for any way of cutting it into pieces."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_siz
 
 
 def run(pieces: Sequence[str], stops: Sequence[str], *, include_stop: bool = False) -> tuple[str, str | None]:
-    """All that is shown, and the stop string that ended it."""
+    """All text that is shown, and the stop string that ended it."""
     strings = StopStrings(stops, include_stop=include_stop)
     shown = ""
     for piece in pieces:

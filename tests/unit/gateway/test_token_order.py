@@ -23,7 +23,7 @@ def test_tokens_in_order_pass_at_once() -> None:
     assert order.token_ids == [100, 101, 102]
 
 
-def test_a_token_that_was_given_is_dropped() -> None:
+def test_a_token_that_was_passed_on_before_is_dropped() -> None:
     order = TokenOrder()
     order.offer(step_token(0), hold=False)
     assert order.offer(step_token(0), hold=False) == []
@@ -37,7 +37,7 @@ def test_the_decode_node_may_be_faster_than_the_first_token() -> None:
     assert indices(order.offer(step_token(0), hold=False)) == [0, 1, 2]
 
 
-def test_a_missing_token_that_nobody_will_send_is_an_error() -> None:
+def test_a_missing_token_that_no_node_will_send_is_an_error() -> None:
     order = TokenOrder()
     with pytest.raises(InternalError, match="token 1 of the output came when 0 was due"):
         order.offer(step_token(1), hold=False)
@@ -59,7 +59,7 @@ def test_early_tokens_of_a_lost_node_are_forgotten() -> None:
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(0, 5), max_size=6))
-def test_whatever_the_order_and_the_repeats_each_is_given_once(order_of: list[int], repeats: list[int]) -> None:
+def test_in_any_order_and_with_repeats_each_token_is_passed_on_once(order_of: list[int], repeats: list[int]) -> None:
     order = TokenOrder()
     given_indices = []
     for index in [*repeats, *order_of]:

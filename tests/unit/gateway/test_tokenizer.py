@@ -23,7 +23,7 @@ def test_it_encodes_with_the_tokens_that_the_model_expects(tmp_path: Path) -> No
     assert tokenizer.decode(token_ids) == "the fox"
 
 
-def test_it_neither_truncates_nor_pads_whatever_the_file_says(tmp_path: Path) -> None:
+def test_it_neither_truncates_nor_pads_even_if_the_file_asks_for_it(tmp_path: Path) -> None:
     trained = Tokenizer.from_str(BYTE_LEVEL.to_str())
     trained.enable_truncation(max_length=4)
     trained.enable_padding(length=32)

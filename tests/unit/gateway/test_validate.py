@@ -1,4 +1,4 @@
-"""Everything that a client can get wrong is named, with what is allowed."""
+"""Errors about requests name the wrong field and the allowed values."""
 
 import math
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_an_unknown_model_is_answered_with_the_known_one(model: ServedModel) -> 
     assert raised.value.allowed == ("small",)
 
 
-def test_a_seed_is_drawn_when_chance_decides_and_the_client_gave_none(model: ServedModel) -> None:
+def test_a_seed_is_drawn_for_sampling_when_the_client_gave_none(model: ServedModel) -> None:
     drawn = {check_sampling(request(temperature=0.5), model).seed for _ in range(4)}
     assert None not in drawn
     assert len(drawn) == 4

@@ -16,14 +16,14 @@ dtypes = st.sampled_from(tuple(KV_DTYPE_BYTES))
 
 
 def spec_of(layout: KVCacheLayout, dtype: str, *, head_dim: int = 8, num_kv_heads: int = 3) -> KVCacheSpec:
-    """Of the kind that the layout is for."""
+    """A spec of the kind that the layout is for."""
     if layout in MLA_LAYOUTS:
         return KVCacheSpec(KVKind.MLA, NUM_LAYERS, 1, 3 * head_dim, dtype)
     return KVCacheSpec(KVKind.GQA, NUM_LAYERS, num_kv_heads, head_dim, dtype)
 
 
 def new_cache(spec: KVCacheSpec, layout: KVCacheLayout, block_size: int, num_blocks: int) -> PagedKVCache:
-    """On the CPU, each byte random: among the numbers are infinite ones and NaN."""
+    """A cache on the CPU of random bytes, so that some numbers are infinite or NaN."""
     cache = PagedKVCache(spec, KVCacheShape(layout, block_size, num_blocks))
     cache.memory.copy_(torch.from_numpy(np.random.default_rng(0).integers(0, 256, cache.size_bytes, dtype=np.uint8)))
     return cache

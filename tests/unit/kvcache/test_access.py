@@ -40,7 +40,7 @@ def tokens_of(cache: PagedKVCache, block_ids: Tensor) -> Tensor:
 
 
 def plant(cache: PagedKVCache, block_ids: Tensor) -> Tensor:
-    """Gives every element of the request's tokens a number of its own and returns them in logical order."""
+    """Gives every element of the request's tokens a distinct number and returns them in logical order."""
     spec = cache.spec
     shape = (spec.num_layers, spec.kv_factor, TOKENS, spec.num_kv_heads, spec.head_dim)
     planted = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
@@ -182,7 +182,7 @@ def test_a_gathered_payload_can_have_its_digest_taken() -> None:
 def test_a_payload_of_many_tiles_has_one_digest(
     layout: KVCacheLayout, tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With runs that no row of the digest ends with, and something else to do between the tiles."""
+    """With runs that do not end with a row of the digest, and other work between the tiles."""
     monkeypatch.setattr("kvcache.wire.gather_scatter._TILE_BYTES", tile_bytes)
     kind, num_heads = (KVKind.MLA, 1) if layout in MLA_LAYOUTS else (KVKind.GQA, 3)
     spec = KVCacheSpec(kind, num_layers=3, num_kv_heads=num_heads, head_dim=96, dtype="bfloat16")

@@ -26,7 +26,7 @@ def a_cache(
 
 
 def host_cache(cache: PagedKVCache) -> PagedKVCache:
-    """An empty one of the same shape, as a node keeps next to its GPU's."""
+    """An empty cache of the same shape in host memory, as a node keeps next to its GPU's cache."""
     return PagedKVCache(cache.spec, cache.shape, pinned=ON_GPU)
 
 
@@ -34,7 +34,7 @@ def host_cache(cache: PagedKVCache) -> PagedKVCache:
 @pytest.mark.parametrize(
     "src_to_dst", [{0: [3, 8], 5: [1]}, torch.tensor([[0, 3], [5, 1], [0, 8]])], ids=["map", "pairs"]
 )
-def test_copies_hold_what_their_source_holds(
+def test_copies_equal_their_source(
     layout: KVCacheLayout, src_to_dst: Mapping[int, Sequence[int]] | torch.Tensor
 ) -> None:
     before = a_cache(layout)

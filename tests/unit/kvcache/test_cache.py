@@ -1,4 +1,4 @@
-"""One allocation, one logical view, whatever the layout."""
+"""One allocation and one logical view for every layout."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_a_layer_is_a_view_of_the_cache(layout: KVCacheLayout) -> None:
 
 @pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.label)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_what_lies_together_in_a_block_is_all_of_it_or_one_part(layout: KVCacheLayout, dtype: str) -> None:
+def test_adjacent_bytes_of_a_block_are_the_whole_block_or_one_part(layout: KVCacheLayout, dtype: str) -> None:
     cache = PagedKVCache(replace(spec_for(layout), dtype=dtype), KVCacheShape(layout, 5, 7))
     cache.by_block[:, 3].fill_(0x3C)
     written = cache.view.view(torch.uint8) != 0

@@ -1,4 +1,4 @@
-"""A cache's prepared moves are those of `kvcache.wire.gather_scatter`, whatever memory they are given."""
+"""A cache's prepared moves equal those of `kvcache.wire.gather_scatter` for any memory."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ SENTINEL = 0xA5
 
 @settings(max_examples=12, deadline=None)
 @given(layouts, dtypes, block_sizes, st.sampled_from((5, 16)), st.sampled_from((0, 16, 3)), st.data())
-def test_they_move_what_the_twins_move(
+def test_prepared_moves_equal_their_twins(
     layout: KVCacheLayout, dtype: str, block_size: int, head_dim: int, offset: int, data: st.DataObject
 ) -> None:
     cache = new_cache(spec_of(layout, dtype, head_dim=head_dim), layout, block_size, NUM_BLOCKS)
@@ -39,7 +39,7 @@ def test_they_move_what_the_twins_move(
         "heads": range(heads.start, min(heads.stop, cache.spec.num_kv_heads)),
     }
     expected, taken = _twin(cache, block_ids, where)
-    # Longer memory than is needed, and more blocks; a second time with what the first has left.
+    # Longer memory than needed, and more blocks; then again with the memory that the first call has written.
     on_device = copy_of(cache, DEVICE)
     wire = DeviceWire(on_device)
     blocks = block_ids.to(DEVICE)
@@ -105,7 +105,7 @@ def test_layers_may_lie_apart() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     cache = copy_of(new_cache(spec_of(KVCacheLayout.NHD, "bfloat16"), KVCacheLayout.NHD, 4, NUM_BLOCKS), DEVICE)
     before = cache.memory.clone()
     wire = DeviceWire(cache)

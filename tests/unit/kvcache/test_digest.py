@@ -1,4 +1,4 @@
-"""The digest is the sum that its definition says, and damage or reordering changes it."""
+"""The digest equals the sum of its definition, and damage or reordering changes it."""
 
 from collections.abc import Callable
 
@@ -56,7 +56,7 @@ def test_payloads_around_a_row_have_the_digest_of_the_definition(excess: int) ->
     assert digest(payload) == by_definition(payload.numpy().tobytes())
 
 
-def test_the_digest_is_part_of_the_wire_and_stays_what_it_is() -> None:
+def test_the_digest_is_part_of_the_wire_format_and_does_not_change() -> None:
     assert digest(payload_of(b"")) == 0
     assert digest(payload_of(bytes(range(256)))) == 0x402C339178B2F9C0
 
@@ -95,14 +95,14 @@ def test_swapped_words_of_any_width_show(data: bytes, draw: st.DataObject) -> No
 
 @given(st.integers(0, 3 * COLUMNS - 1), st.integers(0, 3 * COLUMNS - 1))
 def test_a_sign_moved_to_any_other_word_shows(i: int, j: int) -> None:
-    """The weakest error there is: one bit, the top one of its word, that only changes its place."""
+    """The weakest error: one bit, the top one of its word, moves to another word."""
     assume(i != j)
     zeros = bytes(4 * 3 * COLUMNS)
     payloads = (payload_of(zeros[: 4 * place] + SIGN_BITS + zeros[4 * place + 4 :]) for place in (i, j))
     assert len({digest(payload) for payload in payloads}) == 2
 
 
-def test_no_two_weights_are_alike_where_it_counts() -> None:
+def test_no_two_weights_are_equal_in_the_bits_that_matter() -> None:
     rows, columns = row_weights(1 << 14), column_weights()
     assert (rows % 2 == 1).all()
     assert (columns % 4 == 2).all()

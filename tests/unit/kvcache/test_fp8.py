@@ -11,7 +11,7 @@ from kvcache.layout import KVCacheLayout
 from tests.device import DEVICE
 from tests.unit.kvcache.caches import copy_of, new_cache, spec_of
 
-# The interpreter computes with numpy, which warns where a GPU says nothing.
+# The interpreter computes with numpy, which warns where a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -32,7 +32,7 @@ def test_numbers_out_of_range_saturate_and_nan_stays(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_what_is_stored_is_the_nearest_of_all_numbers_that_can_be(dtype: torch.dtype) -> None:
+def test_the_nearest_number_is_stored(dtype: torch.dtype) -> None:
     grid = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
     grid = grid[grid.isfinite()]
     values = torch.randn(500, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 500)
@@ -62,7 +62,7 @@ def test_the_kernel_stores_every_bfloat16_as_the_twin_does(dtype: torch.dtype) -
     stored, expected = (torch.zeros(values.shape, dtype=dtype, device=device) for device in (DEVICE, "cpu"))
     convert(values.to(DEVICE), stored, scale=SCALE.to(DEVICE))
     convert_kv(values, expected, scale=SCALE)
-    # Which of its NaN a format holds is left to the hardware.
+    # The hardware chooses which NaN is stored.
     torch.testing.assert_close(stored.cpu().float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -92,7 +92,7 @@ def test_a_layer_is_converted_into_another_layout_as_the_twin_does(
     torch.testing.assert_close(converted.view.cpu().float(), expected.view.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_there_and_back_is_where_it_was() -> None:
+def test_a_conversion_there_and_back_changes_nothing() -> None:
     layout = KVCacheLayout.NHD
     (cache, back), in_8_bits = (
         (new_cache(spec_of(layout, "bfloat16"), layout, 3, 5) for _ in range(2)),

@@ -1,4 +1,4 @@
-"""The kernel that reads tokens out of a layer gives what its twin gives."""
+"""The kernel that reads tokens out of a layer equals its twin."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_tokens_by_range_keep_their_bytes(
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.HND, KVCacheLayout.LBNC], ids=lambda layout: layout.label)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_fp8_becomes_what_it_stands_for(layout: KVCacheLayout, dtype: str) -> None:
+def test_fp8_is_converted_to_the_numbers_that_it_represents(layout: KVCacheLayout, dtype: str) -> None:
     cache = new_cache(spec_of(layout, dtype), layout, 16, 16)
     slots = torch.randperm(256)
     tokens = TokenIndex(slots.numpy() // 16, slots.numpy() % 16)

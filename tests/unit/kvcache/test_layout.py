@@ -1,4 +1,4 @@
-"""How a node comes to its layout, and what a layout's name means."""
+"""How a node chooses its layout, and the meaning of a layout's name."""
 
 import pytest
 
@@ -6,28 +6,28 @@ from baton.errors import ConfigError
 from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout, LayoutChoice, parse_layout
 
 
-def test_without_any_wish_the_layout_is_nhd() -> None:
+def test_the_default_layout_is_nhd() -> None:
     choice = LayoutChoice(mla=False)
     assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.NHD, "default")
 
 
-def test_what_transport_or_backend_prefers_beats_the_default() -> None:
+def test_a_preference_of_transport_or_backend_beats_the_default() -> None:
     choice = LayoutChoice(mla=False, preferred=KVCacheLayout.HND)
     assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.HND, "preferred")
 
 
-def test_the_environment_beats_what_is_preferred() -> None:
+def test_the_environment_beats_preferences() -> None:
     choice = LayoutChoice(mla=False, environment="BLNHC", preferred=KVCacheLayout.HND)
     assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.BLNHC, "environment")
 
 
-def test_an_empty_environment_variable_is_no_wish() -> None:
+def test_an_empty_environment_variable_is_ignored() -> None:
     choice = LayoutChoice(mla=False, environment="", preferred=KVCacheLayout.HND)
     assert choice.source == "preferred"
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", KVCacheLayout.BLHNC])
-def test_the_programs_override_beats_all_and_can_be_taken_back(layout: str | KVCacheLayout) -> None:
+def test_the_programs_override_beats_all_and_can_be_removed(layout: str | KVCacheLayout) -> None:
     choice = LayoutChoice(mla=False, environment="BLNHC", preferred=KVCacheLayout.HND)
     choice.set_kv_cache_layout(layout)
     assert (choice.get_kv_cache_layout(), choice.source) == (KVCacheLayout.BLHNC, "override")

@@ -31,7 +31,7 @@ def test_zeros_have_scale_one_so_that_nothing_is_divided_by_zero() -> None:
     assert [float(scale) for scale in scales.tensors] == [1.0, 1.0, 1.0]
 
 
-def test_given_scales_are_no_part_of_a_checkpoint() -> None:
+def test_given_scales_are_not_part_of_a_checkpoint() -> None:
     scales = KVScales(q_scale=0.1, k_scale=0.2, v_scale=0.3)
     assert [float(scale) for scale in scales.tensors] == pytest.approx([0.1, 0.2, 0.3])
     assert not scales.calculate

@@ -29,7 +29,7 @@ def a_batch(num_rows: int, channels: int) -> torch.Tensor:
 
 
 def assert_same(stored: PagedKVCache, expected: PagedKVCache) -> None:
-    """Which of its NaN a format holds is left to the hardware."""
+    """The hardware chooses which NaN is stored."""
     torch.testing.assert_close(stored.view.cpu().float(), expected.view.float(), rtol=0, atol=0, equal_nan=True)
 
 

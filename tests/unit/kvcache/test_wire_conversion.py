@@ -1,4 +1,4 @@
-"""What is gathered in another dtype is what storing the same numbers into a cache of that dtype leaves there."""
+"""KV gathered in another dtype equals the bytes of a cache of that dtype that stores the same numbers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ Taken = tuple[torch.Tensor, tuple[int, int], range, range]
 
 @st.composite
 def _taken(draw: st.DrawFn, cache: PagedKVCache) -> Taken:
-    """A request's blocks, and what to take of it."""
+    """A request's blocks, and the ranges to gather."""
     block_ids = torch.tensor(draw(st.permutations(range(NUM_BLOCKS))))[: draw(st.integers(1, 6))]
     held = len(block_ids) * cache.shape.block_size
     start = draw(st.integers(0, held - 1))
@@ -42,14 +42,14 @@ def _taken(draw: st.DrawFn, cache: PagedKVCache) -> Taken:
 
 
 def _scales(cache: PagedKVCache, dtype: str) -> tuple[float, ...]:
-    """No powers of two, and of every layer and kind another, so that no mistake rounds to the same bytes."""
+    """Scales that are no powers of two and differ by layer and kind, so that no mistake rounds to the same bytes."""
     if dtype not in FP8_DTYPES:
         return ()
     return tuple(0.03 + 0.011 * number for number in range(NUM_LAYERS * cache.spec.kv_factor))
 
 
 def _stored(cache: PagedKVCache, dtype: str, scales: Sequence[float]) -> PagedKVCache:
-    """The cache's numbers in one of the other dtype, each stored there as a model does."""
+    """A cache of the other dtype with the same numbers, stored as a model stores them."""
     other = PagedKVCache(replace(cache.spec, dtype=dtype), cache.shape)
     index = WriteIndex(torch.arange(cache.shape.num_slots), cache.shape.block_size)
     of_layers = torch.tensor(scales).view(NUM_LAYERS, -1) if scales else None
@@ -79,7 +79,7 @@ def _gathered(cache: PagedKVCache, taken: Taken, *, converter: Converter | None 
 
 @settings(max_examples=25, deadline=None)
 @given(layouts, block_sizes, st.sampled_from(tuple(DTYPE_BYTES)), st.sampled_from(tuple(KV_DTYPE_BYTES)), st.data())
-def test_what_is_gathered_is_what_the_other_cache_would_hold(
+def test_gathered_bytes_equal_the_other_caches(
     layout: KVCacheLayout, block_size: int, dtype: str, wanted: str, data: st.DataObject
 ) -> None:
     cache = new_cache(spec_of(layout, dtype), layout, block_size, NUM_BLOCKS)
@@ -93,12 +93,12 @@ def test_what_is_gathered_is_what_the_other_cache_would_hold(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=8, deadline=None)
 @given(layouts, block_sizes, st.sampled_from(tuple(DTYPE_BYTES)), st.sampled_from(tuple(KV_DTYPE_BYTES)), st.data())
-def test_the_kernel_does_what_its_twin_does(
+def test_the_kernel_equals_its_twin(
     layout: KVCacheLayout, block_size: int, dtype: str, wanted: str, data: st.DataObject
 ) -> None:
     head_dim = data.draw(st.sampled_from((2, 5, 16, 64)))
     cache = new_cache(spec_of(layout, dtype, head_dim=head_dim), layout, block_size, NUM_BLOCKS)
-    # The interpreter rounds what is below that otherwise than a GPU and the twin.
+    # The interpreter rounds smaller numbers differently from a GPU and the twin.
     cache.storage.masked_fill_(cache.storage.float().abs() < torch.finfo(torch.float32).tiny, 0.0)
     taken = data.draw(_taken(cache))
     block_ids, (start, stop), layers, heads = taken
@@ -115,7 +115,7 @@ def test_the_kernel_does_what_its_twin_does(
         scales_LK=None if converter.scales_LK is None else converter.scales_LK[layers.start :].to(DEVICE),
     )
     ours, theirs = (each.cpu().view(converter.dtype).float() for each in (payload.clone(), expected.clone()))
-    # Of NaN no bit but that it is one is promised.
+    # The bits of a NaN are not specified.
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
     assert (memory[:16] == SENTINEL).all()
@@ -123,7 +123,7 @@ def test_the_kernel_does_what_its_twin_does(
 
 
 def test_every_second_layer_has_its_own_scale() -> None:
-    """As where layers with and without a window take turns."""
+    """As in models whose layers with and without a window take turns."""
     layout = KVCacheLayout.NHD
     spec = replace(spec_of(layout, "bfloat16"), num_layers=5)
     cache = PagedKVCache(spec, new_cache(spec_of(layout, "bfloat16"), layout, 4, NUM_BLOCKS).shape)

@@ -21,7 +21,7 @@ SENTINEL = 0xA5
 
 @st.composite
 def _transfers(draw: st.DrawFn) -> tuple[PagedKVCache, torch.Tensor, tuple[int, int], range, range]:
-    """A cache, a request's blocks, and what to move of it."""
+    """A cache, a request's blocks, and the ranges to move."""
     layout = draw(layouts)
     head_dim = draw(st.sampled_from((2, 5, 16, 64)))
     cache = new_cache(spec_of(layout, draw(dtypes), head_dim=head_dim), layout, draw(block_sizes), NUM_BLOCKS)
@@ -42,7 +42,7 @@ def _payload_bytes(cache: PagedKVCache, num_tokens: int, layers: range, heads: r
 
 @settings(max_examples=20, deadline=None)
 @given(_transfers(), st.sampled_from((0, 16, 4, 2, 1)))
-def test_what_is_gathered_and_scattered_is_what_the_twin_moves(
+def test_gathered_and_scattered_bytes_equal_the_twins(
     transfer: tuple[PagedKVCache, torch.Tensor, tuple[int, int], range, range], offset: int
 ) -> None:
     cache, block_ids, (start, stop), layers, heads = transfer

@@ -23,7 +23,7 @@ def test_no_other_number_of_groups_adds_clearly_less(chunk_bytes: int, bytes_per
     groups = -(-num_layers // layers)
     assert 1 <= groups <= num_layers
     best = min(added_s(link, chunk_bytes, other) for other in range(1, num_layers + 1))
-    # Groups of equally many layers cannot be had in every number.
+    # Not every number of groups divides the layers evenly.
     assert added_s(link, chunk_bytes, groups) <= 1.25 * best
 
 
@@ -41,7 +41,7 @@ def test_groups_that_cost_nothing_are_single_layers() -> None:
     assert choose_layers_per_group(free, turn_s=0, chunk_bytes=GIB, num_layers=8) == 1
 
 
-def test_dear_turns_make_fewer_groups() -> None:
+def test_slower_turns_give_fewer_groups() -> None:
     layers = [
         choose_layers_per_group(SLOW, turn_s=turn_s, chunk_bytes=GIB // 16, num_layers=32) for turn_s in (0, 5e-3)
     ]

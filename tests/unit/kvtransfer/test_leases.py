@@ -1,4 +1,4 @@
-"""The lease table: what may be scattered, when blocks may be freed. I1 to I3, first by example, then model-checked."""
+"""The lease table: which segments may be scattered, and when blocks may be freed. I1 to I3, by example and by model."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_a_lease_is_filled_when_every_layer_token_and_head_has_come_once() -> No
     assert (done.filled.bytes, done.filled.segments, done.filled.seconds) == (8 * SPEC.bytes_per_token, 4, 13.0)
 
 
-def test_a_lease_is_filled_by_what_will_be_read_and_takes_nothing_else() -> None:
+def test_a_lease_is_filled_by_the_tokens_that_will_be_read_and_takes_no_others() -> None:
     table = LeaseTable(replace(SPEC, windows=(3, 0)), incarnation=OURS, heads=HEADS)
     table.open(LeaseGrant(4, (0, 1), 0, 8, resume_at=7))  # of layer 0 tokens from 5 on
     parts = [segment(4, 0, layers=(1, 2), tokens=(0, 5)), segment(4, 1, tokens=(5, 8))]
@@ -124,7 +124,7 @@ def test_closing_waits_for_the_scatter_that_runs() -> None:
         (Tag(1, 4, 0), Refusal.DUPLICATE),
     ],
 )
-def test_a_tag_that_cannot_be_right_gets_no_memory(tag: Tag, refusal: Refusal) -> None:
+def test_an_impossible_tag_gets_no_memory(tag: Tag, refusal: Refusal) -> None:
     table = table_with(LeaseGrant(3, (0,), 0, 4), LEASE)
     table.close(3)
     assert table.arrival(Tag(1, 4, 0), 0.0) is None
@@ -145,7 +145,7 @@ def test_a_tag_that_cannot_be_right_gets_no_memory(tag: Tag, refusal: Refusal) -
         (segment(4, 0, tokens=(2, 3)), Refusal.OVERLAP),
     ],
 )
-def test_a_trailer_that_cannot_be_right_is_not_scattered(wrong: Segment, refusal: Refusal) -> None:
+def test_an_impossible_trailer_is_not_scattered(wrong: Segment, refusal: Refusal) -> None:
     table = table_with(LEASE, LeaseGrant(5, (0,), 0, 8))
     before = segment(4, 9, tokens=(2, 3))
     assert table.arrival(Tag(1, 4, 9), 0.0) is None
@@ -161,7 +161,7 @@ def test_a_number_is_never_used_again() -> None:
         table.open(LEASE)
 
 
-def test_closing_what_is_not_open_is_an_error() -> None:
+def test_closing_a_lease_that_is_not_open_is_an_error() -> None:
     table = table_with(LEASE)
     table.close(4)
     for number in (4, 5):
@@ -186,7 +186,7 @@ def test_the_ranks_of_one_node_fill_a_lease_together_and_those_of_two_nodes_do_n
         assert table.arrival(Tag(sender, 4, 0), 0.0, group=node) is None
     assert table.arrival(Tag(11, 4, 0), 0.0, group=node) is Refusal.DUPLICATE
     assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is Refusal.FOREIGN_SENDER
-    # Its tag was never let in.
+    # Its tag was never accepted.
     assert table.start_scatter(Tag(12, 4, 1), segment(4, 1)) is Refusal.MISLABELLED
     for sender, half in zip((10, 11), halves, strict=True):
         assert table.start_scatter(Tag(sender, 4, 0), half) is None
@@ -197,7 +197,7 @@ def test_the_ranks_of_one_node_fill_a_lease_together_and_those_of_two_nodes_do_n
 
 
 @pytest.mark.parametrize("values", [(-1, (), 0, 0), (2**36, (), 0, 0), (0, (), 3, 2), (0, (), -1, 2)])
-def test_a_grant_that_cannot_be_is_an_error(values: tuple[int, tuple[int, ...], int, int]) -> None:
+def test_an_impossible_grant_is_an_error(values: tuple[int, tuple[int, ...], int, int]) -> None:
     with pytest.raises(InternalError):
         LeaseGrant(*values)
 

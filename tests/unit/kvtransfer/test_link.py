@@ -1,4 +1,4 @@
-"""The message size that suits a job, and what a message costs."""
+"""The message size for a job, and the cost of a message."""
 
 import pytest
 from hypothesis import given, settings

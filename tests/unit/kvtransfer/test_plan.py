@@ -77,7 +77,7 @@ def test_the_cure_of_another_dtype_names_the_option_to_convert() -> None:
 
 
 @pytest.mark.parametrize("kept", [*FP8_DTYPES, "float32", "float16"])
-def test_what_the_receiver_takes_in_its_own_dtype_travels_in_that(kept: str) -> None:
+def test_kv_is_sent_in_the_receivers_dtype_if_it_accepts_a_conversion(kept: str) -> None:
     receiver = replace(NODE, spec=replace(SPEC, dtype=kept), converted_kv_dtypes=("float32", "bfloat16"))
     if kept == "float32":
         receiver = replace(receiver, converted_kv_dtypes=("bfloat16",))
@@ -87,19 +87,19 @@ def test_what_the_receiver_takes_in_its_own_dtype_travels_in_that(kept: str) -> 
     assert (plan.converted_from, plan.conversion) == ("bfloat16", f"bfloat16 to {kept}")
 
 
-def test_equal_dtypes_are_not_converted_whatever_a_node_takes() -> None:
+def test_equal_dtypes_are_never_converted() -> None:
     plan = agree(NODE, replace(NODE, converted_kv_dtypes=("bfloat16", "float32")))
     assert plan == agree(NODE, NODE)
     assert (plan.converted_from, plan.conversion) == (None, "")
 
 
-def test_what_the_receiver_does_not_list_is_refused() -> None:
+def test_a_dtype_that_the_receiver_does_not_list_is_refused() -> None:
     receiver = replace(NODE, spec=replace(SPEC, dtype=FP8_DTYPES[0]), converted_kv_dtypes=("float32",))
     with pytest.raises(PlanRefused):
         agree(NODE, receiver)
 
 
-def test_8_bits_are_not_converted_whatever_a_peer_takes() -> None:
+def test_8_bits_are_never_converted() -> None:
     sender = replace(NODE, spec=replace(SPEC, dtype=FP8_DTYPES[0]))
     with pytest.raises(PlanRefused) as refused:
         agree(sender, replace(NODE, converted_kv_dtypes=FP8_DTYPES))
@@ -181,7 +181,7 @@ def test_the_cure_of_a_wire_mismatch_names_the_older_node() -> None:
     assert theirs_older.value.mismatches[0].cure == "upgrade the other node from package version 1.0.0"
 
 
-def test_numbers_of_ranks_may_differ_and_say_which_links_there_are() -> None:
+def test_numbers_of_ranks_may_differ_and_decide_the_links() -> None:
     prefill, decode = replace(NODE, tensor_parallel_size=1), replace(NODE, tensor_parallel_size=2)
     assert agree(prefill, decode) == agree(NODE, NODE)
     links = links_between(prefill, decode)

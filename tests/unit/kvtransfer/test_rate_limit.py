@@ -10,7 +10,7 @@ RATE = 1e6
 
 
 def taken_s(limit: RateLimit, sizes: list[int], *, late_s: float) -> float:
-    """When a caller that is always late by that much takes the last of these messages."""
+    """Time at which a caller that is always late by that much takes the last of these messages."""
     now_s = 0.0
     for size in sizes:
         wait_s = limit.wait_s(now_s)
@@ -35,7 +35,7 @@ def test_the_rate_holds_for_any_sizes_and_small_delays(sizes: list[int], late_s:
     assert taken_s(RateLimit(RATE), sizes, late_s=late_s) == pytest.approx(wanted_s, abs=0.03)
 
 
-def test_what_was_not_used_for_long_is_no_burst() -> None:
+def test_an_unused_budget_does_not_grow_into_a_burst() -> None:
     limit = RateLimit(RATE)
     limit.take(1000, 0.0)
     later_s = 100.0

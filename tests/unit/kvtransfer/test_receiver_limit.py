@@ -84,7 +84,7 @@ class World:
     senders: list[Node]
 
     def run(self) -> None:
-        """Steps all nodes until nothing happens before time goes on."""
+        """Steps all nodes until only the passage of time can change anything."""
         moved = True
         while moved:
             moved = False
@@ -119,7 +119,7 @@ def send_all(world: World) -> None:
         sender.sender.send(SendJob(1, number, lease, 1, 0, 0, TOKENS, TOKENS, blocks), future)
 
 
-def test_one_message_is_taken_for_each_that_was_paid_back_whoever_sends(world: World) -> None:
+def test_one_message_of_any_sender_is_taken_for_each_that_was_paid_back(world: World) -> None:
     send_all(world)
     for taken in range(1, 2 * SEGMENTS + 1):
         world.run()
@@ -139,7 +139,7 @@ def test_both_senders_have_a_share_at_every_time(world: World) -> None:
         world.clock.now_s += 1.0
 
 
-def test_a_receiver_that_waits_for_its_limit_says_how_long_and_has_nothing_in_flight(world: World) -> None:
+def test_a_receiver_that_waits_for_its_limit_returns_the_wait_and_has_nothing_in_flight(world: World) -> None:
     """So its thread sleeps that long instead of polling."""
     assert world.receiver.receiver.limited_s is None
     send_all(world)

@@ -25,7 +25,7 @@ class End:
         self.trips = RoundTrips(self.transport)
 
     def take_all(self, now_s: float) -> int:
-        """Takes what has arrived; returns the number of messages."""
+        """Takes the arrived messages; returns their number."""
         self.transport.progress()
         taken = 0
         while arrival := self.transport.probe():
@@ -62,7 +62,7 @@ def test_half_of_the_shortest_round_trip_is_the_latency(ends: tuple[End, End]) -
     assert other.take_all(now_s) == 0
 
 
-def test_an_answer_that_nobody_asked_for_changes_nothing(ends: tuple[End, End]) -> None:
+def test_an_unrequested_answer_changes_nothing(ends: tuple[End, End]) -> None:
     one, other = ends
     future: Future[float] = Future()
     one.trips.measure(PEER, 0.0, future)

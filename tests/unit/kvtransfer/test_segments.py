@@ -57,7 +57,7 @@ def test_every_trailer_has_the_same_size_and_comes_back_whole(segment: Segment) 
 
 @settings(deadline=None)
 @given(segments)
-def test_a_trailer_is_what_protobuf_makes_of_it(segment: Segment) -> None:
+def test_a_trailer_equals_protobufs_encoding(segment: Segment) -> None:
     trailer = to_proto(segment).SerializeToString(deterministic=True)
     assert segment.encode(segment.digest) == trailer
     assert trailer[DIGEST_OFFSET:][:DIGEST_BYTES] == segment.digest.to_bytes(8, "little")
@@ -80,12 +80,12 @@ def test_a_digest_is_a_sum_so_that_its_two_parts_may_come_in_any_order(segment: 
 
 @settings(deadline=None)
 @given(st.binary(max_size=2 * TRAILER_BYTES))
-def test_bytes_that_are_no_trailer_are_found_out(noise: bytes) -> None:
+def test_bytes_that_are_no_trailer_are_detected(noise: bytes) -> None:
     segment = decode_trailer(noise)
     assert segment is None or segment.encode(segment.digest) == noise
 
 
-def test_a_trailer_without_one_field_is_none() -> None:
+def test_a_trailer_that_lacks_a_field_is_invalid() -> None:
     message = to_proto(SEGMENT)
     message.ClearField("head_stop")
     assert decode_trailer(message.SerializeToString()) is None
@@ -135,7 +135,7 @@ def specs(draw: st.DrawFn) -> KVCacheSpec:
 
 @settings(deadline=None)
 @given(specs(), st.integers(0, 300), st.integers(0, 300), st.integers(0, 60), st.integers(0, 20_000))
-def test_pieces_fit_and_hold_once_whatever_is_read_later(
+def test_pieces_fit_and_have_all_kv_that_is_read_later_once(
     spec: KVCacheSpec, token_start: int, num_tokens: int, later: int, spare_bytes: int
 ) -> None:
     segment_bytes = spec.bytes_per_token_layer + spare_bytes

@@ -22,7 +22,7 @@ def test_a_slot_shows_one_memory_as_tensors_and_as_bytes() -> None:
     assert slot.message(5).tolist() == [0, 0, *b"abc"]
     slot.message(3)[0] = 7
     assert bytes(slot.bytes[:3]) == b"\x07\x00a"
-    # A transport keeps what it knows of a tensor.
+    # A transport keeps state for each tensor object.
     assert slot.message(5) is slot.message(5)
 
 

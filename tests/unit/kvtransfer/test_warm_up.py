@@ -1,4 +1,4 @@
-"""What a warm-up sends, checks and measures, with messages and times from the tests."""
+"""A warm-up's messages, checks and measurements, with messages and times from the tests."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -34,7 +34,7 @@ class Arrivals:
 
     def come(self, segments: "list[Segment] | Iterator[Segment]", *, slowed: frozenset[int] = frozenset()) -> None:
         """Args:
-        slowed: bursts in which something else uses the machine.
+        slowed: bursts during which other work uses the machine.
         """
         for segment in segments:
             took_s = COST_S + segment.payload_bytes / BYTES_PER_S
@@ -87,7 +87,7 @@ def test_cost_and_rate_are_found(arrivals: Arrivals) -> None:
     assert measure.gigabytes_per_s == pytest.approx(LARGE / (COST_S + LARGE / BYTES_PER_S) / 1e9)
 
 
-def test_a_machine_that_is_busy_for_a_while_spoils_nothing(arrivals: Arrivals) -> None:
+def test_a_machine_that_is_busy_for_a_while_does_not_change_the_result(arrivals: Arrivals) -> None:
     arrivals.come(all_segments(), slowed=frozenset({0, 1, 2, 4, 5}))
     assert arrivals.result().message_cost_s == pytest.approx(COST_S)
 
@@ -114,7 +114,7 @@ def test_a_payload_that_is_not_the_pattern_is_damage(arrivals: Arrivals) -> None
 
 
 @pytest.mark.parametrize("index", [0, SLOTS])
-def test_a_message_of_another_number_than_its_tag_is_none_of_ours(arrivals: Arrivals, index: int) -> None:
+def test_a_message_of_another_number_than_its_tag_is_refused(arrivals: Arrivals, index: int) -> None:
     segments = all_segments()
     arrivals.come_as(segments[index], replace(segments[index], lease=segments[-1].lease))
     arrivals.come(segments[1:])

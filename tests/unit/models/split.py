@@ -17,7 +17,7 @@ PROMPT_TOKENS, CHUNK, DECODED_TOKENS = 11, 7, 4
 
 
 def ranks(size: int) -> list[TensorParallel]:
-    """Without a group: for what needs no other rank."""
+    """All ranks without a process group, for work that needs no other rank."""
     return [TensorParallel(rank, size) for rank in range(size)]
 
 

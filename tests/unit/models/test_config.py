@@ -1,4 +1,4 @@
-"""config.json of every supported family, in every spelling that published checkpoints use, and what is refused."""
+"""config.json of every supported family, in every spelling of published checkpoints, and refusals."""
 
 import json
 from collections.abc import Iterator
@@ -243,7 +243,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (V3 | {"num_experts_per_tok": 5}, "num_experts_per_tok", "topk_group"),
     ],
 )
-def test_what_we_do_not_compute_is_refused(tmp_path: Path, config: dict[str, Any], field: str, message: str) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path, config: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(write(tmp_path, config))
     assert caught.value.field == field

@@ -43,7 +43,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, *, arrived
     arrived = new_counters(weight) if arrived is None else arrived
     out = multiply(x, weight, bias, arrived, tile)
     expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
-    # One rounding of what float32 sums: half of a bf16's last bit.
+    # One rounding of a float32 sum: half of a bf16's last bit.
     torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)
     assert not arrived.any(), "counters are left as they were found"
     return out
@@ -120,7 +120,7 @@ def test_a_model_needs_few_kernels() -> None:
     assert len(tiles - {None}) <= 8
 
 
-def test_as_a_layers_product_it_leaves_to_torch_what_it_cannot_do() -> None:
+def test_as_a_layers_product_it_leaves_unsupported_products_to_torch() -> None:
     x, weight = random(3, 8, dtype=torch.float32), random(5, 8, dtype=torch.float32, seed=1)
     product = DecodeMultiply(new_counters(weight), num_sms=2)
     assert torch.equal(product(x, weight, None), linear(x, weight))

@@ -57,14 +57,14 @@ def chosen(num_tokens: int, num_experts: int, experts_per_token: int) -> Tensor:
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Relative, in the Euclidean norm."""
+    """Relative error in the Euclidean norm."""
     return float((actual.cpu().double() - expected.double()).norm() / expected.double().norm())
 
 
 def run(
     experts: Experts | Llama4Experts | GptOssExperts, x_TD: Tensor, experts_TK: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(what the kernels make of it, what a CPU does in float32)"""
+    """(result of the kernels, result of a CPU in float32)"""
     weights_TK = torch.rand(experts_TK.shape)
     on_device = {name: option.to(DEVICE) for name, option in options.items()}
     experts.to(DEVICE)

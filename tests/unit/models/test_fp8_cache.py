@@ -23,7 +23,7 @@ TOKENS = torch.randint(VOCAB_SIZE, (24,), generator=torch.Generator().manual_see
 # Bits of a number that the format keeps after its first: rounding moves it by half of the last one at most.
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 SPELLINGS = ["{layer}.{kind}_scale", "{layer}.attn.{kind}_scale", "{layer}.{kind}_proj.{kind}_scale"]
-# No powers of two, and of every layer and kind another, so that no mistake rounds to the same bytes.
+# Scales that are no powers of two and differ by layer and kind, so that no mistake rounds to the same bytes.
 SCALES = {(layer, kind): 0.03 * (1 + layer) + offset for layer in (0, 1) for kind, offset in (("k", 0), ("v", 0.07))}
 
 
@@ -49,13 +49,13 @@ def loaded(directory: Path, kv_dtype: str = "") -> PagedDriver:
 
 
 def logits_of(driver: PagedDriver) -> Tensor:
-    """Of TOKENS as two chunks of a prompt and four decodes: new tokens, context and absorbed decodes of MLA."""
+    """Logits of TOKENS as two chunks of a prompt and four decodes: new tokens, context and absorbed decodes of MLA."""
     pieces = [TOKENS[:9], TOKENS[9:20], *([token] for token in TOKENS[20:])]
     return torch.cat([driver.step({"r": piece})["r"] for piece in pieces])
 
 
 def stored_in(driver: PagedDriver, layer_index: int) -> Tensor:
-    """What the cache holds of TOKENS in one layer, [K, T, H, C] float32, without scales."""
+    """The cache's content for TOKENS in one layer, [K, T, H, C] float32, without scales."""
     layer, blocks = driver.cache.layer(layer_index), driver.blocks["r"]
     cells = [(blocks[token // BLOCK_SIZE], token % BLOCK_SIZE) for token in range(len(TOKENS))]
     return torch.stack([layer[:, block, offset].float() for block, offset in cells], dim=1)
@@ -66,7 +66,7 @@ def layers_of(driver: PagedDriver) -> list[Attention | MLAAttention]:
 
 
 def with_tensors(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """A copy of a checkpoint with tensors more."""
+    """A copy of a checkpoint with additional tensors."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     save_file({**load_file(source / "model.safetensors"), **tensors}, target / "model.safetensors")
     return target

@@ -24,7 +24,7 @@ def _seed() -> None:
 
 
 def activations(tokens: int, channels: int) -> Tensor:
-    """Of very different sizes, one of nothing but zeros."""
+    """Rows of very different sizes, one of them only zeros."""
     sizes_T1 = torch.tensor([1.0, 1e-3, 3e4, 0.0, 1e-20, 7.0]).repeat(tokens)[:tokens, None]
     return (torch.randn(tokens, channels) * sizes_T1).to(DEVICE)
 
@@ -171,7 +171,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("tokens", [2, 18])
 @pytest.mark.parametrize(("weights", "static", "parts"), LAYERS)
-def test_a_layer_multiplies_in_fp8_what_it_stands_for(
+def test_a_layer_multiplies_in_fp8_as_with_its_dequantized_weights(
     weights: Granularity,
     static: bool,
     parts: tuple[tuple[str, int], ...],

@@ -24,7 +24,7 @@ def _seed() -> None:
 
 
 def weight_of(rows: int, channels: int, rows_per_scale: int, *, bias: bool = False) -> Weight:
-    """Of shapes alone. `rows_per_scale` of 1 means one column of scales."""
+    """A weight that has only shapes. `rows_per_scale` of 1 means one column of scales."""
     with torch.device("meta"):
         columns = 1 if rows_per_scale == 1 else -(-channels // 128)
         scale_RC = torch.empty(-(-rows // rows_per_scale), columns)
@@ -45,7 +45,7 @@ def weight_of(rows: int, channels: int, rows_per_scale: int, *, bias: bool = Fal
         (weight_of(6152, 4096, 1), False, False),
     ],
 )
-def test_the_library_takes_what_it_reads_as_it_is(
+def test_the_library_takes_only_layouts_that_it_reads(
     weight: Weight, taken: bool, by_hopper_alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert fp8_library.takes(weight, torch.bfloat16) == (taken and not by_hopper_alone)
@@ -110,7 +110,7 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    """A GPU that has it, where otherwise this CPU is."""
+    """Pretends that this machine has a GPU with the library."""
     library = Library()
     monkeypatch.setattr(torch, "_scaled_mm", library.multiply)
     monkeypatch.setattr(fp8_linear, "multiplies_fp8", lambda device: True)
@@ -145,11 +145,11 @@ def test_the_library_multiplies_many_tokens(config: Fp8Config, tokens: int, padd
     exact_TN = expected(layer, x_TK)
     error_TN = layer(x_TK).float() - exact_TN
     assert library.seen == [padded if config is BLOCKS else tokens]
-    # Off by the rounding of activations alone; scales of others would be as wrong as can be.
+    # The only error is the rounding of activations; wrong scales would give a far larger one.
     assert float(error_TN.std(dim=1).max()) < 0.05 * float(exact_TN.std())
 
 
-def test_what_must_not_depend_on_the_batch_is_not_the_librarys(library: Library) -> None:
+def test_batch_invariant_products_do_not_use_the_library(library: Library) -> None:
     layer = layer_of(CHANNELS)
     layer.batch_invariant = True
     x_TK = torch.randn(66, 512, dtype=torch.bfloat16, device=DEVICE)

@@ -1,5 +1,5 @@
-"""fp8 checkpoints: the logits are those of the weights that they stand for, whatever shares a scale; wrong ones are
-refused by name."""
+"""fp8 checkpoints: the logits equal those of the dequantized weights for every granularity of scales; wrong weights
+and scales are refused by name."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -74,7 +74,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return CHECKPOINTS["deepseek-blocks"](tmp_path_factory.mktemp("deepseek"))
 
 
-def test_logits_are_those_of_the_weights_that_are_meant(pair: Pair) -> None:
+def test_logits_equal_those_of_the_dequantized_weights(pair: Pair) -> None:
     with torch.inference_mode():
         expected = pair.reference(torch.tensor([TOKENS])).logits[0]
     assert float(expected.std()) > 0.1
@@ -142,7 +142,7 @@ def test_dummy_weights_keep_activations_sane(family: str, request: pytest.Fixtur
     assert [parameter.dtype for parameter in first.parameters()] == [one.dtype for one in second.parameters()]
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:

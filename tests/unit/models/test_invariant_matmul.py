@@ -91,7 +91,7 @@ def test_the_kernel_for_any_strides_multiplies_heads(dtype: torch.dtype) -> None
     assert wide[..., 50:].isnan().all()
 
 
-def test_what_the_copy_engine_cannot_read_goes_by_strides() -> None:
+def test_tensors_that_the_copy_engine_cannot_read_are_read_by_strides() -> None:
     x, weight, bias = (
         random(5, 12).half().to(DEVICE),
         random(7, 12, seed=1).half().to(DEVICE),

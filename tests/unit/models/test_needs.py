@@ -1,4 +1,4 @@
-"""What a model needs of an attention backend and of the cache."""
+"""The needs of a model: from an attention backend, and from the cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_sizes_and_bounds(tmp_path: Path) -> None:
     assert needs.mla is None
 
 
-def test_what_each_layer_asks(tmp_path: Path) -> None:
+def test_the_parameters_of_each_layer(tmp_path: Path) -> None:
     layers = needs_of("gemma2", tmp_path).layers
     assert list(layers) == [f"layers.{index}" for index in range(4)]
     assert [layer.sliding_window for layer in layers.values()] == [7, None, 7, None]

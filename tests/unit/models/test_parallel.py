@@ -1,5 +1,5 @@
-"""A model that several ranks compute together is the model that one computes alone. Which rank has which part of what,
-and which splits are refused, is in `test_parallel_parts`."""
+"""A model split over several ranks equals the model on one rank. `test_parallel_parts` tests which rank has which part,
+and which splits are refused."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -146,7 +146,7 @@ def test_each_rank_caches_its_heads_and_no_others(
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PLAIN.items() for size in sizes])
 def test_the_ranks_hold_every_number_of_the_checkpoint(name: str, size: int, models: dict[str, Path]) -> None:
-    """What no rank holds would be missing from a sum, and what is held twice there would count twice."""
+    """A weight that no rank holds would be missing from a sum, and one that two ranks hold would count twice."""
     config, stored = read_config(models[name]), load_file(models[name] / "model.safetensors")
     times_held: dict[str, torch.Tensor] = {}
     for parallel in ranks(size):

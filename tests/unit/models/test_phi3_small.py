@@ -172,7 +172,7 @@ def test_without_dense_layers_and_without_mup_scaling(tmp_path: Path) -> None:
         {"dummy_token_indices": [100352]},
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changed: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changed))):
         read_config(write_config(tmp_path, PUBLISHED | changed))
 

@@ -1,4 +1,4 @@
-"""config.json as publishers of the newer families write it, with what they leave to defaults, and what is refused."""
+"""config.json as publishers of the newer families write it, with fields left to defaults, and refusals."""
 
 import json
 from pathlib import Path
@@ -362,7 +362,7 @@ def test_a_file_that_names_no_dtype_means_that_of_its_weights(tmp_path: Path, st
         (BLOOM | {"n_head": None}, "num_attention_heads", "missing"),
     ],
 )
-def test_what_we_do_not_compute_is_refused(tmp_path: Path, config: dict[str, Any], field: str, message: str) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path, config: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, config)
     assert caught.value.field == field

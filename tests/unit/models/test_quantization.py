@@ -1,4 +1,4 @@
-"""quantization_config as publishers write it: what is understood, and errors that name everything else."""
+"""quantization_config as publishers write it: supported settings, and errors that name all others."""
 
 import json
 from pathlib import Path
@@ -94,7 +94,7 @@ def read(directory: Path, quantization: dict[str, Any] | None) -> Fp8Config | No
         (None, None),
     ],
 )
-def test_what_publishers_write(tmp_path: Path, published: dict[str, Any] | None, expected: Fp8Config | None) -> None:
+def test_published_settings(tmp_path: Path, published: dict[str, Any] | None, expected: Fp8Config | None) -> None:
     assert read(tmp_path, published) == expected
 
 

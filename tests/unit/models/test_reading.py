@@ -106,7 +106,7 @@ def test_parts_can_be_read_to_one_tensor_side_by_side(
     assert torch.equal(target.cpu(), tensors["cube"][..., [1, 2, 4, 5, 6]])
 
 
-def test_what_lies_between_runs_is_read_only_if_they_are_short(
+def test_gaps_between_runs_are_read_only_if_they_are_short(
     stored: dict[str, StoredTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, target = stored["matrix"].part(1, range(10, 31)), torch.empty(37, 21, dtype=torch.bfloat16)
@@ -147,7 +147,7 @@ def test_a_file_that_ends_early_or_is_gone_is_named(
         read_into(targets)
 
 
-def test_threads_stop_when_whoever_watches_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_stop_when_the_progress_callback_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 1)
     save_file({"long": torch.ones(200_000, dtype=torch.float16)}, tmp_path / "model.safetensors")
     target = torch.zeros(200_000, dtype=torch.float16)

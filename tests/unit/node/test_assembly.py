@@ -21,7 +21,7 @@ def built(max_batch_tokens: int) -> Any:
     return SimpleNamespace(limits=StepLimits(max_batch_tokens, 256), cache=SimpleNamespace(view=view))
 
 
-def test_a_batch_invariant_node_starts_whatever_step_size_its_profile_chose() -> None:
+def test_a_batch_invariant_node_starts_with_any_step_size_of_its_profile() -> None:
     limits = engine_limits(settings(batch_invariant=True), built(512), max_context_tokens=4096)
     assert limits.chunk_align_tokens == 512
     assert limits.max_batch_tokens == 512 + 255

@@ -33,7 +33,7 @@ async def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel])
     assert [await ends[1].receive() for _ in sent] == sent
 
 
-async def test_closing_sends_what_is_queued_and_then_the_end_of_the_file(ends: tuple[Channel, Channel]) -> None:
+async def test_closing_sends_queued_messages_and_then_the_end_of_the_file(ends: tuple[Channel, Channel]) -> None:
     ends[0].send(BIG)
     closing = asyncio.create_task(ends[0].close())
     assert await ends[1].receive() == BIG

@@ -1,4 +1,4 @@
-"""The doctor's verdicts on described machines, and on the one that the test runs on."""
+"""The doctor's verdicts on described machines, and on the machine of the test."""
 
 import subprocess
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_packages_are_imported_and_not_just_looked_up() -> None:
     assert [verdict.grade for verdict in check_packages()] == [Grade.OK] * 4
 
 
-def test_a_link_under_its_floor_fails_with_what_was_measured() -> None:
+def test_a_link_under_its_floor_fails_with_its_measurement() -> None:
     verdict = check_link(("cpu", "cpu"), floor_gigabytes_per_s=1e6)
     assert verdict.grade is Grade.FAIL
     assert "GB/s" in verdict.found
@@ -98,7 +98,7 @@ def test_a_link_under_its_floor_fails_with_what_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_verdict_per_line_and_its_exit_code_says_the_whole() -> None:
+def test_the_command_prints_a_verdict_per_line_and_exits_with_the_worst() -> None:
     def doctor(*flags: str) -> "subprocess.CompletedProcess[str]":
         return run_warm(BATON, "doctor", *flags)
 
@@ -113,7 +113,7 @@ def test_the_command_prints_a_verdict_per_line_and_its_exit_code_says_the_whole(
 
 
 class FakeTransport:
-    """Of a GPU whose memory only "cuda_ipc" reaches."""
+    """The transport of a GPU whose memory only "cuda_ipc" reaches."""
 
     def __init__(self, carrier: str) -> None:
         self._carrier = carrier
@@ -130,7 +130,7 @@ class FakeTransport:
         ("cma", "cpu", ("cma", "cpu")),
     ],
 )
-def test_a_link_is_measured_from_the_memory_that_nodes_would_give_to_it(
+def test_a_link_is_measured_from_the_memory_that_nodes_use_for_it(
     carrier: str, device: str, expected: tuple[str, str]
 ) -> None:
     transport: Any = FakeTransport(carrier)

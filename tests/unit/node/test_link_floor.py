@@ -1,4 +1,4 @@
-"""A link slower than the operator wants is a reason to refuse the pair, with a cure for its transport."""
+"""A link below the operator's floor is a reason to refuse the pair, with a cure for its transport."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def test_at_the_floor_and_without_one_there_is_no_reason(floor: float) -> None:
     assert below_floor(node(floor), MEASURE) is None
 
 
-def test_below_it_both_sides_read_what_was_measured_and_what_is_wanted() -> None:
+def test_below_the_floor_both_sides_get_the_measurement_and_the_floor() -> None:
     reason = below_floor(node(2), MEASURE)
     assert reason is not None
     assert (reason.field, reason.ours) == ("link", "1.25 GB/s over tcp (measured)")
@@ -51,7 +51,7 @@ def test_the_cure_is_for_the_transport(transport: str, word: str) -> None:
     assert word in reason.cure
 
 
-def test_what_the_doctor_finds_on_this_machine_is_part_of_the_cure(tmp_path: Any) -> None:
+def test_the_doctors_findings_on_this_machine_are_part_of_the_cure(tmp_path: Any) -> None:
     verdicts(tmp_path)  # writes a healthy machine's files
     assert list(machine_cures(WANTED, HOST, tmp_path)) == []
     (found,) = machine_cures(WANTED, replace(HOST, first_process="python"), tmp_path)
@@ -59,6 +59,6 @@ def test_what_the_doctor_finds_on_this_machine_is_part_of_the_cure(tmp_path: Any
     assert "hostPID" in found
 
 
-def test_a_measure_goes_to_the_other_side_as_it_is() -> None:
+def test_a_measurement_is_sent_unchanged_to_the_other_side() -> None:
     assert to_measure(from_measure(MEASURE)) == MEASURE
     assert describe_measure(MEASURE) == "tcp at 1.2 GB/s, 40 us one way, 90 us for one more message"

@@ -34,7 +34,7 @@ def test_a_log_gets_a_line_for_every_tenth_with_the_speed(caplog: pytest.LogCapt
     assert messages(caplog)[-1] == "weights: 1024 of 1024 MiB, 0.11 GB/s"
 
 
-def test_a_short_load_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_load_logs_no_line(caplog: pytest.LogCaptureFixture) -> None:
     console = Console(file=io.StringIO())
     with (
         caplog.at_level(logging.INFO, logger="node.progress"),
@@ -59,7 +59,7 @@ def test_a_terminal_gets_a_bar_and_the_log_nothing(caplog: pytest.LogCaptureFixt
     assert messages(caplog) == []
 
 
-def test_the_bar_is_there_only_while_something_is_read() -> None:
+def test_the_bar_is_shown_only_while_files_are_read() -> None:
     """Log lines before and after the load do not share its line."""
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=120, color_system=None)

@@ -87,8 +87,8 @@ def sampled(call: int = 1, finish_reason: FinishReason | None = None) -> TokenSa
 
 
 def segments_of(job: SendJob, *, pieces: int = 1) -> tuple[Segment, ...]:
-    """What the transfer reports of a job that it has cut into that many segments, by tokens: 10 bytes for each token
-    of each layer."""
+    """The transfer's report of a job that was cut into that many segments by tokens: 10 bytes for each token of each
+    layer."""
     assert job.layers is not None
     bounds = [job.token_start + (job.token_stop - job.token_start) * i // pieces for i in range(pieces + 1)]
     return tuple(

@@ -17,7 +17,7 @@ from node.waiting import until
 from protos.baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2
 from protos.baton.v1 import decode_pb2 as pb
 
-# Many steps, each of which needs a turn of the event loop: a call still runs when a message about it comes.
+# Many steps, each of which needs a turn of the event loop: a call still runs when a message about it arrives.
 STEP_TOKENS = 2
 PROMPT = tuple(range(10, 410))
 BLOCK_SIZE = 16
@@ -115,7 +115,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
             self.received.append(message)
         self.hang_up()
 
-    # ---- what tests ask for
+    # ---- methods for tests
 
     @property
     def address(self) -> str:

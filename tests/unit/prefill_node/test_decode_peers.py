@@ -1,4 +1,4 @@
-"""How a decode node becomes a peer, why it does not, and what is known of it afterwards."""
+"""How a decode node becomes a peer or is refused, and the peer's state afterwards."""
 
 import asyncio
 import socket
@@ -161,7 +161,7 @@ async def test_messages_arrive_in_order_and_those_for_a_lost_peer_are_dropped() 
         assert decode.received == messages
 
 
-async def test_of_lost_peers_the_latest_stay_in_the_status() -> None:
+async def test_the_latest_lost_peers_stay_in_the_status() -> None:
     async with peers() as (known, _):
         addresses = {closed_address() for _ in range(40)}
         for address in addresses:

@@ -1,5 +1,5 @@
-"""Calls through a real engine and a real transfer: what the gateway and the decode node get, and that nothing stays
-held however a call ends."""
+"""Calls through a real engine and a real transfer: the gateway and the decode node get their messages, and nothing is
+held after the end of a call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -104,7 +104,7 @@ async def test_a_lease_that_the_decode_node_takes_back_ends_its_call() -> None:
 async def test_a_decode_node_that_hangs_up_ends_its_calls() -> None:
     async with decode_node() as decode, calls() as (_, driver):
         written = Written("progress", decode.hang_up)
-        with pytest.raises((NoNode, DataLoss)):  # the stream ends first, or the link
+        with pytest.raises((NoNode, DataLoss)):  # the stream or the link ends first
             await driver.prefill(await decode.request(1), written)
         (state,) = driver.peers.states()
         assert await until(lambda: state.phase == common_pb2.PEER_PHASE_LOST, timeout_s=30.0)
@@ -134,7 +134,7 @@ async def test_an_engine_that_is_full_refuses_and_the_decode_node_is_not_kept_wa
         assert (quiet.lease, from_detail(quiet.error).reason) == (1, "OVERLOADED")
 
 
-async def test_a_draining_node_refuses_calls_before_it_looks_for_the_peer() -> None:
+async def test_a_draining_node_refuses_calls_before_it_connects_to_the_peer() -> None:
     async with decode_node() as decode, calls() as (_, driver):
         request = await decode.request(1)
         driver.deliver(DrainingBegins())
@@ -159,7 +159,7 @@ async def test_a_node_that_closes_ends_its_calls() -> None:
 
 
 @pytest.mark.parametrize(("layer_groups", "expected"), [(False, 1), (True, 6)])
-async def test_layers_are_sent_in_groups_where_that_is_wanted(layer_groups: bool, expected: int) -> None:
+async def test_layers_are_sent_in_groups_if_the_setting_allows_it(layer_groups: bool, expected: int) -> None:
     async with decode_node() as decode, calls(max_batch_tokens=64, layer_groups=layer_groups) as (_, driver):
         request = await decode.request(1, 100)
         peer = await driver.peers.for_ticket(request.ticket)

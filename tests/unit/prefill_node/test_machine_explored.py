@@ -46,7 +46,7 @@ from tests.unit.prefill_node.calls import (
 
 PEERS = (PEER, OTHER_PEER)
 PICKS = st.integers(0, 1 << 16)
-TROUBLES = (
+FAILURES = (
     *("gateway cancels", "lease ends", "decode node is lost", "engine step fails", "job fails") * 3,
     *("node drains", "node closes"),
 )
@@ -54,7 +54,7 @@ TROUBLES = (
 
 @dataclass
 class Call:
-    """What engine, transfer, decode node and gateway know of one call."""
+    """The state of one call in engine, transfer, decode node and gateway."""
 
     number: int
     lease: int
@@ -91,7 +91,7 @@ class PrefillNodeStates(RuleBasedStateMachine):
         self.refuses = False
         self.now_s = 0.0
 
-    # ---- what commands do, and when they are allowed
+    # ---- commands: their effects, and when they are allowed
 
     def deliver(self, event: Event) -> None:
         self.now_s += 1.0
@@ -248,13 +248,13 @@ class PrefillNodeStates(RuleBasedStateMachine):
         call.job, call.quiet = None, True
         self.deliver(BecameQuiet(call.number))
 
-    # ---- what goes wrong: one rule, so that most calls get far
+    # ---- failures: one rule, so that most calls get far
 
     @precondition(lambda self: self.calls)
-    @rule(pick=PICKS, trouble=st.sampled_from(TROUBLES))
-    def goes_wrong(self, pick: int, trouble: str) -> None:
+    @rule(pick=PICKS, failure=st.sampled_from(FAILURES))
+    def fails(self, pick: int, failure: str) -> None:
         call = self.picked(list(self.calls.values()), pick)
-        match trouble:
+        match failure:
             case "gateway cancels":
                 self.deliver(CallCancelled(call.number))
             case "lease ends":
@@ -272,7 +272,7 @@ class PrefillNodeStates(RuleBasedStateMachine):
             case "node closes":
                 self.deliver(Closing())
 
-    # ---- what holds at any time, and at the end
+    # ---- invariants, at any time and at the end
 
     @invariant()
     def calls_end_once(self) -> None:

@@ -1,4 +1,4 @@
-"""One call's states: what is sent when, when the hand-over is sent, and how a call that fails ends."""
+"""One call's states: when KV and the hand-over are sent, and how a call that fails ends."""
 
 from collections.abc import Callable
 
@@ -72,7 +72,7 @@ def responses(commands: list[Command]) -> list[pb.PrefillEvent]:
     return [command.event for command in commands if isinstance(command, Respond)]
 
 
-# ---- the good run
+# ---- without failures
 
 
 def test_a_call_computes_sends_hands_over_frees_and_ends() -> None:
@@ -96,7 +96,7 @@ def test_a_call_computes_sends_hands_over_frees_and_ends() -> None:
     assert not node.busy
 
 
-def test_the_engine_gets_what_the_gateway_and_the_peer_want() -> None:
+def test_the_engine_gets_the_settings_of_the_gateway_and_the_peer() -> None:
     grouped = called(layers_per_group=1)
     grouped.request.output_token_ids.extend([1, 2])
     grouped.request.ticket.token_stop = len(PROMPT) + 2
@@ -120,7 +120,7 @@ def test_a_job_names_lease_incarnation_tokens_layers_and_blocks() -> None:
     assert (job.layers, job.block_ids, job.first_segment) == (range(LAYERS), BLOCKS, 0)
 
 
-def test_only_one_job_is_under_way_and_what_is_computed_meanwhile_is_sent_together() -> None:
+def test_only_one_job_is_under_way_and_kv_computed_meanwhile_is_sent_together() -> None:
     node = machine()
     first = send(play(node, called(), step(chunk(2)))).job
     assert sends(play(node, step(chunk(4)), step(chunk(6)))) == []
@@ -182,7 +182,7 @@ def test_tokens_that_the_decode_node_has_are_not_sent() -> None:
     assert (job.token_start, job.token_stop) == (6, 8)
 
 
-# ---- what responses say
+# ---- the content of responses
 
 
 def test_the_times_of_a_call() -> None:
@@ -208,7 +208,7 @@ def test_progress_counts_computed_tokens() -> None:
     assert [event.progress.computed_tokens for event in responses(commands)] == [2, 5]
 
 
-def test_a_first_token_that_is_also_the_last_says_why() -> None:
+def test_a_first_token_that_is_also_the_last_has_the_reason() -> None:
     node = machine()
     computed = play(node, called(), step(chunk(8), sampled(finish_reason=FinishReason.LENGTH)))
     assert responses(computed)[-1].first_token.finish_reason == common_pb2.FINISH_REASON_LENGTH
@@ -216,7 +216,7 @@ def test_a_first_token_that_is_also_the_last_says_why() -> None:
     assert message.finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
-def test_the_sent_event_sums_up_what_was_sent() -> None:
+def test_the_sent_event_has_the_totals_of_the_call() -> None:
     node = machine()
     peer = PeerFacts(64, 7, transport="cuda_ipc", kv_converted="bfloat16 to fp8", max_context_tokens=None)
     first = send(play(node, called(1, ticket(token_start=2), peer=peer, layers_per_group=3), step(chunk(4)))).job
@@ -310,7 +310,7 @@ def test_a_call_that_is_ending_keeps_its_error(second: str) -> None:
 
 
 @pytest.mark.parametrize("late", FAILURES)
-def test_after_the_hand_over_nothing_fails_a_call_any_more(late: str) -> None:
+def test_after_the_hand_over_no_event_fails_a_call(late: str) -> None:
     node = machine()
     job = send(play(node, called(), step(chunk(8), sampled()))).job
     play(node, Sent(1, segments_of(job)))
@@ -319,7 +319,7 @@ def test_after_the_hand_over_nothing_fails_a_call_any_more(late: str) -> None:
 
 
 @pytest.mark.parametrize("late", FAILURES)
-def test_after_the_end_of_a_call_nothing_happens_for_it(late: str) -> None:
+def test_after_the_end_of_a_call_its_events_are_ignored(late: str) -> None:
     node = sending()
     play(node, PEER_IS_LOST, BecameQuiet(1), Aborted(1))
     assert play(node, FAILURES[late][0], step(chunk(8), sampled()), BecameQuiet(1), Aborted(1)) == []
@@ -334,7 +334,7 @@ def test_a_stopped_call_computes_and_sends_nothing_more() -> None:
     assert play(node, step(chunk(8), sampled()), Sent(1, segments_of(job)), LINK_FAILED) == []
 
 
-def test_blocks_stay_held_when_the_transfer_cannot_say_that_nothing_reads_them() -> None:
+def test_blocks_stay_held_when_the_transfer_ends_before_it_reports_quiet() -> None:
     node = sending()
     play(node, GATEWAY_CANCELS)
     error = Draining("the transfer has ended")

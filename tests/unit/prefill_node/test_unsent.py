@@ -29,7 +29,7 @@ def test_first_layers_are_taken_before_the_others_of_their_chunk() -> None:
     assert sending.take() == [Part(range(3, LAYERS), 10, 50)]
 
 
-def test_what_is_computed_between_two_takes_is_taken_together() -> None:
+def test_parts_computed_between_two_takes_are_taken_together() -> None:
     sending = unsent()
     sending.computed(50, layer_stop=2)
     sending.computed(50)

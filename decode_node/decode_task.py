@@ -74,7 +74,7 @@ class DecodeTask:
         self.key = submit.key
         self.engine_id = request.request_id
         self.phase = Phase.WAITING
-        self.prefill_started_s: float | None = None  # set until a prefill here has sampled a token
+        self.prefill_started_s: float | None = None  # set while a prefill here has sampled no token
         self._request = request
         self._policy = submit.policy
         self._prefill_available = submit.prefill_available

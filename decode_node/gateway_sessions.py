@@ -11,7 +11,7 @@ from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 
-# The session of a gateway that leaves this many messages unread is closed.
+# A gateway that leaves this many messages unread gets nothing more. Its stream ends once it reads them.
 _OUTBOX_MAX = 20_000
 
 
@@ -68,7 +68,7 @@ class GatewaySessions:
             return
         stream.outbox.put_nowait(message)
         if stream.outbox.qsize() > _OUTBOX_MAX:
-            log.warning("gateway %s reads nothing: its session is closed", stream.gateway)
+            log.warning("gateway %s reads nothing: nothing more is sent to it", stream.gateway)
             stream.end()
 
     def end(self, session: int) -> None:

@@ -66,11 +66,6 @@ IMPURE = {
     "subprocess", "threading", "time", "torch", "triton", "ucxx", "uuid",
 }  # fmt: skip
 
-# What breaks a rule today. Each entry goes with the code that it is for.
-CIRCLES_TODAY: set[str] = set()
-IMPURE_TODAY: set[str] = set()
-RE_EXPORTS_TODAY: set[str] = set()
-
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 READS_ENVIRONMENT = "baton.config"
 
@@ -145,7 +140,7 @@ def test_imports_go_one_way() -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside of functions and of `TYPE_CHECKING` count too: with them, no module can be read on its own."""
     graph = {module.name: set(_our_imports(module)) for module in MODULES}
-    assert {name for name in graph if name in _reached(graph, name)} - CIRCLES_TODAY == set()
+    assert {name for name in graph if name in _reached(graph, name)} == set()
 
 
 def test_the_pure_modules_import_nothing_impure() -> None:
@@ -156,7 +151,7 @@ def test_the_pure_modules_import_nothing_impure() -> None:
     assert pure >= PURE_MODULES
     wrong = [
         f"{name}: {reached} imports {imported}"
-        for name in sorted(pure - IMPURE_TODAY)
+        for name in sorted(pure)
         for reached in sorted(_reached(graph, name) | {name})
         for imported in modules[reached].imports()
         if imported.partition(".")[0] in IMPURE
@@ -192,7 +187,7 @@ def test_names_are_imported_from_the_module_that_defines_them() -> None:
         f"{name} imports {alias.name} from {node.module}"
         for name, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in defined.keys() - RE_EXPORTS_TODAY
+        if isinstance(node, ast.ImportFrom) and node.module in defined
         for alias in node.names
         if alias.name not in defined[node.module]
         and f"{node.module}.{alias.name}" not in defined
@@ -205,7 +200,6 @@ def test_no_module_offers_the_names_of_another() -> None:
     wrong = [
         f"{module.name} offers {name}"
         for module in MODULES
-        if module.name not in RE_EXPORTS_TODAY
         for name in _offered_names(module.tree) - _defined_names(module.tree)
     ]
     assert wrong == []

@@ -233,6 +233,17 @@ class GatewaySettings(CommonSettings):
     model_name: str | None = Field(
         None, description="name of the model for clients; default: the model directory's name"
     )
+    http_listen: str = Field(
+        "127.0.0.1:0",
+        description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
+    )
+    http_body_mib: float = Field(32.0, gt=0, description="largest body of an HTTP request")
+    failover_wait_s: float = Field(
+        30.0, gt=0, description="how long a request that has begun waits for another decode node when its own was lost"
+    )
+    chat_template: Path | None = Field(
+        None, description="file with a jinja chat template to use in place of the checkpoint's"
+    )
     resolve_s: float = Field(5.0, gt=0, description="interval at which host names of nodes are resolved again")
     link_retry_s: float = Field(
         60.0, gt=0, description="interval at which a pair that was refused for its slow link is measured again"

@@ -4,11 +4,12 @@ Converting a message also checks it: a value that breaks a rule of `baton.types`
 """
 
 from baton.errors import InvalidRequest
-from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
+from baton.types import FinishReason, Grammar, GrammarKind, Path, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2 as pb
 
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
+_GRAMMAR_KINDS = {pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}"): kind for kind in GrammarKind}
 _PATHS = {Path.REMOTE: pb.PATH_REMOTE, Path.LOCAL: pb.PATH_LOCAL}
 _PATHS_BACK = {number: path for path, number in _PATHS.items()}
 
@@ -35,6 +36,9 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
             include_stop=params.include_stop,
+            grammar=None if params.grammar is None else grammar_to_proto(params.grammar),
+            skip_special_tokens=params.skip_special_tokens,
+            prompt_logprobs=params.prompt_logprobs,
         )
     except ValueError as error:
         raise InvalidRequest(f"a sampling parameter cannot be sent: {error}", field="sampling") from None
@@ -51,7 +55,25 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     given["logit_bias"] = dict(message.logit_bias)
     given["stop_token_ids"] = tuple(message.stop_token_ids)
     given["stop"] = tuple(message.stop)
+    given["grammar"] = grammar_from_proto(message.grammar) if message.HasField("grammar") else None
     return SamplingParams(**given)
+
+
+def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(kind=pb.GrammarKind.Value(f"GRAMMAR_KIND_{grammar.kind.name}"), text=grammar.text)
+
+
+def grammar_from_proto(message: pb.Grammar) -> Grammar:
+    """Raises:
+    InvalidRequest: the kind is missing or unknown.
+    """
+    try:
+        return Grammar(_GRAMMAR_KINDS[message.kind], message.text)
+    except KeyError:
+        allowed = tuple(kind.name for kind in GrammarKind)
+        raise InvalidRequest(
+            f"grammar.kind is {message.kind}", field="grammar.kind", value=message.kind, allowed=allowed
+        ) from None
 
 
 def token_to_proto(token: TokenOutput) -> pb.Token:

@@ -29,6 +29,26 @@ class LocalPolicy(StrEnum):
     LOCAL = "local"
 
 
+class GrammarKind(StrEnum):
+    """Languages in which a constraint on the output can be written; `GrammarKind` on the wire describes each."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A constraint on the output: no token is drawn that would break it."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 def _empty_bias() -> Mapping[int, float]:
     return MappingProxyType({})
 
@@ -57,6 +77,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     include_stop: bool = False
+    grammar: Grammar | None = None
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "an integer of at least 1")
@@ -76,6 +99,9 @@ class SamplingParams:
             _require("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
         if self.logprobs is not None:
             _require("logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+        if self.prompt_logprobs is not None:
+            ok = 0 <= self.prompt_logprobs <= MAX_LOGPROBS
+            _require("prompt_logprobs", self.prompt_logprobs, ok, f"0 to {MAX_LOGPROBS}")
         for text in self.stop:
             _require("stop", repr(text), text != "", "non-empty strings")
 

@@ -21,7 +21,7 @@ FILE_LINES_MAX = 700
 
 # What each package may import besides itself.
 MODEL_SIDE = {"models", "attention", "kvcache", "tritonlib", "baton", "protos"}
-NODE_SIDE = {"node", "engine", "kvtransfer"} | MODEL_SIDE
+NODE_SIDE = {"node", "engine", "kvtransfer", "grammar"} | MODEL_SIDE
 MAY_IMPORT = {
     "protos": set[str](),
     "baton": {"protos"},
@@ -29,12 +29,13 @@ MAY_IMPORT = {
     "kvcache": {"tritonlib", "baton"},
     "attention": {"kvcache", "tritonlib", "baton"},
     "models": {"attention", "kvcache", "tritonlib", "baton"},
-    "engine": MODEL_SIDE,
+    "grammar": {"baton"},
+    "engine": {"grammar"} | MODEL_SIDE,
     "kvtransfer": {"kvcache", "baton", "protos"},
-    "node": {"engine", "kvtransfer"} | MODEL_SIDE,
+    "node": {"engine", "kvtransfer", "grammar"} | MODEL_SIDE,
     "prefill_node": NODE_SIDE,
     "decode_node": NODE_SIDE,
-    "gateway": {"models", "baton", "protos"},
+    "gateway": {"grammar", "models", "baton", "protos"},
 }
 
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}

@@ -16,7 +16,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test simulate test-gpu check format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate test-gpu test-clients check format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -48,7 +48,11 @@ test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and 
 
 test: install  ## Run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE))
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients)
+
+test-clients: install  ## Install clients that other people wrote, in .clients, and run them against a cluster
+	@$(BIN)/python -m tests.clients.install
+	@$(BIN)/python -m pytest tests/clients
 
 check: install  ## Check lint, format, types and the wire
 	@$(BIN)/ruff check .
@@ -78,5 +82,5 @@ dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the s
 	@PYTHON=$(BIN)/python .ci/dist-check
 
 clean:  ## Remove everything that was built
-	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .clients .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	rm -f protos/baton/v1/*_pb2*.py*

@@ -1,0 +1,23 @@
+"""One cluster for all clients, started as a user starts it."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clients.install import CLIENTS
+from tests.integration.up import Up, interrupt, start_up
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Up]:
+    up = start_up("--port", "0")
+    yield up
+    assert interrupt(up) == 0
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """The environment of a client's process: other people's programs first on PATH."""
+    places = [str(CLIENTS / name / "bin") for name in ("python", "smg", "aiperf")]
+    return {**os.environ, "PATH": os.pathsep.join([*places, os.environ["PATH"]]), "OTEL_SDK_DISABLED": "true"}

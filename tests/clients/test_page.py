@@ -1,0 +1,22 @@
+"""Every block of docs/clients.md runs as it stands, with a client that nobody here wrote."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.clients.install import ROOT
+from tests.clients.page import Block, blocks, command
+from tests.integration.up import Up
+
+BLOCKS = blocks()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.title} {number}" for number, block in enumerate(BLOCKS)])
+def test_a_block_of_the_page_runs(block: Block, cluster: Up, environment: dict[str, str], tmp_path: Path) -> None:
+    code = block.at(grpc=cluster.gateway, http=str(cluster.line["http"]))
+    done = subprocess.run(
+        command(block.runs_with, code, tmp_path), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "the client printed nothing"

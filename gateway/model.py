@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config import tokenizer_file
 from baton.errors import InvalidRequest, UnknownModel
+from gateway.chat.model import ChatModel, read_chat_model
+from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
+from grammar.compiler import GrammarCompiler
 from models.config.reader import read_config
 from models.identity import config_digest
 from protos.baton.v1 import common_pb2
@@ -12,7 +16,13 @@ from protos.baton.v1 import common_pb2
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model's name and limits, for checking requests. Nodes must serve the same model."""
+    """The served model's name and limits, for checking requests. Nodes must serve the same model.
+
+    Attributes:
+        directory: of the checkpoint.
+        default_sampling: the numbers that generation_config.json gives for absent ones.
+        grammars: checks constraints.
+    """
 
     name: str
     architecture: str
@@ -20,6 +30,12 @@ class ServedModel:
     vocab_size: int
     max_context_tokens: int
     tokenizer: TextTokenizer
+    directory: Path
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    default_sampling: common_pb2.SamplingParams
+    chat: ChatModel
+    grammars: GrammarCompiler
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
@@ -46,9 +62,12 @@ class ServedModel:
             )
 
 
-def read_served_model(directory: Path, name: str | None) -> ServedModel:
-    """Raises:
-    ConfigError: the directory holds no known model, or no tokenizer.
+def read_served_model(directory: Path, name: str | None, chat_template: Path | None = None) -> ServedModel:
+    """Args:
+        chat_template: a file with a template to use in place of the checkpoint's.
+
+    Raises:
+        ConfigError: the directory holds no known model, or no tokenizer.
     """
     config = read_config(directory)
     return ServedModel(
@@ -58,4 +77,10 @@ def read_served_model(directory: Path, name: str | None) -> ServedModel:
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_context_tokens,
         tokenizer=TextTokenizer(directory),
+        directory=directory,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=read_bos_token_id(directory),
+        default_sampling=read_default_sampling(directory),
+        chat=read_chat_model(directory, chat_template),
+        grammars=GrammarCompiler(tokenizer_file(directory), config.vocab_size, config.eos_token_ids),
     )

@@ -3,18 +3,17 @@
 Unions are tagged by a function, so that an error names the one shape that was meant. Knows no endpoint.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError
 from pydantic import Tag as PydanticTag
-from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from baton.errors import InvalidRequest
 
-JSON_DEPTH_MAX = 64
 _VALUE_CHARS_MAX = 100
+_FIELD_CHARS_MAX = 200
 
 # Marks tags of unions in pydantic's locations, so that they are left out of field names.
 _TAG = "~"
@@ -70,31 +69,18 @@ def unsupported(cure: str, *harmless: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _check_depth(value: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [value]
-    for _ in range(JSON_DEPTH_MAX):
-        level = [inner for outer in level for inner in _containers(outer)]
-        if not level:
-            return value
-    raise PydanticCustomError("too_deep", "at most {levels} levels of nested JSON", {"levels": JSON_DEPTH_MAX})
+JsonObject = dict[str, Any]  # `parse_object` limits its depth
 
 
-def _containers(outer: Any) -> Iterable[Any]:
-    inner = outer.values() if isinstance(outer, dict) else outer
-    return (value for value in inner if isinstance(value, dict | list))
-
-
-JsonObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
-
-
-def checked(model: type[M], body: object) -> M:
-    """The body as this model.
+def checked(model: type[M], body: Mapping[str, Any]) -> M:
+    """The parsed body as this model; a null at its top is as good as absent.
 
     Raises:
         InvalidRequest: names the first wrong field as the client wrote it, such as `input[2].content[0].text`.
     """
+    given = {name: value for name, value in body.items() if value is not None}
     try:
-        return model.model_validate(body)
+        return model.model_validate(given)
     except ValidationError as error:
         raise invalid_request(error) from None
 
@@ -111,7 +97,7 @@ def field_name(location: Iterable[str | int]) -> str:
             name += f"[{part}]"
         elif not part.startswith(_TAG) and part != "[key]":
             name += f".{part}" if name else part
-    return name
+    return name if len(name) <= _FIELD_CHARS_MAX else f"{name[:_FIELD_CHARS_MAX]}..."
 
 
 def _describe(detail: ErrorDetails) -> InvalidRequest:
@@ -137,11 +123,11 @@ def short(value: object) -> str:
     return text if len(text) <= _VALUE_CHARS_MAX else f"{text[:_VALUE_CHARS_MAX]}..."
 
 
-def _missing(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+def _missing(field: str, _value: str, _context: dict[str, Any]) -> InvalidRequest:
     return InvalidRequest(f"{field} is missing", field=field, cure=f"give {field}")
 
 
-def _unknown(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
+def _unknown(field: str, value: str, _context: dict[str, Any]) -> InvalidRequest:
     return InvalidRequest(f"{field} is not a parameter of this endpoint", field=field, value=value, cure="leave it out")
 
 
@@ -163,10 +149,11 @@ def _unknown_type(field: str, value: str, context: dict[str, Any]) -> InvalidReq
 
 def _no_type(field: str, value: str, context: dict[str, Any]) -> InvalidRequest:
     """Neither of the shapes of a union: not text or a list, or an object without a `type`."""
+    if _text_or_list.__name__ in context["discriminator"]:
+        return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("a string", "a list"))
     if value == "an object":
         return _missing(f"{field}.type" if field else "type", value, context)
-    allowed = ("a string", "a list") if "_text_or_list" in context["discriminator"] else ("an object with a type",)
-    return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=allowed)
+    return InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("an object with a type",))
 
 
 _DESCRIPTIONS: dict[str, Callable[[str, str, dict[str, Any]], InvalidRequest]] = {

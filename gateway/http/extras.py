@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.http.checking import Items, JsonObject, Model, U32
+from gateway.http.checking import U32, Items, JsonObject, Model
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field
 
-from gateway.http.checking import TEXT_OR_LIST, Items, JsonObject, Model, PositiveU32, U32, by_type, tag, unsupported
+from gateway.http.checking import TEXT_OR_LIST, U32, Items, JsonObject, Model, PositiveU32, by_type, tag, unsupported
 from gateway.http.extras import Extras
 
 _STATELESS = "no answer is kept here: send the earlier items in `input`"

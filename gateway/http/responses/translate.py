@@ -1,4 +1,4 @@
-"""A Responses request as a request of ours: items become a conversation in the shape of OpenAI's chat completions. Pure."""
+"""A Responses request as one of ours: items become a conversation in the shape of OpenAI's chat completions. Pure."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -2,11 +2,15 @@
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
+
+import uvloop
 
 from baton.config import GatewaySettings, fail, read_settings
 from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, check_advertised, set_up_logging, stop_on_signals, write_ready_file
 from gateway.connections import Connections
+from gateway.http.server import HttpServer
 from gateway.model import ServedModel, read_served_model
 from gateway.service import SERVICE_NAME, GenerationService
 from gateway.serving import Serving
@@ -25,7 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         model = read_served_model(settings.model, settings.model_name)
-        asyncio.run(_run(settings, model))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings, model))
     except ConfigError as error:
         fail(PROGRAM, error)
     except KeyboardInterrupt:
@@ -35,12 +40,21 @@ def main(argv: list[str] | None = None) -> None:
 async def _run(settings: GatewaySettings, model: ServedModel) -> None:
     stop = stop_on_signals()
     connections = Connections(settings, model)
-    async with GrpcServer(settings.listen, advertise=settings.advertise) as server, connections:
+    async with (
+        GrpcServer(settings.listen, advertise=settings.advertise) as server,
+        connections,
+        AsyncExitStack() as doors,
+    ):
         serving = Serving(settings, model, connections)
         name = settings.name or f"gateway@{server.address}"
+        http = None
+        if settings.http_listen != "off":
+            http = await doors.enter_async_context(HttpServer(settings, serving, connections.fleet, name))
         service = GenerationService(name, serving, connections.fleet)
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         await server.start([SERVICE_NAME])
+        if http is not None:
+            log.info("HTTP on http://%s", http.address)
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
         readiness = asyncio.create_task(_report_readiness(settings, server, connections), name="readiness")
         await _until_stopped(stop, readiness, connections.upkeep)
@@ -48,6 +62,8 @@ async def _run(settings: GatewaySettings, model: ServedModel) -> None:
         readiness.cancel()
         await asyncio.wait([readiness])
         await server.set_ready(ready=False)
+        if http is not None:
+            http.drain()
         await serving.drain(settings.drain_grace_s)
     log.info("drained")
 

@@ -4,6 +4,7 @@ as a stream of events or in one piece. Knows no API's shape."""
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,6 +47,7 @@ class Context:
         name: of this gateway.
         error_shapes: by the beginning of a path; every other path has OpenAI's shape.
         draining: whether the process is about to end.
+        started_s: unix time of the process's start.
     """
 
     settings: GatewaySettings
@@ -54,6 +56,7 @@ class Context:
     name: str
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
+    started_s: int = field(default_factory=lambda: int(time.time()))
 
     def error_shape(self, path: str) -> ErrorShape:
         shapes = (shape for beginning, shape in self.error_shapes.items() if path.startswith(beginning))

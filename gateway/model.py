@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import InvalidRequest, UnknownModel
+from baton.model_source import model_name
 from gateway.tokenizer import TextTokenizer
 from models.config.reader import read_config
 from models.identity import config_digest
@@ -52,7 +53,7 @@ def read_served_model(directory: Path, name: str | None) -> ServedModel:
     """
     config = read_config(directory)
     return ServedModel(
-        name=name or directory.resolve().name,
+        name=name or model_name(directory),
         architecture=config.architecture,
         config_digest=config_digest(config),
         vocab_size=config.vocab_size,

@@ -25,6 +25,7 @@ async def model(call: Call) -> Response:
 
 async def tokenize(call: Call) -> Response:
     body = await call.read(TokenizeBody)
+    call.field_names = {"text": "prompt"}
     serving = call.serving
     serving.model.check_name(body.model)
     if body.prompt is not None:

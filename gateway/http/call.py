@@ -147,10 +147,7 @@ class Call:
         collectors = [Collector() for _ in messages]
         jobs = [Job(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
         generation = asyncio.create_task(self.generate(jobs, _ignore))
-        try:
-            await unless_left(generation, self.request.receive)
-        except BatonError as error:
-            raise self.in_own_words(error) from None
+        await unless_left(generation, self.request.receive)
         return [collector.outputs() for collector in collectors]
 
     def stream(self, message: pb.GenerateRequest, encoder: Encoder, chat: ChatRequest | None = None) -> Response:
@@ -227,7 +224,7 @@ class EventStream(Response):
             await self._fail(internal, scope, receive, send)
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
-        log_failure(self._call.request_id, error)
+        log_answer(self._call.request_id, error)
         if self._started:
             await self._write(self._encoder.error(error), more=False)
         else:
@@ -264,9 +261,9 @@ def comment(text: str) -> bytes:
     return f": {' '.join(text.split())}\n\n".encode()
 
 
-def log_failure(request_id: str, error: BatonError) -> None:
-    if not isinstance(error, InvalidRequest):
-        log.info("%s: a request failed: %s", request_id, error)
+def log_answer(request_id: str, error: BatonError) -> None:
+    """`gateway.serving` has logged what failed there."""
+    log.debug("%s: %s", request_id, error)
 
 
 async def unless_left(

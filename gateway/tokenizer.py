@@ -31,6 +31,7 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._pieces = TokenPieces(self._tokenizer)
+        self.longest_token_bytes = self._pieces.longest_bytes
 
     # NOTE: the library holds the interpreter lock for the whole of a call for one text, but not for a batch.
 

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton import __version__
 from baton.errors import BatonError, InternalError, InvalidRequest
-from gateway.http.call import RAW_SEND, REQUEST_ID, Call, ClientLeft, Context, log_failure
+from gateway.http.call import RAW_SEND, REQUEST_ID, Call, ClientLeft, Context, log_answer
 from gateway.http.errors import Refused, error_response
 
 _REQUEST_ID_CHARACTERS_MAX = 256
@@ -51,7 +51,10 @@ class App:
 
         async def endpoint(request: Request) -> Response:
             call = Call(self.context, request)
-            response = await handler(call)
+            try:
+                response = await handler(call)
+            except BatonError as error:
+                raise call.in_own_words(error) from None
             response.headers["x-request-id"] = call.request_id
             return response
 
@@ -99,7 +102,9 @@ class App:
         method, path = request.method, request.url.path
         if error.status_code == 405:
             message = f"{path} does not have the method {method}"
-            return self._error(request.scope, Refused(405, "method_not_allowed", message, headers=error.headers))
+            allow = (error.headers or {}).get("allow", "").replace("GET", "GET, HEAD")
+            refused = Refused(405, "method_not_allowed", message, headers={"allow": allow})
+            return self._error(request.scope, refused)
         message = f"{method} {path} does not exist"
         return self._error(request.scope, Refused(error.status_code, "not_found", message, cure="see /docs"))
 
@@ -108,7 +113,7 @@ class App:
         if not isinstance(error, BatonError):
             log.error("%s: a request failed", request_id, exc_info=error)
             error = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
-        log_failure(request_id, error)
+        log_answer(request_id, error)
         return error_response(error, request_id, self.context.error_shape(scope["path"]))
 
     def _openapi(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def check(model: type[AnyBody], value: Mapping[str, Any]) -> AnyBody:
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise _invalid(model, given, error.errors(include_url=False, include_context=False)[0]) from None
+        raise _invalid(given, error.errors(include_url=False, include_context=False)) from None
 
 
 def parse(model: type[AnyBody], body: bytes) -> AnyBody:
@@ -94,33 +94,33 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _invalid(model: type[BaseModel], given: Mapping[str, Any], detail: ErrorDetails) -> InvalidRequest:
+def _invalid(given: Mapping[str, Any], details: list[ErrorDetails]) -> InvalidRequest:
+    """The first mistake; of a field with several forms, what each form would be."""
+    detail = details[0]
     field, value = _locate(given, detail["loc"])
     if detail["type"] == "extra_forbidden":
-        allowed = tuple(model.model_fields) if len(detail["loc"]) == 1 else ()
-        return InvalidRequest(f"unknown field {shown(field)}", field=field, allowed=allowed)
+        return InvalidRequest(f"unknown field {shown(field)}", field=field, cure="leave it out; /docs lists all fields")
     if detail["type"] == "missing":
         field = f"{field}.{detail['loc'][-1]}" if field else str(detail["loc"][-1])
         return InvalidRequest(f"{field} is missing", field=field)
     if detail["type"] == "value_error":  # of our own validators
         return InvalidRequest(detail["msg"].removeprefix("Value error, "), field=field, value=shown(value))
-    allowed_text = detail["msg"].removeprefix("Input should be ").removeprefix("Value should ")
-    return InvalidRequest(f"{field} is {shown(value)}", field=field, value=shown(value), allowed=(allowed_text,))
+    first = detail["loc"][:1]
+    forms = [other["msg"] for other in details if other["loc"][:1] == first]
+    allowed = dict.fromkeys(form.removeprefix("Input should be ") for form in forms)
+    return InvalidRequest(f"{field} is {shown(value)}", field=field, value=shown(value), allowed=tuple(allowed))
 
 
 def _locate(given: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[str, object]:
     """Name and value of the wrong field. A union adds names of its members to `loc`, which the body does not have."""
-    name, value = "", cast_any(given)
+    name = ""
+    value: Any = given
     for part in loc:
         if isinstance(value, dict) and part in value:
             name, value = f"{name}.{part}" if name else str(part), value[part]
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             name, value = f"{name}[{part}]", value[part]
     return name, value
-
-
-def cast_any(value: object) -> Any:
-    return value
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:

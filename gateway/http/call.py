@@ -4,6 +4,7 @@ as a stream of events or in one piece. Knows no API's shape."""
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -46,6 +47,7 @@ class Context:
         name: of this gateway.
         error_shapes: by the beginning of a path; every other path has OpenAI's shape.
         draining: whether the process is about to end.
+        started_s: unix time of the process's start.
     """
 
     settings: GatewaySettings
@@ -54,6 +56,7 @@ class Context:
     name: str
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
+    started_s: int = field(default_factory=lambda: int(time.time()))
 
     def error_shape(self, path: str) -> ErrorShape:
         shapes = (shape for beginning, shape in self.error_shapes.items() if path.startswith(beginning))
@@ -157,10 +160,7 @@ class Call:
     async def serve(self, jobs: Sequence[Job]) -> None:
         """Serves jobs for an answer in one piece, which their `push` collect; raises as `collect`."""
         generation = asyncio.create_task(self.generate(jobs, _ignore))
-        try:
-            await unless_left(generation, self.request.receive)
-        except BatonError as error:
-            raise self.in_own_words(error) from None
+        await unless_left(generation, self.request.receive)
 
     def stream(self, message: pb.GenerateRequest, encoder: Encoder, chat: ChatRequest | None = None) -> Response:
         """The answer as server-sent events."""
@@ -236,7 +236,7 @@ class EventStream(Response):
             await self._fail(internal, scope, receive, send)
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
-        log_failure(self._call.request_id, error)
+        log_answer(self._call.request_id, error)
         if self._started:
             await self._write(self._encoder.error(error), more=False)
         else:
@@ -273,9 +273,9 @@ def comment(text: str) -> bytes:
     return f": {' '.join(text.split())}\n\n".encode()
 
 
-def log_failure(request_id: str, error: BatonError) -> None:
-    if not isinstance(error, InvalidRequest):
-        log.info("%s: a request failed: %s", request_id, error)
+def log_answer(request_id: str, error: BatonError) -> None:
+    """`gateway.serving` has logged what failed there."""
+    log.debug("%s: %s", request_id, error)
 
 
 async def unless_left(

@@ -25,14 +25,17 @@ _SHUTDOWN_S = 1
 
 
 class HttpServer:
-    """Serves with the `async with` block. When it ends, only answers that are nearly sent are waited for.
+    """Serves during the `async with` block. When it ends, only answers that are nearly sent are waited for.
 
-    Raises:
-        ConfigError: the address cannot be listened on.
+    Args:
+        name: of the gateway.
+        bound: of `bind`.
     """
 
-    def __init__(self, settings: GatewaySettings, serving: Serving, fleet: Fleet, name: str) -> None:
-        self._socket = _bind(settings.http_listen)
+    def __init__(
+        self, settings: GatewaySettings, serving: Serving, fleet: Fleet, name: str, bound: socket.socket
+    ) -> None:
+        self._socket = bound
         self._context = Context(settings, serving, fleet, name)
         host, port = self._socket.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -80,7 +83,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bind(listen: str) -> socket.socket:
+def bind(listen: str) -> socket.socket | None:
+    """The listening socket for this setting; None: off.
+
+    Raises:
+        ConfigError: the address is none, or cannot be listened on.
+    """
+    if listen == "off":
+        return None
     where = Address.parse(listen, field="http_listen")
     host = where.host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -97,12 +97,13 @@ def test_results_of_tools_become_messages_before_the_text() -> None:
 
 
 def test_a_failed_tool_says_so() -> None:
-    turns = [USER, {"role": "assistant", "content": [CALL]}]
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True}
-    assert (
-        talk(*turns, {"role": "user", "content": [{**result, "content": "timeout"}]})[2]["content"] == "Error: timeout"
-    )
-    assert talk(*turns, {"role": "user", "content": [{**result, "is_error": False}]})[2]["content"] == ""
+    def result(**fields: object) -> object:
+        block = {"type": "tool_result", "tool_use_id": "toolu_1", **fields}
+        answer = {"role": "assistant", "content": [CALL]}
+        return talk(USER, answer, {"role": "user", "content": [block]})[2]["content"]
+
+    assert result(is_error=True, content="timeout") == "Error: timeout"
+    assert result(is_error=False) == ""
 
 
 def test_a_conversation_that_ends_with_the_assistant_is_continued() -> None:

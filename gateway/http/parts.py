@@ -86,6 +86,11 @@ class Answer:
             self.usage = message.usage
         return grown
 
+    def collect(self, message: pb.GenerateResponse) -> bytes:
+        """As `push`, for an answer in one piece: nothing is to be sent yet."""
+        self.push(message)
+        return b""
+
     def _grow(self, kind: Kind, text: str) -> Growth:
         begins = not self.parts or self.parts[-1].kind != kind
         if begins:

@@ -49,7 +49,7 @@ class MessageObject:
     def ended(self, answer: Answer) -> bytes:
         message = self._object([self.block(part) for part in answer.parts], self.stop(answer), usage(answer))
         if self.write_receipt is not None:
-            message["receipt"] = self.write_receipt(answer.receipt)
+            message["baton"] = {"receipt": self.write_receipt(answer.receipt)}
         return orjson.dumps(message)
 
     def block(self, part: Part) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class MessageStream:
             events += self._stop(answer.parts[-1])
         end = {"type": "message_delta", "delta": self._message.stop(answer), "usage": usage(answer)}
         if self._message.write_receipt is not None:
-            end["receipt"] = self._message.write_receipt(answer.receipt)
+            end["baton"] = {"receipt": self._message.write_receipt(answer.receipt)}
         events.append(event("message_delta", orjson.dumps(end)))
         events.append(event("message_stop", b'{"type":"message_stop"}'))
         return b"".join(events)

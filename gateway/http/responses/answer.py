@@ -86,7 +86,7 @@ class ResponseObject:
         if answer.truncated:
             rest["incomplete_details"] = {"reason": "max_output_tokens"}
         if self.identity.write_receipt is not None:
-            rest["receipt"] = self.identity.write_receipt(answer.receipt)
+            rest["baton"] = {"receipt": self.identity.write_receipt(answer.receipt)}
         return self._write(status, items, rest)
 
     def failed(self, answer: Answer, error: BatonError) -> bytes:

@@ -178,9 +178,9 @@ def test_the_request_decides_what_is_written() -> None:
 
 def test_the_receipt_is_there_if_wanted() -> None:
     message = replace(OBJECT, write_receipt=lambda receipt: {"why": receipt.why})
-    assert whole(TEXT, message).model_extra == {"receipt": {"why": "test"}}
+    assert whole(TEXT, message).model_extra == {"baton": {"receipt": {"why": "test"}}}
     stream = MessageStream(message, "req-1")
-    assert b'"receipt":{"why":"test"}' in stream.push(ended()) + stream.finish()
+    assert b'"baton":{"receipt":{"why":"test"}}' in stream.push(ended()) + stream.finish()
 
 
 def test_an_error_is_the_last_event() -> None:

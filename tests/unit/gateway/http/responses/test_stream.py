@@ -190,8 +190,8 @@ def test_logprobs_belong_to_the_text_that_their_tokens_made() -> None:
 
 
 def test_the_receipt_is_there_if_wanted() -> None:
-    assert streamed(TEXT, receipt=True)[-1].data["response"]["receipt"] == {"why": "test"}
-    assert "receipt" not in streamed(TEXT)[-1].data["response"]
+    assert streamed(TEXT, receipt=True)[-1].data["response"]["baton"] == {"receipt": {"why": "test"}}
+    assert "baton" not in streamed(TEXT)[-1].data["response"]
 
 
 def test_an_error_ends_the_stream_with_what_was_said() -> None:

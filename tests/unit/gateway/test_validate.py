@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
+from gateway.chat.model import read_chat_model
 from gateway.model import ServedModel
 from gateway.tokenizer import TextTokenizer
 from gateway.validate import check_prompt, check_prompt_given, check_sampling
+from grammar.compiler import GrammarCompiler
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_level
@@ -26,6 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         max_context_tokens=64,
         tokenizer=TextTokenizer(directory),
         directory=directory,
+        eos_token_ids=(1,),
+        bos_token_id=0,
+        default_sampling=common_pb2.SamplingParams(),
+        chat=read_chat_model(directory, None),
+        grammars=GrammarCompiler(directory / "tokenizer.json", 320, [1]),
     )
 
 

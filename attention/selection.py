@@ -80,7 +80,8 @@ def select_backend(
     """
     platform = platform or probe_platform(needs.device)
     chosen = _choose(reasons := _reasons(needs, platform), forced)
-    _log.info("%s", _report(reasons, chosen, forced=forced is not None))
+    _log.info("attention backend %s, %s", chosen, _how(forced=forced is not None))
+    _log.debug("%s", _report(reasons, chosen, forced=forced is not None))
     backend = next(backend for backend in BACKENDS if backend.capabilities.name == chosen)
     return backend(needs, platform, context_workspace_tokens=context_workspace_tokens)
 
@@ -136,8 +137,12 @@ def _choose(reasons: Mapping[str, tuple[str, ...]], forced: str | None) -> str:
     )
 
 
+def _how(*, forced: bool) -> str:
+    return "forced" if forced else "the first that fits"
+
+
 def _report(reasons: Mapping[str, tuple[str, ...]], chosen: str, *, forced: bool) -> str:
-    lines = [f"attention backend {chosen}, {'forced' if forced else 'the first that fits'}:"]
+    lines = [f"attention backend {chosen}, {_how(forced=forced)}:"]
     for name, against in reasons.items():
         verdict = "; ".join(against) or ("chosen" if name == chosen else "fits")
         lines.append(f"  {name}: {verdict}")

@@ -6,7 +6,7 @@ async with Client("127.0.0.1:7000") as client:
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -24,12 +24,13 @@ from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.types import FinishReason, Receipt, SamplingParams, TokenOutput, Usage
+from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
-from protos.baton.v1 import generation_pb2_grpc
 
 Answer = TypeVar("Answer")
 
-DEFAULT_TARGET = "127.0.0.1:7000"  # for the command line; 7000 is also the gateway's port in the images
+DEFAULT_PORT = 7000  # of the gateway in `baton up` and in the images
+DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"  # for the command line
 _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 
 
@@ -51,6 +52,16 @@ class Finished:
     usage: Usage
     receipt: Receipt
     tokens: tuple[TokenOutput, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatPiece:
+    """What new tokens add to a chat's answer. `tool_calls` is for display: names and pieces of arguments."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: str = ""
+    notice: str = ""  # one sentence: why no token has come for a while
 
 
 @dataclass(frozen=True)
@@ -102,11 +113,43 @@ class Client:
             _set_text(request, text=prompt)
         else:
             request.token_ids.CopyFrom(_token_ids(prompt))
+        async with aclosing(self._responses(request, timeout_s)) as responses:
+            async for response in responses:
+                yield _event(response)
+
+    async def chat(
+        self,
+        messages_json: str,
+        sampling: common_pb2.SamplingParams | None = None,
+        *,
+        model: str = "",
+        template_kwargs_json: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[ChatPiece, None]:
+        """The answer to a conversation as it arrives. Closing the generator or cancelling ends the request.
+
+        Args:
+            messages_json: array of messages in the shape of OpenAI's chat completions.
+            sampling: absent numbers are the model's own defaults.
+
+        Raises:
+            BatonError: as in `generate`.
+        """
+        request = pb.GenerateRequest(sampling=sampling)
+        _set_text(request, model=model)
+        request.chat.messages_json, request.chat.template_kwargs_json = messages_json, template_kwargs_json
+        async with aclosing(self._responses(request, timeout_s)) as responses:
+            async for response in responses:
+                yield _chat_piece(response)
+
+    async def _responses(
+        self, request: pb.GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         call = self._stub.Generate(request, timeout=None if timeout_s is None else min(timeout_s, _TIMEOUT_S_MAX))
         try:
             with _typed_errors(self.target):
                 async for response in call:
-                    yield _event(response)
+                    yield response
         finally:
             call.cancel()
 
@@ -210,6 +253,12 @@ def _event(response: pb.GenerateResponse) -> Piece | Finished:
         receipt=receipt_from_proto(response.receipt),
         tokens=tokens,
     )
+
+
+def _chat_piece(response: pb.GenerateResponse) -> ChatPiece:
+    delta = response.chat
+    calls = [f"\n{call.name} " * bool(call.name) + call.arguments for call in delta.tool_calls]
+    return ChatPiece(delta.content, delta.reasoning, "".join(calls), response.notice)
 
 
 @contextmanager

@@ -51,13 +51,20 @@ class CommonSettings(BaseSettings):
         "0.0.0.0",
     )
     name: str | None = Field(None, description="name in receipts, logs and status; default: from role and address")
-    model: Path = Field(DEMO_MODELS / "llama", description="directory with config.json, weights and tokenizer.json")
+    model: Path = Field(
+        DEMO_MODELS / "llama",
+        description="directory with config.json, weights and tokenizer.json; or a repository of the Hugging Face hub, "
+        "such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision, which is downloaded",
+    )
     drain_grace_s: float = Field(30.0, gt=0, description="after SIGTERM, how long running requests may take to finish")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged to stderr"
     )
     ready_file: Path | None = Field(
         None, description="file that the process writes once ready: a JSON line with address and pid"
+    )
+    supervisor: str | None = Field(
+        None, description="set by `baton up`, which gets reports of this process and ends it when it ends itself"
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from baton.config import tokenizer_file
 from baton.errors import InvalidRequest, UnknownModel
+from baton.model_source import model_name
 from gateway.chat.model import ChatModel, read_chat_model
 from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
@@ -71,7 +72,7 @@ def read_served_model(directory: Path, name: str | None, chat_template: Path | N
     """
     config = read_config(directory)
     return ServedModel(
-        name=name or directory.resolve().name,
+        name=name or model_name(directory),
         architecture=config.architecture,
         config_digest=config_digest(config),
         vocab_size=config.vocab_size,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.model_source import model_name
 from models.config.model_config import ModelConfig
 from models.weights.checkpoint import StoredTensor, read_checkpoint
 
@@ -34,7 +35,7 @@ def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "
         ConfigError: the weights cannot be read.
     """
     weights_digest = "dummy" if load_format == "dummy" else _weights_digest(directory)
-    return ModelIdentity(directory.resolve().name, config.architecture, config_digest(config), weights_digest)
+    return ModelIdentity(model_name(directory), config.architecture, config_digest(config), weights_digest)
 
 
 def config_digest(config: ModelConfig) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from baton import __version__
 from baton.config import NodeSettings
+from baton.supervisor import Supervisor
 from engine.build import Built, build_runner
 from engine.device.device_thread import StepRunner
 from engine.engine import Engine
@@ -27,7 +28,7 @@ from models.identity import ModelIdentity
 from models.parallel import SINGLE, TensorParallel
 from models.weights.kv_scales import kv_scales
 from node.describe import to_info
-from node.progress import LoadingProgress
+from node.progress import LoadingProgress, ReportedProgress
 from node.ranks.group import RankGroup
 from node.ranks.join import rank_device
 from node.ranks.remote import RemoteTransfer
@@ -182,17 +183,24 @@ def open_transfer(
     )
 
 
-def load(settings: NodeSettings, parallel: TensorParallel = SINGLE) -> Built:
+def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None) -> Built:
     """Reads the checkpoint, or one rank's part of it, and allocates the cache; slow. All ranks call it together.
+
+    Args:
+        supervisor: if it is present, it gets the progress, which a terminal or the log gets otherwise.
 
     Raises:
         ConfigError: a setting, or the checkpoint that it names, cannot work.
     """
     torch.set_num_threads(settings.threads)
     # All ranks have equally much to read, so one of them shows the progress.
-    with LoadingProgress() if parallel.rank == 0 else nullcontext() as progress:
+    with _progress(supervisor) if parallel.rank == 0 else nullcontext() as progress:
         device = settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank)
         return build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
+
+
+def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:
+    return ReportedProgress(supervisor) if supervisor is not None and supervisor.present else LoadingProgress()
 
 
 def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: int) -> EngineLimits:

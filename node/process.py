@@ -16,6 +16,7 @@ import grpc
 
 from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
+from baton.model_source import find_model
 from baton.rpc.server import (
     Address,
     GrpcServer,
@@ -25,6 +26,7 @@ from baton.rpc.server import (
     stop_on_signals,
     write_ready_file,
 )
+from baton.supervisor import Supervisor
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
 from models.parallel import SINGLE
@@ -78,13 +80,22 @@ def run_node(
     try:
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
-        with start_ranks(settings, program) as group:
-            parallel = (
-                SINGLE if group.size == 1 else join(0, group.size, store=group.meeting_place(), device=settings.device)
-            )
-            built = load(settings, parallel)
-            group.loaded()
-            asyncio.run(_run(settings, built, group, role, make_role))
+        supervisor = Supervisor(settings.supervisor)
+        with asyncio.Runner() as runner:
+            # Bound first, so that a port that is taken is an error before the model is loaded.
+            server = runner.run(_bind(settings))
+            supervisor.report("looking for the model", address=server.address)
+            directory = find_model(settings.model, weights=settings.load_format != "dummy")
+            settings = settings.model_copy(update={"model": directory})
+            with start_ranks(settings, program) as group:
+                parallel = (
+                    SINGLE
+                    if group.size == 1
+                    else join(0, group.size, store=group.meeting_place(), device=settings.device)
+                )
+                built = load(settings, parallel, supervisor=supervisor)
+                group.loaded()
+                runner.run(_run(settings, built, group, server, supervisor, role, make_role))
         leave()
     except ConfigError as error:
         fail(program, error)
@@ -106,21 +117,29 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
+async def _bind(settings: NodeSettings) -> GrpcServer:
+    return GrpcServer(settings.listen, advertise=settings.advertise, keepalive_s=settings.keepalive_s)
+
+
 async def _run(
     settings: Settings,
     built: Built,
     group: RankGroup,
+    server: GrpcServer,
+    supervisor: Supervisor,
     role: common_pb2.Role.ValueType,
     make_role: Callable[[Node, Settings], Role],
 ) -> None:
-    async with GrpcServer(settings.listen, advertise=settings.advertise, keepalive_s=settings.keepalive_s) as server:
+    async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
         its_role = make_role(node, settings)
+        captures = settings.cuda_graphs and built.cache.view.is_cuda
+        supervisor.report("capturing graphs" if captures else "starting engine")
         async with node:
             # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
             gc.collect()
             gc.freeze()
-            serving = asyncio.create_task(serve(settings, node, server, its_role), name="serve")
+            serving = asyncio.create_task(serve(settings, node, server, its_role, supervisor), name="serve")
             failure = await _first_of(serving, group)
             if failure is not None:
                 await _fail_requests(its_role, server)
@@ -153,7 +172,7 @@ async def _fail_requests(role: Role, server: GrpcServer) -> None:
     await server.grpc.stop(grace=_FAIL_REQUESTS_S)
 
 
-async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Role) -> None:
+async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Role, supervisor: Supervisor) -> None:
     """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns."""
     stop = stop_on_signals()
     grace_s = settings.drain_grace_s
@@ -175,6 +194,7 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     await server.start(services)
     await server.set_ready(ready=True)
     write_ready_file(settings.ready_file, address=server.address)
+    supervisor.report("ready", address=server.address)
     log.info("ready on %s: %s", server.address, node.summary)
     if not settings.advertise and listens_everywhere(settings.listen):
         log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)

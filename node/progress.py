@@ -1,4 +1,4 @@
-"""Shows the progress of a long load: a bar on a terminal, log lines elsewhere."""
+"""Shows the progress of a long load: a bar on a terminal, log lines elsewhere, or reports to `baton up`."""
 
 import logging
 import time
@@ -7,6 +7,8 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from baton.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -65,3 +67,31 @@ class LoadingProgress:
             self._shown_tenths = tenths
             rate = done_bytes / elapsed_s / 1e9
             log.info("%s: %d of %d MiB, %.2f GB/s", self._loaded, done_bytes >> 20, total_bytes >> 20, rate)
+
+
+class ReportedProgress:
+    """As `LoadingProgress`, but each percent is a report to the supervisor, which shows all processes together."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._percent = -1
+
+    def __enter__(self) -> "ReportedProgress":
+        self._supervisor.report("loading")
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        percent = 100 * done_bytes // max(1, total_bytes)
+        if percent == self._percent:
+            return
+        self._percent = percent
+        if done_bytes < total_bytes:
+            self._supervisor.report("loading", done=done_bytes, total=total_bytes)
+        else:
+            # What follows a load are profiles and, on a GPU, kernels that compile in them.
+            self._supervisor.report("compiling")

@@ -1,12 +1,15 @@
-"""The command line: `baton generate`, `status`, `up`, `demo`, `doctor`. An error is one line on stderr."""
+"""The program `baton`: its commands, and its errors, each one line on stderr."""
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from baton import __version__
+from baton.cli.chat import chat
 from baton.cli.doctor import doctor
 from baton.cli.generate import generate
+from baton.cli.roles import PASS_ON, decode_node, gateway, prefill_node
 from baton.cli.status import status
 from baton.cli.up import demo, up
 from baton.errors import BatonError
@@ -18,12 +21,14 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 def main() -> None:
     """The program `baton`. Exit codes: 0, 1 for an error, 2 for a wrong flag, 130 after Ctrl-C."""
     app = typer.Typer(
-        help="Serve large language models with prefill and decode on separate nodes.",
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (generate, status, up, demo, doctor):
+    app.callback()(_whole_program)
+    for command in (up, chat, generate, status, demo, doctor):
         app.command()(command)
+    for role in (prefill_node, decode_node, gateway):
+        app.command(context_settings=PASS_ON)(role)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="baton", standalone_mode=False)
     except _UsageError as error:
@@ -34,6 +39,20 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     raise SystemExit(code)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"baton {__version__}")
+        raise typer.Exit
+
+
+def _whole_program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve large language models with prefill and decode on separate nodes."""
 
 
 def _fail(line: str, code: int) -> int:

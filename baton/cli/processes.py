@@ -1,14 +1,16 @@
-"""Starts the processes of a local cluster, waits until they serve, and ends them."""
+"""Starts the processes of a local cluster, follows their reports until they serve, and ends them."""
 
 import json
+import os
+import secrets
+import selectors
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -18,6 +20,7 @@ from baton.errors import ConfigError
 # A GPU node compiles kernels, profiles and captures graphs before it is ready.
 _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 40.0
+_REPORT_BYTES_MAX = 1 << 16
 
 
 class Running(Protocol):
@@ -48,32 +51,97 @@ def launch(program: str, arguments: Sequence[str]) -> Running:
 
 @dataclass(eq=False)
 class Process:
-    """A child process and the address at which it serves."""
+    """A child process and what it last reported.
+
+    Attributes:
+        name: for people.
+        address: where it serves; set before it is ready, as soon as its port is bound.
+        http: where a gateway serves HTTP, if it does.
+        stage: what it does, such as "loading"; "ready" once it serves.
+        done, total: measure of the stage; both 0 without one.
+    """
 
     program: str
+    name: str
     popen: Running
-    ready_file: Path
     address: str = ""
+    http: str | None = None
+    stage: str = "starting"
+    done: int = 0
+    total: int = 0
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
+    @property
+    def ready(self) -> bool:
+        return self.stage == "ready"
+
+
+class _Reports:
+    """Receives the reports of child processes, each on its own connection, which the kernel marks with its pid."""
+
+    def __init__(self) -> None:
+        self.name = f"baton-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, object]]]:
+        """Waits for reports; returns each with the pid of its sender."""
+        found: list[tuple[int, dict[str, object]]] = []
+        for key, _ in self._selector.select(timeout_s):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._listener:
+                child, _ = self._listener.accept()
+                self._selector.register(child, selectors.EVENT_READ)
+            elif (report := self._read(connection)) is not None:
+                found.append((_pid(connection), report))
+        return found
+
+    def _read(self, connection: socket.socket) -> dict[str, object] | None:
+        try:
+            message = connection.recv(_REPORT_BYTES_MAX)
+        except OSError:
+            message = b""
+        if message:
+            report = json.loads(message)
+            assert isinstance(report, dict)
+            return report
+        self._selector.unregister(connection)
+        connection.close()
+        return None
+
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+
+def _pid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)  # pid, uid, gid
+    return int.from_bytes(credentials[:4], sys.byteorder)
+
 
 @dataclass
 class Processes:
-    """Child processes that end together, in reverse order of their start.
+    """Child processes that end together, in reverse order of their start, and with this process, however it ends.
 
     Attributes:
         launch: starts one program; tests give one that forks a warm process.
+        on_change: called with all processes whenever one has reported.
     """
 
     report: Callable[[str], None]
     launch: Callable[[str, Sequence[str]], Running] = launch
     running: list[Process] = field(default_factory=list)
-    _folder: tempfile.TemporaryDirectory[str] = field(
-        default_factory=lambda: tempfile.TemporaryDirectory(prefix="baton-")
-    )
+    on_change: Callable[[Sequence[Process]], None] | None = None
+    _reports: _Reports = field(default_factory=_Reports)
 
     def __enter__(self) -> Self:
         return self
@@ -82,32 +150,33 @@ class Processes:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+        self._reports.close()
 
-    def start(self, program: str, arguments: Sequence[str]) -> Process:
+    def start(self, program: str, arguments: Sequence[str], *, name: str = "") -> Process:
         """Starts a program. `wait_ready` knows when it serves."""
-        ready_file = Path(self._folder.name) / f"{program}-{len(self.running)}.json"
-        popen = self.launch(program, [*arguments, "--ready-file", str(ready_file)])
-        process = Process(program, popen, ready_file)
+        popen = self.launch(program, [*arguments, "--supervisor", self._reports.name])
+        process = Process(program, name or program, popen)
         self.running.append(process)
+        self._changed()
         return process
+
+    def wait_bound(self, processes: Sequence[Process]) -> None:
+        """Waits until every process has its address, at which it may not serve yet.
+
+        Raises:
+            ConfigError: a process ended or took too long; its own message is on stderr.
+        """
+        self._wait(processes, lambda process: bool(process.address), "does not listen")
 
     def wait_ready(self, processes: Sequence[Process]) -> None:
         """Waits until every process serves.
 
         Raises:
-            ConfigError: a process ended or took too long; its own message is on stderr.
+            ConfigError: as `wait_bound`.
         """
-        deadline = time.monotonic() + _READY_TIMEOUT_S
+        self._wait(processes, lambda process: process.ready, "is not ready")
         for process in processes:
-            while not process.ready_file.exists():
-                code = process.popen.poll()
-                if code is not None:
-                    raise ConfigError(f"{process.program} ended with exit code {code}", cure="see its message above")
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"{process.program} is not ready after {_READY_TIMEOUT_S:.0f} s")
-                time.sleep(0.02)
-            process.address = json.loads(process.ready_file.read_text())["address"]
-            self.report(f"{process.program} serves on {process.address}")
+            self.report(f"{process.name} serves on {process.address}")
 
     def first_ended(self) -> Process | None:
         """A process that ended on its own, if any."""
@@ -120,7 +189,29 @@ class Processes:
             group = [process for process in self.running if process.program == program]
             self._end(group)
             self.running = [process for process in self.running if process not in group]
-        self._folder.cleanup()
+
+    def _wait(self, processes: Sequence[Process], reached: Callable[[Process], bool], missing: str) -> None:
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while waiting := [process for process in processes if not reached(process)]:
+            for process in waiting:
+                if (code := process.popen.poll()) is not None:
+                    raise ConfigError(f"{process.name} ended with exit code {code}", cure="see its message above")
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{waiting[0].name} {missing} after {_READY_TIMEOUT_S:.0f} s")
+            self._receive(0.05)
+
+    def _receive(self, timeout_s: float) -> None:
+        by_pid = {process.pid: process for process in self.running}
+        reports = self._reports.receive(timeout_s)
+        for pid, report in reports:
+            if (process := by_pid.get(pid)) is not None:
+                _apply(process, report)
+        if reports:
+            self._changed()
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self.running)
 
     def _end(self, group: Sequence[Process]) -> None:
         for process in group:
@@ -131,6 +222,14 @@ class Processes:
             try:
                 process.popen.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self.report(f"{process.program} (pid {process.pid}) did not end: killed")
+                self.report(f"{process.name} (pid {process.pid}) did not end: killed")
                 process.popen.kill()
                 process.popen.wait()
+
+
+def _apply(process: Process, report: dict[str, object]) -> None:
+    process.stage = str(report["stage"])
+    process.done, process.total = int(str(report.get("done", 0))), int(str(report.get("total", 0)))
+    process.address = str(report.get("address", process.address))
+    if (http := report.get("http")) is not None:
+        process.http = str(http)

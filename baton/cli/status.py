@@ -2,48 +2,100 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from baton.client import DEFAULT_TARGET, Client
+from baton.errors import BatonError
 from protos.baton.v1 import common_pb2, generation_pb2
 
+# Where output goes to no terminal, long names do not wrap.
 _WIDTH_IN_FILES = 160
+_WATCH_S = 1.0
 
 
 def status(
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again each second, until Ctrl-C.")] = False,
 ) -> None:
     """Show nodes, their requests and blocks, and the state of each prefill/decode pair."""
-    cluster = asyncio.run(_ask(target))
-    if as_json:
-        print(json.dumps(to_json(cluster)))
-        return
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = _WIDTH_IN_FILES
+        console.width = max(console.width, _WIDTH_IN_FILES)
+    if not watch:
+        _print(console, asyncio.run(_ask(target)), as_json=as_json)
+        return
+    try:
+        asyncio.run(_watch(target, console, as_json=as_json))
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
+    """The status as tables and lines of at most 80 columns, unless names are long."""
     nodes = cluster.nodes
-    console.print(
-        f"{cluster.gateway}: {cluster.requests_running} running, {cluster.requests_finished} finished, "
-        f"{cluster.requests_failed} failed; prompts prefilled remotely {cluster.remote_total}, locally "
-        f"{cluster.local_total}",
-        markup=False,
-    )
-    console.print(_nodes_table(nodes))
+    parts: list[RenderableType] = [
+        Text(
+            f"{cluster.gateway}: {cluster.requests_running} running, {cluster.requests_finished} finished, "
+            f"{cluster.requests_failed} failed\n"
+            f"prompts prefilled remotely {cluster.remote_total}, locally {cluster.local_total}"
+        ),
+        Text(),
+        _nodes_table(nodes),
+        Text(),
+    ]
+    parts += [Text(f"{_name(node)}: {node.detail}", style="red") for node in nodes if not node.reachable]
+    parts += [Text(line) for line in _described(nodes)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
-        console.print(_pairs_table(pairs))
+        parts += [Text(), _pairs_table(pairs)]
     for node, peer in pairs:
+        style = "" if peer.phase == common_pb2.PEER_PHASE_READY else "red"
+        both = f"{_name(node)} and {peer.name}"
+        if peer.detail:
+            parts.append(Text(f"{both}: {peer.detail}", style=style))
+        if peer.kv_converted:
+            parts.append(Text(f"{both}: KV is converted, {peer.kv_converted}"))
         for item in peer.mismatches:
-            line = f"{_name(node)} and {peer.name}: {item.field}: {item.ours} and {item.theirs}; {item.cure}"
-            console.print(line, style="red", markup=False)
+            parts.append(Text(f"{both}: {item.field}: {item.ours} and {item.theirs}; {item.cure}", style="red"))
+    return Group(*parts)
+
+
+def _print(console: Console, cluster: generation_pb2.ClusterStatusResponse, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(to_json(cluster)), flush=True)
+    else:
+        console.print(render(cluster))
+
+
+async def _watch(target: str, console: Console, *, as_json: bool) -> None:
+    """Shows the status each second. A gateway that does not answer is shown, and asked again."""
+    in_place = console.is_terminal and not as_json
+    with Live(console=console, auto_refresh=False) if in_place else nullcontext() as live:
+        while True:
+            try:
+                cluster = await _ask(target)
+            except BatonError as error:
+                if live is None:
+                    print(f"baton: {error}", file=sys.stderr, flush=True)
+                else:
+                    live.update(Text(str(error), style="red"), refresh=True)
+            else:
+                if live is None:
+                    _print(console, cluster, as_json=as_json)
+                else:
+                    live.update(render(cluster), refresh=True)
+            await asyncio.sleep(_WATCH_S)
 
 
 def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:
@@ -119,39 +171,60 @@ def _peer_to_json(peer: common_pb2.PeerState) -> dict[str, object]:
 
 
 def _nodes_table(nodes: Sequence[generation_pb2.NodeReport]) -> Table:
-    table = Table(
-        "node", "role", "address", "state", "model", "ranks", "KV", "blocks used", "running", "waiting", box=SIMPLE
-    )
+    table = _table()
+    for name in ("node", "role", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("running", "waiting", "blocks used"):
+        table.add_column(name, justify="right")
+    table.add_column("address", overflow="fold")
     for node in nodes:
-        status, info = node.status, node.status.info
+        status = node.status
         state = "draining" if status.draining else "ready"
         cells = (
             _name(node),
             _role(node),
-            node.address,
-            state if node.reachable else node.detail,
-            info.model.name,
-            str(info.tensor_parallel_size or 1),
-            f"{info.cache_shape.layout} x {info.cache_shape.block_size}, {info.cache_spec.dtype}",
-            f"{status.blocks_total - status.blocks_free} of {status.blocks_total}",
+            state if node.reachable else "lost",
             str(status.requests_running),
             str(status.requests_waiting),
+            f"{status.blocks_total - status.blocks_free}/{status.blocks_total}",
+            node.address,
         )
         table.add_row(*map(escape, cells), style=None if node.reachable else "red")
     return table
 
 
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def _described(nodes: Sequence[generation_pb2.NodeReport]) -> list[str]:
+    """One line for all nodes that are alike."""
+    alike: dict[str, list[str]] = {}
+    for node in nodes:
+        info = node.status.info
+        if not info.model.name:  # it has never been reached
+            continue
+        ranks = info.tensor_parallel_size or 1
+        line = (
+            f"{info.model.name}, KV {info.cache_shape.layout} x {info.cache_shape.block_size} in "
+            f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}"
+        )
+        alike.setdefault(line, []).append(_name(node))
+    return [f"{', '.join(names)}: {line}" for line, names in alike.items()]
+
+
 def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]]) -> Table:
-    columns = ("prefill", "decode", "state", "transport", "KV", "GB/s", "latency us", "sent MiB", "segments")
-    table = Table(*columns, box=SIMPLE)
+    table = _table()
+    for name in ("prefill", "decode", "state", "transport"):
+        table.add_column(name, overflow="fold")
+    for name in ("GB/s", "us", "MiB sent", "segments"):
+        table.add_column(name, justify="right")
     for node, peer in pairs:
-        state = _phase(peer)
         cells = (
             _name(node),
             peer.name,
-            f"{state}: {peer.detail}" if peer.detail else state,
+            _phase(peer),
             peer.transport,
-            peer.kv_converted or node.status.info.cache_spec.dtype,
             f"{peer.gigabytes_per_s:.2f}",
             f"{peer.latency_s * 1e6:.0f}",
             f"{peer.bytes_total / (1 << 20):.1f}",

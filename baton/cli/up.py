@@ -4,20 +4,23 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from baton.cli.generate import stream_to_terminal
+from baton.cli.ports import DEFAULT_HTTP_PORT, http_listen, refuse_taken_port
 from baton.cli.processes import Process, Processes
+from baton.cli.progress import ClusterProgress
 from baton.cli.signals import Stopped, stop_on_signals
-from baton.client import Client
+from baton.client import DEFAULT_PORT, Client
 from baton.config import DEMO_MODELS, NodeSettings, is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError
+from baton.model_source import find_model
 from baton.types import LocalPolicy, SamplingParams
 from protos.baton.v1 import common_pb2
 
@@ -38,7 +41,12 @@ class ClusterOptions:
     prefill: int = 1
     decode: int = 1
     model: Path | None = None
+    model_name: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    tensor_parallel_size: int | None = None
     port: int = 0
+    http: str | None = "off"
     prefill_kv_cache_layout: str | None = None
     decode_kv_cache_layout: str | None = None
     prefill_block_size: int | None = None
@@ -60,7 +68,7 @@ class LocalCluster:
         """The line that `baton up` prints."""
         return {
             "gateway": self.gateway.address,
-            "http": None,
+            "http": self.gateway.http,
             "prefill": [process.address for process in self.prefill],
             "decode": [process.address for process in self.decode],
             "pids": {
@@ -72,30 +80,40 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(options: ClusterOptions, report: Callable[[str], None]) -> Iterator[LocalCluster]:
+def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
     """Starts nodes and a gateway on this machine, yields once every pair is ready, and ends them afterwards.
 
     Raises:
-        ConfigError: a process did not start, or a pair was refused.
+        ConfigError: the port is taken, the model cannot be found, a process did not start, or a pair was refused.
     """
-    with Processes(report) as processes:
-        report(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
-        devices = _devices(options.prefill + options.decode, visible_gpus(), ranks=ranks_of_each_node())
-        prefill = [
-            processes.start("prefill_node", _node_arguments(options, "prefill", i) + next(devices))
-            for i in range(options.prefill)
-        ]
-        decode = [
-            processes.start("decode_node", _node_arguments(options, "decode", i) + next(devices))
-            for i in range(options.decode)
-        ]
-        processes.wait_ready([*prefill, *decode])
+    refuse_taken_port(options.port, flag="--port")
+    if options.model is not None:
+        options = replace(options, model=find_model(options.model))
+    with ClusterProgress() as shown, Processes(shown.say, launch=shown.launch, on_change=shown.update) as processes:
+        shown.say(f"starting {options.prefill} prefill and {options.decode} decode node(s)")
+        ranks = options.tensor_parallel_size or ranks_of_each_node()
+        devices = _devices(
+            options.prefill + options.decode, visible_gpus(), ranks=ranks, device_given=options.device is not None
+        )
+        prefill, decode = (
+            [_start_node(processes, options, role, index, next(devices)) for index in range(count)]
+            for role, count in (("prefill", options.prefill), ("decode", options.decode))
+        )
+        nodes = [*prefill, *decode]
+        # The gateway starts while the nodes load, so that its ports are bound early too.
+        processes.wait_bound(nodes)
         gateway = processes.start("gateway", _gateway_arguments(options, prefill, decode))
-        processes.wait_ready([gateway])
+        processes.wait_ready([*nodes, gateway])
         asyncio.run(_until_paired(gateway.address, prefill, decode))
-        report("every prefill node is paired with every decode node")
+        shown.close()
+        shown.say("every prefill node is paired with every decode node")
         yield LocalCluster(gateway, prefill, decode, processes)
-        report("stopping")
+        shown.say("stopping")
+
+
+def _start_node(processes: Processes, options: ClusterOptions, role: str, index: int, device: list[str]) -> Process:
+    arguments = _node_arguments(options, role, index) + device
+    return processes.start(f"{role}_node", arguments, name=f"{role}-{index}")
 
 
 def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]:
@@ -107,19 +125,23 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
             "model": options.model,
             "kv-cache-layout": layout,
             "block-size": block_size,
+            "device": options.device,
+            "dtype": options.dtype,
+            "tensor-parallel-size": options.tensor_parallel_size,
             "log-level": options.log_level,
         }
     )
 
 
-def _devices(num_nodes: int, num_gpus: int, *, ranks: int = 1) -> Iterator[list[str]]:
+def _devices(num_nodes: int, num_gpus: int, *, ranks: int = 1, device_given: bool = False) -> Iterator[list[str]]:
     """Device flags of each node. Nodes take GPUs in turn, one per rank, and split the memory of a shared GPU. Settings
-    from the environment win."""
+    from flags and environment win."""
+    device_given = device_given or is_set("device")
     places = max(1, num_gpus // ranks)
     sharing = -(-num_nodes // places)
     for index in range(num_nodes):
         flags: dict[str, object] = {}
-        if num_gpus and not is_set("device"):
+        if num_gpus and not device_given:
             flags["device"] = f"cuda:{index % places * ranks}"
         if num_gpus and sharing > 1 and not is_set("gpu_memory_fraction"):
             flags["gpu-memory-fraction"] = round(_GPU_SHARE / sharing, 3)
@@ -130,7 +152,9 @@ def _gateway_arguments(options: ClusterOptions, prefill: list[Process], decode: 
     return _flags(
         {
             "listen": f"127.0.0.1:{options.port}",
+            "http-listen": options.http,
             "model": options.model,
+            "model-name": options.model_name,
             "prefill": ",".join(process.address for process in prefill),
             "decode": ",".join(process.address for process in decode),
             "local-policy": options.local_policy,
@@ -175,10 +199,31 @@ async def _until_paired(gateway: str, prefill: list[Process], decode: list[Proce
 def up(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = ClusterOptions.prefill,
     decode: Annotated[int, typer.Option(min=1, help="Decode nodes.")] = ClusterOptions.decode,
-    model: Annotated[Path | None, typer.Option(help="Model directory; default: the Llama demo model.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory, or name on the Hugging Face hub (owner/name@revision); default: a demo model."),
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients; default: the directory's or the hub's.")
+    ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free port.")
-    ] = ClusterOptions.port,
+        int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0 takes a free port.")
+    ] = DEFAULT_PORT,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help=f"HTTP port of the gateway; default: {DEFAULT_HTTP_PORT} if it is free, else another one.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device of every node: cpu, cuda, cuda:1; default: the GPUs in turn.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of weights and activations: auto, float32, bfloat16, float16.")
+    ] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="GPUs or processes of each node.")] = None,
     prefill_kv_cache_layout: Annotated[
         str | None, typer.Option(help="KV layout of prefill nodes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC.")
     ] = None,
@@ -189,11 +234,18 @@ def up(
         LocalPolicy | None, typer.Option(help="When decode nodes prefill prompts themselves.")
     ] = None,
 ) -> None:
-    """Run a local cluster in the foreground until Ctrl-C. Prints one JSON line on stdout when it is ready."""
+    """Run a local cluster in the foreground until Ctrl-C. Prints one JSON line on stdout when it is ready.
+
+    All other settings of nodes and gateway are taken from BATON_* variables.
+    """
     options = ClusterOptions(
         prefill=prefill,
         decode=decode,
         model=model,
+        model_name=model_name,
+        device=device,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
         port=port,
         prefill_kv_cache_layout=prefill_kv_cache_layout,
         decode_kv_cache_layout=decode_kv_cache_layout,
@@ -202,7 +254,7 @@ def up(
         local_policy=local_policy,
     )
     try:
-        with stop_on_signals(), local_cluster(options, _report) as cluster:
+        with stop_on_signals(), local_cluster(replace(options, http=http_listen(http_port))) as cluster:
             print(json.dumps(cluster.describe()), flush=True)
             _wait_until_the_gateway_ends(cluster.processes)
     except Stopped:
@@ -221,7 +273,7 @@ def demo(
     options = ClusterOptions(model=model or DEMO_MODELS / "deepseek", log_level="warning")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     try:
-        with stop_on_signals(), local_cluster(options, _report) as cluster:
+        with stop_on_signals(), local_cluster(options) as cluster:
             _report("prompt:")
             print(prompt, end="", flush=True)
             finished = asyncio.run(stream_to_terminal(cluster.gateway.address, prompt, params))

@@ -139,8 +139,8 @@ class GrpcServer:
             await self.health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
 
-def write_ready_file(path: Path | None, *, address: str) -> None:
-    """Writes the file that shows that this process is ready, atomically.
+def write_ready_file(path: Path | None, *, address: str, http: str | None = None) -> None:
+    """Writes the file that shows that this process is ready, atomically; `http` is the address of its HTTP server.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -149,7 +149,7 @@ def write_ready_file(path: Path | None, *, address: str) -> None:
         return
     temporary = path.parent / f"{path.name}.part"
     try:
-        temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+        temporary.write_text(json.dumps({"address": address, "http": http, "pid": os.getpid()}) + "\n")
         temporary.replace(path)
     except OSError as error:
         message = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"

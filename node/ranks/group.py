@@ -5,12 +5,10 @@ A rank that ends by itself takes the node with it, because its part of the model
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,8 +49,9 @@ class RankGroup:
 
     def __init__(self, settings: NodeSettings, program: str) -> None:
         self.size = settings.tensor_parallel_size
-        self._directory = None if self.size == 1 else Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        self._store = (self._directory or Path()) / "ranks"
+        # A file without a name in any folder: nothing is left of it, however the processes end.
+        self._store_descriptor = os.memfd_create("baton-ranks")
+        self._store = Path(f"/proc/{os.getpid()}/fd/{self._store_descriptor}")
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._failure: str | None = None
@@ -98,7 +97,6 @@ class RankGroup:
         """Logs the reason and ends this process and all ranks at once: threads may wait for a GPU forever."""
         log.error("%s", reason)
         self._kill()
-        self._remove_directory()
         logging.shutdown()
         os._exit(1)
 
@@ -119,7 +117,6 @@ class RankGroup:
     def loaded(self) -> None:
         """All ranks have found each other and loaded their parts of the model."""
         self._loaded = True
-        self._remove_directory()
 
     def end(self) -> None:
         """Lets the workers end; kills those that do not, and those that still load."""
@@ -136,7 +133,7 @@ class RankGroup:
         self._kill()
         for worker in self.workers:
             worker.popen.wait()
-        self._remove_directory()
+        os.close(self._store_descriptor)
 
     def _start(self, rank: int, settings: NodeSettings, program: str) -> Worker:
         (calls, their_calls), (our_steps, their_steps) = socket.socketpair(), socket.socketpair()
@@ -163,10 +160,6 @@ class RankGroup:
         self._ending = True
         for worker in self.workers:
             worker.popen.kill()
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextmanager

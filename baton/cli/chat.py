@@ -1,0 +1,196 @@
+"""`baton chat`: a conversation in the terminal, with the checkpoint's chat template at the gateway."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.client import DEFAULT_TARGET, ChatPiece, Client
+from baton.errors import BatonError
+from protos.baton.v1 import common_pb2
+
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+Message = dict[str, object]
+
+
+def chat(
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
+    model: Annotated[str, typer.Option(help="Name of the model; default: the one that is served.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of each answer.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy. Default: of the model's generation_config.json.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    template_kwargs: Annotated[
+        str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
+    ] = "",
+) -> None:
+    """Talk to the model. Lines that are piped in are one turn each."""
+    if template_kwargs:
+        _check_object(template_kwargs)
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    failed = _converse(Conversation(system), Questions(target, model, sampling, template_kwargs))
+    raise typer.Exit(1 if failed else 0)
+
+
+class Conversation:
+    """The messages so far, in OpenAI's shape."""
+
+    def __init__(self, system: str | None = None) -> None:
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Message] = [*self._system]
+
+    def reset(self) -> None:
+        self.messages = [*self._system]
+
+    def ask(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+
+    def answer(self, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+
+    def take_back(self) -> None:
+        """Forgets a question that got no answer, since templates want the roles to alternate."""
+        self.messages.pop()
+
+
+def _converse(conversation: Conversation, questions: "Questions") -> bool:
+    """Reads turns until the end of input. Returns whether an answer failed and nobody was there to see it."""
+    notes = Console(stderr=True, highlight=False)
+    interactive = sys.stdin.isatty()
+    failed = False
+    # Input is read outside of the event loop, so that Ctrl-C ends a read; within the loop it cancels the answer.
+    with asyncio.Runner() as runner, _connected(runner, questions.target) as client:
+        if interactive:
+            cards = runner.run(client.list_models())
+            notes.print(f"{', '.join(card.name for card in cards)} at {client.target}; {_HELP}", style="dim")
+        while (line := _read_turn(interactive=interactive)) is not None:
+            match line.strip():
+                case "":
+                    continue
+                case "/exit":
+                    break
+                case "/reset":
+                    conversation.reset()
+                    notes.print("the conversation is forgotten", style="dim")
+                    continue
+                case "/help":
+                    notes.print(_HELP, style="dim")
+                    continue
+            conversation.ask(line)
+            answer = Answer(notes)
+            try:
+                runner.run(_show(client, conversation, questions, answer))
+            except KeyboardInterrupt:
+                answer.end(note="stopped")
+            except BatonError as error:
+                answer.end()
+                print(f"baton: {error}", file=sys.stderr)
+                failed = not interactive
+            else:
+                answer.end()
+            if answer.text:
+                conversation.answer(answer.text)
+            else:
+                conversation.take_back()
+    return failed
+
+
+@contextmanager
+def _connected(runner: asyncio.Runner, target: str) -> Iterator[Client]:
+    async def connect() -> Client:
+        return Client(target)
+
+    client = runner.run(connect())
+    try:
+        yield client
+    finally:
+        runner.run(client.__aexit__(None, None, None))
+
+
+async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "Answer") -> None:
+    pieces = client.chat(
+        json.dumps(conversation.messages),
+        questions.sampling,
+        model=questions.model,
+        template_kwargs_json=questions.template_kwargs_json,
+    )
+    async with aclosing(pieces):
+        async for piece in pieces:
+            answer.show(piece)
+
+
+def _read_turn(*, interactive: bool) -> str | None:
+    """One line of input without its end; None at the end of input."""
+    if not interactive:
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    while True:
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What every turn sends besides the conversation."""
+
+    target: str
+    model: str
+    sampling: common_pb2.SamplingParams
+    template_kwargs_json: str
+
+
+class Answer:
+    """Prints one answer as it arrives: the answer to stdout; reasoning, tool calls and notices to stderr, dim."""
+
+    def __init__(self, notes: Console) -> None:
+        self._notes = notes
+        self._noted = False  # stderr has an open line
+        self.text = ""
+
+    def show(self, piece: ChatPiece) -> None:
+        aside = piece.reasoning + piece.tool_calls
+        if piece.notice:
+            aside += f"\n({piece.notice})\n"
+        if aside:
+            self._notes.print(aside, style="dim", end="", markup=False, soft_wrap=True)
+            self._noted = not aside.endswith("\n")
+        if piece.content:
+            self._close_note()
+            self.text += piece.content
+            print(piece.content, end="", flush=True)
+
+    def end(self, *, note: str = "") -> None:
+        self._close_note()
+        if self.text:
+            print(flush=True)
+        if note:
+            self._notes.print(f"({note})", style="dim")
+
+    def _close_note(self) -> None:
+        if self._noted:
+            self._notes.print()
+            self._noted = False
+
+
+def _check_object(text: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--template-kwargs") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is no JSON object", param_hint="--template-kwargs")

@@ -1,0 +1,72 @@
+"""The connection from a process to the `baton up` that started it: reports go up it, and its end ends the process.
+
+It is a Unix socket in the abstract namespace, which the kernel closes and removes, however `baton up` ends.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from baton.errors import ConfigError
+
+log = logging.getLogger("baton")
+
+# After that time, a process whose supervisor is gone ends without cleanup.
+_END_S = 2.0
+
+
+class Supervisor:
+    """Reports what this process does. Without a supervisor, every call does nothing.
+
+    Args:
+        name: of the supervisor's socket, or None.
+
+    Raises:
+        ConfigError: no supervisor listens there; it has ended, most likely.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._socket: socket.socket | None = None
+        if name is None:
+            return
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.connect(f"\0{name}")
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"BATON_SUPERVISOR (--supervisor) is {name!r}, where nothing listens: {error.strerror}",
+                field="supervisor",
+                value=name,
+                cure="leave it to `baton up`",
+            ) from None
+        threading.Thread(target=self._end_with_it, args=(self._socket,), name="supervisor", daemon=True).start()
+
+    @property
+    def present(self) -> bool:
+        return self._socket is not None
+
+    def report(self, stage: str, **more: object) -> None:
+        """Sends what this process does now. A report for which there is no room is dropped; any thread may call this.
+
+        Args:
+            more: `done` and `total` of a stage with a measure; `address` as soon as the server's port is bound.
+        """
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.send(json.dumps({"stage": stage, **more}).encode(), socket.MSG_DONTWAIT)
+
+    @staticmethod
+    def _end_with_it(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while connection.recv(1):
+                pass
+        log.warning("the process that started this one has ended: ending")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_END_S)
+        os._exit(1)

@@ -24,6 +24,7 @@ BENCHMARKS = (
     ("receiving", "Decoding while receiving", "bench.receiving"),
     ("hand_over", "Handed over against one process", "bench.hand_over"),
     ("latency", "Latency at the client with default settings", "bench.latency"),
+    ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),

@@ -2,6 +2,12 @@
 
 import asyncio
 import logging
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+
+import uvloop
 
 from baton.config import GatewaySettings, fail, read_settings
 from baton.errors import ConfigError
@@ -9,6 +15,7 @@ from baton.model_source import find_model
 from baton.rpc.server import Address, GrpcServer, check_advertised, set_up_logging, stop_on_signals, write_ready_file
 from baton.supervisor import Supervisor
 from gateway.connections import Connections
+from gateway.http.server import HttpServer, bind
 from gateway.model import ServedModel, read_served_model
 from gateway.service import SERVICE_NAME, GenerationService
 from gateway.serving import Serving
@@ -27,13 +34,14 @@ def main(argv: list[str] | None = None) -> None:
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         supervisor = Supervisor(settings.supervisor)
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             # Bound first, because looking for the model can take long.
             server = runner.run(_bind(settings))
+            http_socket = bind(settings.http_listen)
             supervisor.report("starting", address=server.address)
             settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
             model = read_served_model(settings.model, settings.model_name)
-            runner.run(_run(settings, model, server, supervisor))
+            runner.run(_run(settings, model, server, http_socket, supervisor))
     except ConfigError as error:
         fail(PROGRAM, error)
     except KeyboardInterrupt:
@@ -44,22 +52,40 @@ async def _bind(settings: GatewaySettings) -> GrpcServer:
     return GrpcServer(settings.listen, advertise=settings.advertise)
 
 
-async def _run(settings: GatewaySettings, model: ServedModel, server: GrpcServer, supervisor: Supervisor) -> None:
+async def _run(
+    settings: GatewaySettings,
+    model: ServedModel,
+    server: GrpcServer,
+    http_socket: socket.socket | None,
+    supervisor: Supervisor,
+) -> None:
     stop = stop_on_signals()
     connections = Connections(settings, model)
-    async with server, connections:
+    async with server, connections, AsyncExitStack() as doors:
         serving = Serving(settings, model, connections)
         name = settings.name or f"gateway@{server.address}"
+        http = None
+        if http_socket is not None:
+            http = HttpServer(settings, serving, connections.fleet, name, http_socket)
+            await doors.enter_async_context(http)
         service = GenerationService(name, serving, connections.fleet)
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         await server.start([SERVICE_NAME])
+        if http is not None:
+            log.info("HTTP on http://%s", http.address)
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
-        readiness = asyncio.create_task(_report_readiness(settings, server, connections, supervisor), name="readiness")
+        where = {"address": server.address, "http": None if http is None else f"http://{http.address}"}
+        readiness = asyncio.create_task(
+            _report_readiness(settings, server, connections, partial(supervisor.report, "ready", **where)),
+            name="readiness",
+        )
         await _until_stopped(stop, readiness, connections.upkeep)
         log.info("draining, for at most %.0f s", settings.drain_grace_s)
         readiness.cancel()
         await asyncio.wait([readiness])
         await server.set_ready(ready=False)
+        if http is not None:
+            http.drain()
         await serving.drain(settings.drain_grace_s)
     log.info("drained")
 
@@ -80,12 +106,12 @@ async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> 
 
 
 async def _report_readiness(
-    settings: GatewaySettings, server: GrpcServer, connections: Connections, supervisor: Supervisor
+    settings: GatewaySettings, server: GrpcServer, connections: Connections, report: Callable[[], None]
 ) -> None:
     """Ready as long as the fleet can serve a request."""
     await connections.until_serves()
     write_ready_file(settings.ready_file, address=server.address)
-    supervisor.report("ready", address=server.address)
+    report()
     log.info("ready on %s", server.address)
     fleet = connections.fleet
     while True:

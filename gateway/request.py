@@ -13,6 +13,7 @@ class Request:
     Attributes:
         started_at_s: start of the client's call, on the clock of `now_s`.
         timeout_s: time from the start to the deadline.
+        priority: among waiting requests lower values go first.
     """
 
     request_id: str
@@ -21,10 +22,19 @@ class Request:
     cache_salt: str
     started_at_s: float
     timeout_s: float
+    priority: int = 0
 
     @property
     def deadline_s(self) -> float:
         return self.started_at_s + self.timeout_s
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How many outputs a request draws, and how many of them, the best ones, its client gets."""
+
+    drawn: int
+    returned: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Rules:
     queue_s: float
     prefill_stall_s: float
     decode_stall_s: float
+    failover_wait_s: float
 
 
 def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:

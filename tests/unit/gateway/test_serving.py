@@ -216,7 +216,8 @@ async def test_a_request_waits_for_its_lost_decode_node_and_continues(running: R
     running.answer(accepted=answer)
     running.decode.send_tokens(token(1, LENGTH), key=submission.key)
     await asyncio.wait_for(request, BOUND_S)
-    assert client.num_tokens == [1, 1, 0]
+    assert client.num_tokens == [1, 0, 1, 0]
+    assert client.messages[1].notice == "the decode node node-21 was lost; waiting up to 30 s for another one"
     assert "was lost (it ended the session)" in client.messages[-1].receipt.why
 
 

@@ -25,11 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         vocab_size=320,
         max_context_tokens=64,
         tokenizer=TextTokenizer(directory),
+        directory=directory,
     )
-
-
-def request(**sampling: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text="hello", sampling=common_pb2.SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +50,7 @@ def request(**sampling: object) -> pb.GenerateRequest:
 )
 def test_a_wrong_sampling_parameter_is_named(model: ServedModel, sampling: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        check_sampling(request(**sampling), model)
+        check_sampling(common_pb2.SamplingParams(**sampling), model)  # type: ignore[arg-type]
     assert raised.value.field == field
     assert raised.value.allowed
 
@@ -73,10 +70,10 @@ def test_the_longest_prompt_leaves_room_for_one_token(model: ServedModel) -> Non
     check_prompt([1] * 63, model, max_context_tokens=64)
 
 
-def test_a_request_without_prompt_is_refused_with_both_ways_to_give_one() -> None:
+def test_a_request_without_prompt_is_refused_with_the_ways_to_give_one() -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_prompt_given(pb.GenerateRequest())
-    assert raised.value.allowed == ("text", "token_ids")
+    assert raised.value.allowed == ("text", "token_ids", "chat")
     check_prompt_given(pb.GenerateRequest(text="a"))
     check_prompt_given(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0])))
 
@@ -96,8 +93,8 @@ def test_an_unknown_model_is_answered_with_the_known_one(model: ServedModel) -> 
 
 
 def test_a_seed_is_drawn_for_sampling_when_the_client_gave_none(model: ServedModel) -> None:
-    drawn = {check_sampling(request(temperature=0.5), model).seed for _ in range(4)}
+    drawn = {check_sampling(common_pb2.SamplingParams(temperature=0.5), model).seed for _ in range(4)}
     assert None not in drawn
     assert len(drawn) == 4
-    assert check_sampling(request(temperature=0.5, seed=0), model).seed == 0
-    assert check_sampling(request(temperature=0.0), model).seed is None
+    assert check_sampling(common_pb2.SamplingParams(temperature=0.5, seed=0), model).seed == 0
+    assert check_sampling(common_pb2.SamplingParams(temperature=0.0), model).seed is None

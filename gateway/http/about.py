@@ -1,0 +1,113 @@
+"""Handlers that generate nothing: models, tokens, health, version and counters."""
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from baton import __version__
+from baton.errors import Draining, NoNode
+from gateway.chat.types import ChatRequest
+from gateway.http.bodies import DetokenizeBody, TokenizeBody
+from gateway.http.call import Call
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def models(call: Call) -> Response:
+    return _json({"object": "list", "data": [_card(call)]})
+
+
+async def model(call: Call) -> Response:
+    call.serving.model.check_name(call.request.path_params["model"])
+    return _json(_card(call))
+
+
+async def tokenize(call: Call) -> Response:
+    body = await call.read(TokenizeBody)
+    call.field_names = {"text": "prompt"}
+    serving = call.serving
+    serving.model.check_name(body.model)
+    if body.prompt is not None:
+        token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        assert body.messages is not None
+        chat = ChatRequest(
+            messages=body.messages,
+            tools=body.tools,
+            template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        prepared = serving.model.chat.prepare(chat)
+        token_ids = await serving.encode(prepared.prompt, add_special_tokens=False)
+    tokenizer = serving.model.tokenizer
+    return _json(
+        {
+            "count": len(token_ids),
+            "max_model_len": call.context.fleet.max_context_tokens,
+            "tokens": token_ids,
+            "token_strs": [tokenizer.token_text(token) for token in token_ids] if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(call: Call) -> Response:
+    body = await call.read(DetokenizeBody)
+    serving = call.serving
+    serving.model.check_name(body.model)
+    serving.model.check_token_ids("tokens", body.tokens)
+    return _json({"prompt": await serving.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)})
+
+
+async def root(call: Call) -> Response:
+    return _json({"name": "baton", "gateway": call.context.name, "version": __version__, "docs": "/docs"})
+
+
+async def health(_: Call) -> Response:
+    """The process lives."""
+    return _json({"status": "ok"})
+
+
+async def ready(call: Call) -> Response:
+    """New requests can be served."""
+    if call.context.draining:
+        raise Draining("the gateway is draining")
+    if not call.context.fleet.serves():
+        raise NoNode("no nodes that can serve a request are connected")
+    return _json({"status": "ready"})
+
+
+async def version(_: Call) -> Response:
+    return _json({"version": __version__})
+
+
+async def metrics(call: Call) -> Response:
+    """The gateway's counters in Prometheus' text format."""
+    serving, counters = call.serving, call.serving.counters
+    rows = [
+        ("baton_gateway_requests_running", "gauge", "Requests that run", serving.running),
+        ("baton_gateway_requests_finished_total", "counter", "Requests that finished", counters.finished),
+        ("baton_gateway_requests_failed_total", "counter", "Requests that failed or were cancelled", counters.failed),
+        ("baton_gateway_remote_total", "counter", "Requests prefilled on a prefill node", counters.remote),
+        ("baton_gateway_local_total", "counter", "Requests prefilled on their decode node", counters.local),
+    ]
+    text = "".join(f"# HELP {name} {what}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, what, value in rows)
+    return Response(text, media_type=_PROMETHEUS)
+
+
+def _card(call: Call) -> dict[str, Any]:
+    served, fleet = call.serving.model, call.context.fleet
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": call.context.started_s,
+        "owned_by": "baton",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": fleet.max_context_tokens,
+    }
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(answer), media_type="application/json")

@@ -1,0 +1,153 @@
+"""From the bytes of a request's body to a checked model. Everything wrong is one `InvalidRequest` that names the field.
+
+Pure but for `read_body`.
+"""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from baton.errors import InvalidRequest
+from gateway.http.errors import Refused
+
+_DEPTH_MAX = 128  # arrays and objects within each other
+_SHOWN_CHARACTERS = 80
+
+
+class Body(BaseModel):
+    """Base of the bodies. Values have exactly the JSON type that is asked for; an unknown field is refused by name,
+    unless it is null."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), frozen=True)
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+async def read_body(chunks: AsyncIterator[bytes], headers: Mapping[str, str], *, bytes_max: int) -> bytes:
+    """Reads the body, of declared or of unknown length.
+
+    Raises:
+        Refused: 413 as soon as it is too large; 415 for another media type.
+    """
+    media_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        cure = "send the header content-type: application/json"
+        raise Refused(
+            415, "unsupported_media_type", f"the body is {media_type!r}", allowed=("application/json",), cure=cure
+        )
+    declared = headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > bytes_max:
+        raise _too_large(bytes_max)
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > bytes_max:
+            raise _too_large(bytes_max)
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that the body is.
+
+    Raises:
+        Refused: it is no JSON (NaN, lone surrogates and invalid UTF-8 are none), or no object, is nested too deeply or
+            names a key twice.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _syntax(f"the body is no valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise _syntax("the body is no JSON object")
+    if body.count(b"[") + body.count(b"{") > _DEPTH_MAX and _depth_exceeds(value, _DEPTH_MAX):
+        raise _syntax(f"the body is nested more than {_DEPTH_MAX} deep")
+    json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode(body.decode())  # orjson keeps the last one in silence
+    return value
+
+
+def check(model: type[AnyBody], value: Mapping[str, Any]) -> AnyBody:
+    """The parsed object as a model.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    given = {name: field for name, field in value.items() if field is not None}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise _invalid(given, error.errors(include_url=False, include_context=False)) from None
+
+
+def parse(model: type[AnyBody], body: bytes) -> AnyBody:
+    """The body as a model; raises as `parse_object` and `check`."""
+    return check(model, parse_object(body))
+
+
+def shown(value: object) -> str:
+    """A wrong value in short, for an error's message."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _invalid(given: Mapping[str, Any], details: list[ErrorDetails]) -> InvalidRequest:
+    """The first mistake; of a field with several forms, what each form would be."""
+    detail = details[0]
+    field, value = _locate(given, detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return InvalidRequest(f"unknown field {shown(field)}", field=field, cure="leave it out; /docs lists all fields")
+    if detail["type"] == "missing":
+        field = f"{field}.{detail['loc'][-1]}" if field else str(detail["loc"][-1])
+        return InvalidRequest(f"{field} is missing", field=field)
+    if detail["type"] == "value_error":  # of our own validators
+        return InvalidRequest(detail["msg"].removeprefix("Value error, "), field=field, value=shown(value))
+    first = detail["loc"][:1]
+    forms = [other["msg"] for other in details if other["loc"][:1] == first]
+    allowed = dict.fromkeys(form.removeprefix("Input should be ") for form in forms)
+    return InvalidRequest(f"{field} is {shown(value)}", field=field, value=shown(value), allowed=tuple(allowed))
+
+
+def _locate(given: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[str, object]:
+    """Name and value of the wrong field. A union adds names of its members to `loc`, which the body does not have."""
+    name = ""
+    value: Any = given
+    for part in loc:
+        if isinstance(value, dict) and part in value:
+            name, value = f"{name}.{part}" if name else str(part), value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            name, value = f"{name}[{part}]", value[part]
+    return name, value
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    if len({name for name, _ in pairs}) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"the body has the key {shown(twice)} twice", field=twice[:_SHOWN_CHARACTERS])
+
+
+def _depth_exceeds(value: object, limit: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(limit):
+        nested: list[Any] = []
+        for item in level:
+            children = item.values() if isinstance(item, dict) else item
+            nested += [child for child in children if isinstance(child, dict | list)]
+        if not nested:
+            return False
+        level = nested
+    return True
+
+
+def _too_large(bytes_max: int) -> Refused:
+    headers = {"connection": "close"}  # the rest of the body is not read
+    cure = "send less, or raise BATON_HTTP_BODY_MIB"
+    return Refused(413, "body_too_large", f"the body has more than {bytes_max} bytes", cure=cure, headers=headers)
+
+
+def _syntax(message: str) -> Refused:
+    return Refused(400, "invalid_json", message)

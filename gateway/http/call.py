@@ -1,0 +1,328 @@
+"""One HTTP request as every API in front of `gateway.serving` needs it: its id, its deadline, its body, and the answer
+as a stream of events or in one piece. Knows no API's shape."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.config import MIB, GatewaySettings
+from baton.errors import BatonError, InternalError, InvalidRequest
+from gateway.chat.types import ChatRequest
+from gateway.fleet import Fleet
+from gateway.http.body import AnyBody, parse, read_body, shown
+from gateway.http.collected import Collected, Collector
+from gateway.http.errors import ErrorShape, error_response, openai_error
+from gateway.serving import Serving
+from protos.baton.v1 import generation_pb2 as pb
+
+KEEP_ALIVE_S = 10.0  # a comment goes out when nothing was written for this to twice this long
+
+# Keys in the scope of a request: its id, and the server's own `send` without the frameworks' wrappers.
+REQUEST_ID = "baton.request_id"
+RAW_SEND = "baton.send"
+
+_DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
+_EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+log = logging.getLogger("baton")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection: nobody reads an answer."""
+
+
+@dataclass
+class Context:
+    """What the handlers of all requests share.
+
+    Attributes:
+        name: of this gateway.
+        error_shapes: by the beginning of a path; every other path has OpenAI's shape.
+        draining: whether the process is about to end.
+        started_s: unix time of the process's start.
+    """
+
+    settings: GatewaySettings
+    serving: Serving
+    fleet: Fleet
+    name: str
+    error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
+    draining: bool = False
+    started_s: int = field(default_factory=lambda: int(time.time()))
+
+    def error_shape(self, path: str) -> ErrorShape:
+        shapes = (shape for beginning, shape in self.error_shapes.items() if path.startswith(beginning))
+        return next(shapes, openai_error)
+
+
+class Encoder(Protocol):
+    """Writes one stream in an API's own events."""
+
+    def push(self, message: pb.GenerateResponse) -> bytes:
+        """The events for this message, which is no notice; may be empty."""
+        ...
+
+    def finish(self) -> bytes:
+        """The events after the last message."""
+        ...
+
+    def error(self, error: BatonError) -> bytes:
+        """The event that ends a stream that cannot go on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `Serving.generate`, and who takes its messages."""
+
+    message: pb.GenerateRequest
+    push: Callable[[pb.GenerateResponse], bytes]
+    chat: ChatRequest | None = None
+
+
+class Call:
+    """One HTTP request.
+
+    Attributes:
+        request_id: the client's x-request-id, or a drawn one; the answer has it too.
+        wants_receipt: whether the answer is to have the receipt.
+        field_names: what this API calls the fields that errors name, where it differs.
+
+    Raises:
+        InvalidRequest: a header is wrong.
+    """
+
+    def __init__(self, context: Context, request: Request) -> None:
+        self.context = context
+        self.serving = context.serving
+        self.request = request
+        self.request_id: str = request.scope[REQUEST_ID]
+        self.wants_receipt = request.headers.get("x-baton-receipt", "") in ("1", "true")
+        self.field_names: dict[str, str] = {}
+        self._limit_s = _limit_s(request)
+        self._loop = asyncio.get_running_loop()
+        self._started_at_s = self._loop.time()
+
+    @property
+    def budget_s(self) -> float | None:
+        """What is left of the time that the client allows; None: it does not say."""
+        return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
+
+    async def read(self, model: type[AnyBody]) -> AnyBody:
+        """The body as a checked model.
+
+        Raises:
+            InvalidRequest: it is none, or too large.
+            ClientLeft: it ends early.
+        """
+        bytes_max = int(self.context.settings.http_body_mib * MIB)
+        try:
+            body = await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
+        except ClientDisconnect:
+            raise ClientLeft from None
+        return parse(model, body)
+
+    async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> list[Collected]:
+        """The request's whole outputs, by index. A client that leaves cancels the request.
+
+        Raises:
+            BatonError: why it cannot be finished.
+            ClientLeft: nobody waits for it any more.
+        """
+        (outputs,) = await self.collect_all([message], chat)
+        return outputs
+
+    async def collect_all(
+        self, messages: Sequence[pb.GenerateRequest], chat: ChatRequest | None = None
+    ) -> list[list[Collected]]:
+        """As `collect`, for several requests at the same time."""
+        collectors = [Collector() for _ in messages]
+        jobs = [Job(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
+        generation = asyncio.create_task(self.generate(jobs, _ignore))
+        await unless_left(generation, self.request.receive)
+        return [collector.outputs() for collector in collectors]
+
+    def stream(self, message: pb.GenerateRequest, encoder: Encoder, chat: ChatRequest | None = None) -> Response:
+        """The answer as server-sent events."""
+        return self.stream_all([Job(message, encoder.push, chat)], encoder)
+
+    def stream_all(self, jobs: Sequence[Job], encoder: Encoder) -> Response:
+        """As `stream`, for several requests at the same time; `encoder` ends the stream."""
+        return EventStream(self, jobs, encoder)
+
+    async def generate(self, jobs: Sequence[Job], write: "WriteFor") -> None:
+        """Serves the jobs at the same time; the first error ends all.
+
+        Raises:
+            BatonError: why one cannot be finished.
+        """
+        runs = [self.serving.generate(job.message, write(job), budget_s=self.budget_s, chat=job.chat) for job in jobs]
+        if len(runs) == 1:
+            await runs[0]
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for run in runs:
+                    group.create_task(run)
+        except* BatonError as errors:
+            first = errors.exceptions[0]
+        else:
+            return
+        assert isinstance(first, BatonError)
+        raise first
+
+    def in_own_words(self, error: BatonError) -> BatonError:
+        """The error with the field's name as this API's clients know it."""
+        name = error.field.removeprefix("sampling.")
+        error.field = self.field_names.get(name, name)
+        return error
+
+
+WriteFor = Callable[[Job], Callable[[pb.GenerateResponse], Awaitable[None]]]
+
+
+class EventStream(Response):
+    """Serves jobs while it answers. An error before the first event has its own status; later it is an event."""
+
+    def __init__(self, call: Call, jobs: Sequence[Job], encoder: Encoder) -> None:
+        super().__init__(headers={**_EVENT_STREAM, "x-request-id": call.request_id})
+        del self.headers["content-length"]
+        self._call = call
+        self._jobs = jobs
+        self._encoder = encoder
+        self._started = False
+        self._writing = False  # while an event waits for a slow client
+        self._written = True  # since the last look
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_start = send
+        self._send = scope.get(RAW_SEND, send)
+        generation = asyncio.create_task(self._run(scope, receive, send))
+        try:
+            await unless_left(generation, receive, every_s=KEEP_ALIVE_S, act=self._keep_alive)
+        except ClientLeft:
+            log.debug("%s: the client left", self._call.request_id)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._call
+        try:
+            await call.generate(self._jobs, self._write_for)
+            await self._write(self._encoder.finish(), more=False)
+        except BatonError as error:
+            await self._fail(call.in_own_words(error), scope, receive, send)
+        except Exception as error:
+            log.exception("%s: a request failed", call.request_id)
+            internal = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
+            await self._fail(internal, scope, receive, send)
+
+    async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
+        log_answer(self._call.request_id, error)
+        if self._started:
+            await self._write(self._encoder.error(error), more=False)
+        else:
+            self._started = True
+            shape = self._call.context.error_shape(scope["path"])
+            await error_response(error, self._call.request_id, shape)(scope, receive, send)
+
+    def _write_for(self, job: Job) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+        push = job.push
+
+        async def write(message: pb.GenerateResponse) -> None:
+            data = comment(message.notice) if message.notice else push(message)
+            if data:
+                await self._write(data)
+
+        return write
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            await self._send_start({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._writing = self._written = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._writing = False
+
+    async def _keep_alive(self) -> None:
+        if not self._written and not self._writing:
+            await self._write(comment("keep-alive"))
+        self._written = False
+
+
+def comment(text: str) -> bytes:
+    """A line that clients of event streams skip."""
+    return f": {' '.join(text.split())}\n\n".encode()
+
+
+def log_answer(request_id: str, error: BatonError) -> None:
+    """`gateway.serving` has logged what failed there."""
+    log.debug("%s: %s", request_id, error)
+
+
+async def unless_left(
+    work: "asyncio.Task[None]",
+    receive: Receive,
+    *,
+    every_s: float | None = None,
+    act: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Waits for the task, whose request's body is read; cancels it when the client closes its connection.
+
+    Args:
+        every_s, act: what to do in these intervals meanwhile.
+
+    Raises:
+        ClientLeft: it did.
+    """
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        while True:
+            done, _ = await asyncio.wait((work, leaving), timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+            if work in done:
+                return await work
+            if leaving in done:
+                raise ClientLeft
+            if act is not None:
+                await act()
+    finally:
+        work.cancel()
+        leaving.cancel()
+        await asyncio.wait((work, leaving))
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _ignore(job: Job) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
+    async def write(message: pb.GenerateResponse) -> None:
+        if not message.notice:
+            job.push(message)
+
+    return write
+
+
+def _limit_s(request: Request) -> float | None:
+    for name in _DEADLINES:
+        given = request.headers.get(name)
+        if given is not None:
+            return _positive(name, given)
+    return None
+
+
+def _positive(name: str, given: str) -> float:
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"{name} is {shown(given)}", field=name, value=shown(given), allowed=("seconds above 0",))
+    return seconds

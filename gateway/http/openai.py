@@ -1,0 +1,153 @@
+"""Handlers of OpenAI's endpoints that generate: chat completions and completions."""
+
+import time
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody
+from gateway.http.call import Call, Job
+from gateway.http.chunks import (
+    ChatChunks,
+    CompletionChunks,
+    StreamShape,
+    add_usage,
+    receipt_json,
+    stop_reason_json,
+    usage_json,
+)
+from gateway.http.collected import Collected, ToolCall
+from gateway.http.logprobs import CompletionLogprobs, LogprobWriter
+from gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
+from protos.baton.v1 import common_pb2
+
+
+async def chat_completions(call: Call) -> Response:
+    body = await call.read(ChatBody)
+    call.field_names = {"prompt": "messages", "grammar": grammar_of(body)[1]}
+    message, chat = chat_message(body, call.request_id), chat_request(body)
+    shape = _shape(call, body, "chat.completion.chunk", "chatcmpl", wants_logprobs=body.logprobs)
+    if body.stream:
+        return call.stream(message, ChatChunks(shape), chat)
+    outputs = await call.collect(message, chat)
+    answer = _answer(shape, "chat.completion", [_chat_choice(shape, output) for output in outputs], outputs)
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = _writer(call, body).prompt(outputs[0].prompt_logprobs)
+    return _json(answer)
+
+
+async def completions(call: Call) -> Response:
+    body = await call.read(CompletionBody)
+    call.field_names = {"grammar": grammar_of(body)[1]}
+    messages = completion_messages(body, call.request_id)
+    shape = _shape(call, body, "text_completion", "cmpl", wants_logprobs=body.logprobs is not None)
+    echoes = tuple([await _echo(call, prompt) for prompt in body.prompts]) if body.echo else ()
+    if body.stream:
+        encoder = CompletionChunks(shape, echoes=echoes, hides_tokens=body.max_tokens == 0)
+        jobs = [Job(message, encoder.for_prompt(number)) for number, message in enumerate(messages)]
+        return call.stream_all(jobs, encoder)
+    groups = await call.collect_all(messages)
+    choices: list[dict[str, Any]] = []
+    for number, outputs in enumerate(groups):
+        for output in outputs:
+            echo = echoes[number] if body.echo else ""
+            choices.append(_completion_choice(shape, body, len(choices), echo, output))
+            if body.prompt_logprobs is not None:
+                choices[-1]["prompt_logprobs"] = _writer(call, body).prompt(output.prompt_logprobs)
+    return _json(_answer(shape, "text_completion", choices, *groups))
+
+
+def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
+    return StreamShape(
+        object_name=name,
+        id=f"{prefix}-{call.request_id}",
+        created_s=int(time.time()),
+        model=body.model or call.serving.model.name,
+        request_id=call.request_id,
+        logprobs=_writer(call, body) if wants_logprobs else None,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        receipt=call.wants_receipt or body.baton_receipt,
+        token_ids=body.return_token_ids,
+        reasoning=not isinstance(body, ChatBody) or body.include_reasoning,
+        outputs=body.n,
+    )
+
+
+def _writer(call: Call, body: GenerationBody) -> LogprobWriter:
+    return LogprobWriter(call.serving.model.tokenizer, as_ids=body.return_tokens_as_token_ids)
+
+
+async def _echo(call: Call, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    call.serving.model.check_token_ids("prompt", prompt)
+    return await call.serving.decode(prompt)
+
+
+def _chat_choice(shape: StreamShape, output: Collected) -> dict[str, Any]:
+    answer: dict[str, Any] = {"role": "assistant", "content": output.content, "refusal": None}
+    if output.reasoning and shape.reasoning:
+        answer["reasoning_content"] = output.reasoning
+    finish = output.finish_reason
+    if output.tool_calls:
+        answer["content"] = output.content or None
+        answer["tool_calls"] = [_tool_call(tool_call) for tool_call in output.tool_calls]
+        finish = "tool_calls" if finish == "stop" else finish
+    logprobs = shape.logprobs.chat(output.tokens) if shape.logprobs is not None else None
+    return {
+        "index": output.index,
+        "message": answer,
+        "logprobs": logprobs,
+        **_ending(shape, finish, output),
+    }
+
+
+def _completion_choice(
+    shape: StreamShape, body: CompletionBody, index: int, echo: str, output: Collected
+) -> dict[str, Any]:
+    hidden = body.max_tokens == 0
+    tokens: list[common_pb2.Token | common_pb2.PromptLogprob] = [] if hidden else list(output.tokens)
+    if body.echo:
+        tokens = [*output.prompt_logprobs, *tokens]
+    logprobs = CompletionLogprobs(shape.logprobs).write(tokens) if shape.logprobs is not None else None
+    return {
+        "index": index,
+        "text": echo + ("" if hidden else output.text),
+        "logprobs": logprobs,
+        **_ending(shape, output.finish_reason, output),
+    }
+
+
+def _ending(shape: StreamShape, finish: str, output: Collected) -> dict[str, Any]:
+    ending: dict[str, Any] = {"finish_reason": finish, "stop_reason": stop_reason_json(output.stop_reason)}
+    if shape.token_ids:
+        ending["token_ids"] = [token.token_id for token in output.tokens]
+    return ending
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _answer(shape: StreamShape, name: str, choices: list[dict[str, Any]], *groups: list[Collected]) -> dict[str, Any]:
+    usage = common_pb2.Usage()
+    for outputs in groups:
+        add_usage(usage, outputs[0].usage)
+    answer: dict[str, Any] = {
+        "id": shape.id,
+        "object": name,
+        "created": shape.created_s,
+        "model": shape.model,
+        "choices": choices,
+        "usage": usage_json(usage),
+    }
+    if shape.receipt:
+        receipts = [receipt_json(output.receipt) for outputs in groups for output in outputs]
+        answer["baton"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
+    return answer
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(answer), media_type="application/json")

@@ -1,0 +1,101 @@
+"""uvicorn's HTTP/1.1 protocol with limits on headers and a body in OpenAI's shape for what is no HTTP."""
+
+import asyncio
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from baton.errors import BatonError
+from gateway.http.errors import Refused, openai_error, status_of
+
+HEADER_BYTES_MAX = 64 << 10
+REQUEST_S = 60.0  # for a request's headers, once its connection is open or its first byte has come
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Closes a connection whose headers are too large, take too long or are no HTTP."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_headers = True
+        self._header_bytes = 0
+        self._unparsed_bytes = 0
+        self._refused = False
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_headers and self._patience is None:
+            self._wait_for_headers()
+        self._unparsed_bytes += len(data)  # a header counts once it is complete; one that never ends counts here
+        super().data_received(data)
+        if self._in_headers and self._unparsed_bytes > HEADER_BYTES_MAX:
+            self._refuse_headers()
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes <= HEADER_BYTES_MAX:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers, self._unparsed_bytes = False, 0
+        self._stop_waiting()
+        if self._header_bytes > HEADER_BYTES_MAX:
+            self._refuse_headers()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_headers, self._header_bytes, self._unparsed_bytes = True, 0, 0
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        self._refuse(Refused(400, "invalid_http", "the request is no HTTP"))
+
+    def _wait_for_headers(self) -> None:
+        self._patience = self.loop.call_later(REQUEST_S, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        if not self._refused:
+            self._refuse(Refused(408, "request_timeout", f"no whole request within {REQUEST_S:.0f} s"))
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _refuse_headers(self) -> None:
+        allowed = (f"up to {HEADER_BYTES_MAX} bytes",)
+        self._refuse(Refused(431, "headers_too_large", "the request's headers are too large", allowed=allowed))
+
+    def _refuse(self, error: BatonError) -> None:
+        if self._refused:
+            return
+        self._refused = True
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        body = orjson.dumps(openai_error(error, ""))
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status_of(error)] + head + body)
+        self.transport.close()

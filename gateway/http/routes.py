@@ -1,0 +1,23 @@
+"""Which path has which handler."""
+
+from gateway.http import about, openai
+from gateway.http.app import App
+from gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.http.call import Context
+
+
+def create_app(context: Context) -> App:
+    """The application with all routes."""
+    app = App(context)
+    app.add("/v1/chat/completions", openai.chat_completions, body=ChatBody, summary="Continue a conversation")
+    app.add("/v1/completions", openai.completions, body=CompletionBody, summary="Continue a text")
+    app.add("/v1/models", about.models, method="GET", summary="The served model, as a list")
+    app.add("/v1/models/{model:path}", about.model, method="GET", summary="The served model")
+    app.add("/tokenize", about.tokenize, body=TokenizeBody, summary="Token ids of a text or a conversation")
+    app.add("/detokenize", about.detokenize, body=DetokenizeBody, summary="The text of token ids")
+    app.add("/", about.root, method="GET", summary="What answers here")
+    app.add("/health", about.health, method="GET", summary="200 as long as the process lives")
+    app.add("/ready", about.ready, method="GET", summary="200 if a request can be served, else 503")
+    app.add("/version", about.version, method="GET", summary="Baton's version")
+    app.add("/metrics", about.metrics, method="GET", summary="Counters in Prometheus' text format")
+    return app

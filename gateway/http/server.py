@@ -1,0 +1,108 @@
+"""The HTTP server of the gateway: its socket, uvicorn on the gateway's event loop, and its end."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+
+from baton.config import GatewaySettings
+from baton.errors import ConfigError
+from baton.rpc.server import Address
+from gateway.fleet import Fleet
+from gateway.http.call import Context
+from gateway.http.protocol import LimitedProtocol
+from gateway.http.routes import create_app
+from gateway.serving import Serving
+
+_BACKLOG = 4096
+_KEEP_ALIVE_S = 75  # of an idle connection; longer than the 60 s after which common proxies close their end
+_SHUTDOWN_S = 1
+
+
+class HttpServer:
+    """Serves during the `async with` block. When it ends, only answers that are nearly sent are waited for.
+
+    Args:
+        name: of the gateway.
+        bound: of `bind`.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, serving: Serving, fleet: Fleet, name: str, bound: socket.socket
+    ) -> None:
+        self._socket = bound
+        self._context = Context(settings, serving, fleet, name)
+        host, port = self._socket.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        config = uvicorn.Config(
+            create_app(self._context),
+            http=LimitedProtocol,
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._server.should_exit = True
+        await self._task
+        self._socket.close()
+
+    def drain(self) -> None:
+        """From now on /ready says no, and every answer closes its connection."""
+        self._context.draining = True
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(listen: str) -> socket.socket | None:
+    """The listening socket for this setting; None: off.
+
+    Raises:
+        ConfigError: the address is none, or cannot be listened on.
+    """
+    if listen == "off":
+        return None
+    where = Address.parse(listen, field="http_listen")
+    host = where.host.removeprefix("[").removesuffix("]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, where.port))
+        bound.listen(_BACKLOG)  # so that another process cannot take the port any more
+    except OSError as error:
+        bound.close()
+        cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+        message = f"cannot listen on {listen}: {error.strerror or error}"
+        raise ConfigError(message, field="http_listen", value=listen, allowed=("host:port", "off"), cure=cure) from None
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,209 @@
+"""OpenAI's bodies to the requests that `gateway.serving` takes. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from baton.errors import InvalidRequest
+from baton.types import Grammar, GrammarKind
+from gateway.chat.types import ChatRequest, NamedTool, ToolChoice
+from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
+
+_SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+)
+_KINDS = {
+    GrammarKind.JSON_OBJECT: common_pb2.GRAMMAR_KIND_JSON_OBJECT,
+    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.CHOICE: common_pb2.GRAMMAR_KIND_CHOICE,
+    GrammarKind.LARK: common_pb2.GRAMMAR_KIND_LARK,
+    GrammarKind.EBNF: common_pb2.GRAMMAR_KIND_EBNF,
+    GrammarKind.STRUCTURAL_TAG: common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG,
+}
+
+
+def chat_request(body: ChatBody) -> ChatRequest:
+    """The conversation of a chat's body.
+
+    Raises:
+        InvalidRequest: a field cannot be.
+    """
+    variables = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.documents is not None:
+        variables.setdefault("documents", body.documents)
+    grammar, _ = grammar_of(body)
+    return ChatRequest(
+        messages=body.messages,
+        tools=body.tools,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        grammar=grammar,
+        template_kwargs=variables,
+        template=body.chat_template,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+
+
+def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:
+    """The rest of a chat's request, besides the conversation."""
+    message = _message(body, request_id)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if max_tokens is not None:
+        message.sampling.max_tokens = max_tokens
+    if body.logprobs:
+        message.sampling.logprobs = body.top_logprobs or 0
+    return message
+
+
+def completion_messages(body: CompletionBody, request_id: str) -> list[pb.GenerateRequest]:
+    """One request for each prompt; their ids have a number where there are several."""
+    prompts = body.prompts
+    grammar, _ = grammar_of(body)
+    first = _message(body, request_id)
+    first.add_special_tokens = body.add_special_tokens
+    first.best_of = body.best_of or 0
+    if body.max_tokens is not None:
+        first.sampling.max_tokens = max(1, body.max_tokens)  # the token that nobody asked for is not shown
+    if body.logprobs is not None:
+        first.sampling.logprobs = body.logprobs
+        if body.echo:
+            first.sampling.prompt_logprobs = max(body.logprobs, first.sampling.prompt_logprobs)
+    if grammar is not None:
+        first.sampling.grammar.kind = _KINDS[grammar.kind]
+        first.sampling.grammar.text = grammar.text
+    messages = []
+    for number, prompt in enumerate(prompts):
+        message = pb.GenerateRequest()
+        message.CopyFrom(first)
+        if len(prompts) > 1:
+            message.request_id = f"{request_id}-{number}"
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.token_ids.ids.extend(prompt)
+        messages.append(message)
+    return messages
+
+
+def grammar_of(body: GenerationBody) -> tuple[Grammar | None, str]:
+    """What the output must be, and the field that says so.
+
+    Raises:
+        InvalidRequest: several fields say it.
+    """
+    given = [(field, grammar) for field, grammar in _grammars(body) if grammar is not None]
+    if len(given) > 1:
+        names = " and ".join(field for field, _ in given)
+        raise InvalidRequest(f"{names} exclude each other", field=given[1][0], cure="give one of them")
+    if not given:
+        return None, "grammar"
+    field, grammar = given[0]
+    return grammar, field
+
+
+def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(
+        request_id=request_id, model=body.model, cache_salt=body.cache_salt or "", priority=body.priority, n=body.n
+    )
+    if body.truncate_prompt_tokens is not None:
+        message.truncate_prompt_tokens = body.truncate_prompt_tokens
+    sampling = message.sampling
+    for name in _SAME_NAMES:
+        value = getattr(body, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    if body.top_k is not None:
+        sampling.top_k = max(0, body.top_k)
+    if body.seed is not None:
+        sampling.seed = body.seed % (1 << 64)
+    for token_id, bias in (body.logit_bias or {}).items():
+        sampling.logit_bias[_bias_token(token_id)] = bias
+    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
+    sampling.stop_token_ids.extend(body.stop_token_ids or [])
+    sampling.include_stop = body.include_stop_str_in_output
+    sampling.ignore_eos = body.ignore_eos
+    sampling.skip_special_tokens = body.skip_special_tokens
+    if body.prompt_logprobs is not None:
+        sampling.prompt_logprobs = min(body.prompt_logprobs, (1 << 32) - 1)
+    return message
+
+
+def _bias_token(token_id: str) -> int:
+    number = int(token_id)
+    if number >= 1 << 32:
+        raise InvalidRequest(f"logit_bias has token id {token_id}", field="logit_bias", value=token_id)
+    return number
+
+
+def _tool_choice(body: ChatBody) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto" if body.tools else "none"
+    if not isinstance(choice, dict):
+        return choice
+    function = choice.get("function")
+    name = function.get("name") if choice.get("type") == "function" and isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        allowed = ("auto", "none", "required", '{"type": "function", "function": {"name": ...}}')
+        raise InvalidRequest("tool_choice names no function", field="tool_choice", allowed=allowed)
+    return NamedTool(name)
+
+
+def _grammars(body: GenerationBody) -> list[tuple[str, Grammar | None]]:
+    guided = StructuredOutputs.model_construct(
+        json_=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
+    )
+    return [
+        ("response_format", _of_format(body.response_format)),
+        *((f"guided_{name}", grammar) for name, grammar in _of_structured(guided)),
+        *((f"structured_outputs.{name}", grammar) for name, grammar in _of_structured(body.structured_outputs)),
+    ]
+
+
+def _of_format(wanted: ResponseFormat | None) -> Grammar | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT)
+    if wanted.type == "json_schema":
+        assert wanted.json_schema is not None
+        schema = wanted.json_schema.json_schema
+        return Grammar(GrammarKind.JSON_OBJECT) if schema is None else Grammar(GrammarKind.JSON_SCHEMA, _dumps(schema))
+    return Grammar(GrammarKind.STRUCTURAL_TAG, _dumps(wanted.model_dump(exclude_unset=True, exclude={"json_schema"})))
+
+
+def _of_structured(wanted: StructuredOutputs | None) -> list[tuple[str, Grammar | None]]:
+    if wanted is None:
+        return []
+    schema = wanted.json_ if wanted.json_ is None or isinstance(wanted.json_, str) else _dumps(wanted.json_)
+    choice = None if wanted.choice is None else _dumps(wanted.choice)
+    language = GrammarKind.EBNF if "::=" in (wanted.grammar or "") else GrammarKind.LARK
+    return [
+        ("json", _grammar(GrammarKind.JSON_SCHEMA, schema)),
+        ("regex", _grammar(GrammarKind.REGEX, wanted.regex)),
+        ("choice", _grammar(GrammarKind.CHOICE, choice)),
+        ("grammar", _grammar(language, wanted.grammar)),
+        ("json_object", Grammar(GrammarKind.JSON_OBJECT) if wanted.json_object else None),
+        ("structural_tag", _grammar(GrammarKind.STRUCTURAL_TAG, wanted.structural_tag)),
+    ]
+
+
+def _grammar(kind: GrammarKind, text: str | None) -> Grammar | None:
+    return None if text is None else Grammar(kind, text)
+
+
+def _dumps(value: Any) -> str:
+    return orjson.dumps(value).decode()

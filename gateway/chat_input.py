@@ -58,7 +58,7 @@ def _object(field: str, text: str) -> Mapping[str, Any]:
     return value
 
 
-def _parse(field: str, text: str) -> Any:  # noqa: ANN401
+def _parse(field: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -46,8 +46,15 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: names of benchmarks, none for all. `--plot` measures nothing and draws the results on disk.
+
+    Raises:
+        SystemExit: with code 2: there is no such benchmark.
     """
     wanted = [argument for argument in arguments if argument != PLOT]
+    names = [name for name, _, _ in BENCHMARKS]
+    if unknown := [name for name in wanted if name not in names]:
+        print(f"bench: no benchmark is named {unknown[0]!r}; allowed: {', '.join(names)}", file=sys.stderr)
+        raise SystemExit(2)
     if PLOT in arguments:
         for name, module in PLOTS:
             figures = RESULTS / f"{name}.json"

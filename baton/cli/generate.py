@@ -12,11 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
 from baton.client import DEFAULT_TARGET, Client, Completion, Finished
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
-
-Prompt = str | list[int]
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
 
@@ -28,11 +27,14 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="File with one prompt per line instead of PROMPT; prompts run at once.", exists=True, dir_okay=False
+            help="File of prompts that run at once, instead of PROMPT: one text per line, or JSON lines, each a string "
+            'or {"prompt": text or token ids, "id": ...}.',
+            exists=True,
+            dir_okay=False,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; with --file, a list of them.")
+        bool, typer.Option("--json", help="Print one JSON object; with --file, one per line, in order.")
     ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds that each request may take.")] = None,
     max_tokens: Annotated[
@@ -78,16 +80,17 @@ def generate(
         "logprobs": logprobs,
     }
     params = _sampling(given)
-    prompts = _prompts(prompt, token_ids, file)
+    if sum(way is not None for way in (prompt, token_ids, file)) != 1:
+        raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
     if timeout is not None and not timeout > 0:
         raise typer.BadParameter(f"{timeout:g} is not above 0", param_hint="--timeout")
     if file is not None:
-        failed = asyncio.run(_all(target, prompts, params, timeout_s=timeout, as_json=as_json))
+        failed = asyncio.run(_all(target, read_records(file), params, timeout_s=timeout, as_json=as_json))
         raise typer.Exit(1 if failed else 0)
     if as_json:
-        asyncio.run(_print_json(target, prompts[0], params, timeout))
+        asyncio.run(_print_json(target, _one_prompt(prompt, token_ids), params, timeout))
     else:
-        asyncio.run(stream_to_terminal(target, prompts[0], params, timeout_s=timeout))
+        asyncio.run(stream_to_terminal(target, _one_prompt(prompt, token_ids), params, timeout_s=timeout))
 
 
 async def stream_to_terminal(
@@ -162,11 +165,13 @@ async def _print_json(target: str, prompt: Prompt, params: SamplingParams, timeo
 
 
 async def _all(
-    target: str, prompts: Sequence[Prompt], params: SamplingParams, *, timeout_s: float | None, as_json: bool
+    target: str, records: Sequence[Record], params: SamplingParams, *, timeout_s: float | None, as_json: bool
 ) -> bool:
-    """Runs the prompts at once and prints results in order. Returns whether any prompt failed."""
+    """Runs the prompts at once and prints results in order, each once all before it are printed. Returns whether any
+    prompt failed."""
+    failed = False
     with _progress() as progress:
-        bar = progress.add_task("prompts", total=len(prompts))
+        bar = progress.add_task("prompts", total=len(records))
         async with Client(target) as client:
             free = asyncio.Semaphore(_FILE_REQUESTS_MAX)
 
@@ -180,16 +185,33 @@ async def _all(
                         progress.advance(bar)
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt)) for prompt in prompts]
-            results = [task.result() for task in tasks]
-    for number, result in enumerate(results, start=1):
-        if isinstance(result, BatonError):
-            print(f"baton: prompt {number}: {result}", file=sys.stderr)
-        elif not as_json:
-            print(result.text)
+                tasks = [group.create_task(one(record.prompt)) for record in records]
+                for record, task in zip(records, tasks, strict=True):
+                    result = await task
+                    failed = failed or isinstance(result, BatonError)
+                    _print_result(progress.console, record, result, as_json=as_json)
+    return failed
+
+
+def _print_result(notes: Console, record: Record, result: Completion | BatonError, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_to_json_or_error(result) for result in results]))
-    return any(isinstance(result, BatonError) for result in results)
+        print(json.dumps(_record_to_json(record, result)), flush=True)
+    else:
+        print(f"==> {record.index + 1} <==", flush=True)
+        if isinstance(result, Completion):
+            print(result.text, flush=True)
+    if isinstance(result, BatonError):
+        # Through the console of the progress bar, which may share the terminal.
+        notes.print(f"baton: prompt {record.index + 1}: {result}", markup=False, soft_wrap=True)
+
+
+def _record_to_json(record: Record, result: Completion | BatonError) -> dict[str, object]:
+    given: dict[str, object] = {"index": record.index, "prompt": record.prompt}
+    if record.id is not None:
+        given["id"] = record.id
+    if isinstance(result, Completion):
+        return {**given, **to_json(result)}
+    return {**given, "error": {"reason": result.reason, "message": str(result)}}
 
 
 async def _retry_while_full(
@@ -205,16 +227,17 @@ async def _retry_while_full(
             await asyncio.sleep(error.retry_after_s)
 
 
-def _to_json_or_error(result: Completion | BatonError) -> dict[str, object]:
-    if isinstance(result, Completion):
-        return to_json(result)
-    return {"error": {"reason": result.reason, "message": str(result)}}
-
-
 def _progress() -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    # NOTE: rich would send stdout to the bar's stderr even where stdout is a file.
+    return Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )
 
 
 def _sampling(given: Mapping[str, object]) -> SamplingParams:
@@ -226,35 +249,5 @@ def _sampling(given: Mapping[str, object]) -> SamplingParams:
         raise typer.BadParameter(f"{error.value} is not allowed: {', '.join(error.allowed)}", param_hint=hint) from None
 
 
-def _prompts(prompt: str | None, token_ids: str | None, file: Path | None) -> list[Prompt]:
-    """Raises:
-    BadParameter: not exactly one of the three ways to give prompts is used, or its value is wrong.
-    """
-    if sum(way is not None for way in (prompt, token_ids, file)) != 1:
-        raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
-    if file is not None:
-        return _read_prompts(file)
-    if token_ids is not None:
-        return [_parse_token_ids(token_ids)]
-    return [prompt or ""]
-
-
-def _read_prompts(file: Path) -> list[Prompt]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file} cannot be read: {error}", param_hint="--file") from None
-    prompts: list[Prompt] = [line for line in lines if line.strip()]
-    if not prompts:
-        raise typer.BadParameter(f"{file} has no prompts", param_hint="--file")
-    return prompts
-
-
-def _parse_token_ids(text: str) -> list[int]:
-    try:
-        token_ids = [int(part) for part in text.split(",")]
-    except ValueError:
-        token_ids = [-1]
-    if min(token_ids) < 0:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2,3", param_hint="--token-ids")
-    return token_ids
+def _one_prompt(prompt: str | None, token_ids: str | None) -> Prompt:
+    return prompt or "" if token_ids is None else parse_token_ids(token_ids)

@@ -1,9 +1,8 @@
 """The gateway's ports on this machine: checked before any process starts, which then binds them itself."""
 
-import socket
-
 from baton.config import is_set
 from baton.errors import ConfigError
+from baton.rpc.server import Address, why_taken
 
 DEFAULT_HTTP_PORT = 8000
 _HOST = "127.0.0.1"
@@ -35,11 +34,4 @@ def http_listen(port: int | None) -> str | None:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else connections that ended keep it for a minute
-        try:
-            probe.bind((_HOST, port))
-            probe.listen()
-        except OSError:
-            return False
-    return True
+    return why_taken(Address(_HOST, port)) is None

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,21 @@ def listens_everywhere(listen: str) -> bool:
     return Address.parse(listen, field="listen").host in _EVERYWHERE
 
 
+def why_taken(where: Address) -> str | None:
+    """Why no server can listen there; None if one can."""
+    host = where.host.removeprefix("[").removesuffix("]")
+    try:
+        found = socket.getaddrinfo(host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0]) as probe:
+            # Else connections that ended keep the port for a minute.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+            probe.listen()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None
+
+
 class GrpcServer:
     """The gRPC server of one process. `async with` does not start it: call `start` after adding the services."""
 
@@ -107,12 +123,15 @@ class GrpcServer:
         self._service_names: tuple[str, ...] = ()
         where = Address.parse(listen, field="listen")
         check_advertised(advertise)
+        cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+        # gRPC writes lines of its own about a port that it cannot have.
+        if (reason := why_taken(where)) is not None:
+            raise ConfigError(f"cannot listen on {listen}: {reason}", field="listen", value=listen, cure=cure)
         try:
             port = self.grpc.add_insecure_port(listen)
         except RuntimeError:
             port = 0
         if port == 0:
-            cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
             raise ConfigError(f"cannot listen on {listen}", field="listen", value=listen, cure=cure)
         host = "127.0.0.1" if where.host in _EVERYWHERE else where.host
         self.address = advertise or f"{host}:{port}"

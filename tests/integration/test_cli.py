@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
-from tests.integration.cluster import LLAMA
+from tests.integration.cluster import DEADLINE_S, LLAMA
+from tests.integration.up import BATON as BATON_ALONE
 from tests.integration.up import Up, interrupt, start_up
 from tests.warm import BATON, run_warm
 
@@ -128,8 +130,10 @@ def test_a_file_of_prompts_gives_results_in_order(up: Up, tmp_path: Path) -> Non
     options = ("--max-tokens", "6", "--temperature", "0", "--ignore-eos")
     finished = baton("generate", "--target", up.gateway, "--json", "--file", str(file), *options)
     assert finished.returncode == 0, finished.stderr
-    found = [each["token_ids"] for each in json.loads(finished.stdout)]
-    assert found == [as_json(up, *options, prompt)["token_ids"] for prompt in prompts]
+    found = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert [each["index"] for each in found] == list(range(6))
+    assert [each["prompt"] for each in found] == prompts
+    assert [each["token_ids"] for each in found] == [as_json(up, *options, prompt)["token_ids"] for prompt in prompts]
 
 
 @pytest.mark.slow
@@ -138,7 +142,7 @@ def test_a_file_may_have_more_prompts_than_there_is_room_for(up: Up, tmp_path: P
     file.write_text("".join(f"Return the number {index}\n" for index in range(1500)))
     finished = baton("generate", "--target", up.gateway, "--json", "--file", str(file), "--max-tokens", "2")
     assert finished.returncode == 0, finished.stderr
-    assert len(json.loads(finished.stdout)) == 1500
+    assert len(finished.stdout.splitlines()) == 1500
 
 
 def test_status_names_nodes_and_the_transport_of_each_pair(up: Up) -> None:
@@ -146,6 +150,7 @@ def test_status_names_nodes_and_the_transport_of_each_pair(up: Up) -> None:
     assert text.returncode == 0, text.stderr
     for word in ("prefill-0", "prefill-1", "decode-0", "HND", "BLNHC", "GB/s"):
         assert word in text.stdout
+    assert max(map(len, text.stdout.splitlines())) <= 80
     found = json.loads(baton("status", "--target", up.gateway, "--json").stdout)
     assert "decode-0" in json.dumps(found)
 
@@ -210,10 +215,51 @@ async def test_a_client_that_speaks_grpc_gets_details(up: Up) -> None:
         assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == PROMPT
 
 
+def test_status_is_shown_again_until_ctrl_c(up: Up) -> None:
+    watching = subprocess.Popen(
+        [*BATON_ALONE, "status", "--target", up.gateway, "--json", "--watch"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watching.stdout is not None
+    shown = [json.loads(watching.stdout.readline())["gateway"] for _ in range(2)]
+    watching.send_signal(signal.SIGINT)
+    assert shown[0] == shown[1]
+    assert watching.communicate(timeout=DEADLINE_S)[1] == ""
+    assert watching.returncode == 0
+
+
+@pytest.mark.parametrize("role", ["prefill-node", "gateway"])
+def test_a_taken_port_is_one_line_before_the_model_is_looked_for(up: Up, role: str) -> None:
+    line = error_line(baton(role, "--listen", up.gateway, "--model", "/no/such/model"), 2)
+    assert up.gateway in line
+    assert "port" in line
+
+
+def test_up_says_in_one_line_that_its_port_is_taken(up: Up) -> None:
+    port = up.gateway.rpartition(":")[2]
+    line = error_line(baton("up", "--port", port), 1)
+    assert f"port {port} of 127.0.0.1 is taken" in line
+    assert "--port" in line
+
+
 def test_ctrl_c_ends_every_process(up: Up) -> None:
     """This test ends the cluster, so it is the last one that uses it."""
     assert interrupt(up) == 0
     assert not any(psutil.pid_exists(pid) for pid in up.pids)
+
+
+def test_killing_up_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    """With two ranks for each node, and a folder for temporary files that nobody else uses."""
+    killed = start_up("--tensor-parallel-size", "2", TMPDIR=str(tmp_path))
+    family = psutil.Process(killed.popen.pid).children(recursive=True)
+    assert len(family) == 5
+    killed.popen.kill()
+    killed.popen.communicate(timeout=DEADLINE_S)
+    _, alive = psutil.wait_procs(family, timeout=DEADLINE_S)
+    assert alive == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

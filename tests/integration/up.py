@@ -31,13 +31,13 @@ class Up:
 
 
 def start_up(*arguments: str, **variables: str) -> Up:
-    """Returns once the cluster serves.
+    """Returns once the cluster serves, on free ports.
 
     Args:
         variables: added to this process's environment.
     """
     popen = subprocess.Popen(
-        [*BATON, "up", *arguments],
+        [*BATON, "up", "--port", "0", "--http-port", "0", *arguments],
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,5 +1,6 @@
 """Flags, exit codes and output of the command line. tests/integration/test_cli.py has the rest, on real processes."""
 
+import io
 import json
 import socket
 import sys
@@ -7,15 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from baton import __version__
 from baton.cli import main
 from baton.cli.generate import summary, to_json
+from baton.cli.status import render
 from baton.cli.status import to_json as status_to_json
 from baton.cli.up import _devices
 from baton.client import Completion
 from baton.config import ranks_of_each_node, visible_gpus
 from baton.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.types import Path as Way
+from bench.__main__ import main as bench
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 RECEIPT = Receipt(
@@ -83,6 +88,23 @@ def test_a_wrong_flag_is_one_line_that_names_it(
     assert line.count("\n") == 1
 
 
+def test_the_version_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"baton {__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["nosuch", "attentions"])
+def test_a_benchmark_that_does_not_exist_is_an_error_with_the_list(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench([name])
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert repr(name) in line
+    assert "transport, cache_to_cache" in line
+
+
 @pytest.mark.parametrize(
     "arguments", [["generate", "x"], ["generate", "--json", "x"], ["status"], ["status", "--json"]]
 )
@@ -103,7 +125,9 @@ def test_each_failed_prompt_of_a_file_has_its_place(
     file.write_text("one\n\ntwo\n")
     assert run(monkeypatch, "generate", "--target", unused_address, "--file", str(file), "--json") == 1
     shown = capsys.readouterr()
-    assert [set(entry) for entry in json.loads(shown.out)] == [{"error"}, {"error"}]
+    entries = [json.loads(line) for line in shown.out.splitlines()]
+    assert [(entry["index"], entry["prompt"]) for entry in entries] == [(0, "one"), (1, "two")]
+    assert all("cannot reach" in entry["error"]["message"] for entry in entries)
     assert "prompt 1: cannot reach" in shown.err
     assert "prompt 2: cannot reach" in shown.err
 
@@ -167,6 +191,32 @@ def test_the_nodes_of_a_cluster_take_the_gpus_in_turn(monkeypatch: pytest.Monkey
     first, second, third = _devices(3, 2)
     assert first == third == ["--device", "cuda:0", "--gpu-memory-fraction", "0.45"]
     assert second[1] == "cuda:1"
+
+
+def test_a_status_with_large_numbers_fits_80_columns() -> None:
+    pair = common_pb2.PeerState(
+        name="decode-0",
+        phase=common_pb2.PEER_PHASE_READY,
+        transport="cuda_ipc",
+        gigabytes_per_s=142.31,
+        latency_s=12e-6,
+        bytes_total=123456 << 20,
+        segments_total=123456,
+        kv_converted="bfloat16 to float8_e4m3fn",
+    )
+    nodes = []
+    for role, name, peers in ((common_pb2.ROLE_PREFILL, "prefill-0", [pair]), (common_pb2.ROLE_DECODE, "decode-0", [])):
+        info = common_pb2.NodeInfo(name=name, role=role)
+        info.model.name = "meta-llama/Llama-3.1-8B-Instruct"
+        status = node_pb2.NodeStatus(info=info, blocks_total=123456, requests_running=256, peers=peers)
+        nodes.append(generation_pb2.NodeReport(address="10.123.123.123:7001", reachable=True, status=status))
+    written = io.StringIO()
+    console = Console(file=written, width=80)
+    console.print(render(generation_pb2.ClusterStatusResponse(gateway="gateway@127.0.0.1:7000", nodes=nodes)))
+    shown = written.getvalue()
+    for whole in ("123456/123456", "10.123.123.123:7001", "cuda_ipc", "142.31", "bfloat16 to float8_e4m3fn"):
+        assert whole in shown
+    assert sum(line.startswith("prefill-0") for line in shown.splitlines()) == 4  # its rows are one line each
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])

@@ -1,0 +1,129 @@
+"""Child processes report to `baton up` and end with it."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import psutil
+import pytest
+from rich.console import Console
+
+from baton.cli.processes import Process, Processes, Running
+from baton.cli.progress import ClusterProgress
+from baton.config import child_environment
+from baton.errors import ConfigError
+from baton.supervisor import Supervisor
+
+CHILD = """
+import signal, sys
+from baton.supervisor import Supervisor
+supervisor = Supervisor(sys.argv[-1])
+if "fail" in sys.argv:
+    raise SystemExit(3)
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+supervisor.report("loading", done=1, total=4, address="127.0.0.1:1")
+supervisor.report("ready")
+while True:
+    signal.pause()
+"""
+# Starts a child, says so, and waits to be killed.
+PARENT = """
+import signal
+from tests.unit.baton.test_cli_processes import start_child
+from baton.cli.processes import Processes
+with Processes(print, launch=start_child) as processes:
+    children = [processes.start("node", words) for words in (["fine"], ["deaf"])]
+    processes.wait_ready(children)
+    print(*(child.pid for child in children), flush=True)
+    signal.pause()
+"""
+DEADLINE_S = 120.0
+
+
+def start_child(program: str, arguments: Sequence[str]) -> Running:
+    return subprocess.Popen([sys.executable, "-c", CHILD, program, *arguments], env=child_environment())
+
+
+def test_reports_arrive_in_order_and_the_last_one_counts() -> None:
+    stages: list[tuple[str, int, int]] = []
+
+    def note(processes: Sequence[Process]) -> None:
+        stages.extend((process.stage, process.done, process.total) for process in processes)
+
+    said: list[str] = []
+    with Processes(said.append, launch=start_child, on_change=note) as processes:
+        child = processes.start("node", [], name="prefill-0")
+        processes.wait_bound([child])
+        processes.wait_ready([child])
+        assert child.address == "127.0.0.1:1"
+    assert list(dict.fromkeys(stages)) in (
+        [("starting", 0, 0), ("loading", 1, 4), ("ready", 0, 0)],
+        [("starting", 0, 0), ("ready", 0, 0)],  # both reports were read at once
+    )
+    assert said == ["prefill-0 serves on 127.0.0.1:1"]
+    assert child.popen.poll() is not None
+
+
+def test_a_child_that_ends_is_an_error_with_its_name_and_exit_code() -> None:
+    with Processes(lambda line: None, launch=start_child) as processes:
+        child = processes.start("node", ["fail"], name="decode-1")
+        with pytest.raises(ConfigError, match="decode-1 ended with exit code 3"):
+            processes.wait_ready([child])
+
+
+def test_children_end_when_their_parent_is_killed_even_if_they_ignore_sigterm() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=child_environment()
+    )
+    assert parent.stdout is not None
+    try:
+        lines = [parent.stdout.readline() for _ in range(3)]
+        children = [psutil.Process(int(pid)) for pid in lines[-1].split()]
+        assert len(children) == 2
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+    assert alive == []
+
+
+def test_a_process_whose_supervisor_has_ended_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="nothing listens"):
+        Supervisor("baton-0-none")
+
+
+def test_a_terminal_has_a_row_for_each_process_and_lines_above_them() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=80, color_system=None)
+    idle = subprocess.Popen([sys.executable, "-c", ""])
+    idle.wait()
+    with ClusterProgress(console) as shown:
+        shown.update(
+            [
+                Process("prefill_node", "prefill-0", idle, stage="loading", done=1 << 30, total=4 << 30),
+                Process("decode_node", "decode-0", idle, stage="compiling"),
+            ]
+        )
+        shown.say("a line")
+    last = written.getvalue().rpartition("baton: a line")[2]
+    assert "prefill-0  loading" in last
+    assert "1.0/4.0 GiB" in last
+    assert "decode-0   compiling" in last
+
+
+def test_elsewhere_each_stage_is_one_plain_line() -> None:
+    written = io.StringIO()
+    idle = subprocess.Popen([sys.executable, "-c", ""])
+    idle.wait()
+    with ClusterProgress(Console(file=written)) as shown:
+        node = Process("prefill_node", "prefill-0", idle, stage="loading")
+        for node.done in (1, 2, 3):
+            shown.update([node])
+        node.stage = "compiling"
+        shown.update([node])
+    assert written.getvalue() == "baton: prefill-0: loading\nbaton: prefill-0: compiling\n"

@@ -144,6 +144,7 @@ class Serving:
             cache_salt=message.cache_salt,
             started_at_s=started_at_s,
             timeout_s=timeout_s,
+            priority=message.priority,
         )
 
     async def encode(self, text: str) -> list[int]:

@@ -5,9 +5,10 @@ the tokens of the last step on the device. Suffixes: T token of the step, S row 
 logprobs, D hidden channel, V vocabulary, N most rows of a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -18,13 +19,14 @@ from torch.nn.functional import pad
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
 from baton.errors import InternalError
-from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow
+from baton.types import PromptLogprob, SamplingParams, TokenOutput
+from engine.batch import Batch, BatchRow, ScoreRow
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
 from engine.device.layer_marks import LayerMarks, OnMark
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
+from engine.sampling.prompt_scores import ScoresOnHost, score_prompts
 from engine.sampling.row import GREEDY_ROW, SampleRow
 from engine.sampling.sampler import sample, with_logprobs
 from kvcache.cache import PagedKVCache
@@ -46,16 +48,25 @@ class LaunchedStep:
         plain: the tokens of all rows; None: every row is in `parts`.
         parts: rows whose tokens replace those of `plain`, or have logprobs.
         slot: the step's own; it returns to `slots` when the step has ended.
+        scored: the prompt logprobs of the step, if any are wanted.
     """
 
     def __init__(
-        self, num_rows: int, plain: "_PlainTokens | None", parts: "Sequence[_Part]", slot: StepSlot, slots: StepSlots
+        self,
+        num_rows: int,
+        plain: "_PlainTokens | None",
+        parts: "Sequence[_Part]",
+        slot: StepSlot,
+        slots: StepSlots,
+        scored: ScoresOnHost | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._plain = plain
         self._parts = parts
         self._slot = slot
         self._slots = slots
+        self._scored = scored
+        self._scores: Mapping[int, Sequence[PromptLogprob]] = {}
         self._seconds = 0.0
 
     def wait(self) -> list[TokenOutput | None]:
@@ -68,12 +79,19 @@ class LaunchedStep:
         for indices, tokens in self._parts:
             for index, token in zip(indices, tokens.outputs(), strict=True):
                 results[index] = token
+        if self._scored is not None:
+            self._scores = self._scored.outputs()
         return results
 
     @property
     def seconds(self) -> float:
         """Duration of the step on the device; known after `wait`."""
         return self._seconds
+
+    @property
+    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
+        """The logprobs that `Batch.scores` asks for, by row; known after `wait`."""
+        return self._scores
 
 
 class ModelRunner:
@@ -143,17 +161,18 @@ class ModelRunner:
         slot = self._slots.take()
         slot.timer.start()
         num_rows = len(batch.shared_rows)
-        size = None if self._graphs is None else self._graphs.size_for(batch.shared_rows)
+        size = None if self._graphs is None or batch.scores else self._graphs.size_for(batch.shared_rows)
+        scored: ScoresOnHost | None = None
         if self._graphs is None or size is None:
             marked: AbstractContextManager[None] = nullcontext()
             if batch.layers_per_group and on_mark is not None:
                 marked = self._marks.every(batch.layers_per_group, on_mark)
             with marked:
-                plain, parts = None, self._launch_eagerly(batch.rows)
+                plain, (parts, scored) = None, self._launch_eagerly(batch.rows, batch.scores)
         else:
             plain, parts = self._launch_padded(self._graphs, batch, size, slot)
         slot.timer.stop()
-        return LaunchedStep(num_rows, plain, parts, slot, self._slots)
+        return LaunchedStep(num_rows, plain, parts, slot, self._slots, scored)
 
     def _launch_padded(
         self, graphs: DecodeGraphs, batch: Batch, size: int, slot: StepSlot
@@ -185,19 +204,25 @@ class ModelRunner:
             plain = _PlainTokens(output_indices, frozenset(sampling.unsampled))
         return plain, parts
 
-    def _launch_eagerly(self, rows: Sequence[BatchRow]) -> "list[_Part]":
+    def _launch_eagerly(
+        self, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
+    ) -> "tuple[list[_Part], ScoresOnHost | None]":
         self._make_room(rows)
         inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
+        scored = None
+        if scores:
+            starts = [0, *accumulate(len(row.token_ids) for row in rows)]
+            scored = score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
         if not inputs.sampled:
-            return []
+            return [], scored
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
         drawn = sample(logits_SV, _samples(sampled_rows), pending_R=pending_S)
         self._tokens_N.index_copy_(0, inputs.sampled_S, drawn.chosen_R)
-        return [(inputs.sampled, drawn.to_host())]
+        return [(inputs.sampled, drawn.to_host())], scored
 
     def _make_room(self, rows: Sequence[BatchRow]) -> None:
         """Makes room for the step's tokens and all places in `token_source`, also if the previous step has failed."""
@@ -245,11 +270,12 @@ def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
     """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
-    of their inputs differs. They cover drawn and greedy sampling."""
+    of their inputs differs. They cover drawn and greedy sampling, and prompt logprobs."""
     length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
     blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
     drawn = SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
     decode = BatchRow("", int_array([0]), 0, blocks, GREEDY_ROW)
     prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
     prompts = (prompt, prompt._replace(token_start=1))
-    return [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]
+    batches = [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]
+    return [*batches, Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))]

@@ -50,6 +50,7 @@ def score_prompts(
     rows: Sequence[tuple[int, ScoreRow]],
     *,
     vocab: int,
+    piece_bytes: int = _PIECE_BYTES,
 ) -> ScoresOnHost:
     """Computes the logprobs that these rows ask for.
 
@@ -57,13 +58,14 @@ def score_prompts(
         compute_logits: the model's; returns float32. It runs the same number of times on every rank.
         starts: places of the batch's rows in T.
         rows: the scored rows, by place in the batch.
+        piece_bytes: bound of the float32 logits of one piece; a piece has at least one place.
     """
     places = [np.arange(starts[index], starts[index] + len(row.targets), dtype=np.int64) for index, row in rows]
     targets = [np.array(row.targets, np.int64) for _, row in rows]
     places_P, targets_P = to_device((np.concatenate(places), np.concatenate(targets)), hidden_TD.device)
     most = min(vocab, max(row.alternatives for _, row in rows))
     words = torch.empty(len(places_P), 1 + 2 * most, dtype=torch.int32, device=hidden_TD.device)
-    size = max(1, _PIECE_BYTES // (4 * vocab))
+    size = max(1, piece_bytes // (4 * vocab))
     for places_C, targets_C, words_C in zip(
         places_P.split(size), targets_P.split(size), words.split(size), strict=True
     ):

@@ -161,7 +161,7 @@ class RequestState:
 
     def score_prompt(self) -> None:
         """Its prompt is computed here: the logprobs are collected if they are wanted."""
-        wanted = self.request.scores_prompt and len(self.tokens) == self._prompt_tokens
+        wanted = self.request.sampling.prompt_logprobs is not None and self.num_output == 0
         self.scored = [] if wanted else None
 
     def score_row(self, row: BatchRow) -> ScoreRow | None:

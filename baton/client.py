@@ -15,6 +15,7 @@ import grpc
 
 from baton.convert import (
     finish_reason_from_proto,
+    prompt_logprobs_from_proto,
     receipt_from_proto,
     sampling_to_proto,
     token_from_proto,
@@ -23,7 +24,7 @@ from baton.convert import (
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
-from baton.types import FinishReason, Receipt, SamplingParams, TokenOutput, Usage
+from baton.types import FinishReason, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -36,10 +37,14 @@ _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at o
 
 @dataclass(frozen=True)
 class Piece:
-    """New tokens and the text that they add. `text` may be empty while a character is incomplete."""
+    """New tokens and the text that they add. `text` may be empty while a character is incomplete.
+
+    `prompt_logprobs` are in the first piece, where the request asks for them.
+    """
 
     text: str
     tokens: tuple[TokenOutput, ...]
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Completion:
     stop_reason: str
     usage: Usage
     receipt: Receipt
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 
 class Client:
@@ -101,6 +107,7 @@ class Client:
         request_id: str = "",
         cache_salt: str = "",
         timeout_s: float | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Piece | Finished, None]:
         """The output as it arrives; the last event is `Finished`. Closing the generator or cancelling ends the request.
 
@@ -109,6 +116,7 @@ class Client:
         """
         request = pb.GenerateRequest(sampling=sampling_to_proto(sampling or SamplingParams()))
         _set_text(request, model=model, request_id=request_id, cache_salt=cache_salt)
+        _set_priority(request, priority)
         if isinstance(prompt, str):
             _set_text(request, text=prompt)
         else:
@@ -162,6 +170,7 @@ class Client:
         request_id: str = "",
         cache_salt: str = "",
         timeout_s: float | None = None,
+        priority: int = 0,
     ) -> Completion:
         """The whole output at once.
 
@@ -169,7 +178,13 @@ class Client:
             BatonError: as in `generate`.
         """
         events = self.generate(
-            prompt, sampling, model=model, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s
+            prompt,
+            sampling,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            priority=priority,
         )
         return await collect(events)
 
@@ -200,12 +215,15 @@ async def collect(events: AsyncGenerator[Piece | Finished, None]) -> Completion:
     """Joins all events of one `generate`."""
     texts: list[str] = []
     tokens: list[TokenOutput] = []
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
     finished: Finished | None = None
     async for event in events:
         texts.append(event.text)
         tokens.extend(event.tokens)
         if isinstance(event, Finished):
             finished = event
+        else:
+            prompt_logprobs += event.prompt_logprobs
     if finished is None:
         raise InternalError("the stream ended without its last message", cure="see the gateway's log")
     return Completion(
@@ -215,6 +233,7 @@ async def collect(events: AsyncGenerator[Piece | Finished, None]) -> Completion:
         stop_reason=finished.stop_reason,
         usage=finished.usage,
         receipt=finished.receipt,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -233,6 +252,14 @@ def _set_text(message: pb.GenerateRequest | pb.TokenizeRequest, **texts: str) ->
             raise InvalidRequest(f"the {field} cannot be sent: {error}", field=field, cure=cure) from None
 
 
+def _set_priority(request: pb.GenerateRequest, priority: int) -> None:
+    try:
+        request.priority = priority
+    except ValueError:
+        allowed = ("-2**31 to 2**31 - 1",)
+        raise InvalidRequest(f"priority is {priority}", field="priority", value=priority, allowed=allowed) from None
+
+
 def _token_ids(prompt: Sequence[int]) -> pb.TokenIds:
     try:
         return pb.TokenIds(ids=prompt)
@@ -244,7 +271,7 @@ def _event(response: pb.GenerateResponse) -> Piece | Finished:
     tokens = tuple(token_from_proto(token) for token in response.tokens)
     finish_reason = finish_reason_from_proto(response.finish_reason)
     if finish_reason is None:
-        return Piece(response.text, tokens)
+        return Piece(response.text, tokens, prompt_logprobs_from_proto(response.prompt_logprobs))
     return Finished(
         text=response.text,
         finish_reason=finish_reason,

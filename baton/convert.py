@@ -3,8 +3,20 @@
 Converting a message also checks it: a value that breaks a rule of `baton.types` raises that rule's error.
 """
 
+from collections.abc import Iterable
+
 from baton.errors import InvalidRequest
-from baton.types import FinishReason, Grammar, GrammarKind, Path, Receipt, SamplingParams, TokenOutput, Usage
+from baton.types import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Path,
+    PromptLogprob,
+    Receipt,
+    SamplingParams,
+    TokenOutput,
+    Usage,
+)
 from protos.baton.v1 import common_pb2 as pb
 
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
@@ -91,6 +103,28 @@ def token_from_proto(message: pb.Token) -> TokenOutput:
         index=message.index,
         logprob=message.logprob if message.HasField("logprob") else None,
         top_logprobs=tuple((top.token_id, top.logprob) for top in message.top_logprobs),
+    )
+
+
+def prompt_logprobs_to_proto(logprobs: Iterable[PromptLogprob]) -> list[pb.PromptLogprob]:
+    return [
+        pb.PromptLogprob(
+            token_id=each.token_id,
+            logprob=each.logprob,
+            top_logprobs=[pb.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in each.top_logprobs],
+        )
+        for each in logprobs
+    ]
+
+
+def prompt_logprobs_from_proto(messages: Iterable[pb.PromptLogprob]) -> tuple[PromptLogprob, ...]:
+    return tuple(
+        PromptLogprob(
+            message.token_id,
+            message.logprob if message.HasField("logprob") else None,
+            tuple((top.token_id, top.logprob) for top in message.top_logprobs),
+        )
+        for message in messages
     )
 
 

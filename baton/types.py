@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from baton.errors import InvalidRequest
 
@@ -124,6 +125,18 @@ class TokenOutput:
     token_id: int
     index: int
     logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprob(NamedTuple):
+    """The logprob of one prompt token, given the tokens before it; None for the first token.
+
+    Args:
+        top_logprobs: token ids and logprobs of the most probable tokens at this place, best first.
+    """
+
+    token_id: int
+    logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 

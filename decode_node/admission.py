@@ -1,6 +1,11 @@
-"""Which request gets the next free blocks: first come, first served, each for as long as it may wait. Pure."""
+"""Which request gets the next free blocks: by priority, then first come, first served, each for as long as it may wait.
+Pure.
+"""
+
+from bisect import bisect_left, insort
 
 from baton.errors import Overloaded
+from engine.request import QueuePlace
 
 _RETRY_AFTER_S = 1.0
 
@@ -8,39 +13,48 @@ _RETRY_AFTER_S = 1.0
 class BlockQueue:
     """The requests that wait for blocks, by engine id. Only the first one may reserve.
 
+    A request that needs much room keeps all later ones waiting, and better ones keep worse ones waiting, until their
+    `queue_s` are over.
+
     Args:
         waiting_max: how many requests may wait.
     """
 
     def __init__(self, *, waiting_max: int) -> None:
         self._waiting_max = waiting_max
-        self._engine_ids: dict[str, None] = {}  # in order of arrival
+        self._arrivals = 0
+        self._places: dict[str, QueuePlace] = {}
+        self._queue: list[tuple[QueuePlace, str]] = []  # sorted
 
-    def enter(self, engine_id: str, *, queue_s: float) -> None:
-        """Appends a request that may wait for `queue_s`; 0: it must be served at once.
+    def enter(self, engine_id: str, *, queue_s: float, priority: int = 0) -> None:
+        """Puts a request at its place, where it may wait for `queue_s`; 0: it must be served at once.
 
         Raises:
-            Overloaded: too many wait already, or others wait and this one may not.
+            Overloaded: too many wait already, or others go first and this one may not wait.
         """
-        waiting = len(self._engine_ids)
+        waiting = len(self._queue)
         if waiting >= self._waiting_max:
             raise Overloaded(f"{waiting} requests wait for room already", retry_after_s=_RETRY_AFTER_S)
-        if waiting and queue_s <= 0:
+        entry = QueuePlace(priority, self._arrivals), engine_id
+        if waiting and self._queue[0] < entry and queue_s <= 0:
             raise no_room(queue_s)
-        self._engine_ids[engine_id] = None
+        self._arrivals += 1
+        self._places[engine_id] = entry[0]
+        insort(self._queue, entry)
 
     def leave(self, engine_id: str) -> bool:
         """Removes a request that was served or has ended. True: it was the first, so the next one may reserve."""
         was_first = self.first == engine_id
-        self._engine_ids.pop(engine_id, None)
+        if (place := self._places.pop(engine_id, None)) is not None:
+            del self._queue[bisect_left(self._queue, (place, engine_id))]
         return was_first
 
     @property
     def first(self) -> str | None:
-        return next(iter(self._engine_ids), None)
+        return self._queue[0][1] if self._queue else None
 
     def __len__(self) -> int:
-        return len(self._engine_ids)
+        return len(self._queue)
 
 
 def no_room(queue_s: float) -> Overloaded:

@@ -138,7 +138,7 @@ class DecodeTask:
             return "the policy is local"
         if not self._prefill_available:
             return "no prefill node is available"
-        uncached = self._num_tokens - reservation.cached_tokens
+        uncached = self._num_tokens - self._cached_tokens(reservation)
         threshold = self._rules.local_prefill_tokens
         if uncached < threshold:
             return f"{uncached} uncached prompt tokens, under the threshold of {threshold}"
@@ -249,9 +249,13 @@ class DecodeTask:
         assert self._reservation is not None
         self._enter(Phase.DECODING)
         self.prefill_started_s = now_s
-        cached_tokens = self._reservation.cached_tokens
+        cached_tokens = self._cached_tokens(self._reservation)
         accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self._queued_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
+
+    def _cached_tokens(self, reservation: Reservation) -> int:
+        """How many tokens need not be computed here."""
+        return 0 if self._request.scores_prompt else reservation.cached_tokens
 
     def admitted(self, finish_reason: FinishReason | None) -> list[Command]:
         """The request decodes, unless its first token was also its last one."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import assert_never
 
-from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.convert import finish_reason_to_proto, prompt_logprobs_to_proto, sampling_from_proto, token_to_proto
 from baton.error_detail import from_detail, to_detail
 from baton.errors import BatonError, InvalidRequest
 from baton.errors import Draining as DrainingError
@@ -39,7 +39,7 @@ from decode_node.events import (
 )
 from decode_node.lease_events import Filled, LeaseEvent, LocalPrefill, Lost, Renewal, handed_over
 from decode_node.rules import DecodeRules
-from engine.events import StepEvents
+from engine.events import PromptScored, StepEvents
 from engine.request import EngineRequest
 from protos.baton.v1 import decode_pb2 as pb
 
@@ -145,7 +145,7 @@ class DecodeMachine:
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
         try:
             request = self._new_request(session, submit)
-            self._queue.enter(request.request_id, queue_s=submit.queue_s)
+            self._queue.enter(request.request_id, queue_s=submit.queue_s, priority=request.priority)
         except BatonError as error:
             failed = pb.SessionResponse(failed=pb.Failed(key=submit.key, error=to_detail(error)))
             released = pb.SessionResponse(released=pb.Released(key=submit.key))
@@ -170,6 +170,7 @@ class DecodeMachine:
             output=tuple(submit.output_token_ids),
             sampling=sampling_from_proto(submit.sampling),
             cache_salt=submit.cache_salt,
+            priority=submit.priority,
         )
 
     def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:
@@ -202,6 +203,9 @@ class DecodeMachine:
             )
             if finish_reason is not None:
                 finished.append(task)
+        for scored in events.scored:
+            if (task := tasks.get(scored.request_id)) is not None and task.session in steps:
+                _add_prompt_logprobs(steps[task.session].step, task.key, scored)
         commands: list[Command] = [Send(session, message) for session, message in steps.items()]
         for task in finished:
             commands += self._after(task, task.finished())
@@ -265,3 +269,10 @@ class DecodeMachine:
             return []
         sessions, self._sessions = sorted(self._sessions), set()
         return [EndSession(session) for session in sessions]
+
+
+def _add_prompt_logprobs(step: pb.Step, key: int, scored: PromptScored) -> None:
+    """Adds them to the request's token, which the step has unless the request is ending."""
+    for token in step.tokens:
+        if token.key == key:
+            token.prompt_logprobs.extend(prompt_logprobs_to_proto(scored.logprobs))

@@ -51,6 +51,19 @@ class BatchRow(NamedTuple):
         return self._replace(token_start=self.token_start + further, sample=sample, since=None)
 
 
+class ScoreRow(NamedTuple):
+    """Which logprobs of prompt tokens a row of a prompt computes.
+
+    Args:
+        targets: the tokens that follow the row's tokens in the prompt. The prompt's last token has none, because the
+            token that follows it is sampled.
+        alternatives: how many of the most probable tokens are wanted at each place.
+    """
+
+    targets: IntArray
+    alternatives: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step. Rows of a single token come first: attention splits decodes from prefills by query length.
@@ -58,11 +71,13 @@ class Batch:
     Args:
         shared_rows: the step's rows; other steps may share some of them, see `BatchRow.since`.
         layers_per_group: a mark is wanted after this many layers each; 0: no marks.
+        scores: the rows whose prompt logprobs are wanted, by place, in order.
     """
 
     step: int
     shared_rows: tuple[BatchRow, ...]
     layers_per_group: int = 0
+    scores: tuple[tuple[int, ScoreRow], ...] = ()
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

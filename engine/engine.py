@@ -188,7 +188,7 @@ class Engine:
         if isinstance(outcome, LayersDone):
             return self._scheduler.layers_computed(outcome.layer_stop)
         if isinstance(outcome, StepDone):
-            events = self._scheduler.complete(outcome.tokens, outcome.seconds)
+            events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores)
         else:
             _log.error("an engine step failed", exc_info=outcome.error)
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)

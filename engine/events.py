@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from baton.errors import BatonError
-from baton.types import FinishReason, TokenOutput
+from baton.types import FinishReason, PromptLogprob, TokenOutput
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,14 @@ class LayersComputed:
     token_stop: int
     layer_stop: int
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """The logprobs of all tokens of a prompt. They come once, in the step that samples the output's first token."""
+
+    request_id: str
+    logprobs: tuple[PromptLogprob, ...]
 
 
 class TokenSampled(NamedTuple):
@@ -89,3 +97,4 @@ class StepEvents:
     tokens: tuple[TokenSampled, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
     layers: tuple[LayersComputed, ...] = ()
+    scored: tuple[PromptScored, ...] = ()

@@ -2,7 +2,7 @@
 
 from array import array
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.types import SamplingParams, TokenOutput
@@ -14,6 +14,19 @@ IntArray: TypeAlias = "array[int]"
 
 def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
     return array("i", values)
+
+
+class QueuePlace(NamedTuple):
+    """Where a request stands among others: lower places go first and give way last.
+
+    All queues of a node sort by this alone, so a further rule, such as a deadline, is one more field.
+
+    Args:
+        arrival: number in order of arrival.
+    """
+
+    priority: int
+    arrival: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class EngineRequest:
             computes the next layers; 0: only when the chunk is complete. Events may come more often when another
             request of the step asks for smaller groups.
         decode_context_tokens: longest prompt plus output on the node that decodes the request; None: this engine.
+        priority: among waiting requests lower values go first, and equal ones in order of arrival.
     """
 
     request_id: str
@@ -39,6 +53,13 @@ class EngineRequest:
     prefill_only: bool = False
     layers_per_group: int = 0
     decode_context_tokens: int | None = None
+    priority: int = 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logprobs of its prompt are wanted. They come with the output's first token, so a client that
+        has output tokens has them."""
+        return self.sampling.prompt_logprobs is not None and not self.output
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class NodeMessages:
             prefill_available=prefill_available,
             budget_s=budget_s,
             queue_s=queue_s,
+            priority=self._request.priority,
         )
 
     def prefill(self, output: Sequence[int], ticket: common_pb2.Ticket) -> prefill_pb2.PrefillRequest:
@@ -47,4 +48,5 @@ class NodeMessages:
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
             ticket=ticket,
+            priority=self._request.priority,
         )

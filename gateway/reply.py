@@ -46,6 +46,7 @@ class Reply:
             message = self._message = pb.GenerateResponse()
             if not self.completion_tokens:
                 message.request_id = self._request_id
+                message.prompt_logprobs.extend(step_token.prompt_logprobs)
         message.tokens.append(step_token.token)
         self.completion_tokens += 1
         end = OutputEnd(step_token.finish_reason, step_token.stop_reason) if step_token.finish_reason else None

@@ -216,7 +216,10 @@ class RequestMachine:
                 attempt.first_token_passed = True
                 self._receipt.prefilled(first.prefill_s)
                 step_token = decode_pb2.StepToken(
-                    token=first.token, finish_reason=first.finish_reason, stop_reason=first.stop_reason
+                    token=first.token,
+                    finish_reason=first.finish_reason,
+                    stop_reason=first.stop_reason,
+                    prompt_logprobs=first.prompt_logprobs,
                 )
                 self._pass_on(attempt, step_token)
             case "sent":

@@ -92,8 +92,15 @@ class PrefillMachine:
         return task.start(now_s)
 
     def _step(self, step: StepEvents, now_s: float) -> list[Command]:
-        # Chunks come before tokens: a call's KV is all computed when its first token is sampled.
-        events: list[EngineEvent] = [*step.layers, *step.started, *step.chunks, *step.tokens, *step.failed]
+        # Chunks and prompt logprobs come before tokens: all of them are known when the first token is sampled.
+        events: list[EngineEvent] = [
+            *step.layers,
+            *step.started,
+            *step.chunks,
+            *step.scored,
+            *step.tokens,
+            *step.failed,
+        ]
         return [command for event in events for command in self._pass_on(int(event.request_id), event, now_s)]
 
     def _pass_on(self, call: int, event: TaskEvent, now_s: float) -> list[Command]:

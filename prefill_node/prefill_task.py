@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
+from baton.convert import finish_reason_to_proto, prompt_logprobs_to_proto, sampling_from_proto, token_to_proto
 from baton.error_detail import to_detail
 from baton.errors import BatonError, InvalidRequest
-from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, TokenSampled
+from engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_BITS, Segment
@@ -20,7 +20,7 @@ from prefill_node.unsent import Part, Unsent
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import prefill_pb2 as pb
 
-EngineEvent = RequestStarted | LayersComputed | ChunkComputed | TokenSampled | RequestFailed
+EngineEvent = RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokenSampled | RequestFailed
 TaskEvent = EngineRefused | EngineEvent | Sent | SendFailed | BecameQuiet | StopFailed | Aborted
 
 
@@ -56,6 +56,7 @@ class PrefillTask:
             layers_per_group=called.layers_per_group if called.layers_per_group < num_layers else 0,
             # The first token is also the last one when the decode node's context ends there.
             decode_context_tokens=called.peer.max_context_tokens,
+            priority=request.priority,
         )
         self._layer_groups = -(-num_layers // called.layers_per_group)
         self._started_s = 0.0
@@ -64,6 +65,7 @@ class PrefillTask:
         self._parts: deque[Part] = deque()  # taken from `_unsent`, and sent one after the other
         self._send_under_way = False
         self._segments: list[Segment] = []
+        self._scored: PromptScored | None = None
         self._sampled: TokenSampled | None = None
         self._sampled_s = 0.0
         self._error: BatonError | None = None
@@ -107,9 +109,13 @@ class PrefillTask:
             case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
                 progress = pb.PrefillProgress(computed_tokens=token_stop)
                 return [*self._computed(token_stop, block_ids), self._respond(pb.PrefillEvent(progress=progress))]
+            case PromptScored():
+                self._scored = event
+                return []
             case TokenSampled():
                 self._sampled, self._sampled_s = event, now_s
-                first_token = _first_token(event, prefill_s=now_s - self._started_s)
+                first_token = _first_token(event, self._scored, prefill_s=now_s - self._started_s)
+                self._scored = None
                 return [self._respond(pb.PrefillEvent(first_token=first_token)), *self._hand_over_if_sent(now_s)]
             case Sent(segments=segments):
                 return self._job_sent(segments, now_s)
@@ -238,10 +244,11 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
         )
 
 
-def _first_token(event: TokenSampled, *, prefill_s: float) -> pb.PrefillFirstToken:
+def _first_token(event: TokenSampled, scored: PromptScored | None, *, prefill_s: float) -> pb.PrefillFirstToken:
     return pb.PrefillFirstToken(
         token=token_to_proto(event.token),
         finish_reason=finish_reason_to_proto(event.finish_reason),
         stop_reason=event.stop_reason,
         prefill_s=prefill_s,
+        prompt_logprobs=() if scored is None else prompt_logprobs_to_proto(scored.logprobs),
     )

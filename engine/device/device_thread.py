@@ -5,12 +5,13 @@ and the threads continue.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple, Protocol
 
+from baton.types import PromptLogprob
 from engine.batch import Batch, RowResult
 from engine.device.layer_marks import LayerMark, OnMark
 from engine.request import ModelFacts
@@ -23,6 +24,9 @@ class Launched(Protocol):
 
     @property
     def seconds(self) -> float: ...
+
+    @property
+    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]: ...
 
 
 class StepRunner(Protocol):
@@ -45,10 +49,11 @@ class LayersDone:
 
 @dataclass(frozen=True)
 class StepDone:
-    """`tokens` has one entry per row of the batch, None where nothing was sampled."""
+    """`tokens` has one entry per row of the batch, None where nothing was sampled; `scores` is by row."""
 
     tokens: list[RowResult]
     seconds: float
+    scores: Mapping[int, Sequence[PromptLogprob]]
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class DeviceThread:
             tokens = step.wait()
         except Exception as error:  # noqa: BLE001  as above
             return StepRaised(error, self._clock() - since_s)
-        return StepDone(tokens, step.seconds)
+        return StepDone(tokens, step.seconds, step.scores)
 
 
 def _raised(call: Callable[[], None]) -> Exception | None:

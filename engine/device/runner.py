@@ -8,6 +8,7 @@ logprobs, D hidden channel, V vocabulary, N most rows of a step.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -19,14 +20,15 @@ from torch.nn.functional import pad
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
 from baton.errors import BatonError, InternalError, InvalidRequest
-from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow, RowResult
+from baton.types import PromptLogprob, SamplingParams, TokenOutput
+from engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from engine.device.grammar_rows import GrammarRows
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
 from engine.device.layer_marks import LayerMarks, OnMark
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
+from engine.sampling.prompt_scores import ScoresOnHost, score_prompts
 from engine.sampling.row import GREEDY_ROW, SampleRow
 from engine.sampling.sampler import sample, with_logprobs
 from grammar.compiler import GrammarCompiler
@@ -48,13 +50,18 @@ class LaunchedStep:
     Args:
         drawn: the tokens of the rows.
         slot: the step's own; it returns to `slots` when the step has ended.
+        scored: the prompt logprobs of the step, if any are wanted.
     """
 
-    def __init__(self, num_rows: int, drawn: "_Drawn", slot: StepSlot, slots: StepSlots) -> None:
+    def __init__(
+        self, num_rows: int, drawn: "_Drawn", slot: StepSlot, slots: StepSlots, scored: ScoresOnHost | None
+    ) -> None:
         self._num_rows = num_rows
         self._drawn = drawn
         self._slot = slot
         self._slots = slots
+        self._scored = scored
+        self._scores: Mapping[int, Sequence[PromptLogprob]] = {}
         self._seconds = 0.0
 
     def wait(self) -> list[RowResult]:
@@ -69,12 +76,19 @@ class LaunchedStep:
                 results[index] = token
         for index, error in self._drawn.failed.items():
             results[index] = error
+        if self._scored is not None:
+            self._scores = self._scored.outputs()
         return results
 
     @property
     def seconds(self) -> float:
         """Duration of the step on the device; known after `wait`."""
         return self._seconds
+
+    @property
+    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
+        """The logprobs that `Batch.scores` asks for, by row; known after `wait`."""
+        return self._scores
 
 
 class ModelRunner:
@@ -147,17 +161,18 @@ class ModelRunner:
         slot = self._slots.take()
         slot.timer.start()
         num_rows = len(batch.shared_rows)
-        size = None if self._graphs is None else self._graphs.size_for(batch.shared_rows)
+        size = None if self._graphs is None or batch.scores else self._graphs.size_for(batch.shared_rows)
+        scored: ScoresOnHost | None = None
         if self._graphs is None or size is None:
             marked: AbstractContextManager[None] = nullcontext()
             if batch.layers_per_group and on_mark is not None:
                 marked = self._marks.every(batch.layers_per_group, on_mark)
             with marked:
-                drawn = self._launch_eagerly(batch.rows)
+                drawn, scored = self._launch_eagerly(batch.rows, batch.scores)
         else:
             drawn = self._launch_padded(self._graphs, batch, size, slot)
         slot.timer.stop()
-        return LaunchedStep(num_rows, drawn, slot, self._slots)
+        return LaunchedStep(num_rows, drawn, slot, self._slots, scored)
 
     def _launch_padded(self, graphs: DecodeGraphs, batch: Batch, size: int, slot: StepSlot) -> "_Drawn":
         rows = batch.shared_rows
@@ -191,19 +206,25 @@ class ModelRunner:
             plain = _PlainTokens(output_indices, frozenset(sampling.unsampled))
         return _Drawn(plain, parts, failed)
 
-    def _launch_eagerly(self, rows: Sequence[BatchRow]) -> "_Drawn":
+    def _launch_eagerly(
+        self, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
+    ) -> "tuple[_Drawn, ScoresOnHost | None]":
         self._make_room(rows)
         inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
+        scored = None
+        if scores:
+            starts = [0, *accumulate(len(row.token_ids) for row in rows)]
+            scored = score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
         if not inputs.sampled:
             self._forget_grammars()
-            return _Drawn(None, [], {})
+            return _Drawn(None, [], {}), scored
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
         parts, failed = self._draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
-        return _Drawn(None, parts, failed)
+        return _Drawn(None, parts, failed), scored
 
     def _draw(
         self,
@@ -298,11 +319,12 @@ def _no_masks(rows: Sequence[BatchRow]) -> tuple[None, dict[int, BatonError]]:
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:
     """Prompts without and with context, which use different kernels; each alone and after a decode, where the alignment
-    of their inputs differs. They cover drawn and greedy sampling."""
+    of their inputs differs. They cover drawn and greedy sampling, and prompt logprobs."""
     length = min(2 * facts.block_size, facts.max_context_tokens, facts.num_blocks * facts.block_size) - 1
     blocks = int_array(list(range(-(-(length + 1) // facts.block_size))))
     drawn = SamplingParams(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1)
     decode = BatchRow("", int_array([0]), 0, blocks, GREEDY_ROW)
     prompt = BatchRow("", int_array([0] * length), 0, blocks, SampleRow(drawn, 0, (), int_array(), 0))
     prompts = (prompt, prompt._replace(token_start=1))
-    return [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]
+    batches = [Batch(0, (*decodes, each)) for each in prompts for decodes in ((), (decode,))]
+    return [*batches, Batch(0, (prompt,), scores=((0, ScoreRow(prompt.token_ids, 1)),))]

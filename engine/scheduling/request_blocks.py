@@ -41,13 +41,13 @@ class RequestBlocks:
         return self._blocks_for(state.num_tokens + (0 if state.prefill_only else 1))
 
     def cached(self, state: RequestState) -> list[int]:
-        """Cached blocks for the start of the request; at least one of its tokens remains to be computed."""
+        """Cached blocks for the start of the request, up to `RequestState.reusable_tokens`."""
         if not self._prefix_cache:
             return []
         return self._blocks.match(
             state.keys,
             state.tokens,
-            (state.num_tokens - 1) // self._block_size,
+            state.reusable_tokens // self._block_size,
             window_blocks=self._window_blocks,
             multiple=self._align_blocks,
         )

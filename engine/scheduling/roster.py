@@ -1,22 +1,25 @@
-"""All live requests of one engine by phase: waiting in order, running, reserved, held. Pure."""
+"""All live requests of one engine by phase: waiting, running, reserved, held. Pure."""
 
-import bisect
-from collections import deque
+from bisect import bisect_left, insort
+from operator import attrgetter
 
+from engine.request import QueuePlace
 from engine.scheduling.state import Phase, RequestState
+
+_place_of = attrgetter("place")
 
 
 class Roster:
     """A request has a seat while it runs or is reserved.
 
     Attributes:
-        waiting: waiting requests in the order in which they may run.
-        running: running requests in order of arrival.
+        waiting: waiting requests, sorted by place.
+        running: running requests, sorted by place.
         arrivals: number of all requests so far.
     """
 
     def __init__(self, *, seats: int) -> None:
-        self.waiting: deque[RequestState] = deque()
+        self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.arrivals = 0
         self._seats = seats
@@ -33,7 +36,8 @@ class Roster:
         return sum(1 for state in self.running if not state.prefill_only)
 
     @property
-    def latest_decoder(self) -> RequestState:
+    def last_decoder(self) -> RequestState:
+        """The first to give way: the latest of those with the worst priority."""
         return next(state for state in reversed(self.running) if not state.prefill_only)
 
     @property
@@ -56,9 +60,15 @@ class Roster:
     def everyone(self) -> list[RequestState]:
         return list(self._by_id.values())
 
+    def next_place(self, priority: int) -> QueuePlace:
+        """The place of a request that arrives now."""
+        return QueuePlace(priority, self.arrivals)
+
+    def waiting_before(self, place: QueuePlace) -> list[RequestState]:
+        return self.waiting[: bisect_left(self.waiting, place, key=_place_of)]
+
     def enter(self, state: RequestState, phase: Phase) -> None:
-        """Adds a new request, which waits after all others or is reserved."""
-        state.arrival = self.arrivals
+        """Adds a new request, which waits or is reserved."""
         self.arrivals += 1
         self._by_id[state.request_id] = state
         self._join(state, phase)
@@ -71,11 +81,10 @@ class Roster:
         self._leave(state)
         self._join(state, Phase.HELD)
 
-    def wait_first(self, state: RequestState) -> None:
-        """A preempted request is the next to run."""
+    def wait(self, state: RequestState) -> None:
+        """A preempted request waits at its place, before all later requests of its priority."""
         self._leave(state)
-        state.phase = Phase.WAITING
-        self.waiting.appendleft(state)
+        self._join(state, Phase.WAITING)
 
     def end(self, state: RequestState) -> None:
         """Removes the request; its id is free again."""
@@ -86,9 +95,9 @@ class Roster:
     def _join(self, state: RequestState, phase: Phase) -> None:
         state.phase = phase
         if phase is Phase.RUNNING:
-            bisect.insort(self.running, state, key=lambda other: other.arrival)
+            insort(self.running, state, key=_place_of)
         elif phase is Phase.WAITING:
-            self.waiting.append(state)
+            insort(self.waiting, state, key=_place_of)
         elif phase is Phase.RESERVED:
             self._num_reserved += 1
 

@@ -4,12 +4,13 @@ A step is in flight from `schedule` until `complete` or `fail`; meanwhile one mo
 may come and go. Times are arguments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, UnknownLease
-from baton.types import FinishReason, TokenOutput
+from baton.types import FinishReason, PromptLogprob, TokenOutput
 from engine.batch import Batch, RowResult
-from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
+from engine.events import ChunkComputed, PromptScored, RequestFailed, RequestStarted, StepEvents, token_sampled
 from engine.request import (
     EngineLimits,
     EngineLoad,
@@ -27,6 +28,7 @@ from engine.scheduling.steps import DecodeOrder, NextStep, Step, StepsInFlight
 
 # Hint to clients whose request is refused for lack of room.
 _RETRY_AFTER_S = 1.0
+_NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -35,7 +37,10 @@ class Scheduler:
     Every running or reserved request has a seat, and there are no more seats than a step has tokens. So all decodes
     fit into every step, and a request in its prompt always finds budget.
     A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the latest
-    request, which is recomputed later; prefill-only requests are never preempted.
+    request of the worst priority, which is recomputed later; prefill-only requests are never preempted.
+
+    Waiting requests run in the order of their places, and none overtakes another. Priority moves a request in the
+    queue only: no running request gives way to a waiting one, and a request waits as long as better ones keep coming.
 
     The step after one in flight continues where that one will end: with the next chunk of a prompt, or with a token
     that is still being drawn. A request that is certain to end with the step in flight gets no row in the next one. A
@@ -70,6 +75,7 @@ class Scheduler:
             Overloaded: no room now, and `max_waiting` requests wait already.
         """
         state = self._new_state(request, now)
+        state.score_prompt()
         if len(self._roster.waiting) >= self._limits.max_waiting and not self._has_room(state):
             raise self._overloaded(f"{len(self._roster.waiting)} requests wait for room already")
         self._roster.enter(state, Phase.WAITING)
@@ -79,7 +85,7 @@ class Scheduler:
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room next to the running and the waiting requests.
+            Overloaded: no room next to the running requests and those that wait before it.
         """
         assert not request.prefill_only, "a reserved request decodes here"
         state = self._new_state(request, now)
@@ -131,9 +137,11 @@ class Scheduler:
         state = self._reserved_state(request_id)
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         state.replace_output(output)
+        state.score_prompt()
         state.queued_at = now
         self._roster.run(state)
-        if not self._blocks.extend(state, state.num_tokens + 1):
+        # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others.
+        if state.num_computed > state.reusable_tokens or not self._blocks.extend(state, state.num_tokens + 1):
             self._preempt(state)
 
     # ---- requests leave
@@ -183,15 +191,26 @@ class Scheduler:
         """The oldest step in flight has computed its first layers. Returns events for requests that ask for marks."""
         return self._in_flight.oldest.layers_computed(layer_stop)
 
-    def complete(self, results: Sequence[RowResult], seconds: float) -> StepEvents:
-        """The oldest step in flight has ended; `results` has the token of each row, None where nothing was sampled, or
-        the error with which the row's request fails."""
+    def complete(
+        self,
+        results: Sequence[RowResult],
+        seconds: float,
+        scores: Mapping[int, Sequence[PromptLogprob]] = _NO_SCORES,
+    ) -> StepEvents:
+        """The oldest step in flight has ended.
+
+        Args:
+            results: the token of each row, None where nothing was sampled, or the error with which the row's request
+                fails.
+            scores: the logprobs that `Batch.scores` asks for, by row.
+        """
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
         sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
         failed: list[RequestFailed] = []
         block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
         step = self._end_oldest_step()
+        scored = _collect(step, results, scores) if scores else ()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is not running:  # a void row
                 continue
@@ -218,7 +237,9 @@ class Scheduler:
                     self._stop_running(state)
             sampled.append((state.request_id, token, reason, stop_reason))
         tokens = tuple(map(token_sampled, sampled))
-        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tokens, failed=tuple(failed))
+        return StepEvents(
+            step.number, seconds, tuple(started), tuple(chunks), tokens, failed=tuple(failed), scored=scored
+        )
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """The oldest step in flight has failed: its requests end with `error`. Their rows in the next step are void.
@@ -247,10 +268,11 @@ class Scheduler:
     # ---- room
 
     def _has_room(self, state: RequestState) -> bool:
-        """Whether `state` fits next to the running, the reserved and all waiting requests."""
-        if self._roster.free_seats <= len(self._roster.waiting):
+        """Whether `state` fits next to the running and reserved requests and those that wait before it."""
+        before = self._roster.waiting_before(state.place)
+        if self._roster.free_seats <= len(before):
             return False
-        waiting = sum(map(self._blocks.needed, self._roster.waiting))
+        waiting = sum(map(self._blocks.needed, before))
         return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)
 
     def _admit_waiting(self, budget: int) -> RequestState | None:
@@ -268,7 +290,7 @@ class Scheduler:
         return state
 
     def _decoding(self, unsteady: list[RequestState]) -> list[RequestState] | None:
-        """The requests that decode in the next step, each with a slot for its token. Preempts the latest requests where
+        """The requests that decode in the next step, each with a slot for its token. Preempts the last requests where
         no block is free.
 
         Returns None and changes nothing when a preemption must wait for a step in flight.
@@ -280,7 +302,7 @@ class Scheduler:
             return None
         for state in full:
             while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
-                self._preempt(self._roster.latest_decoder)
+                self._preempt(self._roster.last_decoder)
         for state in decoding:
             if state.phase is Phase.RUNNING:
                 state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
@@ -308,6 +330,7 @@ class Scheduler:
         check_request(request, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         return RequestState(
             request,
+            place=self._roster.next_place(request.priority),
             queued_at=now,
             keys=self._blocks.keys(request),
             eos_token_ids=self._facts.eos_token_ids,
@@ -323,7 +346,7 @@ class Scheduler:
     def _preempt(self, state: RequestState) -> None:
         """Takes the blocks of a running request. Its tokens stay, and their KV is recomputed when there is room."""
         assert not self._in_flight.has_row_of(state), "a step in flight writes to its blocks"
-        self._roster.wait_first(state)
+        self._roster.wait(state)
         self._blocks.give_back(state)
         self._preemptions += 1
 
@@ -348,3 +371,19 @@ class Scheduler:
 
     def _overloaded(self, message: str) -> Overloaded:
         return Overloaded(message, cure="try again later", retry_after_s=_RETRY_AFTER_S)
+
+
+def _collect(
+    step: Step, results: Sequence[TokenOutput | None], scores: Mapping[int, Sequence[PromptLogprob]]
+) -> tuple[PromptScored, ...]:
+    """Adds the prompt logprobs of a step to its requests; returns those of the prompts that are complete."""
+    complete: list[PromptScored] = []
+    for index, logprobs in scores.items():
+        state = step.states[index]
+        if state.phase is not Phase.RUNNING:
+            continue
+        assert state.scored is not None, "prompt logprobs are computed only for requests that collect them"
+        state.scored += logprobs
+        if results[index] is not None:
+            complete.append(PromptScored(state.request_id, state.take_scores()))
+    return tuple(complete)

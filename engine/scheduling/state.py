@@ -3,9 +3,9 @@
 from enum import Enum
 from typing import NamedTuple
 
-from baton.types import FinishReason
-from engine.batch import BatchRow
-from engine.request import EngineRequest, IntArray, check_continuation, check_output, int_array
+from baton.types import FinishReason, PromptLogprob
+from engine.batch import BatchRow, ScoreRow
+from engine.request import EngineRequest, IntArray, QueuePlace, check_continuation, check_output, int_array
 from engine.sampling.row import SampleRows
 from engine.scheduling.block_manager import KeyChain
 
@@ -40,7 +40,7 @@ class RequestState:
     """One live request.
 
     Attributes:
-        arrival: the request's number in order of arrival.
+        place: among the waiting requests, and among the running ones.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
         num_computed: leading tokens whose KV is in `blocks`.
@@ -54,12 +54,15 @@ class RequestState:
         end_token_ids: token ids that may end the request.
         num_registered: leading blocks that were offered to the prefix cache, or came from it.
         windows_from: layers with a sliding window may lack the KV of tokens before this one.
+        scored: logprobs of the prompt's tokens from the second on, as far as they are computed; None: none are wanted,
+            or all have been reported.
     """
 
     def __init__(
         self,
         request: EngineRequest,
         *,
+        place: QueuePlace,
         queued_at: float,
         keys: KeyChain,
         eos_token_ids: tuple[int, ...],
@@ -68,7 +71,7 @@ class RequestState:
         self.request = request
         self.request_id = request.request_id
         self.prefill_only = request.prefill_only
-        self.arrival = 0
+        self.place = place
         self.queued_at = queued_at
         self.keys = keys
         self.phase = Phase.WAITING
@@ -85,6 +88,7 @@ class RequestState:
         self.windows_from = 0
         self.prefill_stop = len(self.tokens)
         self.started = False
+        self.scored: list[PromptLogprob] | None = None
         sampling = request.sampling
         self._prompt_tokens = len(request.prompt)
         self._min_tokens = sampling.min_tokens
@@ -124,6 +128,12 @@ class RequestState:
         """Tokens of the prompt whose KV is not computed yet."""
         return max(0, self.prefill_stop - self.num_computed)
 
+    @property
+    def reusable_tokens(self) -> int:
+        """How many leading tokens may have their KV from the prefix cache: all but one, or those that need no more
+        logprobs, because these come from the hidden states of the tokens before."""
+        return self.num_tokens - 1 if self.scored is None else len(self.scored)
+
     def hold(self, blocks: list[int], *, num_cached_blocks: int, block_size: int) -> None:
         """Gives it these blocks; the first `num_cached_blocks` come from the prefix cache."""
         self.blocks = int_array(blocks)
@@ -131,6 +141,8 @@ class RequestState:
         self.num_registered = num_cached_blocks
         self.num_computed = self.num_scheduled = num_cached_blocks * block_size
         self.prefill_stop = len(self.tokens)
+        if self.scored is not None:
+            del self.scored[self.num_computed :]  # computed again
         if not self.started:
             self.num_cached = self.num_computed
 
@@ -150,6 +162,24 @@ class RequestState:
     def replace_output(self, output: tuple[int, ...]) -> None:
         self.tokens = int_array([*self.request.prompt, *output])
         self.prefill_stop = len(self.tokens)
+
+    def score_prompt(self) -> None:
+        """Its prompt is computed here: the logprobs are collected if they are wanted."""
+        wanted = self.request.sampling.prompt_logprobs is not None and self.num_output == 0
+        self.scored = [] if wanted else None
+
+    def score_row(self, row: BatchRow) -> ScoreRow | None:
+        """Which logprobs this row of its prompt computes."""
+        alternatives = self.request.sampling.prompt_logprobs
+        if self.scored is None or alternatives is None:
+            return None
+        return ScoreRow(self.tokens[row.token_start + 1 : row.token_stop + 1], alternatives)
+
+    def take_scores(self) -> tuple[PromptLogprob, ...]:
+        """The logprobs of the whole prompt, of which no more are computed."""
+        assert self.scored is not None
+        scored, self.scored = self.scored, None
+        return PromptLogprob(self.tokens[0], None), *scored
 
     def next_decode(self, place: int, *, step: int, block_size: int) -> BatchRow:
         """`next_row` of one token at this place of this step. It becomes `shared_row` if later steps can share it until

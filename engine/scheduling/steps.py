@@ -6,7 +6,7 @@ The oldest step in flight runs while the next one is prepared, so there are at m
 from collections import deque
 from typing import NamedTuple
 
-from engine.batch import Batch, BatchRow
+from engine.batch import Batch, BatchRow, ScoreRow
 from engine.events import LayersComputed, RequestStarted, StepEvents
 from engine.request import EngineLimits
 from engine.scheduling.state import Phase, RequestState
@@ -51,6 +51,7 @@ class NextStep:
         rows: rows of a single token come first.
         budget: tokens that still fit.
         started: the requests whose first row is in this step, by id.
+        scores: the requests whose prompt logprobs this step computes.
         num_decodes: rows of `add_decodes`; they come before all others.
         layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
     """
@@ -60,6 +61,7 @@ class NextStep:
         self.states: list[RequestState] = []
         self.rows: list[BatchRow] = []
         self.started: dict[str, RequestStarted] = {}
+        self.scores: list[tuple[RequestState, ScoreRow]] = []
         self.budget = limits.max_batch_tokens
         self.num_decodes = 0
         self.layers_per_group = 0
@@ -94,7 +96,10 @@ class NextStep:
             self.started[state.request_id] = RequestStarted(state.request_id, state.num_cached, queue_s)
         index = self._num_single if num_tokens == 1 else len(self.rows)
         self.states.insert(index, state)
-        self.rows.insert(index, state.next_row(num_tokens, block_size=self._block_size))
+        row = state.next_row(num_tokens, block_size=self._block_size)
+        self.rows.insert(index, row)
+        if (score := state.score_row(row)) is not None:
+            self.scores.append((state, score))
         self.budget -= num_tokens
         self._num_single += num_tokens == 1
         if wanted := state.request.layers_per_group:
@@ -154,7 +159,8 @@ class StepsInFlight:
             step.states[index].row_index = index
         launched = Step(number, step.states, tuple(step.rows), step.started)
         self._steps.append(launched)
-        return Batch(number, launched.rows, step.layers_per_group)
+        scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
+        return Batch(number, launched.rows, step.layers_per_group, scores)
 
     @property
     def oldest(self) -> Step:

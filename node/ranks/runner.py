@@ -1,9 +1,10 @@
 """The runner of a node of several ranks: every step goes to all of them, and rank 0's results count."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from baton.types import PromptLogprob
 from engine.batch import Batch, RowResult
 from engine.device.layer_marks import OnMark
 from engine.device.runner import LaunchedStep, ModelRunner
@@ -63,3 +64,7 @@ class RankedStep:
     @property
     def seconds(self) -> float:
         return self._step.seconds
+
+    @property
+    def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
+        return self._step.scores

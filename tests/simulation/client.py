@@ -1,6 +1,6 @@
 """The client of one request: compares its tokens with the tokens that one process alone computes (I4, I5)."""
 
-from baton.convert import finish_reason_from_proto
+from baton.convert import finish_reason_from_proto, prompt_logprobs_from_proto
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -13,7 +13,7 @@ from baton.errors import (
 )
 from protos.baton.v1 import generation_pb2 as pb
 from tests.simulation.invariants import violated
-from tests.simulation.reference import generate
+from tests.simulation.reference import generate, prompt_logprobs
 from tests.simulation.scenario import Client
 
 
@@ -33,10 +33,12 @@ class ClientCall:
         self._expected = generate(client.prompt, client.max_tokens, context_tokens)
         self._tokens: list[int] = []
         self._text = ""
+        self._first = False  # whether the message at hand is the first one with tokens
 
     def receive(self, message: pb.GenerateResponse) -> None:
         if self.ended or self.finished:
             violated("I5", f"{self.name} gets a message after its end")
+        self._first = not self._tokens and bool(message.tokens)
         for token in message.tokens:
             position = len(self._tokens)
             if token.index != position:
@@ -44,6 +46,7 @@ class ClientCall:
             if position >= len(self._expected.tokens) or self._expected.tokens[position] != token.token_id:
                 violated("I4", f"{self.name} gets {token.token_id} as token {position} of {self._expected.tokens}")
             self._tokens.append(token.token_id)
+        self._check_prompt(message)
         self._text += message.text
         if message.finish_reason:
             self.finished = True
@@ -54,6 +57,13 @@ class ClientCall:
                 violated("I4", f"{self.name} is charged for {message.usage.completion_tokens} tokens")
             if self._text != text_of(self._tokens, stopped=reason == "stop"):
                 violated("I4", f"{self.name} gets the text {self._text!r} for {self._tokens}")
+
+    def _check_prompt(self, message: pb.GenerateResponse) -> None:
+        """The prompt's logprobs come in the first message with tokens, and in no other."""
+        wanted = self.client.prompt_logprobs
+        expected = [] if wanted is None or not self._first else prompt_logprobs(self.client.prompt, wanted)
+        if list(prompt_logprobs_from_proto(message.prompt_logprobs)) != expected:
+            violated("I4", f"{self.name} gets prompt logprobs {message.prompt_logprobs}, and {expected} are due")
 
     def end(self, error: BatonError | None) -> None:
         if self.ended:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from baton.errors import BatonError, InternalError
-from baton.types import FinishReason, TokenOutput
-from engine.batch import Batch, BatchRow
+from baton.types import FinishReason, PromptLogprob, TokenOutput
+from engine.batch import Batch, BatchRow, ScoreRow
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, ModelFacts, Reservation
 from engine.scheduling.block_manager import BlockManager
@@ -27,6 +27,7 @@ from tests.simulation.reference import (
     follow,
     kv,
     next_token,
+    prompt_logprob,
     states_of,
 )
 from tests.simulation.scenario import Sizes
@@ -224,7 +225,8 @@ class Device:
             events = self.scheduler.fail(InternalError("an engine step failed"), 0.0)
         else:
             self._drawn = [self._compute(row) for row in batch.rows]
-            events = self.scheduler.complete(self._drawn, 0.0)
+            scores = {place: self._score(batch.rows[place], score) for place, score in batch.scores}
+            events = self.scheduler.complete(self._drawn, 0.0, scores)
         self._on_change()
         if self._launched:
             self._run(self._launched[0])
@@ -261,6 +263,14 @@ class Device:
         if len(sequence.tokens) == row.token_stop:
             sequence.append(token)
         return TokenOutput(token, row.sample.output_index)
+
+    def _score(self, row: BatchRow, score: ScoreRow) -> list[PromptLogprob]:
+        """The logprobs of the tokens that follow those of the row."""
+        states = self._sequences[row.request_id].states[row.token_start : row.token_stop]
+        return [
+            prompt_logprob(state, target, score.alternatives)
+            for state, target in zip(states, score.targets, strict=False)
+        ]
 
     def _read(self, row: BatchRow) -> None:
         states = self._sequences[row.request_id].states

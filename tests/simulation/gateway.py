@@ -96,10 +96,13 @@ class GatewayProcess:
         request = Request(
             request_id=call.name,
             prompt=list(client.prompt),
-            sampling=SamplingParams(max_tokens=client.max_tokens, temperature=0.0),
+            sampling=SamplingParams(
+                max_tokens=client.max_tokens, temperature=0.0, prompt_logprobs=client.prompt_logprobs
+            ),
             cache_salt="",
             started_at_s=now_s,
             timeout_s=client.timeout_s,
+            priority=client.priority,
         )
         running = _Running(call, RequestMachine(request, self._rules, self.fleet, Detokenizer()))
         running.timer = Timer(

@@ -7,7 +7,7 @@ all of them, so one wrong cell changes the output.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from baton.types import FinishReason
+from baton.types import FinishReason, PromptLogprob
 
 VOCAB_SIZE = 64
 EOS = 63
@@ -41,6 +41,18 @@ def kv(state: int, layer: int) -> int:
 def next_token(state: int) -> int:
     """Greedy: a function of the whole prefix."""
     return (state >> 23) % VOCAB_SIZE
+
+
+def prompt_logprob(state: int, target: int, alternatives: int) -> PromptLogprob:
+    """The logprob of `target` after the prefix, and the alternatives: functions of the whole prefix."""
+    top = tuple((token, -float((state >> 5) % 89 + token)) for token in range(alternatives))
+    return PromptLogprob(target, -float((state >> 11) % 97 + target), top)
+
+
+def prompt_logprobs(prompt: Sequence[int], alternatives: int) -> list[PromptLogprob]:
+    """What a client must get of its prompt."""
+    scored = zip(states_of(prompt), prompt[1:], strict=False)
+    return [PromptLogprob(prompt[0], None), *(prompt_logprob(state, token, alternatives) for state, token in scored)]
 
 
 class Output(NamedTuple):

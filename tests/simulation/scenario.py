@@ -33,6 +33,8 @@ class Client:
     max_tokens: int
     timeout_s: float
     cancel_s: float | None
+    priority: int
+    prompt_logprobs: int | None
 
     @property
     def patient(self) -> bool:
@@ -113,4 +115,6 @@ def _client(random: Random, shared: tuple[int, ...]) -> Client:
         max_tokens=random.randint(1, 8),
         timeout_s=0.3 * random.random() if draw < 0.1 else 20.0,
         cancel_s=0.2 * random.random() if draw > 0.9 else None,
+        priority=random.choice((0, 0, -1, 1)),
+        prompt_logprobs=random.choice((None, None, None, 0, 2)),
     )

@@ -35,3 +35,10 @@ async def test_the_address_of_a_node_is_an_error_for_every_timeout(no_gateway: s
     async with Client(no_gateway) as client:
         with pytest.raises(NoNode, match="is not a gateway; give the address of a gateway"):
             await client.complete("x", timeout_s=timeout_s)
+
+
+async def test_a_priority_that_is_no_32_bit_number_is_an_invalid_request() -> None:
+    async with Client("127.0.0.1:9") as client:
+        with pytest.raises(InvalidRequest, match="priority is 2147483648") as caught:
+            await client.complete("x", priority=2**31)
+    assert caught.value.field == "priority"

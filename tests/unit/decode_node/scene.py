@@ -65,17 +65,20 @@ class Scene:
         budget_s: float | None = None,
         queue_s: float | None = None,
         temperature: float = 0.0,
+        priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> list[Command]:
         submit = pb.SubmitRequest(
             key=key,
             request_id=f"request-{key}",
             prompt_token_ids=range(num_tokens),
             output_token_ids=output,
-            sampling=common_pb2.SamplingParams(max_tokens=50, temperature=temperature),
+            sampling=common_pb2.SamplingParams(max_tokens=50, temperature=temperature, prompt_logprobs=prompt_logprobs),
             policy=policy,
             prefill_available=prefill_available,
             budget_s=budget_s,
             queue_s=queue_s,
+            priority=priority,
         )
         return self.on(SessionMessage(session, pb.SessionRequest(submit=submit)))
 

@@ -156,3 +156,35 @@ def test_released_is_sent_before_the_next_one_reserves(scene: Scene) -> None:
     scene.cancel(1)
     scene.closed(1)
     assert names(scene.aborted(1)) == ["Send released", "Reserve"]
+
+
+# ---- priority
+
+
+def test_lower_priorities_go_first_and_equal_ones_in_order_of_arrival() -> None:
+    queue = BlockQueue(waiting_max=9)
+    for engine_id, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 0)):
+        queue.enter(engine_id, queue_s=1.0, priority=priority)
+    order = []
+    while (first := queue.first) is not None:
+        order.append(first)
+        assert queue.leave(first)
+    assert order == ["c", "a", "d", "b"]
+
+
+def test_a_request_that_may_not_wait_is_served_at_once_if_it_goes_first() -> None:
+    queue = BlockQueue(waiting_max=9)
+    queue.enter("a", queue_s=1.0)
+    with pytest.raises(Overloaded, match="no room within 0 s"):
+        queue.enter("b", queue_s=0.0)
+    queue.enter("c", queue_s=0.0, priority=-1)
+    assert queue.first == "c"
+
+
+def test_a_better_request_reserves_before_those_that_wait(scene: Scene) -> None:
+    assert reserves(scene.submit(2, queue_s=5.0, priority=1)) == []
+    (reserve,) = [each for each in scene.submit(3, queue_s=5.0, priority=-1) if isinstance(each, Reserve)]
+    assert reserve.request.priority == -1
+    refuse(scene, 3)
+    assert reserves(scene.aborted(9)) == [3]
+    assert reserves(scene.reserved(3)) == [1]

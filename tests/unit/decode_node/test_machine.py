@@ -2,9 +2,10 @@
 
 import pytest
 
+from baton.convert import prompt_logprobs_from_proto
 from baton.error_detail import from_detail, to_detail
 from baton.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
-from baton.types import FinishReason, TokenOutput
+from baton.types import FinishReason, PromptLogprob, TokenOutput
 from decode_node.commands import (
     Abort,
     Admit,
@@ -29,7 +30,7 @@ from decode_node.events import (
     StepDone,
 )
 from decode_node.events import Draining as DrainingEvent
-from engine.events import RequestFailed, StepEvents
+from engine.events import PromptScored, RequestFailed, StepEvents
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.scene import LEASE_S, SESSION, Scene, names, reservation, sent, token
@@ -455,3 +456,40 @@ def test_without_requests_sessions_end_at_once(scene: Scene) -> None:
 
 def _reserved(session: int, key: int) -> Reserved:
     return Reserved(f"{session}.{key}", reservation(key, session=session))
+
+
+# ---- prompt logprobs
+
+
+def test_the_first_token_of_a_prefill_here_has_the_prompt_logprobs(scene: Scene) -> None:
+    scene.prefilling_here(1)
+    scene.prefilling_here(2)
+    scored = PromptScored(f"{SESSION}.2", (PromptLogprob(7, None), PromptLogprob(8, -0.5, ((9, -0.25),))))
+    (command,) = scene.on(StepDone(StepEvents(1, 0.1, tokens=(token(1, 0), token(2, 0)), scored=(scored,))))
+    (message,) = sent([command])
+    plain, with_them = message.step.tokens
+    assert not plain.prompt_logprobs
+    assert prompt_logprobs_from_proto(with_them.prompt_logprobs) == scored.logprobs
+
+
+def test_prompt_logprobs_of_a_request_that_ends_are_dropped(scene: Scene) -> None:
+    scene.prefilling_here(1)
+    scene.cancel(1)
+    scored = PromptScored(f"{SESSION}.1", (PromptLogprob(7, None),))
+    assert scene.on(StepDone(StepEvents(1, 0.1, tokens=(token(1, 0),), scored=(scored,)))) == []
+
+
+def test_a_prompt_whose_logprobs_are_wanted_counts_as_uncached(scene: Scene) -> None:
+    scene.submit(1, prompt_logprobs=0)
+    assert names(scene.reserved(1, cached_tokens=96)) == ["OpenLease"]
+    scene.submit(2, prompt_logprobs=0, policy=pb.LOCAL_POLICY_LOCAL)
+    accepted, _ = scene.reserved(2, cached_tokens=96)
+    (message,) = sent([accepted])
+    assert message.accepted.cached_tokens == 0
+
+
+def test_a_continued_request_has_its_prompt_logprobs_already(scene: Scene) -> None:
+    scene.submit(1, prompt_logprobs=0, output=(5,))
+    accepted, _ = scene.reserved(1, cached_tokens=96)
+    (message,) = sent([accepted])
+    assert message.accepted.cached_tokens == 96

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from baton.types import SamplingParams, TokenOutput
+from baton.types import PromptLogprob, SamplingParams, TokenOutput
 from engine.batch import Batch
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineRequest, ModelFacts
@@ -47,6 +47,7 @@ def request(
     output: tuple[int, ...] = (),
     prefill_only: bool = False,
     sampling: SamplingParams | None = None,
+    priority: int = 0,
 ) -> EngineRequest:
     """`prompt` as a number means this many tokens; no other request begins with them."""
     tokens = tuple([ord(name[0]) + 100] * prompt) if isinstance(prompt, int) else tuple(prompt)
@@ -56,13 +57,22 @@ def request(
         sampling or SamplingParams(max_tokens=50, temperature=0.0),
         output=output,
         prefill_only=prefill_only,
+        priority=priority,
     )
 
 
 def finish(scheduler: Scheduler, batch: Batch, token_id: int = 5) -> StepEvents:
-    """Ends the oldest step in flight, which is `batch`; every row that samples draws `token_id`."""
+    """Ends the oldest step in flight, which is `batch`; every row that samples draws `token_id`. The logprob of a
+    prompt token is minus its position."""
     results = [TokenOutput(token_id, row.sample.output_index) if row.sample else None for row in batch.rows]
-    return scheduler.complete(results, 0.0)
+    scores = {
+        place: [
+            PromptLogprob(target, -float(batch.rows[place].token_start + 1 + number))
+            for number, target in enumerate(score.targets)
+        ]
+        for place, score in batch.scores
+    }
+    return scheduler.complete(results, 0.0, scores)
 
 
 def launch(scheduler: Scheduler) -> Batch:

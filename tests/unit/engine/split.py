@@ -5,7 +5,7 @@ from pathlib import Path
 
 from baton.config import NodeSettings
 from baton.types import SamplingParams
-from engine.batch import Batch, BatchRow
+from engine.batch import Batch, BatchRow, ScoreRow
 from engine.build import build_runner
 from engine.request import int_array
 from engine.sampling.row import SampleRow
@@ -22,6 +22,7 @@ class Generated:
     """The results of one rank."""
 
     tokens: list[list[int]]
+    prompt_logprobs: list[float]
     num_blocks: int
     max_batch_tokens: int
     spec: KVCacheSpec
@@ -51,8 +52,15 @@ def _generate(parallel: TensorParallel, directory: Path) -> Generated:
             rows = tuple(_row(index, step, params, built.config.vocab_size) for index in range(len(_PROMPTS)))
             outputs = built.runner.run(Batch(step, rows))
             tokens.append([output.token_id for output in outputs if output is not None])
+    prompts = tuple(_row(index, 0, params, built.config.vocab_size) for index in range(len(_PROMPTS)))
+    scores = tuple((index, ScoreRow(row.token_ids[1:], 3)) for index, row in enumerate(prompts))
+    launched = built.runner.launch(Batch(_NUM_TOKENS, prompts, scores=scores))
+    launched.wait()
+    logprobs = [each.logprob for row in launched.scores.values() for each in row if each.logprob is not None]
     spec, facts = built.cache.spec, built.runner.facts
-    return Generated(tokens, facts.num_blocks, built.limits.max_batch_tokens, spec, built.model_spec, built.kv_heads)
+    return Generated(
+        tokens, logprobs, facts.num_blocks, built.limits.max_batch_tokens, spec, built.model_spec, built.kv_heads
+    )
 
 
 def _row(index: int, step: int, params: SamplingParams, vocab_size: int) -> BatchRow:

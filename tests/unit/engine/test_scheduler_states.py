@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import InternalError, Overloaded
-from baton.types import SamplingParams, TokenOutput
+from baton.types import PromptLogprob, SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineRequest, ModelFacts, Reservation
@@ -29,6 +29,8 @@ SEATS = 4
 EOS = 3
 TOKENS = st.integers(0, EOS)
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
+PRIORITIES = st.integers(-1, 1)
+ALTERNATIVES = st.sampled_from([None, None, 0, 2])
 
 Tokens = tuple[int, ...]
 
@@ -72,18 +74,39 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- calls of clients and peers
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 8), prefill_only=st.booleans())
-    def submit(self, prompt: Tokens, max_tokens: int, prefill_only: bool) -> None:
-        request = self.request(prompt, max_tokens, prefill_only=prefill_only)
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 8),
+        prefill_only=st.booleans(),
+        priority=PRIORITIES,
+        alternatives=ALTERNATIVES,
+    )
+    def submit(
+        self,
+        prompt: Tokens,
+        max_tokens: int,
+        prefill_only: bool,
+        priority: int = 0,
+        alternatives: int | None = None,
+    ) -> None:
+        request = self.request(
+            prompt, max_tokens, prefill_only=prefill_only, priority=priority, alternatives=alternatives
+        )
         try:
             self.scheduler.submit(request, 0.0)
         except Overloaded:
             return
         self.live.add(request.request_id)
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(3, 8), output=st.sampled_from([(), (1,), (1, 0)]))
-    def reserve(self, prompt: Tokens, max_tokens: int, output: Tokens) -> None:
-        request = self.request(prompt, max_tokens, output=output)
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(3, 8),
+        output=st.sampled_from([(), (), (1,), (1, 0)]),
+        priority=PRIORITIES,
+        alternatives=ALTERNATIVES,
+    )
+    def reserve(self, prompt: Tokens, max_tokens: int, output: Tokens, priority: int, alternatives: int | None) -> None:
+        request = self.request(prompt, max_tokens, output=output, priority=priority, alternatives=alternatives)
         try:
             reservation = self.scheduler.reserve(request, 0.0)
         except Overloaded:
@@ -107,11 +130,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.live.remove(name)
 
     @precondition(lambda self: self.reserved)
-    @rule(data=st.data(), here=st.booleans())
-    def more_output(self, data: st.DataObject, here: bool) -> None:
+    @rule(data=st.data(), here=st.booleans(), count=st.integers(0, 1))
+    def more_output(self, data: st.DataObject, here: bool, count: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         state = self.states()[name]
-        sequence = (*self.sequences[name], 1)
+        sequence = self.sequences[name] + (1,) * count
         output = sequence[self.prompts[name] :]
         if len(output) >= state.request.sampling.max_tokens or len(sequence) >= MAX_CONTEXT:
             return
@@ -150,8 +173,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         running = [state for state in self.states().values() if state.phase is Phase.RUNNING]
         prefilling = [state for state in running if state.prefilling]
+        waiting = [state for state in self.states().values() if state.phase is Phase.WAITING]
         before = self.scheduler.load()
         batch = self.scheduler.schedule(0.0)
+        left = [state.place for state in waiting if state.phase is Phase.WAITING]
+        assert not any(state.place > min(left) for state in waiting if left and state.phase is Phase.RUNNING)
         sent_back = self.scheduler.load().preemptions - before.preemptions
         if len(self.in_flight) == 2:
             assert batch is None
@@ -168,7 +194,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert min(lengths) > 0
         assert [length > 1 for length in lengths] == sorted(length > 1 for length in lengths)
         if prefilling and not sent_back:
-            assert any(row.request_id == prefilling[0].request_id for row in batch.rows)
+            first = min(prefilling, key=lambda state: state.place)
+            assert any(row.request_id == first.request_id for row in batch.rows)
         self.in_flight.append(Running(batch))
 
     @precondition(lambda self: any(step.drawn is None for step in self.in_flight))
@@ -310,7 +337,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             for row, token_id in rows
             if row.sample and row.request_id in self.live
         ]
-        events = self.scheduler.complete(results, 0.0)
+        scores = {place: self.scores(step.batch.rows[place], score.targets) for place, score in step.batch.scores}
+        scored = [
+            (row.request_id, self.prompt_logprobs(row.request_id))
+            for row, _ in rows
+            if row.sample and row.sample.output_index == 0 and row.request_id in self.live and self.scored(row)
+        ]
+        events = self.scheduler.complete(results, 0.0, scores)
+        assert [(each.request_id, each.logprobs) for each in events.scored] == scored
         assert events.step == step.batch.step
         assert [
             (sampled.request_id, sampled.token.token_id, sampled.token.index) for sampled in events.tokens
@@ -330,15 +364,41 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- helpers
 
     def request(
-        self, prompt: Tokens, max_tokens: int, *, output: Tokens = (), prefill_only: bool = False
+        self,
+        prompt: Tokens,
+        max_tokens: int,
+        *,
+        output: Tokens = (),
+        prefill_only: bool = False,
+        priority: int = 0,
+        alternatives: int | None = None,
     ) -> EngineRequest:
         self.names += 1
         name = f"r{self.names}"
         self.prompts[name] = len(prompt)
         self.sequences[name] = (*prompt, *output)
         self.given[name] = len(output)
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        return EngineRequest(name, prompt, sampling, output=output, prefill_only=prefill_only)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=alternatives)
+        return EngineRequest(name, prompt, sampling, output=output, prefill_only=prefill_only, priority=priority)
+
+    def scored(self, row: BatchRow) -> bool:
+        """Whether the row samples the first token of a request that wants its prompt's logprobs."""
+        assert row.sample is not None
+        return row.sample.params.prompt_logprobs is not None and row.token_stop == self.prompts[row.request_id]
+
+    def scores(self, row: BatchRow, targets: Sequence[int]) -> list[PromptLogprob]:
+        """A logprob that tells the tokens before it."""
+        sequence = self.sequences[row.request_id][: self.prompts[row.request_id]]
+        assert tuple(targets) == sequence[row.token_start + 1 : row.token_stop + 1]
+        places = range(row.token_start + 1, row.token_start + 1 + len(targets))
+        return [self.logprob(sequence, place) for place in places]
+
+    def prompt_logprobs(self, name: str) -> tuple[PromptLogprob, ...]:
+        sequence = self.sequences[name][: self.prompts[name]]
+        return PromptLogprob(sequence[0], None), *(self.logprob(sequence, place) for place in range(1, len(sequence)))
+
+    def logprob(self, sequence: Tokens, place: int) -> PromptLogprob:
+        return PromptLogprob(sequence[place], -float(hash(sequence[:place]) % 10_000))
 
     def manager(self) -> BlockManager:
         return self.scheduler._blocks._blocks

@@ -37,6 +37,16 @@ def test_every_rank_draws_the_tokens_of_the_whole_model(models: list[Path], toge
         assert [ours.tokens for ours in rank] == expected
 
 
+def test_every_rank_computes_the_prompt_logprobs_of_the_whole_model(
+    models: list[Path], together: list[list[Generated]]
+) -> None:
+    expected = [alone.prompt_logprobs for alone in generate_alone(models)]
+    for rank in together:
+        for ours, alone in zip(rank, expected, strict=True):
+            assert len(ours.prompt_logprobs) == 14
+            assert ours.prompt_logprobs == pytest.approx(alone, abs=1e-4)
+
+
 def test_each_rank_has_a_cache_of_its_own_heads(together: list[list[Generated]]) -> None:
     (llama, deepseek, falcon), (other_llama, other_deepseek, other_falcon) = together
     assert (llama.kv_heads, other_llama.kv_heads) == (range(1), range(1, 2))

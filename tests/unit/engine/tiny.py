@@ -11,7 +11,7 @@ import transformers
 
 from baton.config import NodeSettings
 from baton.errors import BatonError
-from baton.types import FinishReason, SamplingParams, TokenOutput
+from baton.types import FinishReason, PromptLogprob, SamplingParams, TokenOutput
 from engine.build import Built, build_runner
 from engine.engine import Engine
 from engine.events import ChunkComputed, RequestStarted, StepEvents
@@ -59,6 +59,7 @@ class EventRecorder:
         self.errors: dict[str, BatonError] = {}
         self.started: dict[str, RequestStarted] = {}
         self.chunks: dict[str, list[ChunkComputed]] = {}
+        self.scored: dict[str, tuple[PromptLogprob, ...]] = {}
         self._changed = asyncio.Event()
 
     def __call__(self, events: StepEvents) -> None:
@@ -68,6 +69,9 @@ class EventRecorder:
             self.started[start.request_id] = start
         for chunk in events.chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
+        for scored in events.scored:
+            assert scored.request_id not in self.scored
+            self.scored[scored.request_id] = scored.logprobs
         for sampled in events.tokens:
             self.tokens.setdefault(sampled.request_id, []).append(sampled.token)
             if sampled.finish_reason is not None:

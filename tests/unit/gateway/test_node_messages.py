@@ -7,7 +7,9 @@ from gateway.node_messages import NodeMessages
 from protos.baton.v1 import common_pb2, decode_pb2
 from tests.unit.gateway.fleets import request
 
-REQUEST = replace(request(), cache_salt="salt", sampling=SamplingParams(max_tokens=4, seed=7, stop=("end",)))
+REQUEST = replace(
+    request(), priority=-2, cache_salt="salt", sampling=SamplingParams(max_tokens=4, seed=7, stop=("end",))
+)
 
 
 def test_a_submission_has_the_prompt_and_the_output_so_far() -> None:
@@ -17,14 +19,14 @@ def test_a_submission_has_the_prompt_and_the_output_so_far() -> None:
     assert list(submission.output_token_ids) == [5, 6]
     assert (submission.request_id, submission.cache_salt, submission.sampling.seed) == ("r", "salt", 7)
     assert submission.policy == decode_pb2.LOCAL_POLICY_STRICT
-    assert (submission.budget_s, submission.queue_s) == (9.0, 2.0)
+    assert (submission.budget_s, submission.queue_s, submission.priority) == (9.0, 2.0, -2)
 
 
 def test_a_prefill_has_the_ticket() -> None:
     ticket = common_pb2.Ticket(lease=common_pb2.Lease(number=3))
     prefill = NodeMessages(REQUEST, LocalPolicy.PREFER).prefill([5], ticket)
     assert prefill.ticket == ticket
-    assert list(prefill.output_token_ids) == [5]
+    assert (list(prefill.output_token_ids), prefill.priority) == ([5], -2)
 
 
 def test_nodes_get_no_stop_strings() -> None:

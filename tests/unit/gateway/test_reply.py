@@ -123,3 +123,14 @@ def test_tokens_added_together_leave_in_one_message() -> None:
     assert message.text == "the fox"
     assert len(message.tokens) == client.reply.completion_tokens > 1
     assert client.reply.take() is None
+
+
+def test_prompt_logprobs_are_in_the_first_message_alone() -> None:
+    client = Client()
+    scored = [common_pb2.PromptLogprob(token_id=3), common_pb2.PromptLogprob(token_id=4, logprob=-0.5)]
+    for index in range(3):
+        token = common_pb2.Token(token_id=5, index=index)
+        client.reply.add(decode_pb2.StepToken(token=token, prompt_logprobs=scored))
+        message = client.reply.take()
+        assert message is not None
+        assert list(message.prompt_logprobs) == (scored if index == 0 else [])

@@ -30,7 +30,7 @@ from gateway.commands import (
     SubmitToDecode,
 )
 from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed
-from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,
@@ -109,6 +109,42 @@ def test_a_local_prefill() -> None:
     served.decode(accepted(), first, token(1, LENGTH))
     assert served.error is None
     assert (served.receipt.path, served.receipt.prefill_s) == (common_pb2.PATH_LOCAL, 0.25)
+
+
+def prompt_scored() -> list[common_pb2.PromptLogprob]:
+    return [common_pb2.PromptLogprob(token_id=token_id, logprob=-0.5) for token_id in range(64)]
+
+
+def first_token_with_prompt() -> prefill_pb2.PrefillEvent:
+    first = first_token()
+    first.first_token.prompt_logprobs.extend(prompt_scored())
+    return first
+
+
+def test_prompt_logprobs_come_once_although_the_hand_over_fails_after_the_first_token() -> None:
+    served = prefilling()
+    served.prefill(first_token_with_prompt())
+    served.prefill_ended(GONE)
+    second = token(1, LENGTH)
+    second.prompt_logprobs.extend(prompt_scored())
+    served.decode(accepted(), second)
+    assert [list(message.prompt_logprobs) for message in served.messages] == [prompt_scored(), [], []]
+
+
+def test_prompt_logprobs_come_from_the_second_prefill_node_if_the_first_sent_no_token() -> None:
+    served = prefilling()
+    served.prefill_ended(GONE)
+    served.decode(reserved(lease=2))
+    served.prefill(first_token_with_prompt(), call=2)
+    assert [list(message.prompt_logprobs) for message in served.messages] == [prompt_scored()]
+
+
+def test_prompt_logprobs_wait_with_the_first_token_for_which_later_tokens_wait() -> None:
+    served = prefilling()
+    assert served.decode(decode_pb2.Admitted(), token(1)) == []
+    served.prefill(first_token_with_prompt())
+    (message,) = served.messages
+    assert (len(message.tokens), list(message.prompt_logprobs)) == (2, prompt_scored())
 
 
 def test_tokens_that_come_together_leave_in_one_message() -> None:

@@ -3,7 +3,15 @@
 from itertools import pairwise
 
 from baton.types import FinishReason, TokenOutput
-from engine.events import ChunkComputed, LayersComputed, RequestFailed, RequestStarted, StepEvents, TokenSampled
+from engine.events import (
+    ChunkComputed,
+    LayersComputed,
+    PromptScored,
+    RequestFailed,
+    RequestStarted,
+    StepEvents,
+    TokenSampled,
+)
 from kvtransfer.records import SendJob
 from kvtransfer.segments import Segment
 from prefill_node.commands import Command
@@ -54,7 +62,8 @@ def called(
 
 
 def step(
-    *events: RequestStarted | LayersComputed | ChunkComputed | TokenSampled | RequestFailed, seconds: float = 0.0
+    *events: RequestStarted | LayersComputed | ChunkComputed | PromptScored | TokenSampled | RequestFailed,
+    seconds: float = 0.0,
 ) -> StepDone:
     """One step's events, each in its place."""
     return StepDone(
@@ -66,6 +75,7 @@ def step(
             tokens=tuple(event for event in events if isinstance(event, TokenSampled)),
             failed=tuple(event for event in events if isinstance(event, RequestFailed)),
             layers=tuple(event for event in events if isinstance(event, LayersComputed)),
+            scored=tuple(event for event in events if isinstance(event, PromptScored)),
         )
     )
 

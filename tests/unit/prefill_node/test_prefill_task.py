@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
+from baton.convert import prompt_logprobs_from_proto
 from baton.error_detail import from_detail
 from baton.errors import BatonError, Cancelled, DataLoss, Draining, InvalidRequest, NoNode, Overloaded
-from baton.types import FinishReason
-from engine.events import RequestFailed
+from baton.types import FinishReason, PromptLogprob
+from engine.events import PromptScored, RequestFailed
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import (
     Aborted,
@@ -387,3 +388,26 @@ def test_a_sampling_parameter_out_of_range_ends_the_call_at_once() -> None:
     assert isinstance(end, EndCall)
     assert isinstance(end.error, InvalidRequest)
     assert not node.busy
+
+
+def test_the_first_token_has_the_prompt_logprobs() -> None:
+    scored = PromptScored("1", tuple(PromptLogprob(token_id, -0.5, ((3, -0.25),)) for token_id in PROMPT))
+    node = machine()
+    *_, first_token = responses(play(node, called(), step(chunk(8), sampled(), scored)))
+    assert prompt_logprobs_from_proto(first_token.first_token.prompt_logprobs) == scored.logprobs
+
+
+def test_the_engine_gets_the_priority() -> None:
+    asked = called()
+    asked.request.priority = -3
+    (submit,) = play(machine(), asked)
+    assert isinstance(submit, Submit)
+    assert submit.request.priority == -3
+
+
+def test_a_prompt_computed_from_its_start_is_sent_from_the_ticket_s_start() -> None:
+    node = machine()
+    commands = play(node, called(1, ticket(token_start=6)), step(started(), chunk(4)))
+    assert sends(commands) == []
+    job = send(play(node, step(chunk(8), sampled()))).job
+    assert (job.token_start, job.token_stop) == (6, 8)

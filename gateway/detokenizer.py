@@ -32,8 +32,9 @@ class Detokenizer:
     a character, and is held back until the next tokens decide.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._window = self._context(prompt)
         self._whole = len(self._window)  # tokens of the window up to the last whole character
         self._given = len(self._decode(self._window).rstrip(_REPLACEMENT))  # characters of the window's text
@@ -76,4 +77,4 @@ class Detokenizer:
         self._given = len(self._decode(self._window))
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

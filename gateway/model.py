@@ -1,18 +1,34 @@
 """The model that this gateway serves, read from its directory: name, limits, tokenizer. No weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from baton.errors import InvalidRequest, UnknownModel
+from baton.types import Grammar
+from gateway.chat_output import ChatFormat, NoChat
+from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
 from models.config.reader import read_config
 from models.identity import config_digest
 from protos.baton.v1 import common_pb2
 
 
+class Grammars(Protocol):
+    """Checks constraints, as `grammar.compiler.GrammarCompiler` does."""
+
+    def check(self, grammar: Grammar) -> None: ...
+
+
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model's name and limits, for checking requests. Nodes must serve the same model."""
+    """The served model's name and limits, for checking requests. Nodes must serve the same model.
+
+    Attributes:
+        directory: of the checkpoint.
+        default_sampling: the numbers that generation_config.json gives for absent ones.
+        grammars: None: requests with a constraint are refused.
+    """
 
     name: str
     architecture: str
@@ -20,6 +36,12 @@ class ServedModel:
     vocab_size: int
     max_context_tokens: int
     tokenizer: TextTokenizer
+    directory: Path
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    default_sampling: common_pb2.SamplingParams = field(default_factory=common_pb2.SamplingParams)
+    chat: ChatFormat = field(default_factory=NoChat)
+    grammars: Grammars | None = None
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
@@ -46,9 +68,12 @@ class ServedModel:
             )
 
 
-def read_served_model(directory: Path, name: str | None) -> ServedModel:
-    """Raises:
-    ConfigError: the directory holds no known model, or no tokenizer.
+def read_served_model(directory: Path, name: str | None, chat_template: Path | None = None) -> ServedModel:
+    """Args:
+        chat_template: a file with a template to use in place of the checkpoint's.
+
+    Raises:
+        ConfigError: the directory holds no known model, or no tokenizer.
     """
     config = read_config(directory)
     return ServedModel(
@@ -58,4 +83,8 @@ def read_served_model(directory: Path, name: str | None) -> ServedModel:
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_context_tokens,
         tokenizer=TextTokenizer(directory),
+        directory=directory,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=read_bos_token_id(directory),
+        default_sampling=read_default_sampling(directory),
     )

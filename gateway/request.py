@@ -13,6 +13,7 @@ class Request:
     Attributes:
         started_at_s: start of the client's call, on the clock of `now_s`.
         timeout_s: time from the start to the deadline.
+        priority: among waiting requests lower values go first.
     """
 
     request_id: str
@@ -21,6 +22,7 @@ class Request:
     cache_salt: str
     started_at_s: float
     timeout_s: float
+    priority: int = 0
 
     @property
     def deadline_s(self) -> float:
@@ -36,6 +38,7 @@ class Rules:
     queue_s: float
     prefill_stall_s: float
     decode_stall_s: float
+    failover_wait_s: float
 
 
 def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:

@@ -6,13 +6,14 @@ Owns what all requests share: the limit on running requests, the counters, and t
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Draining, Overloaded
 from baton.types import Path
+from gateway.chat.types import ChatRequest
 from gateway.connections import Connections
 from gateway.model import ServedModel
 from gateway.request import Request, Rules, deadline_exceeded
@@ -48,6 +49,7 @@ class Serving:
             queue_s=settings.queue_s,
             prefill_stall_s=settings.prefill_stall_s,
             decode_stall_s=settings.decode_stall_s,
+            failover_wait_s=settings.failover_wait_s,
         )
         self._connections = connections
         self._drivers: set[RequestDriver] = set()
@@ -56,7 +58,14 @@ class Serving:
         self._draining = False
         self._ended_by: BatonError | None = None  # the error that ends all requests
 
-    async def generate(self, message: pb.GenerateRequest, write: Write, *, budget_s: float | None) -> None:
+    async def generate(
+        self,
+        message: pb.GenerateRequest,
+        write: Write,
+        *,
+        budget_s: float | None,
+        chat: ChatRequest | None = None,
+    ) -> None:
         """Serves one request in the current task; `write` gets its messages. Cancel the task to cancel the request.
 
         Raises:
@@ -146,10 +155,14 @@ class Serving:
             timeout_s=timeout_s,
         )
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes in a thread, so that a long text delays no other request's tokens."""
-        return await asyncio.to_thread(self.model.tokenizer.encode, text)
+        return await asyncio.to_thread(self.model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    async def decode(self, token_ids: list[int]) -> str:
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes in a thread, as `encode`."""
-        return await asyncio.to_thread(self.model.tokenizer.decode, token_ids)
+        return await asyncio.to_thread(self.model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Ends running requests; their callers get `Cancelled`. Returns the ids that ran."""
+        raise NotImplementedError

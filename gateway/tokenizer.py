@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from baton.config import tokenizer_file
 from baton.errors import ConfigError
 from gateway.detokenizer import Detokenizer
+from gateway.token_pieces import TokenPieces
 
 
 class TextTokenizer:
@@ -29,17 +30,31 @@ class TextTokenizer:
         # NOTE: a file may carry its training's truncation and padding; both would change prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._pieces = TokenPieces(self._tokenizer)
 
     # NOTE: the library holds the interpreter lock for the whole of a call for one text, but not for a batch.
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model expects around a prompt. Releases the interpreter lock."""
-        return self._tokenizer.encode_batch_fast([text])[0].ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, salt: str = "") -> list[int]:
+        """Token ids. Releases the interpreter lock.
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens. Releases the interpreter lock."""
-        return self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)[0]
+        Args:
+            add_special_tokens: whether to add those that the model expects around a prompt.
+            salt: texts are cached for the same salt only.
+        """
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text. Releases the interpreter lock."""
+        return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
+
+    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for the output that follows this prompt."""
-        return Detokenizer(self._tokenizer, prompt)
+        return Detokenizer(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for in a text; of a special token those of its name; none for no token."""
+        return self._pieces.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """As `token_bytes`, for display: bytes that are no whole characters are replaced."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")

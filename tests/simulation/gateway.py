@@ -73,7 +73,14 @@ class GatewayProcess:
         self.life = life
         self.fleet = Fleet(MODEL, MAX_CONTEXT_TOKENS, world.scenario.policy)
         self.running: dict[_Running, None] = {}
-        self._rules = Rules(world.scenario.policy, MAX_ATTEMPTS, world.scenario.queue_s, STALL_S, STALL_S)
+        self._rules = Rules(
+            world.scenario.policy,
+            MAX_ATTEMPTS,
+            world.scenario.queue_s,
+            STALL_S,
+            STALL_S,
+            world.scenario.failover_wait_s,
+        )
         self._sessions: dict[str, _Session] = {}
         self._watches: dict[str, _Watch] = {}
         self._asking: set[tuple[int, int]] = set()  # pairs of incarnations that were requested recently

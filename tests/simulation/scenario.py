@@ -54,6 +54,7 @@ class Scenario:
     weather: Weather
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
+    failover_wait_s: float
 
     @property
     def calm(self) -> bool:
@@ -71,7 +72,7 @@ def draw(random: Random, storm: Storm) -> Scenario:
     )
     return Scenario(
         policy=policy,
-        # NOTE: a begun request that only a larger prefill node could continue waits for one until its deadline.
+        # NOTE: a begun request that only a larger prefill node could continue waits for one, and then fails.
         prefill=_sizes(random, tokens=max(decode_tokens, random.choice((20, 40)))),
         decode=_sizes(random, tokens=decode_tokens),
         segment_bytes=random.choice((4, 8, 16, 24, 200)),
@@ -83,6 +84,7 @@ def draw(random: Random, storm: Storm) -> Scenario:
         weather=storm.weather or weather,
         clients=_clients(random),
         faults=draw_faults(random, storm),
+        failover_wait_s=random.choice((0.3, 20.0, 20.0)),
     )
 
 

@@ -51,7 +51,7 @@ class SmallFleet(Fleet):
 
 
 def rules(policy: LocalPolicy = LocalPolicy.PREFER) -> Rules:
-    return Rules(policy, max_attempts=3, queue_s=10.0, prefill_stall_s=10.0, decode_stall_s=30.0)
+    return Rules(policy, max_attempts=3, queue_s=10.0, prefill_stall_s=10.0, decode_stall_s=30.0, failover_wait_s=20.0)
 
 
 def request(*, timeout_s: float = 100.0, max_tokens: int = 4) -> Request:

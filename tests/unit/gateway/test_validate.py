@@ -25,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         vocab_size=320,
         max_context_tokens=64,
         tokenizer=TextTokenizer(directory),
+        directory=directory,
     )
 
 

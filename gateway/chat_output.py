@@ -1,0 +1,95 @@
+"""What `gateway.serving` needs of a model's chat format, and an output's text as parts of a chat's answer. Pure."""
+
+from typing import Protocol
+
+from baton.errors import InvalidRequest
+from gateway.chat.types import ChatDelta, ChatRequest, OutputParser, PreparedChat
+from protos.baton.v1 import generation_pb2 as pb
+
+
+class ChatFormat(Protocol):
+    """A model's chat format, as `gateway.chat.model.ChatModel` reads it."""
+
+    @property
+    def has_template(self) -> bool: ...
+
+    def prepare(self, request: ChatRequest) -> PreparedChat: ...
+
+    def parser(self, request: ChatRequest, prepared: PreparedChat) -> OutputParser: ...
+
+
+class NoChat:
+    """A model that takes no conversations."""
+
+    has_template = False
+
+    def prepare(self, request: ChatRequest) -> PreparedChat:
+        """Raises:
+        InvalidRequest: always.
+        """
+        cure = "give the prompt as text, or start the gateway with --chat-template"
+        raise InvalidRequest("the model has no chat template", field="messages", cure=cure)
+
+    def parser(self, request: ChatRequest, prepared: PreparedChat) -> OutputParser:
+        raise AssertionError("nothing was prepared")
+
+
+class ChatOutput:
+    """The messages of one output, with `chat` filled in.
+
+    A message has reasoning before answer before tool calls. Where the model has them in another order, the message is
+    followed by others that have only `chat`.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def messages(self, message: pb.GenerateResponse) -> list[pb.GenerateResponse]:
+        """The message as the client gets it. The last one has how the output ended."""
+        deltas = self._parser.push(message.text) if message.text else []
+        if message.finish_reason:
+            deltas = [*deltas, *self._parser.finish()]
+        if not deltas:
+            return [message]
+        parts = [pb.ChatDelta()]
+        for delta in deltas:
+            if not _follows(parts[-1], delta):
+                parts.append(pb.ChatDelta())
+            _append(parts[-1], delta)
+        if len(parts) == 1:
+            message.chat.CopyFrom(parts[0])
+            return [message]
+        return _spread(message, parts)
+
+
+def _follows(part: pb.ChatDelta, delta: ChatDelta) -> bool:
+    """Whether the delta may join the part, which keeps no order between its fields."""
+    after_reasoning = bool(part.content or part.tool_calls)
+    after_content = bool(part.tool_calls)
+    return not (delta.reasoning and after_reasoning) and not (delta.content and after_content)
+
+
+def _append(part: pb.ChatDelta, delta: ChatDelta) -> None:
+    part.content += delta.content
+    part.reasoning += delta.reasoning
+    for call in delta.tool_calls:
+        last = part.tool_calls[-1] if part.tool_calls else None
+        if last is not None and last.index == call.index and not call.id and not call.name:
+            last.arguments += call.arguments
+        else:
+            part.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+
+
+def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta]) -> list[pb.GenerateResponse]:
+    """The first message has text and tokens, the last one how the output ended."""
+    messages = [pb.GenerateResponse(index=message.index, chat=part) for part in parts]
+    first, last = messages[0], messages[-1]
+    first.text, first.request_id = message.text, message.request_id
+    first.tokens.extend(message.tokens)
+    first.prompt_logprobs.extend(message.prompt_logprobs)
+    last.finish_reason, last.stop_reason = message.finish_reason, message.stop_reason
+    if message.HasField("usage"):
+        last.usage.CopyFrom(message.usage)
+    if message.HasField("receipt"):
+        last.receipt.CopyFrom(message.receipt)
+    return messages

@@ -8,9 +8,8 @@ from baton.errors import ConfigError
 from baton.rpc.server import Address, GrpcServer, check_advertised, set_up_logging, stop_on_signals, write_ready_file
 from gateway.connections import Connections
 from gateway.model import ServedModel, read_served_model
-from gateway.service import SERVICE_NAME, GenerationService
+from gateway.rpc.services import SERVICE_NAMES, add_services
 from gateway.serving import Serving
-from protos.baton.v1 import generation_pb2_grpc
 
 PROGRAM = "gateway"
 
@@ -37,10 +36,8 @@ async def _run(settings: GatewaySettings, model: ServedModel) -> None:
     connections = Connections(settings, model)
     async with GrpcServer(settings.listen, advertise=settings.advertise) as server, connections:
         serving = Serving(settings, model, connections)
-        name = settings.name or f"gateway@{server.address}"
-        service = GenerationService(name, serving, connections.fleet)
-        generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
-        await server.start([SERVICE_NAME])
+        add_services(server, settings, serving, connections.fleet)
+        await server.start(SERVICE_NAMES)
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
         readiness = asyncio.create_task(_report_readiness(settings, server, connections), name="readiness")
         await _until_stopped(stop, readiness, connections.upkeep)

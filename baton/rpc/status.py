@@ -102,7 +102,7 @@ def _shortened(error: errors.BatonError, limit: int) -> errors.BatonError:
     return type(error)(
         _cut(error.message, limit),
         field=_cut(error.field, 256),
-        value=_cut(error.value, limit),
+        value=_cut(error.value, min(limit, 256)),
         allowed=tuple(_cut(each, 128) for each in error.allowed[:_ALLOWED_MAX]),
         cure=_cut(error.cure, limit),
         retry_after_s=error.retry_after_s,

@@ -21,6 +21,6 @@ def add_services(server: GrpcServer, settings: GatewaySettings, serving: Serving
     own = generation.GenerationService(name, serving, fleet, archive)
     generation_pb2_grpc.add_GenerationServicer_to_server(own, server.grpc)
     engine = vllm_engine.VllmEngineService(serving, fleet, archive, max_requests=settings.max_concurrent_requests)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server.grpc)  # type: ignore[no-untyped-call]
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server.grpc)
     inference = open_inference.OpenInferenceService(serving, fleet)
     open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server.grpc)

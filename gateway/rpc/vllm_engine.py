@@ -125,12 +125,11 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         max_context_tokens = self._fleet.max_context_tokens
         config = json.loads((model.directory / "config.json").read_bytes())
         return vllm.GetModelInfoResponse(
-            model_path=str(model.directory.resolve()),
+            model_path=model.name,
             is_generation=True,
             max_context_length=max_context_tokens,
             vocab_size=model.vocab_size,
             served_model_name=model.name,
-            tokenizer_path=str(model.directory.resolve()),
             model_type=str(config.get("model_type", "")),
             architectures=[str(name) for name in config.get("architectures") or ()],
             eos_token_ids=model.eos_token_ids,

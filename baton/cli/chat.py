@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.client import DEFAULT_TARGET, ChatPiece, Client
+from baton.client import DEFAULT_TARGET, Client, Event, Notice
 from baton.errors import BatonError
-from protos.baton.v1 import common_pb2
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -35,10 +34,9 @@ def chat(
     ] = "",
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
-    if template_kwargs:
-        _check_object(template_kwargs)
-    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    failed = _converse(Conversation(system), Questions(target, model, sampling, template_kwargs))
+    numbers = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    sampling = {name: value for name, value in numbers.items() if value is not None}
+    failed = _converse(Conversation(system), Questions(target, model, sampling, _object(template_kwargs)))
     raise typer.Exit(1 if failed else 0)
 
 
@@ -119,10 +117,10 @@ def _connected(runner: asyncio.Runner, target: str) -> Iterator[Client]:
 
 async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "Answer") -> None:
     pieces = client.chat(
-        json.dumps(conversation.messages),
+        conversation.messages,
         questions.sampling,
+        template_kwargs=questions.template_kwargs,
         model=questions.model,
-        template_kwargs_json=questions.template_kwargs_json,
     )
     async with aclosing(pieces):
         async for piece in pieces:
@@ -150,8 +148,8 @@ class Questions:
 
     target: str
     model: str
-    sampling: common_pb2.SamplingParams
-    template_kwargs_json: str
+    sampling: dict[str, float]
+    template_kwargs: dict[str, object]
 
 
 class Answer:
@@ -162,17 +160,23 @@ class Answer:
         self._noted = False  # stderr has an open line
         self.text = ""
 
-    def show(self, piece: ChatPiece) -> None:
-        aside = piece.reasoning + piece.tool_calls
-        if piece.notice:
-            aside += f"\n({piece.notice})\n"
+    def show(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self._note(f"\n({event.message})\n")
+        elif event.chat is not None:
+            self._note(event.chat.reasoning + "".join(call.name + call.arguments for call in event.chat.tool_calls))
+            self._say(event.chat.content)
+
+    def _note(self, aside: str) -> None:
         if aside:
             self._notes.print(aside, style="dim", end="", markup=False, soft_wrap=True)
             self._noted = not aside.endswith("\n")
-        if piece.content:
+
+    def _say(self, content: str) -> None:
+        if content:
             self._close_note()
-            self.text += piece.content
-            print(piece.content, end="", flush=True)
+            self.text += content
+            print(content, end="", flush=True)
 
     def end(self, *, note: str = "") -> None:
         self._close_note()
@@ -187,10 +191,11 @@ class Answer:
             self._noted = False
 
 
-def _check_object(text: str) -> None:
+def _object(text: str) -> dict[str, object]:
     try:
-        value = json.loads(text)
+        value = json.loads(text or "{}")
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--template-kwargs") from None
     if not isinstance(value, dict):
         raise typer.BadParameter(f"{text!r} is no JSON object", param_hint="--template-kwargs")
+    return value

@@ -1,5 +1,6 @@
 """Handlers that generate nothing: models, tokens, health, version and counters."""
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -39,7 +40,7 @@ async def tokenize(call: Call) -> Response:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        prepared = serving.model.chat.prepare(chat)
+        prepared = await asyncio.to_thread(serving.model.chat.prepare, chat)
         token_ids = await serving.encode(prepared.prompt, add_special_tokens=False)
     tokenizer = serving.model.tokenizer
     return _json(

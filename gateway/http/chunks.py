@@ -31,6 +31,7 @@ class StreamShape:
         logprobs: how to write them; None: they are not wanted.
         continuous_usage: every chunk has the usage so far; else only the last one, with `include_usage`.
         outputs: choices for each prompt.
+        prompt_tokens: for `continuous_usage`; the last chunk counts them itself.
     """
 
     object_name: str
@@ -45,6 +46,7 @@ class StreamShape:
     token_ids: bool = False
     reasoning: bool = True
     outputs: int = 1
+    prompt_tokens: int = 0
 
     @property
     def beginning(self) -> bytes:
@@ -95,10 +97,10 @@ class _Stream:
         return b"data: " + _dumps(openai_error(error, self.shape.request_id)) + b"\n\n"
 
     def _usage_so_far(self) -> dict[str, Any]:
-        usage = common_pb2.Usage()
-        usage.CopyFrom(self.usage)
-        usage.completion_tokens = max(usage.completion_tokens, self._completion_tokens)
-        return usage_json(usage)
+        if self.usage.completion_tokens >= self._completion_tokens:
+            return usage_json(self.usage)
+        prompt_tokens = self.shape.prompt_tokens
+        return usage_json(common_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=self._completion_tokens))
 
 
 class ChatChunks(_Stream):

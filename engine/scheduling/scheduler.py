@@ -374,7 +374,7 @@ class Scheduler:
 
 
 def _collect(
-    step: Step, results: Sequence[TokenOutput | None], scores: Mapping[int, Sequence[PromptLogprob]]
+    step: Step, results: Sequence[RowResult], scores: Mapping[int, Sequence[PromptLogprob]]
 ) -> tuple[PromptScored, ...]:
     """Adds the prompt logprobs of a step to its requests; returns those of the prompts that are complete."""
     complete: list[PromptScored] = []
@@ -384,6 +384,6 @@ def _collect(
             continue
         assert state.scored is not None, "prompt logprobs are computed only for requests that collect them"
         state.scored += logprobs
-        if results[index] is not None:
+        if isinstance(results[index], TokenOutput):
             complete.append(PromptScored(state.request_id, state.take_scores()))
     return tuple(complete)

@@ -6,7 +6,6 @@
 import hashlib
 import shutil
 import subprocess
-import sys
 import time
 import venv
 from collections.abc import Callable
@@ -52,4 +51,4 @@ def _npm(place: Path, package: Path, lock: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -102,7 +102,7 @@ class Driver:
         chosen, launched = self._under_way
         self._under_way = None
         for sequence, token in zip(chosen, launched.wait(), strict=True):
-            if token is not None:
+            if isinstance(token, TokenOutput):
                 sequence.outputs.append(token)
                 sequence.tokens.append(token.token_id)
             sequence.source = None

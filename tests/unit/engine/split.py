@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config import NodeSettings
-from baton.types import SamplingParams
+from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow, ScoreRow
 from engine.build import build_runner
 from engine.request import int_array
@@ -51,7 +51,7 @@ def _generate(parallel: TensorParallel, directory: Path) -> Generated:
         for step in range(_NUM_TOKENS):
             rows = tuple(_row(index, step, params, built.config.vocab_size) for index in range(len(_PROMPTS)))
             outputs = built.runner.run(Batch(step, rows))
-            tokens.append([output.token_id for output in outputs if output is not None])
+            tokens.append([output.token_id for output in outputs if isinstance(output, TokenOutput)])
     prompts = tuple(_row(index, 0, params, built.config.vocab_size) for index in range(len(_PROMPTS)))
     scores = tuple((index, ScoreRow(row.token_ids[1:], 3)) for index, row in enumerate(prompts))
     launched = built.runner.launch(Batch(_NUM_TOKENS, prompts, scores=scores))

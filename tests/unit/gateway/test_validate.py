@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_an_id_that_is_long_or_would_forge_log_lines_is_refused(request_id: str)
         ({"best_of": 2}, Outputs(2, 1)),
     ],
 )
-def test_the_number_of_outputs(given: dict[str, int], expected: Outputs) -> None:
+def test_the_number_of_outputs(given: dict[str, Any], expected: Outputs) -> None:
     assert check_outputs(pb.GenerateRequest(**given), max_outputs=100) == expected
 
 
@@ -151,7 +152,7 @@ def test_the_number_of_outputs(given: dict[str, int], expected: Outputs) -> None
     ("given", "field"),
     [({"n": 101}, "n"), ({"n": 3, "best_of": 2}, "best_of"), ({"best_of": 101}, "best_of"), ({"n": 2**31}, "n")],
 )
-def test_a_wrong_number_of_outputs_is_named(given: dict[str, int], field: str) -> None:
+def test_a_wrong_number_of_outputs_is_named(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_outputs(pb.GenerateRequest(**given), max_outputs=100)
     assert raised.value.field == field

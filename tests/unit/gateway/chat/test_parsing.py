@@ -61,7 +61,7 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', Answer(calls=[("f", '{"a": tr')])),
     (
         "hermes",
-        "<tool_call>{\"name\": \"f\", \"arguments\": {'a'}}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {\'a\'}}</tool_call>',
         Answer(content="'a'}}</tool_call>", calls=[("f", "{")]),
     ),
     (

@@ -14,7 +14,7 @@ BLOCKS = blocks()
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.title} {number}" for number, block in enumerate(BLOCKS)])
 def test_a_block_of_the_page_runs(block: Block, cluster: Up, environment: dict[str, str], tmp_path: Path) -> None:
-    code = block.at(grpc=cluster.gateway, http=str(cluster.line["http"]))
+    code = block.at(grpc=cluster.gateway, http=str(cluster.line["http"]).removeprefix("http://"))
     done = subprocess.run(
         command(block.runs_with, code, tmp_path), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -8,9 +8,9 @@ from engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import make, request, step
 
 
-def busy(**sizes: int) -> Scheduler:
+def busy() -> Scheduler:
     """A request holds all blocks until it is aborted."""
-    scheduler = make(num_blocks=8, tokens=64, **sizes)
+    scheduler = make(num_blocks=8, tokens=64)
     scheduler.submit(request("busy", 30, prefill_only=True), 0.0)
     step(scheduler)
     return scheduler

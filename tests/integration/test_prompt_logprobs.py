@@ -1,5 +1,6 @@
 """Prompt logprobs from real processes equal one forward of transformers, wherever the prompt is computed."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from baton.cli.processes import Process
 from baton.client import Client, Completion
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
-from tests.integration.cluster import DEEPSEEK, LLAMA, machines
+from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, until_status
 from tests.integration.reference import Reference, References
 
 TOLERANCE = 1e-3
@@ -20,7 +21,9 @@ SAMPLING = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt
 NODE = {"num_blocks": 256, "max_batch_tokens": 64}
 
 
-@pytest.fixture(scope="module", params=[LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+@pytest.fixture(
+    scope="module", params=[LLAMA, pytest.param(DEEPSEEK, marks=pytest.mark.slow)], ids=["llama", "deepseek"]
+)
 def model(request: pytest.FixtureRequest) -> Path:
     chosen: Path = request.param
     return chosen
@@ -92,3 +95,23 @@ async def test_a_prompt_of_one_token_has_no_logprob(gateways: tuple[Process, Pro
         async with Client(gateway.address) as client:
             completion = await client.complete([7], SAMPLING)
             assert [(each.token_id, each.logprob) for each in completion.prompt_logprobs] == [(7, None)]
+
+
+@pytest.mark.parametrize("survivor", ["prefill", "decode"])
+async def test_a_client_gets_them_once_when_the_prefill_node_is_killed_half_way(
+    start: Machines, reference: Reference, survivor: str
+) -> None:
+    held = {"model": LLAMA, **NODE}
+    first, decode = start.nodes(("prefill", held), ("decode", held), held=["prefill"])
+    others = start.nodes(("prefill", held)) if survivor == "prefill" else []
+    gateway = start.gateway([first, *others], [decode], model=LLAMA)
+    prompts = reference.prompts([200, 200])
+    start.allow_steps(2, first)
+    async with Client(gateway.address) as client:
+        requests = [asyncio.create_task(client.complete(prompt, SAMPLING)) for prompt in prompts]
+        # The gateway gives the requests to its prefill nodes in turn.
+        await until_status(first, lambda last: last.tokens_waiting in (200 - 2 * 64, 400 - 2 * 64))
+        start.kill(first)
+        for prompt, completion in zip(prompts, await asyncio.gather(*requests), strict=True):
+            assert_right(completion, prompt, reference)
+    await until_status(decode, nothing_held)

@@ -106,17 +106,6 @@ def token_from_proto(message: pb.Token) -> TokenOutput:
     )
 
 
-def prompt_logprobs_to_proto(logprobs: Iterable[PromptLogprob]) -> list[pb.PromptLogprob]:
-    return [
-        pb.PromptLogprob(
-            token_id=each.token_id,
-            logprob=each.logprob,
-            top_logprobs=[pb.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in each.top_logprobs],
-        )
-        for each in logprobs
-    ]
-
-
 def prompt_logprobs_from_proto(messages: Iterable[pb.PromptLogprob]) -> tuple[PromptLogprob, ...]:
     return tuple(
         PromptLogprob(

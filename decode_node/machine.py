@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import assert_never
 
-from baton.convert import finish_reason_to_proto, prompt_logprobs_to_proto, sampling_from_proto, token_to_proto
+from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.error_detail import from_detail, to_detail
 from baton.errors import BatonError, InvalidRequest
 from baton.errors import Draining as DrainingError
@@ -41,6 +41,7 @@ from decode_node.lease_events import Filled, LeaseEvent, LocalPrefill, Lost, Ren
 from decode_node.rules import DecodeRules
 from engine.events import PromptScored, StepEvents
 from engine.request import EngineRequest
+from node.prompt_logprobs import add_prompt_logprobs
 from protos.baton.v1 import decode_pb2 as pb
 
 
@@ -275,4 +276,4 @@ def _add_prompt_logprobs(step: pb.Step, key: int, scored: PromptScored) -> None:
     """Adds them to the request's token, which the step has unless the request is ending."""
     for token in step.tokens:
         if token.key == key:
-            token.prompt_logprobs.extend(prompt_logprobs_to_proto(scored.logprobs))
+            add_prompt_logprobs(token, scored.logprobs)

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from baton.convert import finish_reason_to_proto, prompt_logprobs_to_proto, sampling_from_proto, token_to_proto
+from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.error_detail import to_detail
 from baton.errors import BatonError, InvalidRequest
 from engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.records import SendJob
 from kvtransfer.segments import LEASE_BITS, Segment
+from node.prompt_logprobs import add_prompt_logprobs
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
 from prefill_node.unsent import Part, Unsent
@@ -245,10 +246,12 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
 
 
 def _first_token(event: TokenSampled, scored: PromptScored | None, *, prefill_s: float) -> pb.PrefillFirstToken:
-    return pb.PrefillFirstToken(
+    first_token = pb.PrefillFirstToken(
         token=token_to_proto(event.token),
         finish_reason=finish_reason_to_proto(event.finish_reason),
         stop_reason=event.stop_reason,
         prefill_s=prefill_s,
-        prompt_logprobs=() if scored is None else prompt_logprobs_to_proto(scored.logprobs),
     )
+    if scored is not None:
+        add_prompt_logprobs(first_token, scored.logprobs)
+    return first_token

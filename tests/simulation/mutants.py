@@ -245,6 +245,10 @@ def _frees_blocks_of_a_running_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_give_back", mutated)
 
 
+def _scored_prompts_use_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestState, "reusable_tokens", property(lambda self: self.num_tokens - 1))
+
+
 MUTANTS: Mapping[str, Mutant] = {
     "no_incarnation_check": Mutant(
         "A segment for an earlier incarnation of a decode node is scattered by the present one.",
@@ -302,5 +306,9 @@ MUTANTS: Mapping[str, Mutant] = {
         "An aborted request's blocks are freed while a step still writes to them.",
         _frees_blocks_of_a_running_step,
         _CROWDED,
+    ),
+    "scored_prompts_use_the_cache": Mutant(
+        "A prompt whose logprobs are wanted begins after its cached prefix, which has none.",
+        _scored_prompts_use_the_cache,
     ),
 }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton import convert
 from baton.errors import InvalidRequest
-from baton.types import FinishReason, Path, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
+from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2 as pb
 
 numbers = st.integers(0, 2**32 - 1)
@@ -39,11 +39,6 @@ samplings = st.builds(
 @given(samplings)
 def test_sampling_params(params: SamplingParams) -> None:
     assert convert.sampling_from_proto(convert.sampling_to_proto(params)) == params
-
-
-def test_prompt_logprobs() -> None:
-    logprobs = PromptLogprob(7, None), PromptLogprob(0, -0.0), PromptLogprob(2**31, -1.5, ((3, -0.25), (0, -9.0)))
-    assert convert.prompt_logprobs_from_proto(convert.prompt_logprobs_to_proto(logprobs)) == logprobs
 
 
 def test_absent_sampling_fields_take_the_defaults() -> None:

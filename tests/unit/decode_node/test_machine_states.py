@@ -70,6 +70,8 @@ class DecodeNode(RuleBasedStateMachine):
         budget_s=BUDGETS_S,
         queue_s=QUEUE_S,
         temperature=st.sampled_from([0.0] * 7 + [-1.0]),
+        priority=st.integers(-1, 1),
+        prompt_logprobs=st.none() | st.just(0),
     )
     def submit(
         self,
@@ -79,6 +81,8 @@ class DecodeNode(RuleBasedStateMachine):
         budget_s: float | None,
         queue_s: float | None,
         temperature: float,
+        priority: int,
+        prompt_logprobs: int | None,
     ) -> None:
         session = data.draw(st.sampled_from(self.open_sessions))
         self.keys += 1
@@ -87,11 +91,12 @@ class DecodeNode(RuleBasedStateMachine):
         submit = pb.SubmitRequest(
             key=self.keys,
             prompt_token_ids=range(num_tokens),
-            sampling=common_pb2.SamplingParams(max_tokens=9, temperature=temperature),
+            sampling=common_pb2.SamplingParams(max_tokens=9, temperature=temperature, prompt_logprobs=prompt_logprobs),
             policy=policy,
             prefill_available=True,
             budget_s=budget_s,
             queue_s=queue_s,
+            priority=priority,
         )
         self.env.on(SessionMessage(session, pb.SessionRequest(submit=submit)))
 

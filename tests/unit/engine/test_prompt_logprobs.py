@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.config import NodeSettings
 from baton.types import PromptLogprob, SamplingParams
 from engine.batch import Batch, BatchRow, ScoreRow
-from engine.build import Built
+from engine.build import Built, build_runner
 from engine.device.graphs import GraphSettings
 from engine.request import int_array
 from engine.sampling.prompt_scores import score_prompts
 from tests.unit.engine.driver import runner_of
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running
+from tests.unit.models.tiny import save_tiny
 
 Llama = tuple[Path, Any]
 TOLERANCE = 1e-4
@@ -55,6 +57,34 @@ async def test_they_equal_one_forward_however_prompts_are_batched_and_cut(
     assert events.scored.keys() == prompts.keys()
     for alternatives, (name, prompt) in enumerate(prompts.items()):
         assert_right(events.scored[name], prompt, alternatives, llama[1])
+
+
+async def test_they_are_the_same_in_every_layout(llama: Llama) -> None:
+    settings = NodeSettings(model=llama[0], device="cpu", num_blocks=64, block_size=8, kv_cache_layout="HND")
+    prompt = prompt_of(30)
+    async with running(build_runner(settings), max_batch_tokens=7) as (engine, events):
+        engine.submit(request("a", prompt, scoring(2)))
+        await events.finished("a")
+    assert_right(events.scored["a"], prompt, 2, llama[1])
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "deepseek-v3-yarn"])
+async def test_a_batch_invariant_engine_gives_the_same_bits_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    built = build_runner(NodeSettings(model=tmp_path, device="cpu", num_blocks=128, block_size=4, batch_invariant=True))
+    prompts = {str(length): prompt_of(length, seed=length) for length in (37, 17, 5, 16)}
+
+    async def scored(*names: str) -> dict[str, tuple[PromptLogprob, ...]]:
+        aligned = {"chunk_align_tokens": 16, "max_batch_requests": 8, "max_batch_tokens": 64}
+        async with running(built, prefix_cache=False, **aligned) as (engine, events):
+            for each in names:
+                engine.submit(request(each, prompts[each], scoring(3)))
+            await events.finished(*names)
+        return events.scored
+
+    together = await scored(*prompts)
+    for each in ("37", "5"):
+        assert (await scored(each))[each] == together[each]
 
 
 async def test_they_need_every_position_and_their_kv_serves_later_requests(llama: Llama, built: Built) -> None:

@@ -2,20 +2,28 @@
 
 import re
 
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.gbnf_to_lark import GrammarParser, gbnf_to_lark, resolve
 
 from grammar.refusal import refusal
 
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 # Characters that mean something in a literal or in a class keep a backslash.
 _MARKED = {'"': '\\"', "\\": "\\\\", "[": "\\[", "]": "\\]", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_START = re.compile(r"^start:", re.MULTILINE)
 _LINE = re.compile(r"line (\d+)")
 
 
 def lark_from_gbnf(text: str) -> str:
     """Raises InvalidRequest: the text is no GBNF with a rule `root`; names the line."""
     try:
-        return gbnf_to_lark(_ESCAPE.sub(_plain, text))
+        plain = _ESCAPE.sub(_plain, text)
+        rules = GrammarParser().parse(plain)
+        resolve(rules)
+        lark = gbnf_to_lark(plain)
+        if rules["start"].alternatives.is_terminal():
+            # As a terminal it is one regular expression. As a rule, its parts would each match as much as they can.
+            lark = _START.sub("start: WHOLE_OUTPUT\nWHOLE_OUTPUT:", lark, count=1)
+        return lark
     except RecursionError:
         raise refusal("the grammar is nested too deeply", value=text) from None
     except Exception as error:  # plain ones, and whatever the converter's code runs into

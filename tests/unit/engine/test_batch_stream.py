@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.types import SamplingParams
+from baton.types import Grammar, GrammarKind, SamplingParams
 from engine.batch import Batch, BatchRow
 from engine.batch_stream import BatchReader, BatchWriter
 from engine.request import int_array
@@ -30,11 +30,12 @@ def sent(batches: list[Batch]) -> list[tuple[Batch, int]]:
     [
         GREEDY,
         SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=2**64 - 1, logprobs=3),
+        SamplingParams(grammar=Grammar(GrammarKind.JSON_SCHEMA, "{}"), seed=1),
         SamplingParams(logit_bias={4: -1.5}, stop=("ab", "c"), stop_token_ids=(1, 2), min_tokens=2, max_tokens=9),
     ],
 )
 def test_a_row_arrives_as_it_was(params: SamplingParams) -> None:
-    sample = SampleRow(params, 3, (7, 8), int_array([1, 2, 3]), 2)
+    sample = SampleRow(params, 3, (7, 8), int_array([1, 2, 3]), 2, int_array([4, 5, 6]))
     prompt = BatchRow("b", int_array([5, 6, 7]), 32, int_array([4, 9, 11]), None)
     batch = Batch(12, (BatchRow("a", int_array([0]), 100, int_array([1, 2]), sample, 1, 12), prompt))
     ((arrived, _),) = sent([batch])

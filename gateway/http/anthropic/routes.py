@@ -17,7 +17,12 @@ from gateway.http.counting import count_tokens
 from gateway.http.parts import Answer
 
 # What this API calls the fields of ours.
-_FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences", "grammar": "output_config.format.schema"}
+_FIELD_NAMES = {
+    "prompt": "messages",
+    "text": "messages",
+    "stop": "stop_sequences",
+    "grammar": "output_config.format.schema",
+}
 
 
 async def messages(call: Call) -> Response:

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from baton.errors import InvalidRequest
 from gateway.chat.types import ChatRequest, Json
 from gateway.http.call import Call, Job
 from gateway.http.checking import checked
@@ -25,6 +26,7 @@ from protos.baton.v1 import common_pb2
 _FIELD_NAMES = {
     "prompt": "input",
     "messages": "input",
+    "text": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "grammar": "text.format.schema",
@@ -65,7 +67,12 @@ async def _fitting(call: Call, request: ResponsesRequest, chat: ChatRequest) -> 
     """The conversation without its oldest turns, where it is too long for the output that is wanted."""
 
     async def count(messages: Sequence[Json]) -> int:
-        return await count_tokens(call.serving, replace(chat, messages=messages))
+        try:
+            return await count_tokens(call.serving, replace(chat, messages=messages))
+        except InvalidRequest as error:
+            if error.field != "text":
+                raise
+            return tokens_max + 1  # the text is longer than any prompt, and was not tokenized
 
     call.serving.model.check_name(request.model)
     tokens_max = call.context.fleet.max_context_tokens - (request.max_output_tokens or 1)

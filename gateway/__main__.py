@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
             http_socket = bind(settings.http_listen)
             supervisor.report("starting", address=server.address)
             settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
-            model = read_served_model(settings.model, settings.model_name)
+            model = read_served_model(settings.model, settings.model_name, settings.chat_template)
             runner.run(_run(settings, model, server, http_socket, supervisor))
     except ConfigError as error:
         fail(PROGRAM, error)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from baton.errors import InvalidRequest
 from baton.types import SamplingParams
+from gateway.chat.json_request import chat_of_message
 from gateway.chat.types import ChatRequest, OutputParser
-from gateway.chat_input import chat_from_proto
 from gateway.generation_defaults import with_defaults
 from gateway.model import ServedModel
 from gateway.request import Request, deadline_exceeded
@@ -108,7 +107,7 @@ def _read_prompt(
 ) -> _Prompt:
     if chat is not None or message.WhichOneof("prompt") == "chat":
         if chat is None:
-            chat = chat_from_proto(message.chat, sampling.grammar)
+            chat = chat_of_message(message.chat, sampling.grammar)
         elif sampling.grammar is not None:
             chat = replace(chat, grammar=sampling.grammar)
         prepared = model.chat.prepare(chat)
@@ -126,16 +125,9 @@ def _read_prompt(
         parser = None
         text, special = message.text, not message.HasField("add_special_tokens") or message.add_special_tokens
     if sampling.grammar is not None:
-        _check_grammar(sampling, model)
+        model.grammars.check(sampling.grammar)
     if chat is None and message.WhichOneof("prompt") == "token_ids":
         return _Prompt(list(message.token_ids.ids), sampling)
     check_text(text, model, max_context_tokens=max_context_tokens, field="prompt")
     token_ids = model.tokenizer.encode(text, add_special_tokens=special, salt=message.cache_salt)
     return _Prompt(token_ids, sampling, parser)
-
-
-def _check_grammar(sampling: SamplingParams, model: ServedModel) -> None:
-    assert sampling.grammar is not None
-    if model.grammars is None:
-        raise InvalidRequest("this gateway takes no constraints", field="grammar", value=sampling.grammar.kind.value)
-    model.grammars.check(sampling.grammar)

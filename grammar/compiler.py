@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
@@ -22,21 +21,12 @@ from grammar.refusal import refusal
 from grammar.schema import parse_json, readable_schema
 from grammar.tags import lark_from_tags
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 # Bounds of one grammar. The grammar library bounds the rest of the work by its own counts.
 MOST_BYTES = 1 << 18
 _MOST_CHOICES = 10_000
 _LEXER_STATES = 50_000
 _GRAMMAR_SIZE = 100_000
 _CACHED_GRAMMARS = 64
-# Any run of whitespace between the parts of a JSON text, but no endless one: models get lost in those.
-_JSON_OPTIONS: "JsonCompileOptions" = {
-    "whitespace_pattern": r"[ \n\r\t]{1,64}",
-    "lenient": False,
-    "coerce_one_of": False,
-}
 
 
 class GrammarCompiler:
@@ -183,18 +173,13 @@ class _Tokenizer:
 
 
 def _json_object(text: str, tokenizer: _Tokenizer) -> str:
-    del text, tokenizer
-    return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS))
+    del text
+    return _json_schema('{"type": "object"}', tokenizer)
 
 
 def _json_schema(text: str, tokenizer: _Tokenizer) -> str:
     del tokenizer
-    schema = readable_schema(text)
-    if schema == "true":
-        schema = "{}"  # options cannot be added to a boolean
-    if schema == "false":
-        raise refusal("the JSON Schema is false, which no output satisfies", value="false")
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS))
+    return str(LLMatcher.grammar_from_json_schema(readable_schema(text)))
 
 
 def _regex(text: str, tokenizer: _Tokenizer) -> str:

@@ -51,6 +51,8 @@ _DEPENDENT["maxContains"] = ("contains",)
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06")
+# Between the parts of a JSON text: a space, or a new line with its indentation. Models get lost in endless whitespace.
+_OPTIONS = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False, "coerce_one_of": False}
 _LARGEST_EXACT = 2**53
 _MOST_NESTED = 64
 _MOST_REFS = 1000
@@ -79,9 +81,13 @@ def readable(schema: Any) -> str:
     """`readable_schema` for a schema that is parsed already; changes it."""
     if not isinstance(schema, dict | bool):
         raise refusal("a JSON Schema is an object or a boolean", value=json.dumps(schema))
-    if isinstance(schema, dict):
-        schema.pop("x-guidance", None)  # options of the grammar library
+    if schema is False:
+        raise refusal("the JSON Schema is false, which no output satisfies", value="false")
+    if schema is True:
+        schema = {}
     _Reader(schema).read(schema, "", 0)
+    # Options of the grammar library, which a request must not set itself.
+    schema["x-guidance"] = _OPTIONS
     return json.dumps(schema, ensure_ascii=False)
 
 

@@ -217,8 +217,7 @@ class _Dialect:
             return None
         if request.grammar is not None and not forced and request.grammar.kind is GrammarKind.STRUCTURAL_TAG:
             return request.grammar  # its tags stand in free text, which reasoning is, too
-        tokens, special = self.checkpoint.tokens, self.checkpoint.special
-        lark = Lark({text: tokens[text] for text in special})
+        lark = Lark({text: token for text, token in self.checkpoint.tokens.items() if self._is_no_text(text)})
         tools = Forced(_callable_tools(request), request.parallel_tool_calls)
         before = self._before_answer(lark, request, prompt)
         if forced or request.grammar is None:
@@ -231,6 +230,10 @@ class _Dialect:
         if not before and not final:
             return request.grammar
         return lark.finish(f"{before} {final} {constraints.answer(request.grammar)}")
+
+    def _is_no_text(self, token: str) -> bool:
+        """Whether a grammar must name the token by its id: llguidance takes all added tokens like <this> as special."""
+        return token in self.checkpoint.special or (token.startswith("<") and token.endswith(">"))
 
     def _before_answer(self, lark: Lark, request: ChatRequest, prompt: str) -> str:
         """An expression for the reasoning that comes first; empty: none comes."""

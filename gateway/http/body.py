@@ -95,9 +95,10 @@ def shown(value: object) -> str:
 
 
 def _invalid(given: Mapping[str, Any], details: list[ErrorDetails]) -> InvalidRequest:
-    """The first mistake; of a field with several forms, what each form would be."""
-    detail = details[0]
-    field, value = _locate(given, detail["loc"])
+    """The first mistake. Of a field with several forms: the form that comes farthest, and what else it may be there."""
+    about_first = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
+    found = [(*_locate(given, detail["loc"]), detail) for detail in about_first]
+    field, value, detail = max(found, key=lambda each: each[0].count(".") + each[0].count("["))
     if detail["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {shown(field)}", field=field, cure="leave it out; /docs lists all fields")
     if detail["type"] == "missing":
@@ -105,13 +106,12 @@ def _invalid(given: Mapping[str, Any], details: list[ErrorDetails]) -> InvalidRe
         return InvalidRequest(f"{field} is missing", field=field)
     if detail["type"] == "value_error":  # of our own validators
         return InvalidRequest(detail["msg"].removeprefix("Value error, "), field=field, value=shown(value))
-    first = detail["loc"][:1]
-    forms = [other["msg"] for other in details if other["loc"][:1] == first]
-    allowed = dict.fromkeys(form.removeprefix("Input should be ") for form in forms)
-    return InvalidRequest(f"{field} is {shown(value)}", field=field, value=shown(value), allowed=tuple(allowed))
+    forms = [other["msg"].removeprefix("Input should be ") for at, _, other in found if at == field]
+    allowed = tuple(dict.fromkeys(forms))
+    return InvalidRequest(f"{field} is {shown(value)}", field=field, value=shown(value), allowed=allowed)
 
 
-def _locate(given: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[str, object]:
+def _locate(given: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[str, Any]:
     """Name and value of the wrong field. A union adds names of its members to `loc`, which the body does not have."""
     name = ""
     value: Any = given

@@ -21,7 +21,7 @@ from gateway.serving import Serving
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75  # of an idle connection; longer than the 60 s after which common proxies close their end
-_SHUTDOWN_S = 1
+_SHUTDOWN_S = 1.0
 
 
 class HttpServer:
@@ -53,7 +53,7 @@ class HttpServer:
             proxy_headers=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
+            timeout_graceful_shutdown=10 * int(_SHUTDOWN_S),
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -67,6 +67,9 @@ class HttpServer:
     ) -> None:
         assert self._task is not None
         self._server.should_exit = True
+        await asyncio.wait([self._task], timeout=_SHUTDOWN_S)
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
         await self._task
         self._socket.close()
 

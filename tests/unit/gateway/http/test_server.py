@@ -1,0 +1,286 @@
+"""The server on real connections, in front of scripted nodes: limits, errors, streams, clients that leave, drain."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+import gateway.http.call
+from baton.errors import ConfigError
+from gateway.http.server import bind
+from tests.unit.gateway.http.door import BOUND_S, Door, open_door, step_token
+
+COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 4}
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    async with open_door() as opened:
+        yield opened
+
+
+def test_a_taken_port_is_a_wrong_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError) as caught:
+            bind(f"127.0.0.1:{taken.getsockname()[1]}")
+    assert caught.value.field == "http_listen"
+
+
+def test_off_is_no_socket() -> None:
+    assert bind("off") is None
+
+
+@pytest.mark.parametrize("listen", ["nonsense", "127.0.0.1", "127.0.0.1:99999", "300.0.0.1:1"])
+def test_an_address_that_is_none_is_a_wrong_setting(listen: str) -> None:
+    with pytest.raises(ConfigError):
+        bind(listen)
+
+
+async def test_what_the_gateway_says_about_itself(door: Door) -> None:
+    models = (await door.call("GET", "/v1/models")).json
+    assert [model["id"] for model in models["data"]] == ["llama"]
+    assert (await door.call("GET", "/v1/models/llama")).json["id"] == "llama"
+    assert (await door.call("GET", "/v1/models/other")).status == 404
+    assert (await door.call("GET", "/")).json["gateway"] == "gateway-1"
+    assert (await door.call("GET", "/health")).status == 200
+    assert (await door.call("GET", "/version")).json["version"]
+    assert b"baton_gateway_requests_running 0\n" in (await door.call("GET", "/metrics")).body
+    assert (await door.call("HEAD", "/health")).status == 200
+
+
+async def test_the_page_describes_every_body(door: Door) -> None:
+    page = (await door.call("GET", "/openapi.json")).json
+    schema = page["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["$ref"].removeprefix("#/components/schemas/") in page["components"]["schemas"]
+    assert (await door.call("GET", "/docs")).status == 200
+
+
+async def test_text_becomes_tokens_and_tokens_text(door: Door) -> None:
+    tokens = (await door.call("POST", "/tokenize", {"prompt": "the file"})).json
+    assert tokens["count"] == len(tokens["tokens"]) > 0
+    assert (await door.call("POST", "/detokenize", {"tokens": tokens["tokens"]})).json["prompt"].endswith("the file")
+    refused = await door.call("POST", "/detokenize", {"tokens": [1 << 31]})
+    assert (refused.status, refused.error["param"]) == (400, "tokens")
+
+
+async def test_readiness_ends_with_the_drain_and_new_requests_are_refused(door: Door) -> None:
+    assert (await door.call("GET", "/ready")).status == 200
+    door.http.drain()
+    drain = asyncio.create_task(door.serving.drain(BOUND_S))
+    await drain
+    assert (await door.call("GET", "/ready")).status == 503
+    refused = await door.call("POST", "/v1/completions", COMPLETION)
+    assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "draining", "1")
+
+
+async def test_a_running_stream_finishes_during_the_drain(door: Door) -> None:
+    wire = await door.stream({})
+    assert (await wire.head()).status == 200
+    await wire.chunk()
+    drain = asyncio.create_task(door.serving.drain(BOUND_S))
+    door.finish(1)
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+    await asyncio.wait_for(drain, BOUND_S)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("OPTIONS", "/v1/models", 405),
+        ("PUT", "/health", 405),
+    ],
+)
+async def test_paths_and_methods_that_do_not_exist(door: Door, method: str, path: str, status: int) -> None:
+    answer = await door.call(method, path)
+    assert (answer.status, answer.error["type"]) == (status, "invalid_request_error")
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+WRONG: list[tuple[object, int, str | None]] = [
+    (b"{", 400, None),
+    (b"", 400, None),
+    (b'{"prompt": "\xff"}', 400, None),
+    ({}, 400, "prompt"),
+    ({**COMPLETION, "model": "other"}, 404, "model"),
+    ({**COMPLETION, "temperature": -1}, 400, "temperature"),
+    ({**COMPLETION, "top_p": 0}, 400, "top_p"),
+    ({**COMPLETION, "logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+    ({**COMPLETION, "stop_token_ids": [99999999]}, 400, "stop_token_ids"),
+    ({**COMPLETION, "colour": "red"}, 400, "colour"),
+    ({"prompt": [1 << 31]}, 400, "prompt"),
+    ({"prompt": [1 << 31], "echo": True}, 400, "prompt"),
+    ({"prompt": [1] * 10000}, 400, "prompt"),
+    ({**COMPLETION, "prompt_logprobs": 1000}, 400, "prompt_logprobs"),
+    ({**COMPLETION, "guided_json": "{"}, 400, "guided_json"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool) -> None:
+    for body, status, param in WRONG:
+        if isinstance(body, dict) and "prompt_logprobs" not in body:
+            body = {**body, "stream": stream}
+        answer = await door.call("POST", "/v1/completions", body)
+        assert (answer.status, answer.error["param"]) == (status, param), body
+    assert door.decode.received.empty()
+
+
+async def test_a_body_that_is_too_large_is_refused() -> None:
+    async with open_door("--http-body-mib", "0.001") as door:
+        answer = await door.call("POST", "/v1/completions", {"prompt": "a" * 2000})
+        assert (answer.status, answer.headers["connection"]) == (413, "close")
+        wire = await door.connect()
+        wire.send("POST", "/v1/completions", b"800\r\n" + b"a" * 2048 + b"\r\n", transfer_encoding="chunked")
+        assert (await wire.answer()).status == 413
+
+
+async def test_headers_that_are_too_large_are_refused(door: Door) -> None:
+    assert (await door.call("GET", "/health", x="a" * 70000)).status == 431
+    wire = await door.connect()
+    wire.writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * 70000)
+    assert (await wire.answer()).status == 431
+
+
+async def test_what_is_no_http_is_refused(door: Door) -> None:
+    wire = await door.connect()
+    wire.writer.write(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
+    assert (await wire.answer()).error["code"] == "invalid_http"
+    assert await wire.closed()
+
+
+async def test_another_media_type_is_refused(door: Door) -> None:
+    answer = await door.call("POST", "/v1/completions", COMPLETION, content_type="application/x-www-form-urlencoded")
+    assert answer.status == 415
+
+
+async def test_the_clients_request_id_is_used_and_one_is_drawn_without(door: Door) -> None:
+    answer = await door.call("POST", "/v1/completions", {}, x_request_id="mine-1")
+    assert (answer.headers["x-request-id"], answer.error["request_id"]) == ("mine-1", "mine-1")
+    assert (await door.call("GET", "/health")).headers["x-request-id"]
+
+
+async def test_a_request_id_that_logs_cannot_show_is_refused(door: Door) -> None:
+    for request_id in ("a" * 257, "two words", "\xe9"):
+        answer = await door.call("GET", "/health", x_request_id=request_id)
+        assert (answer.status, answer.error["param"]) == (400, "x-request-id"), request_id
+
+
+async def test_a_deadline_that_is_none_is_refused(door: Door) -> None:
+    for seconds in ("-1", "0", "nan", "inf", "soon"):
+        answer = await door.call("POST", "/v1/completions", COMPLETION, x_request_timeout_s=seconds)
+        assert (answer.status, answer.error["param"]) == (400, "x-request-timeout-s"), seconds
+
+
+async def test_a_deadline_that_passes(door: Door) -> None:
+    answer = await door.call("POST", "/v1/completions", COMPLETION, x_request_timeout_s="0.01")
+    assert (answer.status, answer.error["code"]) == (504, "deadline")
+
+
+async def test_too_many_requests_are_told_when_to_come_back() -> None:
+    async with open_door("--max-concurrent-requests", "1") as door:
+        await door.stream({})
+        answer = await door.call("POST", "/v1/completions", COMPLETION)
+        assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+        assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "1000")
+
+
+async def test_each_token_is_an_event_when_it_comes(door: Door) -> None:
+    wire = await door.stream({}, x_request_id="r1")
+    head = await wire.head()
+    assert head.headers["content-type"].startswith("text/event-stream")
+    first = json.loads((await wire.chunk()).removeprefix(b"data: "))
+    assert (first["id"], first["choices"][0]["index"]) == ("cmpl-r1", 0)
+    door.finish(1)
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_leaves_a_stream_cancels_its_request(door: Door) -> None:
+    wire = await door.stream({})
+    await wire.head()
+    wire.writer.close()
+    await door.cancelled()
+
+
+async def test_a_client_that_leaves_before_the_answer_cancels_its_request(door: Door) -> None:
+    wire = await door.connect()
+    wire.send("POST", "/v1/completions", json.dumps(COMPLETION).encode())
+    await door.accept()
+    wire.writer.close()
+    await door.cancelled()
+
+
+async def test_a_client_that_leaves_within_its_body_is_forgotten(door: Door) -> None:
+    wire = await door.connect()
+    wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    wire.writer.close()
+    assert (await door.call("GET", "/health")).status == 200
+    assert door.serving.running == 0
+
+
+async def test_a_stream_that_fails_midway_ends_with_an_error_event(door: Door) -> None:
+    wire = await door.stream({}, x_request_timeout_s="0.5")
+    assert (await wire.head()).status == 200
+    *_, event = (await wire.chunks()).decode().strip().split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "deadline"
+
+
+async def test_an_aborted_stream_says_so(door: Door) -> None:
+    wire = await door.stream({}, x_request_id="r1")
+    await wire.head()
+    await wire.chunk()
+    assert door.serving.abort(["r1"]) == ["r1"]
+    assert b'"code":"cancelled"' in await wire.chunks()
+
+
+async def test_a_silent_stream_is_kept_alive(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.http.call, "KEEP_ALIVE_S", 0.01)
+    wire = await door.stream({})
+    await wire.head()
+    await wire.chunk()
+    assert await wire.chunk() == b": keep-alive\n\n"
+    door.finish(1)
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_the_receipt_comes_on_request(door: Door) -> None:
+    wire = await door.stream({}, x_baton_receipt="1")
+    await wire.head()
+    door.finish(1)
+    assert b'"baton":{"receipt":{"path":"local"' in await wire.chunks()
+
+
+async def test_requests_that_are_sent_together_are_answered_in_order(door: Door) -> None:
+    wire = await door.connect()
+    wire.send("GET", "/health")
+    wire.send("GET", "/version")
+    assert (await wire.answer()).json == {"status": "ok"}
+    assert "version" in (await wire.answer()).json
+
+
+async def test_one_prompt_that_fails_ends_the_others(door: Door) -> None:
+    wire = await door.connect()
+    wire.send("POST", "/v1/completions", json.dumps({"prompt": [[1, 2], [1 << 30]], "stream": True}).encode())
+    answer = await wire.answer()
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    assert door.serving.running == 0
+
+
+async def test_a_slow_clients_tokens_wait_and_come_together(door: Door) -> None:
+    wire = await door.stream({"max_tokens": 4000})
+    transport = wire.writer.transport
+    assert isinstance(transport, asyncio.Transport)
+    transport.pause_reading()
+    for index in range(1, 3000):
+        door.decode.send_tokens(step_token(index))
+    door.finish(3000)
+    transport.resume_reading()
+    await wire.head()
+    events = (await wire.chunks()).decode().strip().split("\n\n")
+    text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1])
+    assert text == door.serving.model.tokenizer.decode([300 + index for index in range(3001)])

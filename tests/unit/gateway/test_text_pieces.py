@@ -18,7 +18,7 @@ def metaspace(scheme: str) -> Callable[[], Tokenizer]:
 
     def build() -> Tokenizer:
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False, fuse_unk=True))
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)  # type: ignore[arg-type]
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
         trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<bos>", "<eos>"], show_progress=False)
         tokenizer.train_from_iterator([*TEXTS] * 3, trainer)
         return tokenizer
@@ -27,7 +27,7 @@ def metaspace(scheme: str) -> Callable[[], Tokenizer]:
 
 
 def word_piece() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)

@@ -144,7 +144,7 @@ def test_an_id_that_is_long_or_would_forge_log_lines_is_refused(request_id: str)
     ],
 )
 def test_the_number_of_outputs(given: dict[str, int], expected: Outputs) -> None:
-    assert check_outputs(pb.GenerateRequest(**given), max_outputs=100) == expected
+    assert check_outputs(pb.GenerateRequest(**given), max_outputs=100) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_number_of_outputs(given: dict[str, int], expected: Outputs) -> None
 )
 def test_a_wrong_number_of_outputs_is_named(given: dict[str, int], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        check_outputs(pb.GenerateRequest(**given), max_outputs=100)
+        check_outputs(pb.GenerateRequest(**given), max_outputs=100)  # type: ignore[arg-type]
     assert raised.value.field == field
 
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PROTOS := $(wildcard protos/baton/v1/*.proto)
+PROTOS := $(wildcard protos/*/*.proto protos/*/*/*.proto)
 GENERATED := protos/baton/v1/common_pb2.pyi
 # Messages, numbers and names that no change may break: the descriptors that `make wire` wrote last.
 WIRE := protos/wire.binpb

@@ -5,46 +5,92 @@ async with Client("127.0.0.1:7000") as client:
         print(event.text, end="")
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
 import grpc
 
 from baton.convert import (
     finish_reason_from_proto,
+    grammar_to_proto,
     receipt_from_proto,
     sampling_to_proto,
     token_from_proto,
     usage_from_proto,
 )
-from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, NoNode
+from baton.errors import DataLoss, DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
-from baton.types import FinishReason, Receipt, SamplingParams, TokenOutput, Usage
+from baton.types import FinishReason, Grammar, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
 
 Answer = TypeVar("Answer")
+
+# What to draw by. A mapping gives some numbers only, by the names of SamplingParams; the others, and all for None, are
+# the model's own.
+Sampling = SamplingParams | Mapping[str, Any] | None
 
 DEFAULT_PORT = 7000  # of the gateway in `baton up` and in the images
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"  # for the command line
 _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 
 
+class Options(TypedDict, total=False):
+    """What every request takes; `GenerateRequest` on the wire describes the fields. `timeout_s`: None: no deadline."""
+
+    model: str
+    request_id: str
+    cache_salt: str
+    timeout_s: float | None
+    priority: int
+    n: int
+    best_of: int
+    truncate_prompt_tokens: int
+    add_special_tokens: bool
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool call of an answer, or a piece of one: the pieces of a call have its index, the first its id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str  # JSON, or a piece of it
+
+
+@dataclass(frozen=True)
+class ChatDelta:
+    """What some text of the model means in a conversation."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
 @dataclass(frozen=True)
 class Piece:
-    """New tokens and the text that they add. `text` may be empty while a character is incomplete."""
+    """New tokens of one output and the text that they add. `text` may be empty while a character is incomplete."""
 
     text: str
     tokens: tuple[TokenOutput, ...]
+    index: int = 0  # which output
+    chat: ChatDelta | None = None  # of a chat
+    prompt_logprobs: tuple[common_pb2.PromptLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event: the rest of the text, why the output ended, usage and receipt."""
+    """The last event of one output: the rest of the text, why the output ended, usage and receipt.
+
+    Of several outputs, the one that ends last has the usage of all; the others' is zero.
+    """
 
     text: str
     finish_reason: FinishReason
@@ -52,16 +98,21 @@ class Finished:
     usage: Usage
     receipt: Receipt
     tokens: tuple[TokenOutput, ...] = ()
+    index: int = 0
+    chat: ChatDelta | None = None
+    prompt_logprobs: tuple[common_pb2.PromptLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
-class ChatPiece:
-    """What new tokens add to a chat's answer. `tool_calls` is for display: names and pieces of arguments."""
+class Notice:
+    """Why no token has come for a while, in one sentence for display."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: str = ""
-    notice: str = ""  # one sentence: why no token has come for a while
+    message: str
+    text: ClassVar[str] = ""
+    tokens: ClassVar[tuple[TokenOutput, ...]] = ()
+
+
+Event = Piece | Finished | Notice
 
 
 @dataclass(frozen=True)
@@ -72,8 +123,11 @@ class Completion:
     tokens: tuple[TokenOutput, ...]
     finish_reason: FinishReason
     stop_reason: str
-    usage: Usage
+    usage: Usage  # of all outputs of the request
     receipt: Receipt
+    index: int = 0
+    chat: ChatDelta | None = None
+    prompt_logprobs: tuple[common_pb2.PromptLogprob, ...] = ()
 
 
 class Client:
@@ -92,130 +146,202 @@ class Client:
     ) -> None:
         await self._channel.close()
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        model: str = "",
-        request_id: str = "",
-        cache_salt: str = "",
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Piece | Finished, None]:
-        """The output as it arrives; the last event is `Finished`. Closing the generator or cancelling ends the request.
+    def generate(
+        self, prompt: str | Sequence[int], sampling: Sampling = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Event, None]:
+        """The outputs as they arrive; each ends with `Finished`. Closing the generator or cancelling ends the request.
 
         Raises:
             BatonError: the request failed, or took longer than `timeout_s`.
         """
-        request = pb.GenerateRequest(sampling=sampling_to_proto(sampling or SamplingParams()))
-        _set_text(request, model=model, request_id=request_id, cache_salt=cache_salt)
+        request = _request(sampling, options)
         if isinstance(prompt, str):
             _set_text(request, text=prompt)
         else:
             request.token_ids.CopyFrom(_token_ids(prompt))
-        async with aclosing(self._responses(request, timeout_s)) as responses:
-            async for response in responses:
-                yield _event(response)
+        return self._stream(request, options.get("timeout_s"))
 
-    async def chat(
+    def chat(
         self,
-        messages_json: str,
-        sampling: common_pb2.SamplingParams | None = None,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling = None,
         *,
-        model: str = "",
-        template_kwargs_json: str = "",
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[ChatPiece, None]:
-        """The answer to a conversation as it arrives. Closing the generator or cancelling ends the request.
-
-        Args:
-            messages_json: array of messages in the shape of OpenAI's chat completions.
-            sampling: absent numbers are the model's own defaults.
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        parallel_tool_calls: bool = True,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Event, None]:
+        """As `generate`, for a conversation in the shapes of OpenAI's chat completions; events have `chat`.
 
         Raises:
             BatonError: as in `generate`.
         """
-        request = pb.GenerateRequest(sampling=sampling)
-        _set_text(request, model=model)
-        request.chat.messages_json, request.chat.template_kwargs_json = messages_json, template_kwargs_json
-        async with aclosing(self._responses(request, timeout_s)) as responses:
-            async for response in responses:
-                yield _chat_piece(response)
-
-    async def _responses(
-        self, request: pb.GenerateRequest, timeout_s: float | None
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        call = self._stub.Generate(request, timeout=None if timeout_s is None else min(timeout_s, _TIMEOUT_S_MAX))
-        try:
-            with _typed_errors(self.target):
-                async for response in call:
-                    yield response
-        finally:
-            call.cancel()
+        request = _request(sampling, options)
+        request.chat.messages_json = _json("messages", list(messages))
+        request.chat.tools_json = _json("tools", list(tools)) if tools else ""
+        request.chat.tool_choice_json = _json("tool_choice", tool_choice)
+        request.chat.template_kwargs_json = _json("template_kwargs", dict(template_kwargs or {}))
+        request.chat.continue_final_message = continue_final_message
+        request.chat.parallel_tool_calls = parallel_tool_calls
+        return self._stream(request, options.get("timeout_s"))
 
     async def complete(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        model: str = "",
-        request_id: str = "",
-        cache_salt: str = "",
-        timeout_s: float | None = None,
+        self, prompt: str | Sequence[int], sampling: Sampling = None, **options: Unpack[Options]
     ) -> Completion:
-        """The whole output at once.
+        """The whole output at once; of several, the first.
 
         Raises:
             BatonError: as in `generate`.
         """
-        events = self.generate(
-            prompt, sampling, model=model, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s
-        )
-        return await collect(events)
+        return await collect(self.generate(prompt, sampling, **options))
 
-    async def tokenize(self, text: str, *, model: str = "") -> list[int]:
-        request = pb.TokenizeRequest()
+    async def abort(self, *request_ids: str) -> list[str]:
+        """Ends running requests; returns the ids of those that ran. Their callers get `Cancelled`."""
+        return list((await self._ask(self._stub.Abort(pb.AbortRequest(request_ids=request_ids)))).aborted)
+
+    async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
+        request = pb.TokenizeRequest(add_special_tokens=add_special_tokens)
         _set_text(request, model=model, text=text)
         answer = await self._ask(self._stub.Tokenize(request))
         return list(answer.token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        answer = await self._ask(self._stub.Detokenize(pb.DetokenizeRequest(model=model, token_ids=token_ids)))
-        return answer.text
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
+        request.token_ids.extend(_token_ids(token_ids).ids)
+        return (await self._ask(self._stub.Detokenize(request))).text
 
     async def list_models(self) -> list[pb.ModelCard]:
         answer = await self._ask(self._stub.ListModels(pb.ListModelsRequest()))
         return list(answer.models)
 
+    async def model_info(self, model: str = "") -> pb.GetModelInfoResponse:
+        """Limits, special tokens, default sampling and more of the served model."""
+        return await self._ask(self._stub.GetModelInfo(pb.GetModelInfoRequest(model=model)))
+
+    async def tokenizer(self, model: str = "") -> bytes:
+        """The model's tokenizer files as a zip archive.
+
+        Raises:
+            DataLoss: it arrived damaged.
+        """
+        data, sha256 = bytearray(), ""
+        with _typed_errors(self.target):
+            async for piece in self._stub.GetTokenizer(pb.GetTokenizerRequest(model=model)):
+                data += piece.chunk
+                sha256 = piece.sha256 or sha256
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise DataLoss("the tokenizer archive arrived damaged", cure="download it again")
+        return bytes(data)
+
+    async def loads(self) -> pb.GetLoadsResponse:
+        """How full each node is."""
+        return await self._ask(self._stub.GetLoads(pb.GetLoadsRequest()))
+
     async def cluster_status(self) -> pb.ClusterStatusResponse:
         """The cluster as the gateway sees it."""
         return await self._ask(self._stub.ClusterStatus(pb.ClusterStatusRequest()))
+
+    async def _stream(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
+        call = self._stub.Generate(request, timeout=None if timeout_s is None else min(timeout_s, _TIMEOUT_S_MAX))
+        try:
+            with _typed_errors(self.target):
+                async for response in call:
+                    yield _event(response)
+        finally:
+            call.cancel()
 
     async def _ask(self, answer: Awaitable[Answer]) -> Answer:
         with _typed_errors(self.target):
             return await answer
 
 
-async def collect(events: AsyncGenerator[Piece | Finished, None]) -> Completion:
-    """Joins all events of one `generate`."""
-    texts: list[str] = []
-    tokens: list[TokenOutput] = []
-    finished: Finished | None = None
+async def collect(events: AsyncGenerator[Event, None]) -> Completion:
+    """Joins all events of one request; of several outputs, returns the first."""
+    return (await collect_all(events))[0]
+
+
+async def collect_all(events: AsyncGenerator[Event, None]) -> list[Completion]:
+    """Joins all events of one request, output by output."""
+    outputs: dict[int, list[Piece | Finished]] = {}
     async for event in events:
-        texts.append(event.text)
-        tokens.extend(event.tokens)
-        if isinstance(event, Finished):
-            finished = event
-    if finished is None:
+        if not isinstance(event, Notice):
+            outputs.setdefault(event.index, []).append(event)
+    ended = [event for output in outputs.values() for event in output[-1:] if isinstance(event, Finished)]
+    if not ended or len(ended) < len(outputs):
         raise InternalError("the stream ended without its last message", cure="see the gateway's log")
+    usage = max((event.usage for event in ended), key=lambda usage: usage.prompt_tokens)
+    return [_joined(outputs[index], usage) for index in sorted(outputs)]
+
+
+def _joined(events: Sequence[Piece | Finished], usage: Usage) -> Completion:
+    last = events[-1]
+    assert isinstance(last, Finished)
     return Completion(
-        text="".join(texts),
-        tokens=tuple(tokens),
-        finish_reason=finished.finish_reason,
-        stop_reason=finished.stop_reason,
-        usage=finished.usage,
-        receipt=finished.receipt,
+        text="".join(event.text for event in events),
+        tokens=tuple(token for event in events for token in event.tokens),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=usage,
+        receipt=last.receipt,
+        index=last.index,
+        chat=_joined_chat([event.chat for event in events if event.chat is not None]),
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), ()),
     )
+
+
+def _joined_chat(deltas: Sequence[ChatDelta]) -> ChatDelta | None:
+    if not deltas:
+        return None
+    calls: dict[int, list[ToolCall]] = {}
+    for delta in deltas:
+        for piece in delta.tool_calls:
+            calls.setdefault(piece.index, []).append(piece)
+    whole = (
+        ToolCall(index, pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
+        for index, pieces in sorted(calls.items())
+    )
+    content = "".join(delta.content for delta in deltas)
+    return ChatDelta(content, "".join(delta.reasoning for delta in deltas), tuple(whole))
+
+
+def _request(sampling: Sampling, options: Options) -> pb.GenerateRequest:
+    """The request without its prompt.
+
+    Raises:
+        InvalidRequest: a value cannot be sent.
+    """
+    request = pb.GenerateRequest()
+    if isinstance(sampling, SamplingParams):
+        request.sampling.CopyFrom(sampling_to_proto(sampling))
+    elif sampling is not None:
+        given: dict[str, Any] = {
+            name: grammar_to_proto(value) if isinstance(value, Grammar) else value for name, value in sampling.items()
+        }
+        try:
+            request.sampling.CopyFrom(common_pb2.SamplingParams(**given))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"a sampling parameter cannot be sent: {error}", field="sampling") from None
+    for name, value in options.items():
+        if isinstance(value, str):
+            _set_text(request, **{name: value})
+        elif name != "timeout_s":
+            try:
+                setattr(request, name, value)
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"{name} is {value!r}: {error}", field=name, value=value) from None
+    return request
+
+
+def _json(field: str, value: object) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{field} cannot be sent: {error}", field=field, cure="give what JSON can express"
+        ) from None
+    return text
 
 
 def _set_text(message: pb.GenerateRequest | pb.TokenizeRequest, **texts: str) -> None:
@@ -240,11 +366,15 @@ def _token_ids(prompt: Sequence[int]) -> pb.TokenIds:
         raise InvalidRequest(f"the prompt's token ids cannot be sent: {error}", field="prompt") from None
 
 
-def _event(response: pb.GenerateResponse) -> Piece | Finished:
+def _event(response: pb.GenerateResponse) -> Event:
+    if response.notice:
+        return Notice(response.notice)
     tokens = tuple(token_from_proto(token) for token in response.tokens)
+    chat = _chat_delta(response.chat) if response.HasField("chat") else None
+    prompt_logprobs = tuple(response.prompt_logprobs)
     finish_reason = finish_reason_from_proto(response.finish_reason)
     if finish_reason is None:
-        return Piece(response.text, tokens)
+        return Piece(response.text, tokens, response.index, chat, prompt_logprobs)
     return Finished(
         text=response.text,
         finish_reason=finish_reason,
@@ -252,13 +382,15 @@ def _event(response: pb.GenerateResponse) -> Piece | Finished:
         usage=usage_from_proto(response.usage),
         receipt=receipt_from_proto(response.receipt),
         tokens=tokens,
+        index=response.index,
+        chat=chat,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
-def _chat_piece(response: pb.GenerateResponse) -> ChatPiece:
-    delta = response.chat
-    calls = [f"\n{call.name} " * bool(call.name) + call.arguments for call in delta.tool_calls]
-    return ChatPiece(delta.content, delta.reasoning, "".join(calls), response.notice)
+def _chat_delta(message: pb.ChatDelta) -> ChatDelta:
+    calls = (ToolCall(call.index, call.id, call.name, call.arguments) for call in message.tool_calls)
+    return ChatDelta(message.content, message.reasoning, tuple(calls))
 
 
 @contextmanager

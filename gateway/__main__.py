@@ -17,9 +17,8 @@ from baton.supervisor import Supervisor
 from gateway.connections import Connections
 from gateway.http.server import HttpServer, bind
 from gateway.model import ServedModel, read_served_model
-from gateway.service import SERVICE_NAME, GenerationService
+from gateway.rpc.services import SERVICE_NAMES, add_services
 from gateway.serving import Serving
-from protos.baton.v1 import generation_pb2_grpc
 
 PROGRAM = "gateway"
 
@@ -68,9 +67,8 @@ async def _run(
         if http_socket is not None:
             http = HttpServer(settings, serving, connections.fleet, name, http_socket)
             await doors.enter_async_context(http)
-        service = GenerationService(name, serving, connections.fleet)
-        generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
-        await server.start([SERVICE_NAME])
+        add_services(server, settings, serving, connections.fleet)
+        await server.start(SERVICE_NAMES)
         if http is not None:
             log.info("HTTP on http://%s", http.address)
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)

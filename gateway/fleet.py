@@ -225,6 +225,23 @@ class Fleet:
         """Why no node can be chosen for a request, node by node."""
         return "; ".join(node.explain() for node in self.nodes()) or "no node address is known"
 
+    def loads(self) -> list[generation_pb2.NodeLoad]:
+        """How full each reachable node is."""
+        return [
+            generation_pb2.NodeLoad(
+                name=node.name,
+                address=node.address,
+                role=node.role,
+                blocks_total=node.status.blocks_total,
+                blocks_free=node.status.blocks_free,
+                requests_running=node.status.requests_running,
+                requests_waiting=node.status.requests_waiting,
+                tokens_waiting=node.status.tokens_waiting,
+            )
+            for node in self.nodes()
+            if node.reachable
+        ]
+
     def report(self) -> list[generation_pb2.NodeReport]:
         reports = []
         for node in self.nodes():

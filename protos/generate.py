@@ -36,10 +36,11 @@ def generate(*, with_stubs: bool = True) -> None:
 
 
 def _import_from_protos(path: Path) -> None:
-    """Rewrites imports: protoc names modules after the proto package, `baton.v1`, but ours are in `protos.baton.v1`."""
-    text = re.sub(r"^from baton\.", "from protos.baton.", path.read_text(), flags=re.MULTILINE)
-    text = re.sub(r"^import baton\.", "import protos.baton.", text, flags=re.MULTILINE)
-    path.write_text(re.sub(r"(?<![\w./'\"])baton\.v1\.(\w+_pb2)", r"protos.baton.v1.\1", text))
+    """Rewrites imports: protoc names modules after the folders here, such as `baton.v1`, but ours are in `protos`."""
+    folders = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
+    names = "|".join(map(re.escape, folders))
+    text = re.sub(rf"^(from|import) ({names})(?=[. ])", r"\1 protos.\2", path.read_text(), flags=re.MULTILINE)
+    path.write_text(re.sub(rf"(?<![\w./'\"])((?:{names})(?:\.\w+)*\.\w+_pb2)(?!\w)", r"protos.\1", text))
 
 
 if __name__ == "__main__":

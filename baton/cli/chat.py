@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.client import DEFAULT_TARGET, ChatPiece, Client
+from baton.client import DEFAULT_TARGET, Client, Event, Notice
 from baton.errors import BatonError
-from protos.baton.v1 import common_pb2
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -32,13 +31,13 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     template_kwargs: Annotated[
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
-    ] = "",
+    ] = "{}",
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
-    if template_kwargs:
-        _check_object(template_kwargs)
-    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    failed = _converse(Conversation(system), Questions(target, model, sampling, template_kwargs))
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    questions = Questions(target, model, sampling, _read_object(template_kwargs))
+    failed = _converse(Conversation(system), questions)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -118,15 +117,12 @@ def _connected(runner: asyncio.Runner, target: str) -> Iterator[Client]:
 
 
 async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "Answer") -> None:
-    pieces = client.chat(
-        json.dumps(conversation.messages),
-        questions.sampling,
-        model=questions.model,
-        template_kwargs_json=questions.template_kwargs_json,
+    events = client.chat(
+        conversation.messages, questions.sampling, template_kwargs=questions.template_kwargs, model=questions.model
     )
-    async with aclosing(pieces):
-        async for piece in pieces:
-            answer.show(piece)
+    async with aclosing(events):
+        async for event in events:
+            answer.show(event)
 
 
 def _read_turn(*, interactive: bool) -> str | None:
@@ -150,8 +146,8 @@ class Questions:
 
     target: str
     model: str
-    sampling: common_pb2.SamplingParams
-    template_kwargs_json: str
+    sampling: Mapping[str, float]
+    template_kwargs: Mapping[str, object]
 
 
 class Answer:
@@ -162,17 +158,13 @@ class Answer:
         self._noted = False  # stderr has an open line
         self.text = ""
 
-    def show(self, piece: ChatPiece) -> None:
-        aside = piece.reasoning + piece.tool_calls
-        if piece.notice:
-            aside += f"\n({piece.notice})\n"
-        if aside:
-            self._notes.print(aside, style="dim", end="", markup=False, soft_wrap=True)
-            self._noted = not aside.endswith("\n")
-        if piece.content:
-            self._close_note()
-            self.text += piece.content
-            print(piece.content, end="", flush=True)
+    def show(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self._note(f"\n({event.message})\n")
+        elif event.chat is not None:
+            calls = [f"\n{call.name} " * bool(call.name) + call.arguments for call in event.chat.tool_calls]
+            self._note(event.chat.reasoning + "".join(calls))
+            self._say(event.chat.content)
 
     def end(self, *, note: str = "") -> None:
         self._close_note()
@@ -181,16 +173,31 @@ class Answer:
         if note:
             self._notes.print(f"({note})", style="dim")
 
+    def _say(self, content: str) -> None:
+        if content:
+            self._close_note()
+            self.text += content
+            print(content, end="", flush=True)
+
+    def _note(self, aside: str) -> None:
+        if aside:
+            self._notes.print(aside, style="dim", end="", markup=False, soft_wrap=True)
+            self._noted = not aside.endswith("\n")
+
     def _close_note(self) -> None:
         if self._noted:
             self._notes.print()
             self._noted = False
 
 
-def _check_object(text: str) -> None:
+def _read_object(text: str) -> dict[str, object]:
+    """Raises:
+    BadParameter: the text is no JSON object.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--template-kwargs") from None
     if not isinstance(value, dict):
         raise typer.BadParameter(f"{text!r} is no JSON object", param_hint="--template-kwargs")
+    return value

@@ -17,10 +17,12 @@ from typing import Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from baton.config import KEEPALIVE_S
 from baton.errors import ConfigError
+from baton.rpc.health import HealthService
+from baton.rpc.malformed import RefuseMalformed
+from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
 
 MESSAGE_BYTES_MAX = 256 << 20
 _EVERYWHERE = ("0.0.0.0", "[::]")
@@ -117,8 +119,9 @@ class GrpcServer:
     """The gRPC server of one process. `async with` does not start it: call `start` after adding the services."""
 
     def __init__(self, listen: str, *, advertise: str | None, keepalive_s: float = KEEPALIVE_S) -> None:
-        self.grpc = grpc.aio.server(options=channel_options(keepalive_s=keepalive_s))
-        self.health = health.aio.HealthServicer()
+        options = channel_options(keepalive_s=keepalive_s)
+        self.grpc = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
+        self.health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._service_names: tuple[str, ...] = ()
         where = Address.parse(listen, field="listen")
@@ -146,8 +149,8 @@ class GrpcServer:
 
     async def start(self, services: Sequence[str]) -> None:
         """Starts serving: live at once, ready after `set_ready`."""
-        self._service_names = (*services, health.SERVICE_NAME)
-        reflection.enable_server_reflection((*self._service_names, reflection.SERVICE_NAME), self.grpc)
+        add_reflection((*services, health.SERVICE_NAME), self.grpc)
+        self._service_names = (*services, health.SERVICE_NAME, V1_ALPHA, V1)
         await self.grpc.start()
         await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(ready=False)

@@ -1,13 +1,19 @@
-"""Converts Baton's errors to gRPC statuses with details, and back."""
+"""Converts Baton's errors to gRPC statuses with details, and back.
+
+A status has our ErrorDetail and, for clients that know only the standard ones, RetryInfo, BadRequest, RequestInfo and
+ErrorInfo of google.rpc.
+"""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, status_pb2
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton import errors
@@ -42,14 +48,80 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 }
 
 
-async def abort(context: grpc.aio.ServicerContext[Request, Response], error: errors.BatonError) -> NoReturn:
-    """Ends the call with the error's status and detail."""
-    packed = any_pb2.Any()
-    packed.Pack(to_detail(error))
-    status = status_pb2.Status(code=_CODES[error.reason], message=str(error), details=[packed])
-    rich = rpc_status.to_status(status)
-    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+# Clients refuse headers over 8 KB by default. The rest is for keys, for what services add, and for HTTP/2.
+_TRAILER_BYTES_MAX = 6500
+_TEXT_BYTES = (2048, 1024, 512, 256, 96)  # limits of one text, tried in this order until the status fits
+_ALLOWED_MAX = 16
+
+_DOMAIN = "baton"
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Request, Response], error: errors.BatonError, *, request_id: str = ""
+) -> NoReturn:
+    """Ends the call with the error's status and details, in less than 8 KB: long texts are cut."""
+    rich = rpc_status.to_status(to_status(error, request_id=request_id))
+    trailers = tuple(rich.trailing_metadata)
+    if error.retry_after_s is not None:
+        trailers += (("grpc-retry-pushback-ms", str(math.ceil(1000 * error.retry_after_s))),)
+    await context.abort(rich.code, rich.details, trailers)
     raise AssertionError("context.abort raises")
+
+
+def to_status(error: errors.BatonError, *, request_id: str = "") -> status_pb2.Status:
+    """The error as a google.rpc.Status that fits into a trailer."""
+    for limit in _TEXT_BYTES:
+        status = _status(_shortened(error, limit), request_id, limit)
+        if _trailer_bytes(status) <= _TRAILER_BYTES_MAX:
+            break
+    return status
+
+
+def _status(error: errors.BatonError, request_id: str, limit: int) -> status_pb2.Status:
+    message = _cut(str(error), limit)
+    details: list[Message] = [to_detail(error)]
+    details.append(error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(1e9 * error.retry_after_s))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if error.field and _CODES[error.reason] == code_pb2.INVALID_ARGUMENT:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if request_id:
+        details.append(error_details_pb2.RequestInfo(request_id=_cut(request_id, 256)))
+    status = status_pb2.Status(code=_CODES[error.reason], message=message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def _shortened(error: errors.BatonError, limit: int) -> errors.BatonError:
+    return type(error)(
+        _cut(error.message, limit),
+        field=_cut(error.field, 256),
+        value=_cut(error.value, min(limit, 256)),
+        allowed=tuple(_cut(each, 128) for each in error.allowed[:_ALLOWED_MAX]),
+        cure=_cut(error.cure, limit),
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def _cut(text: str, limit: int) -> str:
+    """At most `limit` bytes of the text, which then shows that it goes on."""
+    data = text.encode(errors="replace")
+    if len(data) <= limit:
+        return data.decode()
+    return data[: limit - 3].decode(errors="ignore") + "..."
+
+
+def _trailer_bytes(status: status_pb2.Status) -> int:
+    """Size of `grpc-message`, which is percent-encoded, and of `grpc-status-details-bin`, which is base64."""
+    percent_encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3 for byte in status.message.encode())
+    size_bytes: int = status.ByteSize()
+    return percent_encoded + 4 * math.ceil(size_bytes / 3)
 
 
 @contextmanager

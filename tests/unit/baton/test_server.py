@@ -1,10 +1,68 @@
-"""A server passes every call to its service, also in a burst."""
+"""Every server of ours answers bursts, refuses malformed messages, lists its health and describes itself."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from baton.errors import InvalidRequest
+from baton.rpc.reflection import V1, V1_ALPHA
 from baton.rpc.server import GrpcServer, connect
+from baton.rpc.status import from_rpc_error
+from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Echo(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
+    """One method of each kind: a message for a message, a stream for a message, a stream for a stream."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> common_pb2.PeerState:  # noqa: N802
+        return common_pb2.PeerState(address=request.decode_address)
+
+    async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        try:
+            while True:
+                yield prefill_pb2.PrefillEvent()
+        finally:
+            self.ended.set()
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[decode_pb2.SessionResponse]:
+        async for request in requests:
+            yield decode_pb2.SessionResponse(released=decode_pb2.Released(key=request.submit.key))
+
+    def Pair(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.PairRequest], context: object
+    ) -> AsyncIterator[decode_pb2.PairResponse]:
+        raise NotImplementedError
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[tuple[grpc.aio.Channel, Echo]]:
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server:
+        service = Echo()
+        prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
+        decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
+        await server.start(["baton.v1.Prefill", "baton.v1.Decode"])
+        async with connect(server.address) as channel:
+            yield channel, service
 
 
 async def test_every_call_of_a_large_burst_is_answered() -> None:
@@ -17,3 +75,135 @@ async def test_every_call_of_a_large_burst_is_answered() -> None:
         )
         answers = await asyncio.gather(*(check(health_pb2.HealthCheckRequest()) for _ in range(4000)))
     assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
+
+
+MALFORMED = b"\x0a\xff\xff"
+
+
+async def send(channel: Any, method: str, kind: str) -> None:
+    """Sends a malformed message, after a good one where the method takes a stream."""
+    if kind == "message":
+        await channel.unary_unary(method)(MALFORMED)
+    elif kind == "stream of responses":
+        await channel.unary_stream(method)(MALFORMED).read()
+    else:
+        call = channel.stream_stream(method)()
+        await call.write(decode_pb2.SessionRequest().SerializeToString())
+        await call.read()
+        await call.write(MALFORMED)
+        await call.read()
+
+
+async def refusal(channel: grpc.aio.Channel, method: str, kind: str) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await send(channel, method, kind)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("/baton.v1.Prefill/Connect", "message"),
+        ("/baton.v1.Prefill/Prefill", "stream of responses"),
+        ("/baton.v1.Decode/Session", "stream of both"),
+        ("/grpc.health.v1.Health/Check", "message"),
+    ],
+)
+async def test_a_malformed_message_is_an_invalid_argument_with_our_detail(
+    echo: tuple[grpc.aio.Channel, Echo], method: str, kind: str
+) -> None:
+    error = await refusal(echo[0], method, kind)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    typed = from_rpc_error(error)
+    assert isinstance(typed, InvalidRequest)
+    assert f"3 bytes for {method} cannot be parsed" in str(typed)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=60))
+def test_random_bytes_never_get_unknown(data: bytes) -> None:
+    async def answer() -> grpc.StatusCode:
+        async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:
+            prefill_pb2_grpc.add_PrefillServicer_to_server(Echo(), server.grpc)
+            await server.start([])
+            untyped: Any = channel
+            code: grpc.StatusCode = await untyped.unary_unary("/baton.v1.Prefill/Connect")(data).code()
+            return code
+
+    try:
+        prefill_pb2.ConnectRequest.FromString(data)
+        expected = grpc.StatusCode.OK
+    except DecodeError:
+        expected = grpc.StatusCode.INVALID_ARGUMENT
+    assert asyncio.run(answer()) is expected
+
+
+async def test_a_handler_ends_with_its_call(echo: tuple[grpc.aio.Channel, Echo]) -> None:
+    channel, service = echo
+    call = prefill_pb2_grpc.PrefillStub(channel).Prefill(prefill_pb2.PrefillRequest())
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(service.ended.wait(), 60)
+
+
+async def test_streams_pass_through(echo: tuple[grpc.aio.Channel, Echo]) -> None:
+    async def submissions() -> AsyncIterator[decode_pb2.SessionRequest]:
+        for key in range(5):
+            yield decode_pb2.SessionRequest(submit=decode_pb2.SubmitRequest(key=key))
+
+    session = decode_pb2_grpc.DecodeStub(echo[0]).Session(submissions())
+    assert [answer.released.key async for answer in session] == list(range(5))
+
+
+async def test_an_unknown_method_is_unimplemented(echo: tuple[grpc.aio.Channel, Echo]) -> None:
+    error = await refusal(echo[0], "/baton.v1.Prefill/Nothing", "message")
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_health_lists_every_service(echo: tuple[grpc.aio.Channel, Echo]) -> None:
+    listing = echo[0].unary_unary(
+        "/grpc.health.v1.Health/List",
+        request_serializer=health_pb2.HealthListRequest.SerializeToString,  # type: ignore[attr-defined]
+        response_deserializer=health_pb2.HealthListResponse.FromString,  # type: ignore[attr-defined]
+    )
+    statuses = (await listing(health_pb2.HealthListRequest())).statuses  # type: ignore[attr-defined]
+    assert set(statuses) == {"", "baton.v1.Prefill", "baton.v1.Decode", "grpc.health.v1.Health", V1, V1_ALPHA}
+    assert statuses[""].status == health_pb2.HealthCheckResponse.SERVING
+    assert statuses["baton.v1.Decode"].status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+SERVICES = {"baton.v1.Prefill", "baton.v1.Decode", "grpc.health.v1.Health", V1, V1_ALPHA}
+
+
+async def test_reflection_v1alpha_describes_the_services_to_grpcios_client() -> None:
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server:
+        await server.start(["baton.v1.Prefill", "baton.v1.Decode"])
+
+        def describe() -> tuple[set[str], list[str]]:
+            with grpc.insecure_channel(server.address) as channel:
+                database = ProtoReflectionDescriptorDatabase(channel)
+                pool = descriptor_pool.DescriptorPool(database)
+                services = set(database.get_services())
+                return services, [method.name for method in pool.FindServiceByName("baton.v1.Prefill").methods]
+
+        services, methods = await asyncio.to_thread(describe)
+    assert services == SERVICES
+    assert methods == ["Prefill", "Connect"]
+
+
+async def test_reflection_v1_describes_itself_with_its_own_names(echo: tuple[grpc.aio.Channel, Echo]) -> None:
+    """A client that has only what the server sends: the messages are built from the descriptors of v1."""
+    pool = descriptor_pool.DescriptorPool()
+    channel: Any = echo[0]
+    call = channel.stream_stream(f"/{V1}/ServerReflectionInfo")()
+    await call.write(ServerReflectionRequest(file_containing_symbol=V1).SerializeToString())
+    response = ServerReflectionResponse.FromString(await call.read())
+    for data in response.file_descriptor_response.file_descriptor_proto:
+        pool.Add(descriptor_pb2.FileDescriptorProto.FromString(data))
+    assert pool.FindServiceByName(V1).methods[0].input_type.full_name == "grpc.reflection.v1.ServerReflectionRequest"
+    request: Any = GetMessageClass(pool.FindMessageTypeByName("grpc.reflection.v1.ServerReflectionRequest"))
+    answer: Any = GetMessageClass(pool.FindMessageTypeByName("grpc.reflection.v1.ServerReflectionResponse"))
+    await call.write(request(list_services="").SerializeToString())
+    listed = answer.FromString(await call.read()).list_services_response
+    assert {service.name for service in listed.service} == SERVICES
+    await call.done_writing()

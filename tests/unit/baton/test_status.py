@@ -1,12 +1,27 @@
-"""How handlers answer calls that end early."""
+"""Errors as statuses: standard details beside ours, small trailers, and handlers whose calls end early."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.errors import NoNode
-from baton.rpc.status import client_may_leave
+from baton.errors import BatonError, InvalidRequest, NoNode, Overloaded, PeerRefused
+from baton.rpc.status import client_may_leave, to_status
+from protos.baton.v1 import common_pb2
+
+
+def detail(error: BatonError, kind: type[Message], request_id: str = "") -> Any:
+    """The error's detail of this kind; None: it has none."""
+    for packed in to_status(error, request_id=request_id).details:
+        found = kind()
+        if packed.Unpack(found):
+            return found
+    return None
 
 
 @pytest.mark.parametrize("refusal", [grpc.aio.InternalError(), ExceptionGroup("tasks", [grpc.aio.InternalError()])])
@@ -20,3 +35,51 @@ def test_other_errors_are_unchanged() -> None:
     with pytest.raises(NoNode) as raised, client_may_leave():
         raise error
     assert raised.value is error
+
+
+def test_an_overload_says_when_to_retry() -> None:
+    error = Overloaded("8 requests are running already", retry_after_s=1.25)
+    retry = detail(error, error_details_pb2.RetryInfo)
+    assert (retry.retry_delay.seconds, retry.retry_delay.nanos) == (1, 250_000_000)
+    assert detail(error, error_details_pb2.BadRequest) is None
+    info = detail(error, error_details_pb2.ErrorInfo)
+    assert (info.reason, info.domain) == ("OVERLOADED", "baton")
+
+
+def test_a_wrong_field_is_a_violation_of_a_bad_request() -> None:
+    error = InvalidRequest("top_p is 2", field="top_p", value=2, allowed=("up to 1",))
+    (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
+    assert (violation.field, violation.description) == ("top_p", "top_p is 2; allowed: up to 1")
+    assert detail(error, error_details_pb2.RetryInfo) is None
+    assert detail(error, common_pb2.ErrorDetail).field == "top_p"
+
+
+def test_the_request_is_named() -> None:
+    assert detail(NoNode("gone"), error_details_pb2.RequestInfo, "req-1").request_id == "req-1"
+    assert detail(NoNode("gone"), error_details_pb2.RequestInfo) is None
+
+
+_TEXTS = st.text(st.characters(), max_size=40).flatmap(lambda text: st.integers(0, 400).map(lambda n: text * n))
+
+
+@given(
+    message=_TEXTS,
+    value=_TEXTS,
+    field=_TEXTS,
+    cure=_TEXTS,
+    request_id=_TEXTS,
+    allowed=st.lists(_TEXTS, max_size=40).map(tuple),
+)
+def test_a_status_always_fits_into_a_trailer(
+    message: str, value: str, field: str, cure: str, request_id: str, allowed: tuple[str, ...]
+) -> None:
+    error = InvalidRequest(message, field=field, value=value, cure=cure, allowed=allowed, retry_after_s=1.0)
+    status = to_status(error, request_id=request_id)
+    percent_encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3 for byte in status.message.encode())
+    assert percent_encoded + len(status.SerializeToString()) * 4 / 3 < 8000
+
+
+def test_a_long_message_is_cut_visibly() -> None:
+    status = to_status(PeerRefused("é" * 100_000))
+    assert status.message.startswith("éé")
+    assert status.message.endswith("...")

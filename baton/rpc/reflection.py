@@ -1,0 +1,41 @@
+"""Server reflection under both of its names: v1alpha, which grpcio has, and v1, which newer clients ask for first.
+
+The messages of the two versions are equal on the wire, so one servicer answers both.
+"""
+
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+V1_ALPHA = "grpc.reflection.v1alpha.ServerReflection"
+V1 = "grpc.reflection.v1.ServerReflection"
+_V1_FILE = "grpc/reflection/v1/reflection.proto"
+
+
+def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
+    """Makes the server describe these services, which its descriptor pool must know, and reflection itself."""
+    pool = descriptor_pool.Default()
+    _describe_v1(pool)
+    servicer = reflection.aio.ReflectionServicer((*services, V1_ALPHA, V1), pool)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, {"ServerReflectionInfo": handler}),))
+
+
+def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
+    """Adds the file of v1 to the pool, unless it is there: the file of v1alpha under the other package name."""
+    try:
+        pool.FindFileByName(_V1_FILE)
+    except KeyError:
+        file = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(file)
+        text = text_format.MessageToString(file).replace("reflection.v1alpha", "reflection.v1")
+        file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
+        file.name = _V1_FILE
+        pool.Add(file)

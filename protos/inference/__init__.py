@@ -1,0 +1,1 @@
+"""The wire of the Open Inference Protocol, version 2."""

@@ -28,13 +28,22 @@ def chat(
         float | None, typer.Option(min=0, help="0 is greedy. Default: of the model's generation_config.json.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this probability.")] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     template_kwargs: Annotated[
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
     ] = "{}",
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
-    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+    }
     sampling = {name: value for name, value in given.items() if value is not None}
     questions = Questions(target, model, sampling, _read_object(template_kwargs))
     failed = _converse(Conversation(system), questions)

@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
+import pty
+import select
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -213,6 +217,55 @@ async def test_a_client_that_speaks_grpc_gets_details(up: Up) -> None:
         assert [card.name for card in models.models] == ["llama"]
         ids = (await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids
         assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == PROMPT
+
+
+def test_a_piped_chat_has_one_turn_per_line_and_remembers_them(up: Up) -> None:
+    def answers(lines: str) -> list[str]:
+        command = [*BATON_ALONE, "chat", "--target", up.gateway, "--max-tokens", "6", "--temperature", "0"]
+        finished = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout.split("\n")
+
+    first = "Return the list\n"
+    told = answers(f"{first}{first}/reset\n{first}/exit\n{first}")
+    assert len(told) >= 4
+    alone = "\n".join(answers(first)).strip()
+    whole = "\n".join(told).strip()
+    assert alone
+    # The second turn has a history, the third has none again.
+    assert whole.startswith(alone)
+    assert whole.endswith(alone)
+    assert whole.count(alone) == 2
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_chat(up: Up) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = [*BATON_ALONE, "chat", "--target", up.gateway, "--ignore-eos", "--temperature", "0"]
+        os.execv(command[0], command)
+    try:
+        read_until(terminal, b"> ")
+        os.write(terminal, b"Return the list\n")
+        read_until(terminal, b"list\r\n")
+        assert read_until(terminal, b" ")  # some of the answer
+        os.write(terminal, b"\x03")
+        read_until(terminal, b"(stopped)")
+        read_until(terminal, b"> ")
+        os.write(terminal, b"\x04")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.close(terminal)
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    """What the terminal shows up to these bytes."""
+    shown = b""
+    while wanted not in shown:
+        assert select.select([terminal], [], [], DEADLINE_S)[0], shown
+        shown += os.read(terminal, 1)
+    return shown
 
 
 def test_status_is_shown_again_until_ctrl_c(up: Up) -> None:

@@ -7,8 +7,8 @@ import pty
 import select
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -69,6 +69,8 @@ def error_line(finished: subprocess.CompletedProcess[str], code: int) -> str:
 
 def test_up_prints_addresses_and_pids(up: Up) -> None:
     assert set(up.line) == {"gateway", "http", "prefill", "decode", "pids"}
+    with urllib.request.urlopen(f"{up.line['http']}/v1/models") as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == ["llama"]
     assert isinstance(up.line["prefill"], list)
     assert len(up.line["prefill"]) == 2
     assert all(psutil.pid_exists(pid) for pid in up.pids)
@@ -239,33 +241,32 @@ def test_a_piped_chat_has_one_turn_per_line_and_remembers_them(up: Up) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_chat(up: Up) -> None:
-    pid, terminal = pty.fork()
-    if pid == 0:
-        command = [*BATON_ALONE, "chat", "--target", up.gateway, "--ignore-eos", "--temperature", "0"]
-        os.execv(command[0], command)
+    terminal, theirs = pty.openpty()
+    command = [*BATON_ALONE, "chat", "--target", up.gateway, "--ignore-eos", "--temperature", "0"]
+    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
     try:
         read_until(terminal, b"> ")
         os.write(terminal, b"Return the list\n")
         read_until(terminal, b"list\r\n")
-        assert read_until(terminal, b" ")  # some of the answer
-        os.write(terminal, b"\x03")
+        read_until(terminal, b" ")  # some of the answer
+        chat.send_signal(signal.SIGINT)
         read_until(terminal, b"(stopped)")
         read_until(terminal, b"> ")
         os.write(terminal, b"\x04")
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert chat.wait(DEADLINE_S) == 0
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        chat.kill()
+        chat.wait()
         os.close(terminal)
 
 
-def read_until(terminal: int, wanted: bytes) -> bytes:
-    """What the terminal shows up to these bytes."""
+def read_until(terminal: int, wanted: bytes) -> None:
+    """Reads what the terminal shows up to these bytes."""
     shown = b""
     while wanted not in shown:
         assert select.select([terminal], [], [], DEADLINE_S)[0], shown
         shown += os.read(terminal, 1)
-    return shown
 
 
 def test_status_is_shown_again_until_ctrl_c(up: Up) -> None:

@@ -26,8 +26,10 @@ install: $(STAMP) $(GENERATED)  ## Build .venv with all dependencies, and genera
 $(STAMP): pyproject.toml constraints.txt
 	@echo "==> creating $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "==> installing dependencies (minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "==> installing dependencies: downloads 3 GB the first time, 0.7 GB with torch for CPUs only (see README.md)"
+	@since=$$(date +%s); \
+		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+		&& echo "==> installed in $$(($$(date +%s) - since)) s"
 	@touch $@
 
 protos: $(GENERATED)  ## Generate the protobuf code

@@ -6,6 +6,7 @@ Each role supplies a `Role`: its services, its part of the status, and how it dr
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 import sys
@@ -130,6 +131,8 @@ async def _run(
     role: common_pb2.Role.ValueType,
     make_role: Callable[[Node, Settings], Role],
 ) -> None:
+    # Until `serve` takes over: an exception, as while the model loads, would tear the event loop down halfway.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_at_once)
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
         its_role = make_role(node, settings)
@@ -144,6 +147,12 @@ async def _run(
             if failure is not None:
                 await _fail_requests(its_role, server)
                 group.abandon(failure)
+
+
+def _end_at_once() -> None:
+    """Nothing is served yet, and other ranks end with this process."""
+    logging.shutdown()
+    os._exit(0)
 
 
 async def _first_of(serving: "asyncio.Task[None]", group: RankGroup) -> str | None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -28,15 +28,25 @@ def chat(
         float | None, typer.Option(min=0, help="0 is greedy. Default: of the model's generation_config.json.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this probability.")] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     template_kwargs: Annotated[
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
-    ] = "",
+    ] = "{}",
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
-    numbers = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    sampling = {name: value for name, value in numbers.items() if value is not None}
-    failed = _converse(Conversation(system), Questions(target, model, sampling, _object(template_kwargs)))
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+    }
+    sampling = {name: value for name, value in given.items() if value is not None}
+    questions = Questions(target, model, sampling, _read_object(template_kwargs))
+    failed = _converse(Conversation(system), questions)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -116,15 +126,12 @@ def _connected(runner: asyncio.Runner, target: str) -> Iterator[Client]:
 
 
 async def _show(client: Client, conversation: Conversation, questions: "Questions", answer: "Answer") -> None:
-    pieces = client.chat(
-        conversation.messages,
-        questions.sampling,
-        template_kwargs=questions.template_kwargs,
-        model=questions.model,
+    events = client.chat(
+        conversation.messages, questions.sampling, template_kwargs=questions.template_kwargs, model=questions.model
     )
-    async with aclosing(pieces):
-        async for piece in pieces:
-            answer.show(piece)
+    async with aclosing(events):
+        async for event in events:
+            answer.show(event)
 
 
 def _read_turn(*, interactive: bool) -> str | None:
@@ -148,8 +155,8 @@ class Questions:
 
     target: str
     model: str
-    sampling: dict[str, float]
-    template_kwargs: dict[str, object]
+    sampling: Mapping[str, float]
+    template_kwargs: Mapping[str, object]
 
 
 class Answer:
@@ -164,19 +171,9 @@ class Answer:
         if isinstance(event, Notice):
             self._note(f"\n({event.message})\n")
         elif event.chat is not None:
-            self._note(event.chat.reasoning + "".join(call.name + call.arguments for call in event.chat.tool_calls))
+            calls = [f"\n{call.name} " * bool(call.name) + call.arguments for call in event.chat.tool_calls]
+            self._note(event.chat.reasoning + "".join(calls))
             self._say(event.chat.content)
-
-    def _note(self, aside: str) -> None:
-        if aside:
-            self._notes.print(aside, style="dim", end="", markup=False, soft_wrap=True)
-            self._noted = not aside.endswith("\n")
-
-    def _say(self, content: str) -> None:
-        if content:
-            self._close_note()
-            self.text += content
-            print(content, end="", flush=True)
 
     def end(self, *, note: str = "") -> None:
         self._close_note()
@@ -185,15 +182,29 @@ class Answer:
         if note:
             self._notes.print(f"({note})", style="dim")
 
+    def _say(self, content: str) -> None:
+        if content:
+            self._close_note()
+            self.text += content
+            print(content, end="", flush=True)
+
+    def _note(self, aside: str) -> None:
+        if aside:
+            self._notes.print(aside, style="dim", end="", markup=False, soft_wrap=True)
+            self._noted = not aside.endswith("\n")
+
     def _close_note(self) -> None:
         if self._noted:
             self._notes.print()
             self._noted = False
 
 
-def _object(text: str) -> dict[str, object]:
+def _read_object(text: str) -> dict[str, object]:
+    """Raises:
+    BadParameter: the text is no JSON object.
+    """
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--template-kwargs") from None
     if not isinstance(value, dict):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
-from baton.client import DEFAULT_TARGET, Client, Completion, Finished
+from baton.client import DEFAULT_TARGET, Client, Completion, Finished, Notice, Sampling
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
@@ -41,9 +41,7 @@ def generate(
         int | None, typer.Option(help=f"Most tokens of output. Default: {SamplingParams.max_tokens}.")
     ] = None,
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of output.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help=f"0 is greedy. Default: {SamplingParams.temperature:g}.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own, else 1.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
     ] = None,
@@ -79,29 +77,32 @@ def generate(
         "ignore_eos": ignore_eos,
         "logprobs": logprobs,
     }
-    params = _sampling(given)
+    sampling = _sampling(given)
     if sum(way is not None for way in (prompt, token_ids, file)) != 1:
         raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
     if timeout is not None and not timeout > 0:
         raise typer.BadParameter(f"{timeout:g} is not above 0", param_hint="--timeout")
     if file is not None:
-        failed = asyncio.run(_all(target, read_records(file), params, timeout_s=timeout, as_json=as_json))
+        failed = asyncio.run(_all(target, read_records(file), sampling, timeout_s=timeout, as_json=as_json))
         raise typer.Exit(1 if failed else 0)
     if as_json:
-        asyncio.run(_print_json(target, _one_prompt(prompt, token_ids), params, timeout))
+        asyncio.run(_print_json(target, _one_prompt(prompt, token_ids), sampling, timeout))
     else:
-        asyncio.run(stream_to_terminal(target, _one_prompt(prompt, token_ids), params, timeout_s=timeout))
+        asyncio.run(stream_to_terminal(target, _one_prompt(prompt, token_ids), sampling, timeout_s=timeout))
 
 
 async def stream_to_terminal(
-    target: str, prompt: Prompt, params: SamplingParams, *, timeout_s: float | None = None
+    target: str, prompt: Prompt, sampling: Sampling, *, timeout_s: float | None = None
 ) -> Finished:
     """Prints text as it arrives, then, if stderr is a terminal, a summary of the receipt to stderr."""
     finished: Finished | None = None
     shown = False
     try:
         async with Client(target) as client:
-            async for event in client.generate(prompt, params, timeout_s=timeout_s):
+            async for event in client.generate(prompt, sampling, timeout_s=timeout_s):
+                if isinstance(event, Notice):
+                    print(f"baton: {event.message}", file=sys.stderr)
+                    continue
                 print(event.text, end="", flush=True)
                 shown = True
                 if isinstance(event, Finished):
@@ -159,13 +160,13 @@ def _logprob(token: TokenOutput) -> dict[str, object]:
     return {"token_id": token.token_id, "logprob": token.logprob, "top": top}
 
 
-async def _print_json(target: str, prompt: Prompt, params: SamplingParams, timeout_s: float | None) -> None:
+async def _print_json(target: str, prompt: Prompt, sampling: Sampling, timeout_s: float | None) -> None:
     async with Client(target) as client:
-        print(json.dumps(to_json(await client.complete(prompt, params, timeout_s=timeout_s))))
+        print(json.dumps(to_json(await client.complete(prompt, sampling, timeout_s=timeout_s))))
 
 
 async def _all(
-    target: str, records: Sequence[Record], params: SamplingParams, *, timeout_s: float | None, as_json: bool
+    target: str, records: Sequence[Record], sampling: Sampling, *, timeout_s: float | None, as_json: bool
 ) -> bool:
     """Runs the prompts at once and prints results in order, each once all before it are printed. Returns whether any
     prompt failed."""
@@ -178,7 +179,7 @@ async def _all(
             async def one(prompt: Prompt) -> Completion | BatonError:
                 async with free:
                     try:
-                        return await _retry_while_full(client, prompt, params, timeout_s)
+                        return await _retry_while_full(client, prompt, sampling, timeout_s)
                     except BatonError as error:
                         return error
                     finally:
@@ -214,13 +215,11 @@ def _record_to_json(record: Record, result: Completion | BatonError) -> dict[str
     return {**given, "error": {"reason": result.reason, "message": str(result)}}
 
 
-async def _retry_while_full(
-    client: Client, prompt: Prompt, params: SamplingParams, timeout_s: float | None
-) -> Completion:
+async def _retry_while_full(client: Client, prompt: Prompt, sampling: Sampling, timeout_s: float | None) -> Completion:
     """Completes one prompt; while the cluster is full, retries after the time that the gateway names."""
     while True:
         try:
-            return await client.complete(prompt, params, timeout_s=timeout_s)
+            return await client.complete(prompt, sampling, timeout_s=timeout_s)
         except Overloaded as error:
             if error.retry_after_s is None:
                 raise
@@ -240,13 +239,20 @@ def _progress() -> Progress:
     )
 
 
-def _sampling(given: Mapping[str, object]) -> SamplingParams:
+def _sampling(given: Mapping[str, object]) -> Sampling:
+    """What was given; all else is up to the model.
+
+    Raises:
+        BadParameter: a value is out of range.
+    """
+    set_values = {name: value for name, value in given.items() if value is not None}
     make: Callable[..., SamplingParams] = SamplingParams
     try:
-        return make(**{name: value for name, value in given.items() if value is not None})
+        make(**set_values)
     except InvalidRequest as error:
         hint = f"--{error.field.replace('_', '-')}"
         raise typer.BadParameter(f"{error.value} is not allowed: {', '.join(error.allowed)}", param_hint=hint) from None
+    return set_values
 
 
 def _one_prompt(prompt: str | None, token_ids: str | None) -> Prompt:

@@ -134,7 +134,7 @@ class Processes:
 
     Attributes:
         launch: starts one program; tests give one that forks a warm process.
-        on_change: called with all processes whenever one has reported.
+        on_change: called with all processes whenever one may have reported, and often while waiting.
     """
 
     report: Callable[[str], None]
@@ -202,12 +202,10 @@ class Processes:
 
     def _receive(self, timeout_s: float) -> None:
         by_pid = {process.pid: process for process in self.running}
-        reports = self._reports.receive(timeout_s)
-        for pid, report in reports:
+        for pid, report in self._reports.receive(timeout_s):
             if (process := by_pid.get(pid)) is not None:
                 _apply(process, report)
-        if reports:
-            self._changed()
+        self._changed()
 
     def _changed(self) -> None:
         if self.on_change is not None:

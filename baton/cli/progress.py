@@ -58,7 +58,8 @@ class ClusterProgress:
                 continue
             self._stages[process.name] = process.stage
             self._since[process.name] = time.monotonic()
-            if self._live is None and not process.ready:  # `ready` has a line of its own
+            # A process that is ready gets a line of its own, and starting takes no time worth a line.
+            if self._live is None and not process.ready and not process.stage.startswith("starting"):
                 self.say(f"{process.name}: {process.stage}")
         if self._live is not None:
             self._live.update(self._table(processes))

@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
+import pty
+import select
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +69,8 @@ def error_line(finished: subprocess.CompletedProcess[str], code: int) -> str:
 
 def test_up_prints_addresses_and_pids(up: Up) -> None:
     assert set(up.line) == {"gateway", "http", "prefill", "decode", "pids"}
+    with urllib.request.urlopen(f"{up.line['http']}/v1/models") as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == ["llama"]
     assert isinstance(up.line["prefill"], list)
     assert len(up.line["prefill"]) == 2
     assert all(psutil.pid_exists(pid) for pid in up.pids)
@@ -213,6 +219,54 @@ async def test_a_client_that_speaks_grpc_gets_details(up: Up) -> None:
         assert [card.name for card in models.models] == ["llama"]
         ids = (await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids
         assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == PROMPT
+
+
+def test_a_piped_chat_has_one_turn_per_line_and_remembers_them(up: Up) -> None:
+    def answers(lines: str) -> list[str]:
+        command = [*BATON_ALONE, "chat", "--target", up.gateway, "--max-tokens", "6", "--temperature", "0"]
+        finished = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout.split("\n")
+
+    first = "Return the list\n"
+    told = answers(f"{first}{first}/reset\n{first}/exit\n{first}")
+    assert len(told) >= 4
+    alone = "\n".join(answers(first)).strip()
+    whole = "\n".join(told).strip()
+    assert alone
+    # The second turn has a history, the third has none again.
+    assert whole.startswith(alone)
+    assert whole.endswith(alone)
+    assert whole.count(alone) == 2
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_chat(up: Up) -> None:
+    terminal, theirs = pty.openpty()
+    command = [*BATON_ALONE, "chat", "--target", up.gateway, "--ignore-eos", "--temperature", "0"]
+    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        read_until(terminal, b"> ")
+        os.write(terminal, b"Return the list\n")
+        read_until(terminal, b"list\r\n")
+        read_until(terminal, b" ")  # some of the answer
+        chat.send_signal(signal.SIGINT)
+        read_until(terminal, b"(stopped)")
+        read_until(terminal, b"> ")
+        os.write(terminal, b"\x04")
+        assert chat.wait(DEADLINE_S) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(terminal)
+
+
+def read_until(terminal: int, wanted: bytes) -> None:
+    """Reads what the terminal shows up to these bytes."""
+    shown = b""
+    while wanted not in shown:
+        assert select.select([terminal], [], [], DEADLINE_S)[0], shown
+        shown += os.read(terminal, 1)
 
 
 def test_status_is_shown_again_until_ctrl_c(up: Up) -> None:

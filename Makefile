@@ -48,7 +48,7 @@ test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and 
 
 test: install  ## Run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE))
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients)
 
 check: install  ## Check lint, format, types and the wire
 	@$(BIN)/ruff check .

@@ -47,6 +47,7 @@ class BatonError(Exception):
         self.allowed = allowed
         self.cure = cure
         self.retry_after_s = retry_after_s
+        self.request_id = ""  # of the request that it ended, set by the gateway
         super().__init__(message)
 
     def __str__(self) -> str:

@@ -5,10 +5,15 @@ again. Rows are named tuples, which are several times faster to make than frozen
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from baton.errors import BatonError
+from baton.types import TokenOutput
 from engine.request import IntArray
 from engine.sampling.row import SampleRow
+
+# What a step yields for a row: its token, None where nothing was sampled, or the error with which its request fails.
+RowResult: TypeAlias = TokenOutput | BatonError | None
 
 
 class BatchRow(NamedTuple):

@@ -87,18 +87,18 @@ def _encode_sample(sample: SampleRow, known: SampleRow | None) -> tuple[Any, ...
         # A read-only view of a dict cannot be pickled.
         params = tuple(dict(value) if isinstance(value, Mapping) else value for value in _params_of(sample.params))
     history = _encode_tail(sample.history, int_array() if known is None else known.history)
-    return params, sample.output_index, sample.forbidden, history, sample.prompt_tokens
+    return params, sample.output_index, sample.forbidden, history, sample.prompt_tokens, sample.output.tobytes()
 
 
 def _decode_sample(encoded: Sequence[Any], known: SampleRow | None) -> SampleRow:
-    params, output_index, forbidden, history, prompt_tokens = encoded
+    params, output_index, forbidden, history, prompt_tokens, output = encoded
     if params is None:
         assert known is not None, "the writer leaves params out only where the known row has them"
         params = known.params
     else:
         params = SamplingParams(**dict(zip(_PARAMS, params, strict=True)))
     history = _decode_tail(history, int_array() if known is None else known.history)
-    return SampleRow(params, output_index, forbidden, history, prompt_tokens)
+    return SampleRow(params, output_index, forbidden, history, prompt_tokens, _array(output))
 
 
 def _encode_tail(array: IntArray, known: IntArray) -> _Tail:

@@ -8,13 +8,22 @@ from typing import NamedTuple
 import torch
 
 from attention.selection import select_backend
-from baton.config import CPU_BATCH_REQUESTS, CPU_BATCH_TOKENS, CPU_CACHE_MIB, GPU_BATCH_REQUESTS, MIB, NodeSettings
+from baton.config import (
+    CPU_BATCH_REQUESTS,
+    CPU_BATCH_TOKENS,
+    CPU_CACHE_MIB,
+    GPU_BATCH_REQUESTS,
+    MIB,
+    NodeSettings,
+    tokenizer_file,
+)
 from baton.errors import ConfigError
 from engine.device.graphs import GraphSettings
 from engine.device.out_of_memory import allocating
 from engine.device.profile import STEP_TOKENS, MemoryPlan, MemoryShare, size_on_gpu
 from engine.device.runner import ModelRunner
 from engine.request import ModelFacts
+from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
 from kvcache.layout import LayoutChoice
 from kvcache.spec import FP8_DTYPES, KVCacheShape, KVCacheSpec, KVKind
@@ -50,6 +59,7 @@ class Built(NamedTuple):
         memory: the result of a profile; None where the size of the cache was given.
         model_spec: the KV of one token on all ranks together.
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
+        grammars: for the model's tokenizer, which is read on first use.
     """
 
     runner: ModelRunner
@@ -63,6 +73,7 @@ class Built(NamedTuple):
     model_spec: KVCacheSpec
     parallel: TensorParallel
     kv_heads: range
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True)
@@ -134,8 +145,11 @@ def build_runner(
         )
     facts = _facts(config, spec, shape, f"{identity.config_digest} {identity.weights_digest} {dtype} {spec.dtype}")
 
+    grammars = GrammarCompiler(tokenizer_file(settings.model), facts.vocab_size, facts.eos_token_ids)
+
     def make_runner(cache: PagedKVCache, graphs: GraphSettings | None = None) -> ModelRunner:
-        return ModelRunner(model, backend, cache, replace(facts, num_blocks=cache.shape.num_blocks), graphs=graphs)
+        known = replace(facts, num_blocks=cache.shape.num_blocks)
+        return ModelRunner(model, backend, cache, known, graphs=graphs, grammars=grammars)
 
     memory: MemoryPlan | None = None
     if sizes.max_batch_tokens is None or sizes.num_blocks is None:
@@ -166,6 +180,7 @@ def build_runner(
         model_spec,
         parallel=parallel,
         kv_heads=kv_heads(model_spec.num_kv_heads, parallel),
+        grammars=grammars,
     )
 
 

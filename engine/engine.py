@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
-from baton.errors import BatonError, Cancelled, InternalError
-from baton.types import FinishReason, TokenOutput
+from baton.errors import BatonError, Cancelled, InternalError, InvalidRequest
+from baton.types import FinishReason, Grammar, TokenOutput
 from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from engine.scheduling.scheduler import Scheduler
+from grammar.compiler import GrammarCompiler
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Engine:
     Args:
         on_step: called on the event loop after each step, and during a step at each of its marks. It must not raise: if
             it does, the engine ends.
+        grammars: compiles the grammars of requests; None: requests with a grammar are refused.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepEvents], None],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        self._grammars = grammars
         self._scheduler = Scheduler(limits, runner.facts)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
@@ -79,6 +83,7 @@ class Engine:
             Overloaded: too many requests wait already.
         """
         self._check_alive()
+        self._prepare_grammar(request)
         self._scheduler.submit(_with_seed(request), self._clock())
         self._wake.set()
 
@@ -90,6 +95,7 @@ class Engine:
             Overloaded: no room now.
         """
         self._check_alive()
+        self._prepare_grammar(request)
         return self._scheduler.reserve(_with_seed(request), self._clock())
 
     def extend_reserved(self, request_id: str, output: tuple[int, ...]) -> Reservation:
@@ -124,6 +130,16 @@ class Engine:
         """
         self._scheduler.prefill_here(request_id, output, self._clock())
         self._wake.set()
+
+    async def compile_grammar(self, grammar: Grammar) -> None:
+        """Compiles a request's grammar on another thread, so that no step waits for it.
+
+        Raises:
+            InvalidRequest: the grammar cannot be followed.
+        """
+        if self._grammars is None:
+            raise _no_grammars()
+        await asyncio.to_thread(self._grammars.check, grammar)
 
     async def abort(self, request_id: str) -> None:
         """Ends the request in any phase. Returns when its blocks are free; no later event names it."""
@@ -184,9 +200,20 @@ class Engine:
         self._outcomes.append(outcome)
         self._wake.set()
 
+    def _prepare_grammar(self, request: EngineRequest) -> None:
+        """Begins to compile the request's grammar. A step waits for it only if it draws the request's next token."""
+        if (grammar := request.sampling.grammar) is not None:
+            if self._grammars is None:
+                raise _no_grammars()
+            self._grammars.prepare(grammar)
+
     def _check_alive(self) -> None:
         if self._over is not None:
             raise self._over
+
+
+def _no_grammars() -> InvalidRequest:
+    return InvalidRequest("this engine has no tokenizer, so no output can be constrained", field="grammar")
 
 
 def _internal(message: str, cause: Exception) -> InternalError:

@@ -1,37 +1,7 @@
-"""What `gateway.serving` needs of a model's chat format, and an output's text as parts of a chat's answer. Pure."""
+"""An output's text as parts of a chat's answer. Pure."""
 
-from typing import Protocol
-
-from baton.errors import InvalidRequest
-from gateway.chat.types import ChatDelta, ChatRequest, OutputParser, PreparedChat
+from gateway.chat.types import ChatDelta, OutputParser
 from protos.baton.v1 import generation_pb2 as pb
-
-
-class ChatFormat(Protocol):
-    """A model's chat format, as `gateway.chat.model.ChatModel` reads it."""
-
-    @property
-    def has_template(self) -> bool: ...
-
-    def prepare(self, request: ChatRequest) -> PreparedChat: ...
-
-    def parser(self, request: ChatRequest, prepared: PreparedChat) -> OutputParser: ...
-
-
-class NoChat:
-    """A model that takes no conversations."""
-
-    has_template = False
-
-    def prepare(self, request: ChatRequest) -> PreparedChat:
-        """Raises:
-        InvalidRequest: always.
-        """
-        cure = "give the prompt as text, or start the gateway with --chat-template"
-        raise InvalidRequest("the model has no chat template", field="messages", cure=cure)
-
-    def parser(self, request: ChatRequest, prepared: PreparedChat) -> OutputParser:
-        raise AssertionError("nothing was prepared")
 
 
 class ChatOutput:

@@ -1,23 +1,17 @@
 """The model that this gateway serves, read from its directory: name, limits, tokenizer. No weights."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from baton.config import tokenizer_file
 from baton.errors import InvalidRequest, UnknownModel
-from baton.types import Grammar
-from gateway.chat_output import ChatFormat, NoChat
+from gateway.chat.model import ChatModel, read_chat_model
 from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
+from grammar.compiler import GrammarCompiler
 from models.config.reader import read_config
 from models.identity import config_digest
 from protos.baton.v1 import common_pb2
-
-
-class Grammars(Protocol):
-    """Checks constraints, as `grammar.compiler.GrammarCompiler` does."""
-
-    def check(self, grammar: Grammar) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +21,7 @@ class ServedModel:
     Attributes:
         directory: of the checkpoint.
         default_sampling: the numbers that generation_config.json gives for absent ones.
-        grammars: None: requests with a constraint are refused.
+        grammars: checks constraints.
     """
 
     name: str
@@ -37,11 +31,11 @@ class ServedModel:
     max_context_tokens: int
     tokenizer: TextTokenizer
     directory: Path
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    default_sampling: common_pb2.SamplingParams = field(default_factory=common_pb2.SamplingParams)
-    chat: ChatFormat = field(default_factory=NoChat)
-    grammars: Grammars | None = None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    default_sampling: common_pb2.SamplingParams
+    chat: ChatModel
+    grammars: GrammarCompiler
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
@@ -87,4 +81,6 @@ def read_served_model(directory: Path, name: str | None, chat_template: Path | N
         eos_token_ids=config.eos_token_ids,
         bos_token_id=read_bos_token_id(directory),
         default_sampling=read_default_sampling(directory),
+        chat=read_chat_model(directory, chat_template),
+        grammars=GrammarCompiler(tokenizer_file(directory), config.vocab_size, config.eos_token_ids),
     )

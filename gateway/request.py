@@ -30,6 +30,14 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """How many outputs a request draws, and how many of them, the best ones, its client gets."""
+
+    drawn: int
+    returned: int
+
+
+@dataclass(frozen=True)
 class Rules:
     """The gateway's settings that decide about one request; `baton.config.GatewaySettings` describes them."""
 

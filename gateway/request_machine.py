@@ -56,6 +56,7 @@ from gateway.reply import Detokenizing, OutputEnd, Reply
 from gateway.request import Request, Rules, deadline_exceeded
 from gateway.token_order import TokenOrder
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from protos.baton.v1 import generation_pb2 as pb
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.
 _RECEIPT_WAIT_S = 1.0
@@ -75,6 +76,8 @@ class RequestMachine:
         self._attempt: Attempt | None = None
         self._num_attempts = self._num_calls = 0
         self._losses = 0  # decode nodes lost in a row, without a token between
+        self._gone = ""  # what became of the last decode node
+        self._waits_for_node_until_s: float | None = None
         self._first_token_at_s: float | None = None
         self._end: OutputEnd | None = None
         self._receipt_waits_until_s = 0.0
@@ -233,7 +236,7 @@ class RequestMachine:
     # ---- decode nodes
 
     def _choose_decode_node(self) -> None:
-        """Submits to a decode node. A request that has begun waits for one, until its deadline.
+        """Submits to a decode node. A request that has begun waits for one, and its client is informed.
 
         Raises:
             BatonError: there is none for a new request, or all have refused it.
@@ -241,7 +244,9 @@ class RequestMachine:
         begun = self._losses > 0 or bool(self._order.token_ids)
         node = self._choice.decode_node(self._num_tokens, begun=begun)
         if node is None:
+            self._wait_for_node()
             return
+        self._waits_for_node_until_s = None
         self._num_attempts += 1
         self._attempt = Attempt(self._num_attempts, node, len(self._order.token_ids), self._now_s)
         node.note_sent(self._num_tokens)
@@ -253,6 +258,15 @@ class RequestMachine:
         )
         self._commands.append(SubmitToDecode(self._num_attempts, node.address, submission))
 
+    def _wait_for_node(self) -> None:
+        if self._waits_for_node_until_s is not None:
+            return
+        wait_s = min(self._rules.failover_wait_s, self._remaining_s)
+        self._waits_for_node_until_s = self._now_s + wait_s
+        self._respond_with_tokens()
+        notice = f"{self._gone}; waiting up to {wait_s:.3g} s for another one"
+        self._commands.append(Respond(pb.GenerateResponse(notice=notice)))
+
     def _decode_failed(self, attempt: Attempt, error: BatonError) -> None:
         """After a refusal or a lost hand-over another decode node is tried; any other error ends the request.
 
@@ -262,6 +276,7 @@ class RequestMachine:
         if isinstance(error, Overloaded | Draining):
             self._choice.refused(attempt.node, error)
             self._receipt.failed(f"{attempt.node.name} refused it ({error.message})")
+            self._gone = f"the decode node {attempt.node.name} takes no more requests"
             self._leave(attempt)
             self._choose_decode_node()
         # NOTE: our own deadline ends the request elsewhere; a node's DeadlineExceeded is about its lease.
@@ -279,6 +294,7 @@ class RequestMachine:
         name = attempt.node.name
         self._losses = 1 if len(self._order.token_ids) > attempt.num_given else self._losses + 1
         self._receipt.failed(f"{name} was lost ({reason})")
+        self._gone = f"the decode node {name} was lost"
         self._leave(attempt)
         if self._losses > self._rules.max_attempts:
             what = f"{self._losses} decode nodes in a row were lost, the last one {name}: {reason}"
@@ -381,6 +397,10 @@ class RequestMachine:
         self._check_at_s = self._request.deadline_s
         if self._attempt is not None:
             self._check_at_s = min(self._check_at_s, self._wait_ends_at_s(self._attempt))
+        elif self._waits_for_node_until_s is not None:
+            if self._now_s >= self._waits_for_node_until_s:
+                raise self._choice.no_decode_node(self._receipt.failures, self._rules.failover_wait_s)
+            self._check_at_s = min(self._check_at_s, self._waits_for_node_until_s)
 
     def _check_attempt(self, attempt: Attempt) -> None:
         if self._end is not None:

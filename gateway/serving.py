@@ -5,21 +5,24 @@ Owns what all requests share: the limit on running requests, the counters, and t
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from baton.config import GatewaySettings
-from baton.errors import BatonError, Draining, Overloaded
+from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
 from baton.types import Path
 from gateway.chat.types import ChatRequest
+from gateway.chat_output import ChatOutput
 from gateway.connections import Connections
+from gateway.fan_out import fan_out
 from gateway.model import ServedModel
-from gateway.request import Request, Rules, deadline_exceeded
+from gateway.preparation import Call, Prepared, prepare
+from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
-from gateway.validate import check_prompt, check_prompt_given, check_sampling
+from gateway.validate import check_outputs, check_request_id, check_text
 from protos.baton.v1 import generation_pb2 as pb
 
 log = logging.getLogger("baton")
@@ -27,12 +30,27 @@ log = logging.getLogger("baton")
 
 @dataclass
 class Counters:
-    """Since the start of the process; a cancelled request counts as failed."""
+    """Since the start of the process; a cancelled request counts as failed, and each output as a request."""
 
     finished: int = 0
     failed: int = 0
     remote: int = 0
     local: int = 0
+
+
+class _Running:
+    """One client's request, from its admission to its end."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.drivers: set[RequestDriver] = set()
+        self.ended_by: BatonError | None = None
+
+    def end(self, error: BatonError) -> None:
+        """Ends all its outputs with this error, also those that have not begun."""
+        self.ended_by = self.ended_by or error
+        for driver in self.drivers:
+            driver.end(self.ended_by)
 
 
 class Serving:
@@ -52,11 +70,10 @@ class Serving:
             failover_wait_s=settings.failover_wait_s,
         )
         self._connections = connections
-        self._drivers: set[RequestDriver] = set()
+        self._requests: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._ended_by: BatonError | None = None  # the error that ends all requests
 
     async def generate(
         self,
@@ -68,27 +85,37 @@ class Serving:
     ) -> None:
         """Serves one request in the current task; `write` gets its messages. Cancel the task to cancel the request.
 
+        The last message of each output has finish_reason, stop_reason and receipt, the very last one also usage.
+
+        Args:
+            budget_s: time until the client's deadline.
+            chat: takes the place of the message's prompt.
+
         Raises:
-            BatonError: why it cannot be finished.
+            BatonError: why it cannot be finished. It has the request's id.
         """
-        started_at_s = asyncio.get_running_loop().time()
-        limit_s = self._settings.request_timeout_s
-        timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
-        with self._admitted():
-            request = await self._check(message, started_at_s, timeout_s)
-            if self._ended_by is not None:
-                raise self._ended_by
-            fleet = self._connections.fleet
-            machine = RequestMachine(request, self._rules, fleet, self.model.tokenizer.detokenizer(request.prompt))
-            driver = RequestDriver(request, machine, self._connections, write)
-            self._drivers.add(driver)
-            try:
-                await driver.run()
-            finally:
-                self._drivers.discard(driver)
-            log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
-            self.counters.remote += machine.path is Path.REMOTE
-            self.counters.local += machine.path is Path.LOCAL
+        request_id = check_request_id(message.request_id)
+        try:
+            await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id)
+        except BatonError as error:
+            error.request_id = request_id
+            level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel) else logging.INFO
+            log.log(level, "%s failed: %s", request_id, error)
+            raise
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Ends running requests; their callers get `Cancelled`. Several requests may have the same id.
+
+        Returns:
+            the ids that ran.
+        """
+        wanted = dict.fromkeys(request_ids)
+        aborted = set()
+        for running in self._requests:
+            if running.request_id in wanted:
+                running.end(Cancelled("the request was aborted"))
+                aborted.add(running.request_id)
+        return [request_id for request_id in wanted if request_id in aborted]
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""
@@ -98,71 +125,98 @@ class Serving:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("%d request(s) did not finish within the %.0f s of the drain", self.running, grace_s)
-        self._ended_by = Draining("the gateway is shutting down", cure="send the request again")
-        for driver in self._drivers:
-            driver.end(self._ended_by)
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Counts a running request.
-
-        Raises:
-            Draining, Overloaded: it may not run.
-        """
-        if self._draining:
-            raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)
-        limit = self._settings.max_concurrent_requests
-        if self.running >= limit:
-            cure = "try again later, or raise BATON_MAX_CONCURRENT_REQUESTS"
-            raise Overloaded(f"{limit} requests are running already", cure=cure, retry_after_s=1.0)
-        self.running += 1
-        self._idle.clear()
-        finished = False
-        try:
-            yield
-            finished = True
-        finally:
-            self.running -= 1
-            if not self.running:
-                self._idle.set()
-            self.counters.finished += finished
-            self.counters.failed += not finished
-
-    async def _check(self, message: pb.GenerateRequest, started_at_s: float, timeout_s: float) -> Request:
-        """The request as it can be served.
-
-        Raises:
-            InvalidRequest, UnknownModel, DeadlineExceeded: it cannot.
-        """
-        self.model.check_name(message.model)
-        check_prompt_given(message)
-        sampling = check_sampling(message, self.model)
-        if message.WhichOneof("prompt") == "text":
-            try:
-                async with asyncio.timeout_at(started_at_s + timeout_s):
-                    prompt = await self.encode(message.text)
-            except TimeoutError:
-                raise deadline_exceeded(timeout_s) from None
-        else:
-            prompt = list(message.token_ids.ids)
-        check_prompt(prompt, self.model, max_context_tokens=self._connections.fleet.max_context_tokens)
-        return Request(
-            request_id=message.request_id or f"req-{uuid.uuid4().hex}",
-            prompt=prompt,
-            sampling=sampling,
-            cache_salt=message.cache_salt,
-            started_at_s=started_at_s,
-            timeout_s=timeout_s,
-        )
+        for running in self._requests:
+            running.end(Draining("the gateway is shutting down", cure="send the request again"))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenizes in a thread, so that a long text delays no other request's tokens."""
+        """Tokenizes in a thread, so that a long text delays no other request's tokens.
+
+        Raises:
+            InvalidRequest: the text is longer than any prompt.
+        """
+        check_text(text, self.model, max_context_tokens=self._connections.fleet.max_context_tokens, field="text")
         return await asyncio.to_thread(self.model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes in a thread, as `encode`."""
         return await asyncio.to_thread(self.model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
 
-    def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Ends running requests; their callers get `Cancelled`. Returns the ids that ran."""
-        raise NotImplementedError
+    # ----
+
+    async def _serve(
+        self,
+        message: pb.GenerateRequest,
+        write: Write,
+        *,
+        budget_s: float | None,
+        chat: ChatRequest | None,
+        request_id: str,
+    ) -> None:
+        started_at_s = asyncio.get_running_loop().time()
+        limit_s = self._settings.request_timeout_s
+        timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
+        outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
+        with self._admitted(request_id, outputs) as running:
+            call = Call(message, chat, request_id, started_at_s, timeout_s)
+            max_context_tokens = self._connections.fleet.max_context_tokens
+            prepared = await prepare(call, self.model, max_context_tokens=max_context_tokens)
+            run = partial(self._run, running, prepared)
+            if outputs.drawn == 1:
+                await run(prepared.request, write)
+            else:
+                await fan_out(prepared.request, outputs, run, write)
+
+    async def _run(self, running: _Running, prepared: Prepared, request: Request, write: Write) -> None:
+        """Serves one output in the current task."""
+        if running.ended_by is not None:
+            raise running.ended_by
+        skip = request.sampling.skip_special_tokens
+        detokenizer = self.model.tokenizer.detokenizer(request.prompt, skip_special_tokens=skip)
+        machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer)
+        if prepared.parser is not None:
+            write = partial(_write_chat, ChatOutput(prepared.parser()), write)
+        driver = RequestDriver(request, machine, self._connections, write)
+        running.drivers.add(driver)
+        try:
+            await driver.run()
+        finally:
+            running.drivers.discard(driver)
+        log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
+        self.counters.remote += machine.path is Path.REMOTE
+        self.counters.local += machine.path is Path.LOCAL
+
+    @contextmanager
+    def _admitted(self, request_id: str, outputs: Outputs) -> Iterator[_Running]:
+        """Counts a running request, each of its outputs as one.
+
+        Raises:
+            Draining, Overloaded: it may not run.
+        """
+        if self._draining:
+            raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)
+        limit, count = self._settings.max_concurrent_requests, outputs.drawn
+        if self.running + count > limit:
+            cure = "try again later, or raise BATON_MAX_CONCURRENT_REQUESTS"
+            raise Overloaded(
+                f"{self.running} requests are running already, of at most {limit}", cure=cure, retry_after_s=1.0
+            )
+        running = _Running(request_id)
+        self._requests.add(running)
+        self.running += count
+        self._idle.clear()
+        finished = False
+        try:
+            yield running
+            finished = True
+        finally:
+            self._requests.discard(running)
+            self.running -= count
+            if not self.running:
+                self._idle.set()
+            self.counters.finished += count * finished
+            self.counters.failed += count * (not finished)
+
+
+async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:
+    for each in output.messages(message):
+        await write(each)

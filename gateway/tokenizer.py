@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from baton.config import tokenizer_file
 from baton.errors import ConfigError
 from gateway.detokenizer import Detokenizer
+from gateway.text_pieces import PieceEncoder
 from gateway.token_pieces import TokenPieces
 
 
@@ -30,7 +31,9 @@ class TextTokenizer:
         # NOTE: a file may carry its training's truncation and padding; both would change prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._encoder = PieceEncoder(self._tokenizer)
         self._pieces = TokenPieces(self._tokenizer)
+        self.longest_token_bytes = self._pieces.longest_bytes
 
     # NOTE: the library holds the interpreter lock for the whole of a call for one text, but not for a batch.
 
@@ -41,7 +44,7 @@ class TextTokenizer:
             add_special_tokens: whether to add those that the model expects around a prompt.
             salt: texts are cached for the same salt only.
         """
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens, salt=salt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text. Releases the interpreter lock."""

@@ -1,31 +1,101 @@
 """Checks everything that a client can get wrong in a request, before any node receives it."""
 
 import secrets
+import unicodedata
+import uuid
 from dataclasses import replace
 
 from baton.convert import sampling_from_proto
 from baton.errors import InvalidRequest
 from baton.types import SamplingParams
 from gateway.model import ServedModel
+from gateway.request import Outputs
+from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
 _STOP_STRINGS_MAX = 16
 _STOP_STRING_CHARACTERS_MAX = 256
+_REQUEST_ID_BYTES_MAX = 256
+_OUTPUTS_MAX = 128
+
+# Control characters and the line ends of Unicode: in an id they would forge log lines.
+_NOT_IN_IDS = frozenset(("Cc", "Zl", "Zp"))
 
 
-def check_sampling(request: pb.GenerateRequest, model: ServedModel) -> SamplingParams:
+def check_request_id(request_id: str) -> str:
+    """The id, or one drawn where the client gave none.
+
+    Raises:
+        InvalidRequest: it is too long or has control characters.
+    """
+    if not request_id:
+        return f"req-{uuid.uuid4().hex}"
+    size = len(request_id.encode())
+    allowed = (f"up to {_REQUEST_ID_BYTES_MAX} bytes of UTF-8 without control characters",)
+    if size > _REQUEST_ID_BYTES_MAX:
+        raise InvalidRequest(f"request_id has {size} bytes", field="request_id", value=size, allowed=allowed)
+    if not request_id.isprintable() and any(unicodedata.category(each) in _NOT_IN_IDS for each in request_id):
+        value = ascii(request_id)
+        raise InvalidRequest("request_id has a control character", field="request_id", value=value, allowed=allowed)
+    return request_id
+
+
+def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
+    """Args:
+        max_outputs: how many requests the gateway runs at once.
+
+    Raises:
+        InvalidRequest: there are too many outputs, or fewer are drawn than returned.
+    """
+    limit = min(_OUTPUTS_MAX, max_outputs)
+    n = request.n or 1
+    drawn = request.best_of or n
+    for field, value, least in (("n", n, 1), ("best_of", drawn, n)):
+        if not least <= value <= limit:
+            raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=(f"{least} to {limit}",))
+    return Outputs(drawn, n)
+
+
+def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
     """The sampling parameters, with a random seed where the client gave none, so that any node can continue.
 
     Raises:
         InvalidRequest: names the field, its value, and what is allowed.
     """
-    sampling = sampling_from_proto(request.sampling)
+    sampling = sampling_from_proto(given)
     model.check_token_ids("sampling.stop_token_ids", list(sampling.stop_token_ids))
     model.check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
     _check_stops(sampling.stop)
     if sampling.greedy or sampling.seed is not None:
         return sampling
     return replace(sampling, seed=secrets.randbits(64))
+
+
+def check_text(text: str, model: ServedModel, *, max_context_tokens: int, field: str) -> None:
+    """Refuses what is not worth tokenizing.
+
+    Raises:
+        InvalidRequest: the text has more bytes than the longest tokens of a whole context.
+    """
+    limit = max_context_tokens * model.tokenizer.longest_token_bytes
+    size = len(text) if len(text) > limit or 4 * len(text) <= limit else len(text.encode())
+    if size > limit:
+        allowed = (f"up to {limit} bytes, the most that {max_context_tokens} tokens can have",)
+        raise InvalidRequest(f"{field} has {size} bytes or more", field=field, value=size, allowed=allowed)
+
+
+def check_truncation(request: pb.GenerateRequest) -> int | None:
+    """How many of the prompt's last tokens to keep; None: all.
+
+    Raises:
+        InvalidRequest: none would be left.
+    """
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    if not request.truncate_prompt_tokens:
+        field = "truncate_prompt_tokens"
+        raise InvalidRequest(f"{field} is 0", field=field, value=0, allowed=("1 token or more",))
+    return request.truncate_prompt_tokens
 
 
 def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: int) -> None:
@@ -47,12 +117,14 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
 
 def check_prompt_given(request: pb.GenerateRequest) -> None:
     """Raises:
-    InvalidRequest: the request has neither text nor token ids, or they are empty.
+    InvalidRequest: the request has no prompt, or an empty one.
     """
     given = request.WhichOneof("prompt")
     if given is None:
-        cure = "set `text` or `token_ids`"
-        raise InvalidRequest("the prompt is missing", field="prompt", allowed=("text", "token_ids"), cure=cure)
+        cure = "set `text`, `token_ids` or `chat`"
+        raise InvalidRequest("the prompt is missing", field="prompt", allowed=("text", "token_ids", "chat"), cure=cure)
+    if given == "chat":
+        return
     # NOTE: a tokenizer may turn no text into a token; a client that sends no text has made a mistake all the same.
     if not (request.text if given == "text" else request.token_ids.ids):
         raise InvalidRequest("the prompt is empty", field="prompt", allowed=("1 token or more",), cure="give some text")

@@ -94,7 +94,7 @@ class Node:
         if group is not None and self._workers:
             steps = StepWriter([worker.steps for worker in self._workers])
             runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
-        self.engine = Engine(runner, limits, on_step=self._on_step)
+        self.engine = Engine(runner, limits, on_step=self._on_step, grammars=built.grammars)
         makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
         message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Coroutine
 
 from baton.config import PrefillSettings
+from baton.convert import grammar_from_proto
 from baton.errors import BatonError, InternalError
 from engine.request import EngineRequest
 from kvtransfer.layer_groups import choose_layers_per_group
@@ -77,6 +78,8 @@ class PrefillDriver:
         """
         if (refusal := self._machine.refusal()) is not None:
             raise refusal
+        if request.sampling.HasField("grammar"):
+            await self._engine.compile_grammar(grammar_from_proto(request.sampling.grammar))
         peer = await self.peers.for_ticket(request.ticket)
         call = next(self._numbers)
         stream = self._streams[call] = ResponseStream()

@@ -11,8 +11,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple, Protocol
 
-from baton.types import TokenOutput
-from engine.batch import Batch
+from engine.batch import Batch, RowResult
 from engine.device.layer_marks import LayerMark, OnMark
 from engine.request import ModelFacts
 
@@ -20,7 +19,7 @@ from engine.request import ModelFacts
 class Launched(Protocol):
     """A launched step: `engine.device.runner.LaunchedStep`, or one on each of several ranks."""
 
-    def wait(self) -> list[TokenOutput | None]: ...
+    def wait(self) -> list[RowResult]: ...
 
     @property
     def seconds(self) -> float: ...
@@ -48,7 +47,7 @@ class LayersDone:
 class StepDone:
     """`tokens` has one entry per row of the batch, None where nothing was sampled."""
 
-    tokens: list[TokenOutput | None]
+    tokens: list[RowResult]
     seconds: float
 
 

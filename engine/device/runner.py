@@ -5,7 +5,7 @@ the tokens of the last step on the device. Suffixes: T token of the step, S row 
 logprobs, D hidden channel, V vocabulary, N most rows of a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -13,13 +13,15 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn.functional import pad
 
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
-from baton.errors import InternalError
+from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow
+from engine.batch import Batch, BatchRow, RowResult
+from engine.device.grammar_rows import GrammarRows
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
 from engine.device.layer_marks import LayerMarks, OnMark
@@ -27,6 +29,7 @@ from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
 from engine.sampling.row import GREEDY_ROW, SampleRow
 from engine.sampling.sampler import sample, with_logprobs
+from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
 from models.causal_lm import CausalLM
 
@@ -43,31 +46,29 @@ class LaunchedStep:
     """A step that is queued on the device.
 
     Args:
-        plain: the tokens of all rows; None: every row is in `parts`.
-        parts: rows whose tokens replace those of `plain`, or have logprobs.
+        drawn: the tokens of the rows.
         slot: the step's own; it returns to `slots` when the step has ended.
     """
 
-    def __init__(
-        self, num_rows: int, plain: "_PlainTokens | None", parts: "Sequence[_Part]", slot: StepSlot, slots: StepSlots
-    ) -> None:
+    def __init__(self, num_rows: int, drawn: "_Drawn", slot: StepSlot, slots: StepSlots) -> None:
         self._num_rows = num_rows
-        self._plain = plain
-        self._parts = parts
+        self._drawn = drawn
         self._slot = slot
         self._slots = slots
         self._seconds = 0.0
 
-    def wait(self) -> list[TokenOutput | None]:
-        """One entry per row, None where nothing was sampled. Call it once, on any thread. Raises device errors."""
+    def wait(self) -> list[RowResult]:
+        """One entry per row. Call it once, on any thread. Raises device errors."""
         self._seconds = self._slot.timer.wait()
-        results: list[TokenOutput | None] = [None] * self._num_rows
-        if self._plain is not None:
-            results = self._plain.outputs(self._slot.tokens_host)
+        results: list[RowResult] = [None] * self._num_rows
+        if self._drawn.plain is not None:
+            results = self._drawn.plain.outputs(self._slot.tokens_host)
         self._slots.give_back(self._slot)
-        for indices, tokens in self._parts:
+        for indices, tokens in self._drawn.parts:
             for index, token in zip(indices, tokens.outputs(), strict=True):
                 results[index] = token
+        for index, error in self._drawn.failed.items():
+            results[index] = error
         return results
 
     @property
@@ -81,6 +82,7 @@ class ModelRunner:
 
     Args:
         graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
+        grammars: None: requests with a grammar fail.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ModelRunner:
         facts: ModelFacts,
         *,
         graphs: GraphSettings | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.facts = facts
         self.model = model
@@ -99,6 +102,7 @@ class ModelRunner:
         self._device = cache.view.device
         self._graphs = None if graphs is None else DecodeGraphs(model, backend, cache, graphs)
         self._marks = LayerMarks(model.model.layers, self._device)
+        self.grammars = None if grammars is None else GrammarRows(grammars, self._device)
         self._is_prepared = False
         # The tokens that the last step sampled, row by row.
         if self._graphs is None:
@@ -126,7 +130,7 @@ class ModelRunner:
             self._graphs.capture(progress)
         self._is_prepared = True
 
-    def run(self, batch: Batch) -> list[TokenOutput | None]:
+    def run(self, batch: Batch) -> list[RowResult]:
         """Launches a step and waits for it."""
         return self.launch(batch).wait()
 
@@ -149,26 +153,26 @@ class ModelRunner:
             if batch.layers_per_group and on_mark is not None:
                 marked = self._marks.every(batch.layers_per_group, on_mark)
             with marked:
-                plain, parts = None, self._launch_eagerly(batch.rows)
+                drawn = self._launch_eagerly(batch.rows)
         else:
-            plain, parts = self._launch_padded(self._graphs, batch, size, slot)
+            drawn = self._launch_padded(self._graphs, batch, size, slot)
         slot.timer.stop()
-        return LaunchedStep(num_rows, plain, parts, slot, self._slots)
+        return LaunchedStep(num_rows, drawn, slot, self._slots)
 
-    def _launch_padded(
-        self, graphs: DecodeGraphs, batch: Batch, size: int, slot: StepSlot
-    ) -> "tuple[_PlainTokens | None, list[_Part]]":
+    def _launch_padded(self, graphs: DecodeGraphs, batch: Batch, size: int, slot: StepSlot) -> "_Drawn":
         rows = batch.shared_rows
         logits_RV = graphs.launch(rows, size, step=batch.step, slot=slot)
         sampling, num_rows = graphs.buffers.host.sampling, len(rows)
         parts: list[_Part] = []
+        failed: dict[int, BatonError] = {}
         if edited := sorted(sampling.edited):
             (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
             edited_rows = [rows[index].at(batch.step) for index in edited]
             pending_S = pending_tokens(edited_rows, graphs.buffers.token_ids.index_select(0, edited_S))
-            drawn = sample(logits_RV.index_select(0, edited_S), _samples(edited_rows), pending_R=pending_S)
-            self._tokens_N.index_copy_(0, edited_S, drawn.chosen_R)
-            parts.append((edited, drawn.to_host()))
+            logits_SV = logits_RV.index_select(0, edited_S)
+            parts, failed = self._draw(edited, edited_rows, logits_SV, pending_S, edited_S)
+        else:
+            self._forget_grammars()
         # A copy: the host may advance its own array for the next step before this one has ended.
         output_indices = sampling.arrays.output_index_R[:num_rows].copy()
         if wanted := sorted(sampling.with_logprobs):
@@ -177,27 +181,52 @@ class ModelRunner:
                 (wanted_L,) = to_device((np.array(wanted, np.int64),), self._device)
                 logits_LV, chosen_L = logits_LV.index_select(0, wanted_L), chosen_L.index_select(0, wanted_L)
             counts = [how.params.logprobs or 0 for how in _samples([rows[index] for index in wanted])]
-            drawn = with_logprobs(logits_LV, chosen_L, output_indices=output_indices[wanted].tolist(), counts=counts)
-            parts.append((wanted, drawn.to_host()))
+            with_them = with_logprobs(
+                logits_LV, chosen_L, output_indices=output_indices[wanted].tolist(), counts=counts
+            )
+            parts.append((wanted, with_them.to_host()))
         plain = None
         if len(edited) + len(wanted) < num_rows:
             slot.fetch(self._tokens_N)
             plain = _PlainTokens(output_indices, frozenset(sampling.unsampled))
-        return plain, parts
+        return _Drawn(plain, parts, failed)
 
-    def _launch_eagerly(self, rows: Sequence[BatchRow]) -> "list[_Part]":
+    def _launch_eagerly(self, rows: Sequence[BatchRow]) -> "_Drawn":
         self._make_room(rows)
         inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
         if not inputs.sampled:
-            return []
+            self._forget_grammars()
+            return _Drawn(None, [], {})
         logits_SV = self.model.compute_logits(hidden_TD.index_select(0, inputs.last_S))
         sampled_rows = [rows[index] for index in inputs.sampled]
         pending_S = pending_tokens(sampled_rows, inputs.token_ids_T.index_select(0, inputs.last_S))
-        drawn = sample(logits_SV, _samples(sampled_rows), pending_R=pending_S)
-        self._tokens_N.index_copy_(0, inputs.sampled_S, drawn.chosen_R)
-        return [(inputs.sampled, drawn.to_host())]
+        parts, failed = self._draw(inputs.sampled, sampled_rows, logits_SV, pending_S, inputs.sampled_S)
+        return _Drawn(None, parts, failed)
+
+    def _draw(
+        self,
+        places: list[int],
+        rows: Sequence[BatchRow],
+        logits_SV: Tensor,
+        pending_S: Tensor | None,
+        places_S: Tensor,
+    ) -> "tuple[list[_Part], dict[int, BatonError]]":
+        """Draws the tokens of these rows of the step, after its forward pass is queued. Returns the tokens, and errors
+        of rows by their place in the step. Overwrites the logits."""
+        masks, errors = _no_masks(rows) if self.grammars is None else self.grammars.masks(rows)
+        drawn = sample(logits_SV, _samples(rows), pending_R=pending_S, masks=masks)
+        self._tokens_N.index_copy_(0, places_S, drawn.chosen_R)
+        on_host = drawn.to_host()
+        if self.grammars is not None:
+            self.grammars.drawn(rows, on_host)
+        return [(places, on_host)], {places[index]: error for index, error in errors.items()}
+
+    def _forget_grammars(self) -> None:
+        """No row of this step has a grammar."""
+        if self.grammars is not None:
+            self.grammars.masks(())
 
     def _make_room(self, rows: Sequence[BatchRow]) -> None:
         """Makes room for the step's tokens and all places in `token_source`, also if the previous step has failed."""
@@ -219,6 +248,21 @@ _Part: TypeAlias = tuple[list[int], TokensOnHost]
 
 
 @dataclass(frozen=True)
+class _Drawn:
+    """The tokens of a step.
+
+    Args:
+        plain: the tokens of all rows; None: every sampled row is in `parts`.
+        parts: rows whose tokens replace those of `plain`, or have logprobs.
+        failed: rows whose requests fail with this step.
+    """
+
+    plain: "_PlainTokens | None"
+    parts: Sequence[_Part]
+    failed: Mapping[int, BatonError]
+
+
+@dataclass(frozen=True)
 class _PlainTokens:
     """The tokens of all rows of a padded step, without logprobs.
 
@@ -230,10 +274,10 @@ class _PlainTokens:
     output_indices: NDArray[np.int64]
     unsampled: frozenset[int]
 
-    def outputs(self, tokens: NDArray[np.int32]) -> list[TokenOutput | None]:
+    def outputs(self, tokens: NDArray[np.int32]) -> list[RowResult]:
         """One output per row. Call it after the tokens have arrived."""
         indices = self.output_indices.tolist()
-        outputs: list[TokenOutput | None] = list(map(TokenOutput, tokens[: len(indices)].tolist(), indices))
+        outputs: list[RowResult] = list(map(TokenOutput, tokens[: len(indices)].tolist(), indices))
         for row in self.unsampled:
             outputs[row] = None
         return outputs
@@ -241,6 +285,15 @@ class _PlainTokens:
 
 def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:
     return [row.sample for row in rows if row.sample is not None]
+
+
+def _no_masks(rows: Sequence[BatchRow]) -> tuple[None, dict[int, BatonError]]:
+    """Every row with a grammar fails."""
+    refused = InvalidRequest(
+        "this node has no tokenizer, so no output can be constrained", field="grammar", cure="use another node"
+    )
+    samples = _samples(rows)
+    return None, {index: refused for index, how in enumerate(samples) if how.params.grammar is not None}
 
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:

@@ -1,7 +1,8 @@
-"""Everything that edits logits before a token is chosen: bias, penalties, forbidden tokens. Batched and in place.
+"""Everything that edits logits before a token is chosen: bias, penalties, forbidden tokens, grammars. Batched and in
+place.
 
-Order: logit bias, repetition, frequency, presence, forbidden tokens. An edit is prepared on the host from the rows and
-queued on the device; the host does not wait for it.
+Order: logit bias, repetition, frequency, presence, forbidden tokens, grammars. An edit is prepared on the host from the
+rows and queued on the device; the host does not wait for it.
 
 Suffixes: R row, P row with penalties, E place that is edited, H token of a history, V vocabulary.
 """
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sampling.masks import Masks, keep_allowed
 from engine.sampling.row import SampleRow
 
 
@@ -25,13 +27,15 @@ class Edit(NamedTuple):
     apply: Callable[..., None]
 
 
-def edits_of(rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> list[Edit]:
+def edits_of(rows: Sequence[SampleRow], *, pending_R: Tensor | None = None, masks: Masks | None = None) -> list[Edit]:
     """The edits that the rows ask for, in order. Rows that ask for none keep their logits.
 
     Args:
         pending_R: int32, on the device: each row's newest token where its history lacks it, else -1.
+        masks: of the rows with a grammar.
     """
-    edits = (_bias(rows), _penalties(rows, pending_R), _forbidden(rows))
+    allowed = None if masks is None else Edit((masks.rows_G, masks.masks_GW), keep_allowed)
+    edits = (_bias(rows), _penalties(rows, pending_R), _forbidden(rows), allowed)
     return [edit for edit in edits if edit is not None]
 
 
@@ -44,7 +48,9 @@ def _bias(rows: Sequence[SampleRow]) -> Edit | None:
 
 
 def _forbidden(rows: Sequence[SampleRow]) -> Edit | None:
-    entries = [(i, token_id) for i, row in enumerate(rows) for token_id in row.forbidden]
+    # The mask of a grammar has its row's forbidden tokens: a complete grammar allows nothing else.
+    plain = [(i, row) for i, row in enumerate(rows) if row.params.grammar is None]
+    entries = [(i, token_id) for i, row in plain for token_id in row.forbidden]
     if not entries:
         return None
     index, token_ids = zip(*entries, strict=True)

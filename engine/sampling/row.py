@@ -19,6 +19,8 @@ class SampleRow(NamedTuple):
         history: prompt and output that the host knows, for a request with penalties; else empty. It lacks the token of
             a row with a `token_source`, which penalties count as well.
         prompt_tokens: how many tokens of `history` are prompt.
+        output: all tokens before this one, for a request with a grammar; empty for a row with a `token_source`, whose
+            output is known where it is drawn.
     """
 
     params: SamplingParams
@@ -26,11 +28,12 @@ class SampleRow(NamedTuple):
     forbidden: tuple[int, ...]
     history: IntArray
     prompt_tokens: int
+    output: IntArray = _NO_HISTORY
 
     @property
     def edits_logits(self) -> bool:
         """Whether the token is drawn from edited logits instead of the model's own."""
-        return bool(self.history or self.forbidden or self.params.logit_bias)
+        return bool(self.history or self.forbidden or self.params.logit_bias or self.params.grammar)
 
 
 # For warm-up steps, for profiles, and for rows whose token is discarded: greedy draws are the fastest.
@@ -57,4 +60,7 @@ class SampleRows:
         """The row that draws the token at `output_index`. `tokens` are prompt and output as far as they are known."""
         forbidden = self._forbidden_early if output_index < self._min_tokens else ()
         history = tokens[:] if self._has_penalties else _NO_HISTORY
-        return SampleRow(self._params, output_index, forbidden, history, self._prompt_tokens)
+        output = _NO_HISTORY
+        if self._params.grammar is not None and len(tokens) == self._prompt_tokens + output_index:
+            output = tokens[self._prompt_tokens :]
+        return SampleRow(self._params, output_index, forbidden, history, self._prompt_tokens, output)

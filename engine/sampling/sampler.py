@@ -17,6 +17,7 @@ from torch import Tensor
 from attention.host_to_device import to_device
 from baton.types import TokenOutput
 from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.sampling.masks import Masks
 from engine.sampling.penalties import edits_of
 from engine.sampling.row import SampleRow
 
@@ -107,18 +108,21 @@ class SampledOnHost:
             output.top_logprobs = tuple(zip(token_ids[:count], values[:count], strict=True))
 
 
-def sample(logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | None = None) -> Sampled:
+def sample(
+    logits_RV: Tensor, rows: Sequence[SampleRow], *, pending_R: Tensor | None = None, masks: Masks | None = None
+) -> Sampled:
     """Samples one token per row. A row that is not greedy needs a seed.
 
     Args:
         logits_RV: float32; overwritten.
         pending_R: int32, on the device: each row's newest token where the host does not know it yet, else -1. Penalties
             count it.
+        masks: of the rows with a grammar.
     """
     numbers = SamplingArrays.empty(len(rows))
     numbers.fill(rows)
     wanted = tuple(index for index, row in enumerate(rows) if row.params.logprobs is not None)
-    edits = edits_of(rows, pending_R=pending_R)
+    edits = edits_of(rows, pending_R=pending_R, masks=masks)
     arrays = [*numbers, np.array(wanted, np.int64), *(array for edit in edits for array in edit.arrays)]
     tensors = iter(to_device(arrays, logits_RV.device))
     buffers = SamplingBuffers(*islice(tensors, len(numbers)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, UnknownLease
 from baton.types import FinishReason, TokenOutput
-from engine.batch import Batch
+from engine.batch import Batch, RowResult
 from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
 from engine.request import (
     EngineLimits,
@@ -183,11 +183,13 @@ class Scheduler:
         """The oldest step in flight has computed its first layers. Returns events for requests that ask for marks."""
         return self._in_flight.oldest.layers_computed(layer_stop)
 
-    def complete(self, results: Sequence[TokenOutput | None], seconds: float) -> StepEvents:
-        """The oldest step in flight has ended; `results` has the token of each row, None where nothing was sampled."""
+    def complete(self, results: Sequence[RowResult], seconds: float) -> StepEvents:
+        """The oldest step in flight has ended; `results` has the token of each row, None where nothing was sampled, or
+        the error with which the row's request fails."""
         started: list[RequestStarted] = []
         chunks: list[ChunkComputed] = []
         sampled: list[tuple[str, TokenOutput, FinishReason | None, str]] = []
+        failed: list[RequestFailed] = []
         block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
         step = self._end_oldest_step()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
@@ -203,6 +205,10 @@ class Scheduler:
                 self._blocks.register(state)
             if token is None:
                 continue
+            if isinstance(token, BatonError):
+                self._stop_running(state)
+                failed.append(RequestFailed(state.request_id, token))
+                continue
             state.num_pending -= 1
             state.tokens.append(token.token_id)
             reason, stop_reason = None, ""
@@ -211,7 +217,8 @@ class Scheduler:
                 if reason is not None or state.prefill_only:
                     self._stop_running(state)
             sampled.append((state.request_id, token, reason, stop_reason))
-        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tuple(map(token_sampled, sampled)))
+        tokens = tuple(map(token_sampled, sampled))
+        return StepEvents(step.number, seconds, tuple(started), tuple(chunks), tokens, failed=tuple(failed))
 
     def fail(self, error: BatonError, seconds: float) -> StepEvents:
         """The oldest step in flight has failed: its requests end with `error`. Their rows in the next step are void.

@@ -94,8 +94,12 @@ class RequestState:
         self.decode_stop = 0 if self.prefill_only else self._max_tokens - 1
         self._row_blocks: IntArray = int_array()
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        self.end_token_ids = self._eos_token_ids.union(sampling.stop_token_ids)
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.end_token_ids = self._eos_token_ids | self._stop_token_ids
+        # A grammar allows these only where the output may end, and its last one must end it.
+        self._grammar_ends = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
         self._samples = SampleRows(sampling, prompt_tokens=self._prompt_tokens, end_token_ids=self.end_token_ids)
+        self.end_token_ids |= self._grammar_ends
 
     @property
     def num_tokens(self) -> int:
@@ -190,8 +194,9 @@ class RequestState:
 
     def end_at(self, token_id: int) -> End:
         """Whether and why it ends with this token, the last of `tokens`."""
-        if token_id in self.end_token_ids and self.num_output > self._min_tokens:
-            return End(FinishReason.STOP, "" if token_id in self._eos_token_ids else str(token_id))
+        if token_id in self._grammar_ends or (token_id in self.end_token_ids and self.num_output > self._min_tokens):
+            own = token_id in self._stop_token_ids and token_id not in self._eos_token_ids
+            return End(FinishReason.STOP, str(token_id) if own else "")
         return End(FinishReason.LENGTH, "") if len(self.tokens) >= self._max_tokens else NO_END
 
     def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:

@@ -4,8 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from baton.types import TokenOutput
-from engine.batch import Batch
+from engine.batch import Batch, RowResult
 from engine.device.layer_marks import OnMark
 from engine.device.runner import LaunchedStep, ModelRunner
 from engine.request import ModelFacts
@@ -55,7 +54,7 @@ class RankedStep:
         self._step = step
         self._fail = fail
 
-    def wait(self) -> list[TokenOutput | None]:
+    def wait(self) -> list[RowResult]:
         try:
             return self._step.wait()
         except Exception as error:  # noqa: BLE001  as above

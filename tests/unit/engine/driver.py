@@ -18,7 +18,9 @@ def runner_of(built: Built, *, graphs: GraphSettings | None) -> ModelRunner:
     """A runner with its own cache, full of NaN so that reading an unwritten slot shows."""
     cache = PagedKVCache(built.cache.spec, built.cache.shape, built.cache.view.device)
     cache.storage.fill_(float("nan"))
-    return ModelRunner(built.runner.model, built.runner.backend, cache, built.runner.facts, graphs=graphs)
+    return ModelRunner(
+        built.runner.model, built.runner.backend, cache, built.runner.facts, graphs=graphs, grammars=built.grammars
+    )
 
 
 @dataclass

@@ -95,7 +95,7 @@ class EventRecorder:
 async def running(built: Built, **given: Any) -> AsyncIterator[tuple[Engine, EventRecorder]]:
     """An engine that must have all blocks free when the test ends."""
     events = EventRecorder()
-    async with Engine(built.runner, limits(**given), on_step=events) as engine:
+    async with Engine(built.runner, limits(**given), on_step=events, grammars=built.grammars) as engine:
         yield engine, events
         # A row scheduled before its request's end was known keeps the blocks for one more step.
         await events.until(lambda: engine.load().blocks_free == engine.load().blocks_total)

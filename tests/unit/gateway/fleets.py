@@ -50,8 +50,15 @@ class SmallFleet(Fleet):
         return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason)
 
 
-def rules(policy: LocalPolicy = LocalPolicy.PREFER) -> Rules:
-    return Rules(policy, max_attempts=3, queue_s=10.0, prefill_stall_s=10.0, decode_stall_s=30.0, failover_wait_s=20.0)
+def rules(policy: LocalPolicy = LocalPolicy.PREFER, *, failover_wait_s: float = 20.0) -> Rules:
+    return Rules(
+        policy,
+        max_attempts=3,
+        queue_s=10.0,
+        prefill_stall_s=10.0,
+        decode_stall_s=30.0,
+        failover_wait_s=failover_wait_s,
+    )
 
 
 def request(*, timeout_s: float = 100.0, max_tokens: int = 4) -> Request:

@@ -36,10 +36,12 @@ class Served:
         decodes: int = 2,
         policy: LocalPolicy = LocalPolicy.PREFER,
         timeout_s: float = 100.0,
+        failover_wait_s: float = 20.0,
         start: bool = True,
     ) -> None:
         self.fleet = SmallFleet(prefills, decodes, policy)
-        self.machine = RequestMachine(request(timeout_s=timeout_s), rules(policy), self.fleet, Words())
+        settings = rules(policy, failover_wait_s=failover_wait_s)
+        self.machine = RequestMachine(request(timeout_s=timeout_s), settings, self.fleet, Words())
         self.now_s = 0.0
         self.commands: list[Command] = []  # all commands so far
         if start:

@@ -30,7 +30,7 @@ from gateway.commands import (
     SubmitToDecode,
 )
 from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed
-from protos.baton.v1 import common_pb2, decode_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,
@@ -354,11 +354,50 @@ def test_a_request_waits_for_the_only_decode_node_which_may_come_back() -> None:
     commands = served.session_lost()
     assert of(commands, SubmitToDecode) == []
     assert served.machine.waits_for_fleet
-    assert served.machine.deadline_s == 100.0
+    assert served.machine.deadline_s == served.now_s + 20.0  # failover_wait_s
     assert served.handle(FleetChanged()) == []
     served.fleet.connect("d1", 5.0, restarts=1)
     assert only(served.handle(FleetChanged()), SubmitToDecode).address == "d1"
     assert not served.machine.waits_for_fleet
+
+
+def test_its_client_is_informed_at_once_that_a_request_waits_for_a_decode_node() -> None:
+    served = decoding(decodes=1)
+    served.fleet.lose("d1")
+    commands = served.handle(DecodeReplied(1, token(2)), SessionLost(1, "gone"))
+    tokens, notice = (command.message for command in of(commands, Respond))
+    assert tokens.text == " 102"
+    expected = "the decode node node-21 was lost; waiting up to 20 s for another one"
+    assert notice == generation_pb2.GenerateResponse(notice=expected)
+    assert served.handle(FleetChanged(), after_s=1.0) == []
+
+
+def test_the_wait_for_a_decode_node_ends_with_the_name_of_the_lost_one() -> None:
+    served = decoding(decodes=1)
+    served.session_lost()
+    assert served.handle(TimePassed(), after_s=19.9) == []
+    served.handle(TimePassed(), after_s=0.1)
+    assert isinstance(served.error, NoNode)
+    assert "node-21 was lost (gone), and no other decode node came within 20 s" in served.error.message
+    assert served.error.retry_after_s is not None
+
+
+def test_every_loss_allows_a_wait_of_its_own() -> None:
+    served = decoding(decodes=1)
+    served.session_lost()
+    served.fleet.connect("d1", 15.0, restarts=1)
+    served.handle(FleetChanged(), after_s=15.0)
+    served.decode(accepted(), token(2), attempt=2)
+    served.fleet.lose("d1")
+    commands = served.handle(SessionLost(2, "again"), after_s=2.0)
+    assert "node-121 was lost; waiting" in only(commands, Respond).message.notice
+    assert served.machine.deadline_s == served.now_s + 20.0
+
+
+def test_a_request_that_can_move_on_at_once_writes_no_notice() -> None:
+    served = decoding()
+    served.session_lost()
+    assert [message.notice for message in served.messages if message.notice] == []
 
 
 def test_messages_of_an_earlier_attempt_change_nothing() -> None:
@@ -465,8 +504,9 @@ def test_a_draining_decode_node_hands_the_request_over() -> None:
 
 def test_a_request_that_has_begun_waits_when_the_only_node_drains() -> None:
     served = decoding(decodes=1)
-    served.decode(failed(Draining("going away")))
+    commands = served.decode(failed(Draining("going away")))
     assert served.machine.waits_for_fleet
+    assert "node-21 takes no more requests; waiting up to 20 s" in only(commands, Respond).message.notice
 
 
 def test_without_a_node_a_new_request_fails_at_once() -> None:
@@ -479,7 +519,7 @@ def test_without_a_node_a_new_request_fails_at_once() -> None:
 
 
 def waiting() -> Served:
-    served = decoding(decodes=1)
+    served = decoding(decodes=1, failover_wait_s=1000.0)
     served.session_lost()
     return served
 

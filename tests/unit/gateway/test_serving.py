@@ -9,13 +9,14 @@ import pytest
 
 import gateway.connections
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
-from baton.errors import ConfigError, DeadlineExceeded, Draining, Overloaded
+from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.rpc.server import Address
+from gateway.chat.types import ChatRequest
 from gateway.connections import Connections
 from gateway.discovery import Directory
 from gateway.model import ServedModel, read_served_model
 from gateway.serving import Serving
-from protos.baton.v1 import decode_pb2
+from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
@@ -216,7 +217,8 @@ async def test_a_request_waits_for_its_lost_decode_node_and_continues(running: R
     running.answer(accepted=answer)
     running.decode.send_tokens(token(1, LENGTH), key=submission.key)
     await asyncio.wait_for(request, BOUND_S)
-    assert client.num_tokens == [1, 1, 0]
+    assert client.num_tokens == [1, 0, 1, 0]
+    assert client.messages[1].notice == "the decode node node-21 was lost; waiting up to 30 s for another one"
     assert "was lost (it ended the session)" in client.messages[-1].receipt.why
 
 
@@ -287,3 +289,104 @@ async def test_an_unreachable_node_is_named_once_with_the_reason(
 def test_settings_without_nodes_are_refused(model: ServedModel, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Connections(settings_of(*flags), model)
+
+
+# ---- several outputs, ids, aborts, chats
+
+
+async def serve(running: Running, *, num_tokens: int = 3) -> decode_pb2.SubmitRequest:
+    """Serves the next submission on the decode node; its tokens are 100, 101, ..."""
+    submission = await running.decode.submission()
+    answer = accepted()
+    answer.key = submission.key
+    running.answer(accepted=answer)
+    for index in range(num_tokens):
+        last = index == num_tokens - 1
+        running.decode.send_tokens(token(index, LENGTH) if last else token(index), key=submission.key)
+    running.answer(released=decode_pb2.Released(key=submission.key))
+    return submission
+
+
+def start(
+    running: Running, client: "Client", chat: ChatRequest | None = None, **fields: object
+) -> "asyncio.Task[None]":
+    message = pb.GenerateRequest(**fields)  # type: ignore[arg-type]
+    message.sampling.max_tokens = 10
+    return asyncio.create_task(running.serving.generate(message, client.write, budget_s=None, chat=chat))
+
+
+PROMPT = pb.TokenIds(ids=range(1, 65))
+
+
+async def test_two_outputs_of_one_prompt(running: Running) -> None:
+    client = Client()
+    request = start(running, client, token_ids=PROMPT, n=2, sampling=common_pb2.SamplingParams(seed=5), priority=4)
+    submissions = [await serve(running), await serve(running)]
+    await asyncio.wait_for(request, BOUND_S)
+    assert [each.sampling.seed for each in submissions] == [5, 6]
+    assert sorted(message.index for message in client.messages if message.finish_reason) == [0, 1]
+    assert [message.usage.completion_tokens for message in client.messages if message.HasField("usage")] == [6]
+    assert running.serving.counters.finished == 2
+    assert running.serving.running == 0
+
+
+async def test_each_output_counts_toward_the_limit(running: Running) -> None:
+    request = running.generate(Client())
+    await running.decode.submission()
+    with pytest.raises(Overloaded, match="1 requests are running already, of at most 2"):
+        await start(running, Client(), token_ids=PROMPT, n=2)
+    with pytest.raises(InvalidRequest, match="n is 3") as raised:
+        await start(running, Client(), token_ids=PROMPT, n=3, request_id="three")
+    assert raised.value.request_id == "three"
+    request.cancel()
+    await asyncio.wait([request])
+
+
+async def test_an_abort_ends_all_requests_of_that_id(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    requests = [start(running, Client(), token_ids=PROMPT, request_id="mine") for _ in range(2)]
+    for _ in requests:
+        await running.decode.submission()
+    with caplog.at_level(logging.INFO):
+        assert running.serving.abort(["mine", "other", "mine"]) == ["mine"]
+        for request in requests:
+            with pytest.raises(Cancelled, match="aborted") as raised:
+                await asyncio.wait_for(request, BOUND_S)
+            assert raised.value.request_id == "mine"
+    assert [record.getMessage() for record in caplog.records] == ["mine failed: the request was aborted"] * 2
+    assert running.serving.abort(["mine"]) == []
+
+
+async def test_an_abort_ends_all_outputs(running: Running) -> None:
+    client = Client()
+    request = start(running, client, token_ids=PROMPT, n=2, request_id="mine")
+    submission = await running.decode.submission()
+    answer = accepted()
+    answer.key = submission.key
+    running.answer(accepted=answer)
+    running.decode.send_tokens(token(0), token(1), key=submission.key)
+    await running.decode.submission()  # the other output
+    assert running.serving.abort(["mine"]) == ["mine"]
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(request, BOUND_S)
+    assert running.serving.running == 0
+
+
+async def test_a_request_is_aborted_before_it_reaches_a_node(running: Running) -> None:
+    request = start(running, Client(), text="some text", request_id="mine")
+    await asyncio.sleep(0)
+    assert running.serving.abort(["mine"]) == ["mine"]
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(request, BOUND_S)
+    assert running.decode.received.empty()
+
+
+async def test_a_chat_has_its_answer_in_parts(running: Running) -> None:
+    client = Client()
+    chat = ChatRequest(messages=[{"role": "user", "content": "hi"}])
+    request = start(running, client, chat)
+    submission = await serve(running)
+    await asyncio.wait_for(request, BOUND_S)
+    tokenizer = running.serving.model.tokenizer
+    assert tokenizer.decode(submission.prompt_token_ids, skip_special_tokens=False).count("hi") >= 1
+    content = "".join(message.chat.content for message in client.messages)
+    assert content == "".join(message.text for message in client.messages) != ""

@@ -6,9 +6,19 @@ from pathlib import Path
 import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
+from gateway.chat.model import read_chat_model
 from gateway.model import ServedModel
+from gateway.request import Outputs
 from gateway.tokenizer import TextTokenizer
-from gateway.validate import check_prompt, check_prompt_given, check_sampling
+from gateway.validate import (
+    check_outputs,
+    check_prompt,
+    check_prompt_given,
+    check_request_id,
+    check_sampling,
+    check_text,
+)
+from grammar.compiler import GrammarCompiler
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_level
@@ -26,11 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         max_context_tokens=64,
         tokenizer=TextTokenizer(directory),
         directory=directory,
+        eos_token_ids=(1,),
+        bos_token_id=0,
+        default_sampling=common_pb2.SamplingParams(),
+        chat=read_chat_model(directory, None),
+        grammars=GrammarCompiler(directory / "tokenizer.json", 320, [1]),
     )
-
-
-def request(**sampling: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text="hello", sampling=common_pb2.SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,7 @@ def request(**sampling: object) -> pb.GenerateRequest:
 )
 def test_a_wrong_sampling_parameter_is_named(model: ServedModel, sampling: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        check_sampling(request(**sampling), model)
+        check_sampling(common_pb2.SamplingParams(**sampling), model)  # type: ignore[arg-type]
     assert raised.value.field == field
     assert raised.value.allowed
 
@@ -74,10 +85,10 @@ def test_the_longest_prompt_leaves_room_for_one_token(model: ServedModel) -> Non
     check_prompt([1] * 63, model, max_context_tokens=64)
 
 
-def test_a_request_without_prompt_is_refused_with_both_ways_to_give_one() -> None:
+def test_a_request_without_prompt_is_refused_with_the_ways_to_give_one() -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_prompt_given(pb.GenerateRequest())
-    assert raised.value.allowed == ("text", "token_ids")
+    assert raised.value.allowed == ("text", "token_ids", "chat")
     check_prompt_given(pb.GenerateRequest(text="a"))
     check_prompt_given(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0])))
 
@@ -97,8 +108,59 @@ def test_an_unknown_model_is_answered_with_the_known_one(model: ServedModel) -> 
 
 
 def test_a_seed_is_drawn_for_sampling_when_the_client_gave_none(model: ServedModel) -> None:
-    drawn = {check_sampling(request(temperature=0.5), model).seed for _ in range(4)}
+    drawn = {check_sampling(common_pb2.SamplingParams(temperature=0.5), model).seed for _ in range(4)}
     assert None not in drawn
     assert len(drawn) == 4
-    assert check_sampling(request(temperature=0.5, seed=0), model).seed == 0
-    assert check_sampling(request(temperature=0.0), model).seed is None
+    assert check_sampling(common_pb2.SamplingParams(temperature=0.5, seed=0), model).seed == 0
+    assert check_sampling(common_pb2.SamplingParams(temperature=0.0), model).seed is None
+
+
+@pytest.mark.parametrize("request_id", ["a", "ä日 x", "👨‍👩", "x" * 256, "ä" * 128])
+def test_any_printable_id_is_kept(request_id: str) -> None:
+    assert check_request_id(request_id) == request_id
+
+
+def test_an_id_is_drawn_when_the_client_gave_none() -> None:
+    assert check_request_id("") != check_request_id("")
+
+
+@pytest.mark.parametrize("request_id", ["x" * 257, "ä" * 129, "a\nb", "a\x00", "\x1b[2J", "a\x85", "a b"])
+def test_an_id_that_is_long_or_would_forge_log_lines_is_refused(request_id: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_request_id(request_id)
+    assert raised.value.field == "request_id"
+    assert raised.value.allowed
+    assert str(raised.value).isprintable()
+    assert raised.value.value.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Outputs(1, 1)),
+        ({"n": 3}, Outputs(3, 3)),
+        ({"n": 2, "best_of": 5}, Outputs(5, 2)),
+        ({"best_of": 2}, Outputs(2, 1)),
+    ],
+)
+def test_the_number_of_outputs(given: dict[str, int], expected: Outputs) -> None:
+    assert check_outputs(pb.GenerateRequest(**given), max_outputs=100) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"n": 101}, "n"), ({"n": 3, "best_of": 2}, "best_of"), ({"best_of": 101}, "best_of"), ({"n": 2**31}, "n")],
+)
+def test_a_wrong_number_of_outputs_is_named(given: dict[str, int], field: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_outputs(pb.GenerateRequest(**given), max_outputs=100)  # type: ignore[arg-type]
+    assert raised.value.field == field
+
+
+def test_a_text_longer_than_any_context_is_not_tokenized(model: ServedModel) -> None:
+    limit = 10 * model.tokenizer.longest_token_bytes
+    check_text("x" * limit, model, max_context_tokens=10, field="prompt")
+    for text in ("x" * (limit + 1), "ä" * (limit // 2 + 1)):
+        with pytest.raises(InvalidRequest, match=f"up to {limit} bytes") as raised:
+            check_text(text, model, max_context_tokens=10, field="prompt")
+        assert raised.value.field == "prompt"

@@ -1,0 +1,248 @@
+"""Grammars of whole outputs, in llguidance's Lark: reasoning, then tool calls in a family's own syntax, or an answer.
+
+What a grammar made here forces, the family's parser reads.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from baton.errors import InvalidRequest
+from baton.types import Grammar, GrammarKind
+from gateway.chat.parsing.parser import ReasoningMarkers
+from gateway.chat.types import Json
+
+ANY_TEXT = r"/(?s:.*)/"
+# Keywords that an object's `properties` do not show all members with.
+OPEN_SCHEMA = {
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref",
+    "if", "not", "dependentSchemas",
+}  # fmt: skip
+NAME = re.compile(r"[\w.\-]+", re.ASCII)
+
+
+@dataclass
+class Lark:
+    """A grammar being written.
+
+    Args:
+        tokens: ids of the special tokens, by their texts. A special token is no text for a grammar.
+    """
+
+    tokens: Mapping[str, int]
+    _rules: list[str] = field(default_factory=list)
+
+    def literal(self, text: str) -> str:
+        """An expression for exactly this text, with special tokens in it."""
+        special = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
+        pieces = re.split(f"({special})", text) if special else [text]
+        return " ".join(
+            f"<[{self.tokens[piece]}]>" if piece in self.tokens else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )
+
+    def rule(self, expression: str, options: str = "") -> str:
+        """Adds a rule and returns its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def text_up_to(self, marker: str) -> str:
+        """An expression for any text and the marker that ends it."""
+        if marker in self.tokens:
+            return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
+        escaped = re.escape(marker).replace("/", r"\/")
+        return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
+
+    def one_of(self, expressions: Sequence[str]) -> str:
+        return self.rule(" | ".join(expressions))
+
+    def finish(self, start: str) -> Grammar:
+        return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n")
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Calls to force.
+
+    Attributes:
+        tools: those that may be called, in the shape of requests.
+        parallel: whether there may be more than one call.
+    """
+
+    tools: Sequence[Json]
+    parallel: bool
+
+
+def name_of(tool: Json) -> str:
+    return str(tool["function"]["name"])
+
+
+def arguments_schema(tool: Json) -> dict[str, Any]:
+    """The schema of a tool's arguments. Members that it does not name are not allowed, unless it says otherwise."""
+    schema = dict(tool["function"].get("parameters") or {})
+    schema.setdefault("type", "object")
+    if not OPEN_SCHEMA & schema.keys():
+        schema.setdefault("properties", {})
+        schema["additionalProperties"] = False
+    return schema
+
+
+def json_of(schema: object) -> str:
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _repeated(call: str, separator: str, *, parallel: bool) -> str:
+    return f"{call} ({separator} {call})*" if parallel else call
+
+
+def _objects(lark: Lark, forced: Forced, key: str) -> str:
+    """One call as `{"name": ..., KEY: ...}`."""
+    calls = []
+    for tool in forced.tools:
+        before = f'{{"name": {json.dumps(name_of(tool), ensure_ascii=False)}, "{key}": '
+        calls.append(f"{lark.literal(before)} {json_of(arguments_schema(tool))} {lark.literal('}')}")
+    return lark.one_of(calls)
+
+
+def llama_calls(lark: Lark, forced: Forced) -> str:
+    return _repeated(_objects(lark, forced, "parameters"), '"; "', parallel=forced.parallel)
+
+
+def hermes_calls(lark: Lark, forced: Forced) -> str:
+    call = _objects(lark, forced, "arguments")
+    begin, end = lark.literal("<tool_call>\n"), lark.literal("\n</tool_call>")
+    call = lark.rule(f"{begin} {call} {end}")
+    return _repeated(call, r'"\n"', parallel=forced.parallel)
+
+
+def mistral_array_calls(lark: Lark, forced: Forced) -> str:
+    calls = _repeated(_objects(lark, forced, "arguments"), '", "', parallel=forced.parallel)
+    return f"{lark.literal('[TOOL_CALLS][')} {calls} {lark.literal(']')}"
+
+
+def mistral_named_calls(lark: Lark, forced: Forced) -> str:
+    call = lark.one_of(
+        [
+            f"{lark.literal(f'[TOOL_CALLS]{name_of(tool)}[ARGS]')} {json_of(arguments_schema(tool))}"
+            for tool in forced.tools
+        ]
+    )
+    return f"{call}+" if forced.parallel else call
+
+
+def deepseek_calls(lark: Lark, forced: Forced, *, fenced: bool) -> str:
+    calls = []
+    for tool in forced.tools:
+        name = name_of(tool)
+        before = f"function<｜tool▁sep｜>{name}\n```json\n" if fenced else f"{name}<｜tool▁sep｜>"
+        after = "\n```<｜tool▁call▁end｜>" if fenced else "<｜tool▁call▁end｜>"
+        begin = lark.literal("<｜tool▁call▁begin｜>" + before)
+        calls.append(f"{begin} {json_of(arguments_schema(tool))} {lark.literal(after)}")
+    call = _repeated(lark.one_of(calls), r'"\n"?', parallel=forced.parallel)
+    return f"{lark.literal('<｜tool▁calls▁begin｜>')} {call} {lark.literal('<｜tool▁calls▁end｜>')}"
+
+
+def pythonic_calls(lark: Lark, forced: Forced) -> str:
+    """Calls of Python's form; JSON objects if a schema does not name all its arguments."""
+    if not all(_has_plain_arguments(tool) for tool in forced.tools):
+        return llama_calls(lark, forced)
+    call = lark.one_of(
+        [
+            f"{lark.literal(name_of(tool) + '(')} {_keywords(lark, arguments_schema(tool))} {lark.literal(')')}"
+            for tool in forced.tools
+        ]
+    )
+    return f'"[" {_repeated(call, lark.literal(", "), parallel=forced.parallel)} "]"'
+
+
+def _has_plain_arguments(tool: Json) -> bool:
+    schema = arguments_schema(tool)
+    return schema.get("additionalProperties") is False and all(map(NAME.fullmatch, schema.get("properties", {})))
+
+
+def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
+    """`key=value` pairs in the schema's order; those that are not required may be missing."""
+    required = set(schema.get("required", ()))
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    # Expressions for the pairs from here to the end: with a comma in front, and as the first pairs.
+    after, first = "", ""
+    for name, value in reversed(schema.get("properties", {}).items()):
+        pair = f"{lark.literal(name + '=')} {json_of({**value, **shared} if isinstance(value, dict) else value)}"
+        with_comma = f'", " {pair}'
+        chosen = f"{pair} {after}"
+        if name in required:
+            first = lark.rule(chosen)
+            after = lark.rule(f"{with_comma} {after}")
+        else:
+            first = lark.rule(f"{chosen} | {first}" if first else f"({chosen})?")
+            after = f"({with_comma})? {after}"
+    return first
+
+
+def harmony_calls(lark: Lark, forced: Forced) -> str:
+    """One call: the model ends its output after each."""
+    return lark.one_of(
+        [
+            lark.literal(f"<|channel|>commentary to=functions.{name_of(tool)} <|constrain|>json<|message|>")
+            + f" {json_of(arguments_schema(tool))}"
+            for tool in forced.tools
+        ]
+    )
+
+
+def harmony_analysis(lark: Lark) -> str:
+    begin, then = lark.literal("<|channel|>analysis<|message|>"), lark.literal("<|start|>assistant")
+    thought = lark.rule(f"{begin} {lark.text_up_to('<|end|>')} {then}")
+    return f"({thought})?"
+
+
+def reasoning(lark: Lark, markers: ReasoningMarkers, *, opened: bool) -> str:
+    """Reasoning and the marker after it. If the prompt has not `opened` it, there may be none."""
+    thought = lark.text_up_to(markers.close) + r" /\n{1,3}/?"
+    if opened:
+        return lark.rule(thought)
+    return f"({lark.rule(f'{lark.literal(markers.open)} {thought}')})?"
+
+
+def answer(grammar: Grammar) -> str:
+    """The grammar as an expression within a larger one.
+
+    Raises:
+        InvalidRequest: a grammar of this kind, or this text, cannot be part of a larger one.
+    """
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return json_of({"type": "object"})
+        case GrammarKind.JSON_SCHEMA:
+            schema = _parse(grammar)
+            return json_of({} if schema is True else schema)
+        case GrammarKind.CHOICE:
+            return "(" + " | ".join(json.dumps(str(choice), ensure_ascii=False) for choice in _parse(grammar)) + ")"
+        case GrammarKind.REGEX:
+            return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
+        case GrammarKind.LARK if not grammar.text.lstrip().startswith("{"):
+            return f"%lark {{\n{grammar.text}\n}}"
+        case GrammarKind.EBNF:
+            return f"%lark {{\n{gbnf_to_lark(grammar.text)}\n}}"
+        case _:
+            raise InvalidRequest(
+                f"a grammar of kind {grammar.kind.value} cannot follow reasoning or stand beside tools",
+                field="grammar",
+                value=grammar.kind.value,
+                cure="give a JSON schema, or turn the model's thinking off",
+            )
+
+
+def _parse(grammar: Grammar) -> Any:
+    try:
+        return json.loads(grammar.text)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the grammar is no JSON: {error}", field="grammar", value=grammar.text[:200], cure="give JSON"
+        ) from error

@@ -1,0 +1,133 @@
+"""From a client's message to a checked request: prompt tokens, sampling parameters, and the parser of a chat's answer.
+
+What takes long runs in a thread: templates, tokenizing, the check of a constraint.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from baton.types import SamplingParams
+from gateway.chat.json_request import chat_of_message
+from gateway.chat.types import ChatRequest, OutputParser
+from gateway.generation_defaults import with_defaults
+from gateway.model import ServedModel
+from gateway.request import Request, deadline_exceeded
+from gateway.validate import check_prompt, check_prompt_given, check_sampling, check_text, check_truncation
+from protos.baton.v1 import generation_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Call:
+    """A client's call: its message, and what it means whatever the message says.
+
+    Attributes:
+        chat: takes the place of the message's.
+    """
+
+    message: pb.GenerateRequest
+    chat: ChatRequest | None
+    request_id: str
+    started_at_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be served; `parser` makes the parser of one output, for chats only."""
+
+    request: Request
+    parser: Callable[[], OutputParser] | None
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    token_ids: list[int]
+    sampling: SamplingParams
+    parser: Callable[[], OutputParser] | None = None
+
+
+async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) -> Prepared:
+    """The request as it can be served.
+
+    Raises:
+        InvalidRequest, UnknownModel, DeadlineExceeded: it cannot.
+    """
+    message, chat = call.message, call.chat
+    model.check_name(message.model)
+    if chat is None:
+        check_prompt_given(message)
+    keep = check_truncation(message)
+    given = with_defaults(message.sampling, model.default_sampling)
+    is_chat = chat is not None or message.WhichOneof("prompt") == "chat"
+    fills_context = is_chat and not given.HasField("max_tokens")
+    if fills_context:
+        given.max_tokens = max_context_tokens
+    sampling = check_sampling(given, model)
+    if not is_chat and message.WhichOneof("prompt") == "token_ids" and sampling.grammar is None:
+        prompt = _Prompt(list(message.token_ids.ids), sampling)
+    else:
+        work = partial(_read_prompt, message, chat, sampling, model, max_context_tokens)
+        prompt = await _in_thread(work, call)
+    token_ids = prompt.token_ids if keep is None else prompt.token_ids[-keep:]
+    check_prompt(token_ids, model, max_context_tokens=max_context_tokens)
+    sampling = prompt.sampling
+    if fills_context:
+        sampling = replace(sampling, max_tokens=max_context_tokens - len(token_ids))
+    request = Request(
+        request_id=call.request_id,
+        prompt=token_ids,
+        sampling=sampling,
+        cache_salt=message.cache_salt,
+        started_at_s=call.started_at_s,
+        timeout_s=call.timeout_s,
+        priority=message.priority,
+    )
+    return Prepared(request, prompt.parser)
+
+
+async def _in_thread(work: Callable[[], _Prompt], call: Call) -> _Prompt:
+    try:
+        async with asyncio.timeout_at(call.started_at_s + call.timeout_s):
+            return await asyncio.to_thread(work)
+    except TimeoutError:
+        raise deadline_exceeded(call.timeout_s) from None
+
+
+# ---- in a thread
+
+
+def _read_prompt(
+    message: pb.GenerateRequest,
+    chat: ChatRequest | None,
+    sampling: SamplingParams,
+    model: ServedModel,
+    max_context_tokens: int,
+) -> _Prompt:
+    if chat is not None or message.WhichOneof("prompt") == "chat":
+        if chat is None:
+            chat = chat_of_message(message.chat, sampling.grammar)
+        elif sampling.grammar is not None:
+            chat = replace(chat, grammar=sampling.grammar)
+        prepared = model.chat.prepare(chat)
+        sampling = replace(
+            sampling,
+            grammar=prepared.grammar,
+            skip_special_tokens=sampling.skip_special_tokens and prepared.skip_special_tokens,
+            stop_token_ids=sampling.stop_token_ids
+            if sampling.ignore_eos
+            else tuple(dict.fromkeys((*sampling.stop_token_ids, *prepared.stop_token_ids))),
+        )
+        parser = partial(model.chat.parser, chat, prepared)
+        text, special = prepared.prompt, message.HasField("add_special_tokens") and message.add_special_tokens
+    else:
+        parser = None
+        text, special = message.text, not message.HasField("add_special_tokens") or message.add_special_tokens
+    if sampling.grammar is not None:
+        model.grammars.check(sampling.grammar)
+    if chat is None and message.WhichOneof("prompt") == "token_ids":
+        return _Prompt(list(message.token_ids.ids), sampling)
+    check_text(text, model, max_context_tokens=max_context_tokens, field="prompt")
+    token_ids = model.tokenizer.encode(text, add_special_tokens=special, salt=message.cache_salt)
+    return _Prompt(token_ids, sampling, parser)

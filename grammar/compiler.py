@@ -1,0 +1,270 @@
+"""Compiles grammars for one tokenizer, with bounded cost, and keeps the latest ones."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from types import MappingProxyType
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from baton.errors import InternalError, InvalidRequest
+from baton.types import Grammar, GrammarKind
+from grammar.gbnf import lark_from_gbnf
+from grammar.lark import one_of, readable_lark
+from grammar.matcher import Matcher, mask_words
+from grammar.patterns import UnsupportedPattern, to_rust
+from grammar.refusal import refusal
+from grammar.schema import parse_json, readable_schema
+from grammar.tags import lark_from_tags
+
+# Bounds of one grammar. The grammar library bounds the rest of the work by its own counts.
+MOST_BYTES = 1 << 18
+_MOST_CHOICES = 10_000
+_LEXER_STATES = 50_000
+_GRAMMAR_SIZE = 100_000
+_CACHED_GRAMMARS = 64
+
+
+class GrammarCompiler:
+    """Safe to use from any thread. The tokenizer is read on first use.
+
+    Args:
+        tokenizer_json: a tokenizer of the `tokenizers` library.
+        vocab_size: of the model, which may have more ids than the tokenizer; those are never allowed.
+        eos_token_ids: the ids that end a sequence.
+    """
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._path = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = Lock()
+        self._tokenizer: Future[_Tokenizer] | None = None
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._background: ThreadPoolExecutor | None = None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a sequence."""
+        return self._eos_token_ids
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles the grammar, which may take a second; call it on a thread of its own.
+
+        Raises:
+            InvalidRequest: the grammar cannot be followed; names the keyword of a JSON Schema, or the line.
+        """
+        self._compile_once(grammar)
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the start of an output. Compiles the grammar unless it was compiled lately.
+
+        Raises:
+            InvalidRequest: as `check`.
+        """
+        state = self._compile_once(grammar).deep_copy()
+        tokenizer = self._read_tokenizer()
+        return Matcher(state, self._eos_token_ids, num_tokens=tokenizer.num_tokens, words=tokenizer.mask_words)
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compiles the grammar in the background, so that `matcher` need not. Reports no error.
+
+        Raises:
+            InvalidRequest: no grammar can be followed here.
+        """
+        self._check_usable()
+        with self._lock:
+            if grammar in self._compiled:
+                return
+            self._background = self._background or ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._background.submit(self._compile_once, grammar)
+
+    def _compile_once(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            waiting = self._compiled.get(grammar)
+            if waiting is None:
+                mine = self._compiled[grammar] = Future[LLMatcher]()
+                while len(self._compiled) > _CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+            else:
+                self._compiled.move_to_end(grammar)
+        if waiting is not None:
+            return waiting.result()
+        try:
+            mine.set_result(self._compile(grammar))
+        except BaseException as error:  # noqa: BLE001  every thread that waits for it gets it
+            with self._lock:
+                self._compiled.pop(grammar, None)
+            mine.set_exception(error)
+        return mine.result()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        self._check_usable()
+        if (size := len(grammar.text.encode(errors="surrogatepass"))) > MOST_BYTES:
+            raise refusal(f"the grammar has {size} bytes", value=size, allowed=(f"at most {MOST_BYTES}",))
+        tokenizer = self._read_tokenizer()
+        text = _READERS[grammar.kind](grammar.text, tokenizer)
+        limits = LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SIZE, verbose_errors=False)
+        state = LLMatcher(tokenizer.library, text, log_level=0, limits=limits)
+        if state.is_error():
+            raise _refused(grammar, str(state.get_error()))
+        return state
+
+    def _check_usable(self) -> None:
+        if not self._path.is_file():
+            raise refusal(
+                f"{self._path} does not exist, so no output can be constrained",
+                cure="serve a model directory that has a tokenizer.json",
+            )
+        if not self._eos_token_ids:
+            raise refusal("the model has no token that ends a sequence, so no output can be constrained")
+
+    def _read_tokenizer(self) -> "_Tokenizer":
+        with self._lock:
+            waiting = self._tokenizer
+            if waiting is None:
+                mine = self._tokenizer = Future["_Tokenizer"]()
+        if waiting is not None:
+            return waiting.result()
+        try:
+            mine.set_result(_Tokenizer(self._path, self._vocab_size, self._eos_token_ids))
+        except BaseException as error:  # noqa: BLE001  as above
+            self._tokenizer = None
+            mine.set_exception(error)
+        return mine.result()
+
+
+class _Tokenizer:
+    """The grammar library's tokenizer.
+
+    Attributes:
+        num_tokens: ids below this one have a token.
+        mask_words: words of one mask.
+        special: ids of special tokens by their text.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        tokenizer = Tokenizer.from_file(str(path))
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: token_id for token_id, token in added.items() if token.special}
+        try:
+            self.num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
+            size = max(vocab_size, self.num_tokens)
+            self.mask_words = mask_words(size)
+            self.library = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=size, eos_token=list(eos_token_ids))
+        except Exception as error:
+            raise InternalError(f"{path} cannot be used for grammars: {error}") from error
+
+    def split(self, text: str) -> list[str | int]:
+        """The text cut at special tokens; these as ids."""
+        pieces: list[str | int] = []
+        while text:
+            found = [(text.find(token), -len(token), token) for token in self.special if token in text]
+            if not found:
+                return [*pieces, text]
+            start, _, token = min(found)
+            pieces += [text[:start], self.special[token]] if start else [self.special[token]]
+            text = text[start + len(token) :]
+        return pieces
+
+
+def _json_object(text: str, tokenizer: _Tokenizer) -> str:
+    del text
+    return _json_schema('{"type": "object"}', tokenizer)
+
+
+def _json_schema(text: str, tokenizer: _Tokenizer) -> str:
+    del tokenizer
+    return str(LLMatcher.grammar_from_json_schema(readable_schema(text)))
+
+
+def _regex(text: str, tokenizer: _Tokenizer) -> str:
+    del tokenizer
+    try:
+        return str(LLMatcher.grammar_from_regex(to_rust(_whole(text))))
+    except UnsupportedPattern as why:
+        raise refusal(f"the regular expression is not supported: {why}", value=text) from None
+
+
+def _whole(pattern: str) -> str:
+    """Without anchors at both ends: the whole output matches anyway, and the grammar library knows no anchors."""
+    pattern = pattern.removeprefix("^")
+    backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))
+    return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern
+
+
+def _choice(text: str, tokenizer: _Tokenizer) -> str:
+    del tokenizer
+    choices = parse_json(text, what="choice")
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+        raise refusal("the choice is not an array of texts", value=text, allowed=("a JSON array of non-empty strings",))
+    if len(choices) > _MOST_CHOICES:
+        raise refusal(f"the choice has {len(choices)} texts", value=len(choices), allowed=(f"at most {_MOST_CHOICES}",))
+    return str(LLMatcher.grammar_from_lark(one_of(choices)))
+
+
+def _lark(text: str, tokenizer: _Tokenizer) -> str:
+    del tokenizer
+    return str(LLMatcher.grammar_from_lark(readable_lark(text)))
+
+
+def _ebnf(text: str, tokenizer: _Tokenizer) -> str:
+    del tokenizer
+    return str(LLMatcher.grammar_from_lark(readable_lark(lark_from_gbnf(text))))
+
+
+def _structural_tag(text: str, tokenizer: _Tokenizer) -> str:
+    return str(LLMatcher.grammar_from_lark(lark_from_tags(text, tokenizer.split)))
+
+
+# Parts of the grammar library's messages, and the keyword that each is about.
+_KEYWORDS_OF_MESSAGES = (
+    ("oneOf", "oneOf"),
+    ("patternProperty", "patternProperties"),
+    ("multipleOf", "multipleOf"),
+    ("format", "format"),
+    ("Anchor", "$ref"),
+    ("Resource", "$ref"),
+    ("circular ref", "$ref"),
+    ("minLength", "minLength"),
+    ("minItems", "minItems"),
+    ("Properties", "minProperties"),
+    ("required", "required"),
+    ("regex", "pattern"),
+)
+_PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
+
+
+def _refused(grammar: Grammar, message: str) -> InvalidRequest:
+    """The error for a grammar that the grammar library refuses with this message."""
+    first = message.splitlines()[0][:300] if message else "unknown reason"
+    line = _PLACE.match(first)
+    why = first[line.end() :] if line else first
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        keyword = next((name for part, name in _KEYWORDS_OF_MESSAGES if part in why), "")
+        if why.startswith("Unsatisfiable"):
+            return refusal(f"no output satisfies the JSON Schema: {why}", value=keyword or grammar.text)
+        about = (
+            f'the JSON Schema keyword "{keyword}" cannot be honoured here' if keyword else "the JSON Schema is refused"
+        )
+        return refusal(f"{about}: {why}", value=keyword or grammar.text)
+    if grammar.kind is GrammarKind.LARK and line:
+        return refusal(f"line {line[1]} of the grammar is wrong: {why}", value=grammar.text)
+    return refusal(f"the {grammar.kind.value.replace('_', ' ')} is wrong: {why}", value=grammar.text)
+
+
+_READERS: Mapping[GrammarKind, Callable[[str, _Tokenizer], str]] = MappingProxyType(
+    {
+        GrammarKind.JSON_OBJECT: _json_object,
+        GrammarKind.JSON_SCHEMA: _json_schema,
+        GrammarKind.REGEX: _regex,
+        GrammarKind.CHOICE: _choice,
+        GrammarKind.LARK: _lark,
+        GrammarKind.EBNF: _ebnf,
+        GrammarKind.STRUCTURAL_TAG: _structural_tag,
+    }
+)

@@ -1,0 +1,65 @@
+"""Texts of grammars in Lark's syntax: literals, choices, and the checks that the grammar library does not make."""
+
+import json
+import re
+from collections.abc import Callable
+
+from grammar.patterns import UnsupportedPattern, check_repetitions
+from grammar.refusal import refusal
+from grammar.schema import readable
+
+# NOTE: the library recurses from rule to rule; a chain of 3,000 overflows its stack and ends the process.
+MOST_RULES = 500
+_RULE = re.compile(r"^\s*[!?]?[A-Za-z_][\w.-]*\s*(\[[^\]\n]*\]\s*|\{[^}\n]*\}\s*|::[^:\n]*)?(\.\d+)?\s*:", re.MULTILINE)
+_ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
+_UNUSABLE_ATTRIBUTES = {"temperature": "it cannot change within an output", "stop": "it takes tokens back"}
+_INLINE_SCHEMA = re.compile(r"%json\s*")
+
+
+def literal(text: str) -> str:
+    """A string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def one_of(texts: list[str]) -> str:
+    """A grammar of exactly these texts."""
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(literal, texts))}"
+
+
+def readable_lark(text: str) -> str:
+    """The grammar with each inline schema checked as `grammar.schema` does.
+
+    Raises:
+        InvalidRequest: it asks for something that cannot be honoured; names the line.
+    """
+    if (number := len(_RULE.findall(text))) > MOST_RULES:
+        raise refusal(f"the grammar has {number} rules", value=number, allowed=(f"at most {MOST_RULES}",))
+    try:
+        check_repetitions(text)
+    except UnsupportedPattern as error:
+        raise refusal(f"the grammar is too large: {error}") from None
+    for rule in _ATTRIBUTES.finditer(text):
+        for attribute, why in _UNUSABLE_ATTRIBUTES.items():
+            if re.search(rf"\b{attribute}\s*=", rule[1]):
+                line = text.count("\n", 0, rule.start(1)) + 1
+                raise refusal(
+                    f'line {line} of the grammar has the attribute "{attribute}", which is not supported: {why}',
+                    value=rule[0].strip(),
+                    allowed=("lazy", "suffix", "capture"),
+                )
+    return _with_schemas(text, readable)
+
+
+def _with_schemas(text: str, read: Callable[[object], str]) -> str:
+    pieces, end = [], 0
+    decoder = json.JSONDecoder()
+    for place in _INLINE_SCHEMA.finditer(text):
+        if place.start() < end:
+            continue
+        try:
+            schema, stop = decoder.raw_decode(text, place.end())
+        except (ValueError, RecursionError):
+            continue  # a part of a string or of a comment; otherwise the grammar library refuses it
+        pieces += [text[end : place.start()], "%json ", read(schema)]
+        end = stop
+    return "".join([*pieces, text[end:]])

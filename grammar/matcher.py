@@ -1,0 +1,159 @@
+"""One output as it follows its grammar, token by token, and the masks of token ids that may come next.
+
+A mask has one bit for each token id, in words of 32 bits, the lowest id in the lowest bit.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from baton.errors import InvalidRequest
+from grammar.refusal import refusal
+
+Mask = NDArray[np.int32]
+_WORD_BITS = 32
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of one row's mask."""
+    return -(-vocab_size // _WORD_BITS)
+
+
+class Matcher:
+    """Not thread-safe. A complete grammar allows only the tokens that end the sequence.
+
+    Args:
+        state: at the start of the grammar; this object owns it.
+        eos_token_ids: end the output where the grammar is complete.
+        num_tokens: of the tokenizer; the model's ids from this one on are never allowed.
+        words: of a mask.
+    """
+
+    def __init__(self, state: LLMatcher, eos_token_ids: Sequence[int], *, num_tokens: int, words: int) -> None:
+        self._state = state
+        self._eos_token_ids = eos_token_ids
+        self._num_tokens = num_tokens
+        self._words = words
+        self._ended = False
+
+    @property
+    def words(self) -> int:
+        """Words of a mask, which may have more bits than the model has tokens."""
+        return self._words
+
+    @property
+    def num_tokens(self) -> int:
+        """Bits of a mask from this one on are 0."""
+        return self._num_tokens
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the output may end here."""
+        return self._ended or bool(self._state.is_accepting())
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing may follow but the end of the sequence."""
+        return self._ended or (bool(self._state.is_stopped()) and not self._state.is_error())
+
+    @property
+    def state(self) -> LLMatcher | None:
+        """The grammar library's state; None when the mask does not depend on it."""
+        return None if self.is_ended else self._state
+
+    def consume(self, token_id: int) -> None:
+        """Takes the next token of the output.
+
+        Raises:
+            InvalidRequest: the grammar does not allow this token here, or it became too complex.
+        """
+        if token_id in self._eos_token_ids and self.is_accepting:
+            self._ended = True
+        elif self.is_ended or not self._state.consume_token(token_id):
+            raise refusal(f"token {token_id} breaks the grammar of the output", value=token_id)
+
+    def check(self) -> None:
+        """Raises InvalidRequest: the grammar became too complex to be followed."""
+        if self._state.is_error():
+            why = str(self._state.get_error()).splitlines()[0]
+            raise refusal(f"the grammar became too complex to be followed: {why}", cure="simplify the grammar")
+
+    def fill_ended(self, mask_W: Mask) -> None:
+        """Writes the mask of a complete grammar."""
+        mask_W[:] = 0
+        for token_id in self._eos_token_ids:
+            allow(mask_W, token_id)
+
+
+class MaskFiller:
+    """Fills masks, many at once on the machine's cores. Releases the interpreter lock meanwhile."""
+
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None
+
+    def fill(self, matchers: Sequence[Matcher], masks_RW: Mask) -> list[InvalidRequest | None]:
+        """Writes each matcher's mask to its row. Returns why a row's grammar cannot be followed; its mask is all ones.
+
+        Args:
+            masks_RW: contiguous, of as many words as every matcher has.
+        """
+        assert masks_RW.flags.c_contiguous, "the masks are adjacent"
+        assert all(matcher.words == masks_RW.shape[1] for matcher in matchers), "the masks have other sizes"
+        unfinished = []
+        for row, matcher in enumerate(matchers):
+            if (state := matcher.state) is None:
+                matcher.fill_ended(masks_RW[row])
+            else:
+                unfinished.append((state, row))
+        self._fill(unfinished, masks_RW)
+        if matchers:
+            _drop_tail(masks_RW, matchers[0].num_tokens)
+        failed: list[InvalidRequest | None] = [None] * len(matchers)
+        alive_R: NDArray[np.bool_] = np.asarray(masks_RW.any(axis=1))
+        for row, matcher in enumerate(matchers):
+            try:
+                matcher.check()
+                if not alive_R[row]:
+                    raise refusal("no token of this model continues the output as its grammar asks")
+            except InvalidRequest as error:
+                failed[row] = error
+                masks_RW[row] = -1
+        return failed
+
+    def _fill(self, states: list[tuple[LLMatcher, int]], masks_RW: Mask) -> None:
+        row_bytes = masks_RW.strides[0]
+        if len(states) == 1:
+            ((state, row),) = states
+            state.unsafe_compute_mask_ptr(masks_RW.ctypes.data + row * row_bytes, row_bytes)
+        elif states:
+            self._executor = self._executor or LLExecutor()
+            self._executor.unsafe_compute_mask_ptr(states, masks_RW.ctypes.data, row_bytes, len(masks_RW))
+
+
+def allow(mask_W: Mask, token_id: int) -> None:
+    """Sets a token's bit."""
+    _bits(mask_W)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def forbid(mask_W: Mask, token_ids: Sequence[int]) -> None:
+    """Clears tokens' bits, unless no token would be left."""
+    before_W = mask_W.copy()
+    bits_W = _bits(mask_W)
+    for token_id in token_ids:
+        bits_W[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+    if not bits_W.any():
+        mask_W[:] = before_W
+
+
+def _drop_tail(masks_RW: Mask, num_tokens: int) -> None:
+    """Clears all bits from this token on."""
+    word, bit = divmod(num_tokens, _WORD_BITS)
+    if word < masks_RW.shape[1]:
+        masks_RW[:, word] &= np.int32((1 << bit) - 1)
+        masks_RW[:, word + 1 :] = 0
+
+
+def _bits(mask_W: Mask) -> NDArray[np.uint32]:
+    return mask_W.view(np.uint32)

@@ -1,0 +1,209 @@
+"""Grammars of forced calls and of answers after reasoning: what they accept, and that the parser reads it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.types import Grammar, GrammarKind
+from gateway.chat.model import ChatModel
+from gateway.chat.types import ChatRequest, NamedTool
+from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool
+from tests.unit.gateway.chat.outputs import Answer, answer_of
+
+WEATHER = tool(
+    "weather",
+    {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "$defs": {"City": {"type": "string"}},
+    },
+)
+CLOCK = tool("clock")
+USER = [{"role": "user", "content": "Hi"}]
+PARIS, NOTHING = '{"city": "Paris", "days": 2}', "{}"
+
+# How each family writes one call of `weather` and, after it, one of `clock`.
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+CALLS: dict[str, Callable[[list[tuple[str, str]]], str]] = {
+    "plain": lambda calls: "; ".join(f'{{"name": "{name}", "parameters": {given}}}' for name, given in calls),
+    "llama": lambda calls: "; ".join(f'{{"name": "{name}", "parameters": {given}}}' for name, given in calls),
+    "llama-pythonic": lambda calls: "["
+    + ", ".join(
+        f"{name}(" + ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(given).items()) + ")"
+        for name, given in calls
+    )
+    + "]",
+    "hermes": lambda calls: "\n".join(HERMES.format(*call) for call in calls),
+    "qwen3": lambda calls: "<think>\nHm.\n</think>\n\n" + "\n".join(HERMES.format(*call) for call in calls),
+    "mistral": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{given}" for name, given in calls),
+    "mistral-array": lambda calls: "[TOOL_CALLS]["
+    + ", ".join(f'{{"name": "{name}", "arguments": {given}}}' for name, given in calls)
+    + "]",
+    "deepseek-v3": lambda calls: "<｜tool▁calls▁begin｜>"
+    + "\n".join(V3.format(*call) for call in calls)
+    + "<｜tool▁calls▁end｜>",
+    "deepseek-v3.1": lambda calls: "<｜tool▁calls▁begin｜>"
+    + "".join(V31.format(*call) for call in calls)
+    + "<｜tool▁calls▁end｜>",
+    "r1": lambda calls: "Hm.\n</think>\n\n<｜tool▁calls▁begin｜>"
+    + "\n".join(V3.format(*call) for call in calls)
+    + "<｜tool▁calls▁end｜>",
+    "harmony": lambda calls: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    f"<|channel|>commentary to=functions.{calls[0][0]} <|constrain|>json<|message|>{calls[0][1]}",
+}
+REASONS = {"qwen3", "r1", "harmony"}
+ONE_CALL = {"harmony"}
+
+
+def answer(model: ChatModel, request: ChatRequest, text: str) -> Answer:
+    return answer_of(model.parser(request, model.prepare(request), "seed"), [text])
+
+
+def grammar(model: ChatModel, request: ChatRequest) -> Grammar:
+    made = model.prepare(request).grammar
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_required_call_is_forced_in_the_familys_syntax_and_read(family: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, family)
+    request = ChatRequest(USER, tools=[WEATHER, CLOCK], tool_choice="required")
+    calls = [("weather", PARIS), ("clock", NOTHING)][: 1 if family in ONE_CALL else 2]
+    text = CALLS[family](calls)
+    followed = follow(grammar(model, request), text)
+    assert followed.accepted == text
+    assert followed.complete
+    read = answer(model, request, text)
+    assert [(name, json.loads(given)) for name, given in read.calls] == [
+        (name, json.loads(given)) for name, given in calls
+    ]
+    assert read.content == ""
+    assert read.reasoning == ("Hm." if family in REASONS else "")
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_required_call_admits_no_plain_answer_no_wrong_argument_and_no_unknown_tool(
+    family: str, tmp_path: Path
+) -> None:
+    model = chat_model(tmp_path, family)
+    made = grammar(model, ChatRequest(USER, tools=[WEATHER, CLOCK], tool_choice="required"))
+    if family not in REASONS:
+        assert follow(made, "No.").accepted == ""
+    if family == "harmony":
+        assert not follow(made, "<|channel|>final<|message|>No.").complete
+    for call in (("weather", '{"city": 3}'), ("weather", '{"town": "Paris"}'), ("weather", "{}"), ("other", "{}")):
+        assert not follow(made, CALLS[family]([call])).complete
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_named_tool_is_the_only_one(family: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, family)
+    made = grammar(model, ChatRequest(USER, tools=[WEATHER, CLOCK], tool_choice=NamedTool("clock")))
+    assert follow(made, CALLS[family]([("clock", NOTHING)])).complete
+    assert not follow(made, CALLS[family]([("weather", PARIS)])).complete
+
+
+@pytest.mark.parametrize("family", sorted(CALLS.keys() - ONE_CALL))
+def test_without_parallel_calls_there_is_one(family: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, family)
+    request = ChatRequest(USER, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False)
+    made = grammar(model, request)
+    assert follow(made, CALLS[family]([("clock", NOTHING)])).complete
+    assert not follow(made, CALLS[family]([("clock", NOTHING), ("clock", NOTHING)])).complete
+
+
+def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> None:
+    properties = {name: {"type": "integer"} for name in "abcd"}
+    model = chat_model(tmp_path, "llama-pythonic")
+    parameters = {"type": "object", "properties": properties, "required": ["b"]}
+    made = grammar(model, ChatRequest(USER, tools=[tool("f", parameters)], tool_choice="required"))
+    for text in ("[f(b=1)]", "[f(a=1, b=2)]", "[f(b=1, d=2)]", "[f(a=1, b=2, c=3, d=4)]"):
+        assert follow(made, text).complete, text
+    for text in ("[f()]", "[f(a=1)]", "[f(b=1, )]", "[f(b=1 c=2)]"):
+        assert not follow(made, text).complete, text
+
+
+def test_pythonic_calls_with_open_arguments_are_json(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, "llama-pythonic")
+    request = ChatRequest(USER, tools=[tool("f", {"additionalProperties": {"type": "integer"}})], tool_choice="required")
+    text = '{"name": "f", "parameters": {"x": 1}}'
+    assert follow(grammar(model, request), text).complete
+    assert answer(model, request, text).calls == [("f", '{"x": 1}')]
+
+
+SCHEMA = '{"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"], "additionalProperties": false}'
+ANSWERS = [
+    (Grammar(GrammarKind.JSON_OBJECT), '{"a": [1]}', "[1]"),
+    (Grammar(GrammarKind.JSON_SCHEMA, SCHEMA), '{"z": 1}', '{"y": 1}'),
+    (Grammar(GrammarKind.CHOICE, '["yes", "n\\"o"]'), 'n"o', "maybe"),
+    (Grammar(GrammarKind.REGEX, r"[a-z]+/\d+"), "ab/12", "ab12"),
+    (Grammar(GrammarKind.LARK, 'start: "x" y\ny: "y"+'), "xyy", "xx"),
+    (Grammar(GrammarKind.EBNF, 'root ::= "a" b\nb ::= "b" | "c"'), "ac", "ad"),
+]
+
+
+@pytest.mark.parametrize(("given", "right", "wrong"), ANSWERS)
+@pytest.mark.parametrize(
+    ("family", "before"),
+    [
+        ("r1", "Hm {.\n</think>\n\n"),
+        ("qwen3", "<think>Hm {</think>\n"),
+        ("qwen3", ""),
+        ("harmony", "<|channel|>analysis<|message|>Hm {<|end|><|start|>assistant<|channel|>final<|message|>"),
+        ("harmony", "<|channel|>final<|message|>"),
+    ],
+)
+def test_an_answers_grammar_applies_after_the_reasoning(
+    given: Grammar, right: str, wrong: str, family: str, before: str, tmp_path: Path
+) -> None:
+    model = chat_model(tmp_path, family)
+    request = ChatRequest(USER, grammar=given)
+    made = grammar(model, request)
+    assert follow(made, before + right).complete
+    assert not follow(made, before + wrong).complete
+    assert answer(model, request, before + right).content == right
+
+
+def test_without_reasoning_the_requests_grammar_is_unchanged(tmp_path: Path) -> None:
+    given = Grammar(GrammarKind.JSON_SCHEMA, SCHEMA)
+    model = chat_model(tmp_path, "qwen3")
+    assert model.prepare(ChatRequest(USER, grammar=given, template_kwargs={"enable_thinking": False})).grammar is given
+    tags = Grammar(GrammarKind.STRUCTURAL_TAG, "{}")
+    assert model.prepare(ChatRequest(USER, grammar=tags)).grammar is tags
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "mistral-array", "deepseek-v3", "harmony"])
+def test_an_answers_grammar_leaves_calls_free(family: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, family)
+    made = grammar(model, ChatRequest(USER, tools=[CLOCK], grammar=Grammar(GrammarKind.JSON_SCHEMA, SCHEMA)))
+    final = "<|channel|>final<|message|>" if family == "harmony" else ""
+    assert follow(made, CALLS[family]([("clock", NOTHING)])).complete
+    assert follow(made, final + '{"z": 1}').complete
+    assert not follow(made, final + "No.").complete
+
+
+def test_markers_that_are_no_special_tokens_are_forced_as_text(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, "harmony")
+    (tmp_path / "tokenizer.json").write_text((Path("models/demo/llama/tokenizer.json")).read_text())
+    from gateway.chat.model import read_chat_model
+
+    model = read_chat_model(tmp_path, None)
+    made = grammar(model, ChatRequest(USER, tools=[CLOCK], tool_choice="required"))
+    text = CALLS["harmony"]([("clock", NOTHING)])
+    assert follow(made, text, special=False).complete
+
+
+@pytest.mark.parametrize("text", ["{", '{"grammars": []}'])
+def test_a_grammar_that_cannot_follow_reasoning_is_refused(text: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, "r1")
+    kind = GrammarKind.LARK if "grammars" in text else GrammarKind.JSON_SCHEMA
+    with pytest.raises(InvalidRequest) as caught:
+        model.prepare(ChatRequest(USER, grammar=Grammar(kind, text)))
+    assert caught.value.field == "grammar"

@@ -1,0 +1,243 @@
+"""Outputs of each family, as models write them, to answer, reasoning and tool calls."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.chat.parsing.calls import content_only, deepseek, hermes, llama, mistral
+from gateway.chat.parsing.harmony import harmony, opened_header
+from gateway.chat.parsing.parser import Read, ReasoningMarkers, with_reasoning
+from tests.unit.gateway.chat.outputs import Answer, cut, parse
+
+THINK = ReasoningMarkers("<think>", "</think>")
+LLAMA = llama(frozenset({"f", "g.h"}))
+HARMONY = harmony(None, tools=True)
+FORMATS: dict[str, Read] = {
+    "content": content_only,
+    "hermes": hermes,
+    "mistral": mistral,
+    "deepseek": deepseek,
+    "llama": LLAMA,
+    "harmony": HARMONY,
+    "harmony without tools": harmony(None, tools=False),
+    "qwen3": with_reasoning(THINK, hermes, opened=False),
+    "r1": with_reasoning(THINK, deepseek, opened=True),
+}
+V3_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+EXAMPLES: list[tuple[str, str, Answer]] = [
+    ("content", " Hello <tool_call> there \n", Answer(content=" Hello <tool_call> there \n")),
+    ("hermes", "Just text. {} \n", Answer(content="Just text. {} \n")),
+    (
+        "hermes",
+        'Let me see.\n\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\"", "b": [1, {}]}}\n</tool_call>',
+        Answer(content="Let me see.", calls=[("f", '{"a": "}</tool_call>\\"", "b": [1, {}]}')]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>\n<tool_call>\n{"name": "g"}\n</tool_call>\n Done.',
+        Answer(content="Done.", calls=[("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"id": 7, "x": [true, "]"], "name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', Answer(calls=[("f", "{}")])),
+    # Not calls: everything comes out as it was.
+    ("hermes", "<tool_call>\nhm\n</tool_call>", Answer(content="<tool_call>\nhm\n</tool_call>")),
+    ("hermes", '<tool_call>{"nam', Answer(content='<tool_call>{"nam')),
+    ("hermes", '<tool_call>{"arguments": {}}', Answer(content='<tool_call>{"arguments": {}}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": 3}', Answer(content='<tool_call>{"name": "f", "arguments": 3}')),
+    (
+        "hermes",
+        'a <tool_call>b <tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        Answer(content="a <tool_call>b", calls=[("f", "{}")]),
+    ),
+    # A call that has begun keeps what came; the rest is content.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', Answer(calls=[("f", '{"a": tr')])),
+    (
+        "hermes",
+        "<tool_call>{\"name\": \"f\", \"arguments\": {'a'}}</tool_call>",
+        Answer(content="'a'}}</tool_call>", calls=[("f", "{")]),
+    ),
+    (
+        "mistral",
+        'Sure.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}, "id": "abcdefghi"}]',
+        Answer(content="Sure.", calls=[("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}',
+        Answer(calls=[("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}', Answer(calls=[("f", '{"a": 1}')])),
+    ("mistral", "[TOOL_CALLS] none", Answer(content="[TOOL_CALLS] none")),
+    (
+        "deepseek",
+        "Wait.\n" + CALLS_BEGIN + V3_CALL.format("f", '{"a": 1}') + "\n" + V3_CALL.format("g", "{}") + CALLS_END,
+        Answer(content="Wait.", calls=[("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (
+        "deepseek",
+        CALLS_BEGIN + '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>' + CALLS_END,
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    ("deepseek", CALLS_BEGIN + "<｜tool▁call▁begin｜>?", Answer(content=CALLS_BEGIN + "<｜tool▁call▁begin｜>?")),
+    ("llama", '{"name": "f", "parameters": {"a": 1}}', Answer(calls=[("f", '{"a": 1}')])),
+    (
+        "llama",
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}; {"name": "g.h", "parameters": {"b": 2}}',
+        Answer(calls=[("f", "{}"), ("g.h", '{"b": 2}')]),
+    ),
+    ("llama", '{"name": "Bob", "age": 3}', Answer(content='{"name": "Bob", "age": 3}')),
+    ("llama", '{"name": "f", "age": 3}', Answer(content='{"name": "f", "age": 3}')),
+    ("llama", '[1, {"name": "f"}]', Answer(content='[1, {"name": "f"}]')),
+    ("llama", "<|python_tag|>print(1)", Answer(content="<|python_tag|>print(1)")),
+    (
+        "llama",
+        '{"name": "f", "parameters": {}}; {"name": "x", "parameters": {}}',
+        Answer(content='; {"name": "x", "parameters": {}}'.strip(), calls=[("f", "{}")]),
+    ),
+    (
+        "llama",
+        "[f(a='it\\'s', b=[1, (2)], c=None, d={'k': True}), g.h(x=true, y=\"a,b)\")]",
+        Answer(
+            calls=[
+                ("f", '{"a": "it\'s", "b": [1, 2], "c": null, "d": {"k": true}}'),
+                ("g.h", '{"x": true, "y": "a,b)"}'),
+            ]
+        ),
+    ),
+    ("llama", "<|python_start|>[f()]<|python_end|>", Answer(calls=[("f", "{}")])),
+    ("llama", "[x(a=1)]", Answer(content="[x(a=1)]")),
+    ("llama", "[f(a=1, b=oh no)]", Answer(content="b=oh no)]", calls=[("f", '{"a": 1')])),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|return|>",
+        Answer(reasoning="Think.", content="Hi."),
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|channel|>commentary "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>',
+        Answer(content="I look.", calls=[("f", '{"a": 1}')]),
+    ),
+    (
+        "harmony",
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}',
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>A<|start|>assistant<|channel|>analysis<|message|>B<|channel|>final<|message|>C",
+        Answer(reasoning="AB", content="C"),
+    ),
+    ("harmony", "<|channel|>commentary to=python<|message|>1+1<|end|>", Answer(reasoning="1+1")),
+    ("harmony", "No channels.", Answer(content="No channels.")),
+    ("harmony", "<|channel|>fin", Answer(content="<|channel|>fin")),
+    ("harmony without tools", "<|channel|>commentary to=functions.f<|message|>{}", Answer(content="{}")),
+    ("qwen3", "<think>\nHm.\n\n</think>\n\nYes.\n", Answer(reasoning="Hm.", content="Yes.\n")),
+    ("qwen3", "Yes <think>no</think>", Answer(content="Yes <think>no</think>")),
+    (
+        "qwen3",
+        '<think>Hm</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        Answer(reasoning="Hm", calls=[("f", "{}")]),
+    ),
+    ("r1", "Hm.\n</think>\n\nYes.", Answer(reasoning="Hm.", content="Yes.")),
+    ("r1", "<think>\nHm.", Answer(reasoning="Hm.")),
+    ("r1", "Hm.\n", Answer(reasoning="Hm.\n")),
+    ("r1", "</think>Yes.", Answer(content="Yes.")),
+]
+
+
+def found(answer: Answer) -> tuple[str, str, list[tuple[str, str]]]:
+    return answer.content, answer.reasoning, answer.calls
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), EXAMPLES)
+def test_what_a_model_writes_becomes_answer_reasoning_and_calls(form: str, text: str, expected: Answer) -> None:
+    assert found(parse(FORMATS[form], [text])) == found(expected)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.lists(st.integers(0, 400), max_size=30))
+def test_cuts_change_nothing(example: tuple[str, str, Answer], places: list[int]) -> None:
+    form, text, expected = example
+    assert found(parse(FORMATS[form], cut(text, places))) == found(expected)
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{", "}", '"a": 1', ", ", "[",
+        "]", "[TOOL_CALLS]", "[ARGS]", "f", "(", ")", "a='x'", "; ", "\n", " ", "text", '"', "\\", "<think>", "</think>",
+        "<|python_tag|>", CALLS_BEGIN, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n", "<|channel|>",
+        "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f", "<|call|>", "é", "<", "<|",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(FRAGMENTS, max_size=14), st.lists(st.integers(0, 200), max_size=20))
+def test_cuts_change_nothing_in_any_mixture_of_markers(form: str, fragments: list[str], places: list[int]) -> None:
+    text = "".join(fragments)
+    whole = parse(FORMATS[form], [text])
+    assert found(parse(FORMATS[form], cut(text, places))) == found(whole)
+    assert found(parse(FORMATS[form], list(text))) == found(whole)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama"]), st.lists(FRAGMENTS, max_size=14))
+def test_text_without_a_call_is_lost_in_no_family(form: str, fragments: list[str]) -> None:
+    text = "".join(fragments)
+    answer = parse(FORMATS[form], [text])
+    if not answer.calls:
+        assert answer.content == text
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+def test_a_calls_name_comes_before_its_arguments_which_come_in_pieces(form: str) -> None:
+    text = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {"city": "Paris"}}</tool_call>',
+        "llama": '{"name": "f", "parameters": {"city": "Paris"}}',
+    }[form]
+    from gateway.chat.parsing.collector import Collector
+    from gateway.chat.parsing.parser import FormatParser
+
+    parser = FormatParser(FORMATS[form], Collector(str, one_call=False))
+    calls = [call for character in text for delta in parser.push(character) for call in delta.tool_calls]
+    assert (calls[0].name, calls[0].id, calls[0].arguments) == ("f", "0", "")
+    assert len(calls) > 10
+    assert "".join(call.arguments for call in calls) == '{"city": "Paris"}'
+
+
+def test_without_parallel_calls_only_the_first_one_counts() -> None:
+    text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>'
+    assert parse(hermes, [text], one_call=True).calls == [("f", "{}")]
+
+
+def test_a_long_call_is_read_in_time_that_grows_with_its_length() -> None:
+    arguments = json.dumps({"text": "word " * 20_000})
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    pieces = [text[start : start + 5] for start in range(0, len(text), 5)]
+    assert parse(hermes, pieces).calls == [("f", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "header"),
+    [
+        ("<|start|>user<|message|>Hi<|end|><|start|>assistant", None),
+        (
+            "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>The",
+            "<|start|>assistant<|channel|>final",
+        ),
+        ("<|start|>user<|message|>Hi<|end|>", None),
+    ],
+)
+def test_a_prompt_may_end_within_a_message(prompt: str, header: str | None) -> None:
+    assert opened_header(prompt) == header
+    if header is not None:
+        assert parse(harmony(header, tools=True), [" end.<|return|>"]).content == " end."

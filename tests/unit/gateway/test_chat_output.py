@@ -1,0 +1,80 @@
+"""The messages of one output with their parts of a chat's answer."""
+
+from collections.abc import Sequence
+
+from gateway.chat.types import ChatDelta, ToolCallDelta
+from gateway.chat_output import ChatOutput
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
+
+STOP = common_pb2.FINISH_REASON_STOP
+
+
+class Scripted:
+    """A parser that answers each text with the next of the given deltas."""
+
+    def __init__(self, *pushed: Sequence[ChatDelta], held: Sequence[ChatDelta] = ()) -> None:
+        self._pushed = list(pushed)
+        self._held = list(held)
+        self.texts: list[str] = []
+
+    def push(self, text: str) -> list[ChatDelta]:
+        self.texts.append(text)
+        return list(self._pushed.pop(0))
+
+    def finish(self) -> list[ChatDelta]:
+        return self._held
+
+
+def message(text: str = "", **fields: object) -> pb.GenerateResponse:
+    return pb.GenerateResponse(text=text, **fields)  # type: ignore[arg-type]
+
+
+def test_deltas_that_follow_each_other_are_one() -> None:
+    parser = Scripted([ChatDelta(reasoning="so"), ChatDelta(content="yes"), ChatDelta(content="!")])
+    (given,) = ChatOutput(parser).messages(message("so</think>yes!"))
+    assert given == message("so</think>yes!", chat=pb.ChatDelta(reasoning="so", content="yes!"))
+
+
+def test_tokens_flow_while_the_parser_holds_text_back() -> None:
+    held = message("<tool", tokens=[common_pb2.Token(token_id=5)])
+    (given,) = ChatOutput(Scripted([])).messages(held)
+    assert given.tokens
+    assert not given.HasField("chat")
+
+
+def test_the_last_message_has_what_was_held_back() -> None:
+    parser = Scripted([], held=[ChatDelta(content="<tool")])
+    output = ChatOutput(parser)
+    output.messages(message("<tool"))
+    (last,) = output.messages(message(finish_reason=STOP))
+    assert last == message(finish_reason=STOP, chat=pb.ChatDelta(content="<tool"))
+    assert parser.texts == ["<tool"]
+
+
+def test_pieces_of_one_tool_call_are_joined() -> None:
+    first, more = ToolCallDelta(0, "call-1", "add", "{"), ToolCallDelta(0, arguments='"a": 1}')
+    second = ToolCallDelta(1, "call-2", "add", "{}")
+    (given,) = ChatOutput(Scripted([ChatDelta(tool_calls=(first,)), ChatDelta(tool_calls=(more, second))])).messages(
+        message("calls")
+    )
+    calls = [(call.index, call.id, call.name, call.arguments) for call in given.chat.tool_calls]
+    assert calls == [(0, "call-1", "add", '{"a": 1}'), (1, "call-2", "add", "{}")]
+
+
+def test_an_answer_before_reasoning_keeps_its_place() -> None:
+    deltas = [ChatDelta(content="a"), ChatDelta(reasoning="b"), ChatDelta(content="c")]
+    given = ChatOutput(Scripted(deltas)).messages(
+        message("abc", request_id="r", finish_reason=STOP, usage=common_pb2.Usage(prompt_tokens=3), index=2)
+    )
+    assert [each.chat for each in given] == [pb.ChatDelta(content="a"), pb.ChatDelta(reasoning="b", content="c")]
+    assert [each.text for each in given] == ["abc", ""]
+    assert [each.request_id for each in given] == ["r", ""]
+    assert [each.finish_reason for each in given] == [0, STOP]
+    assert [each.HasField("usage") for each in given] == [False, True]
+    assert [each.index for each in given] == [2, 2]
+
+
+def test_a_notice_is_passed_on() -> None:
+    notice = message(notice="waiting")
+    assert ChatOutput(Scripted()).messages(notice) == [notice]

@@ -1,0 +1,130 @@
+"""A client's message becomes a checked request: prompt tokens, sampling parameters, and a parser for chats."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.config import DEMO_MODELS
+from baton.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from baton.types import Grammar, GrammarKind
+from gateway.chat.checkpoint import Checkpoint
+from gateway.chat.model import ChatModel
+from gateway.chat.types import ChatRequest
+from gateway.model import ServedModel, read_served_model
+from gateway.preparation import Call, Prepared, prepare
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
+
+CONTEXT_TOKENS = 500
+HELLO = ChatRequest(messages=[{"role": "user", "content": "hello"}])
+HELLO_JSON = '[{"role": "user", "content": "hello"}]'
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return read_served_model(DEMO_MODELS / "llama", None)
+
+
+async def prepared(
+    model: ServedModel, message: pb.GenerateRequest, chat: ChatRequest | None = None, *, timeout_s: float = 1e9
+) -> Prepared:
+    call = Call(message, chat, "r", started_at_s=0.0, timeout_s=timeout_s)
+    return await prepare(call, model, max_context_tokens=CONTEXT_TOKENS)
+
+
+def sampling(**values: object) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(**values)  # type: ignore[arg-type]
+
+
+async def test_a_text_is_tokenized(model: ServedModel) -> None:
+    given = await prepared(model, pb.GenerateRequest(text="def main", priority=-3, cache_salt="s"))
+    assert given.request.prompt == model.tokenizer.encode("def main")
+    assert (given.request.priority, given.request.cache_salt, given.parser) == (-3, "s", None)
+    assert given.request.sampling.max_tokens == 16
+
+
+async def test_only_the_last_tokens_are_kept_on_request(model: ServedModel) -> None:
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(1, 1000)), truncate_prompt_tokens=4)
+    assert (await prepared(model, message)).request.prompt == [996, 997, 998, 999]
+
+
+async def test_special_tokens_in_a_text_are_tokens(model: ServedModel) -> None:
+    message = pb.GenerateRequest(text="a<|endoftext|>", add_special_tokens=False)
+    assert (await prepared(model, message)).request.prompt[-1] == 4095
+
+
+async def test_absent_numbers_are_those_of_the_checkpoint(model: ServedModel) -> None:
+    tuned = replace(model, default_sampling=sampling(temperature=0.25, top_k=7))
+    request = (await prepared(tuned, pb.GenerateRequest(text="a", sampling=sampling(top_k=0)))).request
+    assert (request.sampling.temperature, request.sampling.top_k) == (0.25, 0)
+
+
+async def test_a_chat_may_fill_the_context(model: ServedModel) -> None:
+    request = (await prepared(model, pb.GenerateRequest(), HELLO)).request
+    assert request.sampling.max_tokens == CONTEXT_TOKENS - len(request.prompt)
+    request = (await prepared(model, pb.GenerateRequest(sampling=sampling(max_tokens=3)), HELLO)).request
+    assert request.sampling.max_tokens == 3
+
+
+async def test_a_chat_on_the_wire_is_the_same_chat(model: ServedModel) -> None:
+    on_wire = await prepared(model, pb.GenerateRequest(chat=pb.Chat(messages_json=HELLO_JSON)))
+    parsed = await prepared(model, pb.GenerateRequest(), HELLO)
+    assert on_wire.request.prompt == parsed.request.prompt
+    assert on_wire.parser is not None
+    assert "hello" in model.tokenizer.decode(on_wire.request.prompt)
+    assert model.chat.prepare(HELLO).prompt == model.tokenizer.decode(parsed.request.prompt, skip_special_tokens=False)
+
+
+async def test_the_ends_of_a_chat_are_ignored_like_the_end_of_text(model: ServedModel) -> None:
+    template = "{{ messages[0].content }}{# <|python_tag|> #}"
+    ends = {"<|eom_id|>": 7, "<|eot_id|>": 9}
+    checkpoint = Checkpoint({"default": template}, variables={}, tokens=ends, special=frozenset(ends), model_type="")
+    chatting = replace(model, chat=ChatModel(checkpoint))
+    request = (await prepared(chatting, pb.GenerateRequest(sampling=sampling(stop_token_ids=[9, 8])), HELLO)).request
+    assert request.sampling.stop_token_ids == (9, 8, 7)
+    request = (await prepared(chatting, pb.GenerateRequest(sampling=sampling(ignore_eos=True)), HELLO)).request
+    assert request.sampling.stop_token_ids == ()
+
+
+async def test_the_message_s_constraint_holds_for_a_chat(model: ServedModel) -> None:
+    wire = common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_CHOICE, text='["a", "b"]')
+    message = pb.GenerateRequest(sampling=sampling(grammar=wire))
+    assert (await prepared(model, message, HELLO)).request.sampling.grammar == Grammar(GrammarKind.CHOICE, '["a", "b"]')
+
+
+@pytest.mark.parametrize("prompt", [{"text": "a"}, {"token_ids": pb.TokenIds(ids=[5])}])
+async def test_a_constraint_that_cannot_be_followed_is_refused(model: ServedModel, prompt: dict[str, object]) -> None:
+    wire = common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text="(")
+    with pytest.raises(InvalidRequest):
+        await prepared(model, pb.GenerateRequest(**prompt, sampling=sampling(grammar=wire)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.GenerateRequest(), "prompt"),
+        (pb.GenerateRequest(text="a", truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+        (pb.GenerateRequest(text="a" * 1_000_000), "prompt"),
+        (pb.GenerateRequest(text="a b " * 1000), "prompt"),
+        (pb.GenerateRequest(chat=pb.Chat(messages_json="{}")), "messages"),
+        (pb.GenerateRequest(text="a", sampling=sampling(temperature=-1)), "temperature"),
+        (
+            pb.GenerateRequest(chat=pb.Chat(messages_json=HELLO_JSON), sampling=sampling(min_tokens=499)),
+            "min_tokens",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_named(model: ServedModel, message: pb.GenerateRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        await prepared(model, message)
+    assert raised.value.field == field
+
+
+async def test_another_model_is_not_served(model: ServedModel) -> None:
+    with pytest.raises(UnknownModel):
+        await prepared(model, pb.GenerateRequest(model="gpt", text="a"))
+
+
+async def test_tokenizing_counts_toward_the_deadline(model: ServedModel) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await prepared(model, pb.GenerateRequest(text="a"), timeout_s=0.0)

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
-        model = read_served_model(settings.model, settings.model_name)
+        model = read_served_model(settings.model, settings.model_name, settings.chat_template)
         asyncio.run(_run(settings, model))
     except ConfigError as error:
         fail(PROGRAM, error)

@@ -38,7 +38,7 @@ def free_port() -> int:
 def smg_port(clients_venv: Path, gateway: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     port = free_port()
     log = tmp_path_factory.mktemp("smg") / "log"
-    command = [clients_venv / "bin" / "smg", "launch", "--worker-urls", f"grpc://{gateway.address}"]
+    command: list[str | Path] = [clients_venv / "bin" / "smg", "launch", "--worker-urls", f"grpc://{gateway.address}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     with log.open("w") as output:
         smg = subprocess.Popen(command, stdout=output, stderr=output)

@@ -2,9 +2,13 @@
 
 import asyncio
 import io
+import json
 import re
+import subprocess
+import sysconfig
 import zipfile
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,7 +30,7 @@ from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
 from protos.inference import open_inference_pb2 as oip
 from protos.inference import open_inference_pb2_grpc
-from tests.integration.cluster import LLAMA, machines
+from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 
 PROMPT = "The town had"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -221,6 +225,26 @@ async def test_every_service_is_healthy_and_described(channel: grpc.aio.Channel)
     for name in SERVICE_NAMES:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_buf_curl_calls_by_reflection_alone(gateway: Process) -> None:
+    program = Path(sysconfig.get_path("scripts")) / "buf"
+    command: list[str | Path] = [
+        program,
+        "curl",
+        "--protocol",
+        "grpc",
+        "--http2-prior-knowledge",
+        "--data",
+        '{"text": "The town had"}',
+    ]
+    for reflection in ("grpc-v1", "grpc-v1alpha"):
+        target = f"http://{gateway.address}/baton.v1.Generation/Tokenize"
+        done = subprocess.run(
+            [*command, "--reflect-protocol", reflection, target], capture_output=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        assert len(json.loads(done.stdout)["tokenIds"]) == 4
 
 
 # ---- vllm.grpc.engine.VllmEngine

@@ -4,6 +4,7 @@ The messages of the two versions are equal on the wire, so one servicer answers 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
@@ -18,7 +19,7 @@ def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
     """Makes the server describe these services, which its descriptor pool must know, and reflection itself."""
     pool = descriptor_pool.Default()
     _describe_v1(pool)
-    servicer = reflection.aio.ReflectionServicer((*services, V1_ALPHA, V1), pool)
+    servicer = reflection.aio.ReflectionServicer((*services, V1_ALPHA, V1), _Symbols(pool))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -26,6 +27,26 @@ def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, {"ServerReflectionInfo": handler}),))
+
+
+class _Symbols:
+    """A descriptor pool that also finds the file of a method, which protobuf's own does not."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> Any:  # noqa: N802 (protobuf's name)
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            service, _, method = symbol.rpartition(".")
+            found = self._pool.FindServiceByName(service)
+            if method in found.methods_by_name:
+                return found.file
+            raise
 
 
 def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:

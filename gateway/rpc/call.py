@@ -2,7 +2,6 @@
 
 import logging
 import re
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -10,8 +9,9 @@ from urllib.parse import quote
 
 import grpc
 
-from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.errors import BatonError, InternalError, InvalidRequest, UnknownModel
 from baton.rpc.status import abort, client_may_leave
+from gateway.validate import check_request_id
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -19,7 +19,6 @@ log = logging.getLogger("baton")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-ID_BYTES_MAX = 256
 _IDS_MAX = 4096
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
@@ -49,11 +48,9 @@ class Call:
         """Sends the request id as initial metadata, and returns it: the message's, else the metadata's, else a new one.
 
         Raises:
-            InvalidRequest: the id is too long.
+            InvalidRequest: the id is too long, or has control characters.
         """
-        wanted = request_id or self._given
-        check_ids("request_id", [wanted])
-        self.request_id = wanted or f"req-{uuid.uuid4().hex}"
+        self.request_id = check_request_id(request_id or self._given)
         await self._context.send_initial_metadata((("x-request-id", quote(self.request_id, safe=_PRINTABLE)),))
         return self.request_id
 
@@ -79,8 +76,8 @@ async def answering(context: Context) -> AsyncIterator[Call]:
         try:
             yield call
         except BatonError as error:
-            if not isinstance(error, InvalidRequest):
-                log.info("%s failed: %s", call.request_id or "a request", error)
+            if not (error.request_id or isinstance(error, InvalidRequest | UnknownModel)):
+                log.info("%s failed: %s", call.request_id or "a call", error)
             await abort(context, error, request_id=call.request_id)
         except (grpc.aio.InternalError, grpc.aio.AbortError):
             raise
@@ -92,7 +89,7 @@ async def answering(context: Context) -> AsyncIterator[Call]:
 
 def check_ids(field: str, request_ids: Sequence[str]) -> None:
     """Raises:
-    InvalidRequest: there are too many ids, or one is too long.
+    InvalidRequest: there are too many ids, or one cannot be a request's.
     """
     if len(request_ids) > _IDS_MAX:
         allowed = (f"up to {_IDS_MAX} ids",)
@@ -100,7 +97,4 @@ def check_ids(field: str, request_ids: Sequence[str]) -> None:
             f"{field} has {len(request_ids)} ids", field=field, value=len(request_ids), allowed=allowed
         )
     for request_id in request_ids:
-        size = len(request_id.encode(errors="replace"))
-        if size > ID_BYTES_MAX:
-            allowed = (f"up to {ID_BYTES_MAX} bytes",)
-            raise InvalidRequest(f"{field} has {size} bytes", field=field, value=request_id, allowed=allowed)
+        check_request_id(request_id)

@@ -72,7 +72,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
 
         async def write(response: pb.GenerateResponse) -> None:
             if response.tokens or response.prompt_logprobs:
-                last_token_ids[response.index] = response.tokens[-1].token_id
+                if response.tokens:
+                    last_token_ids[response.index] = response.tokens[-1].token_id
                 chunk = to_chunk(response, prompt_tokens=prompt_tokens, cached_tokens=0, sampling=sampling)
                 await context.write(chunk)
             if response.finish_reason:

@@ -2,9 +2,13 @@
 
 import asyncio
 import io
+import json
 import re
+import subprocess
+import sysconfig
 import zipfile
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,27 +19,33 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.cli.processes import Process
-from baton.client import Client, Finished, Piece, collect
-from baton.errors import InvalidRequest, UnknownModel
+from baton.client import Client, Finished, Piece, collect, collect_all
+from baton.convert import sampling_to_proto
+from baton.errors import Cancelled, InvalidRequest, UnknownModel
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
-from baton.types import FinishReason, SamplingParams
+from baton.types import FinishReason, Grammar, GrammarKind, SamplingParams
 from gateway.rpc.services import SERVICE_NAMES
 from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
 from protos.inference import open_inference_pb2 as oip
 from protos.inference import open_inference_pb2_grpc
-from tests.integration.cluster import LLAMA, machines
+from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 
 PROMPT = "The town had"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+
+
 @pytest.fixture(scope="module")
-def gateway() -> Iterator[Process]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    template = tmp_path_factory.mktemp("gateway") / "template.jinja"
+    template.write_text(TEMPLATE)
     with machines() as start:
         nodes = start.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))
-        yield start.gateway(nodes[:1], nodes[1:], model=LLAMA, local_policy="strict")
+        yield start.gateway(nodes[:1], nodes[1:], model=LLAMA, local_policy="strict", chat_template=template)
 
 
 @pytest.fixture
@@ -118,7 +128,7 @@ async def test_ids_over_256_bytes_are_refused(channel: grpc.aio.Channel) -> None
             await call
         error = from_rpc_error(caught.value)
         assert isinstance(error, InvalidRequest)
-        assert error.allowed == ("up to 256 bytes",)
+        assert error.allowed[0].startswith("up to 256 bytes")
         assert len(error.value) <= 256
 
 
@@ -133,6 +143,51 @@ async def test_the_client_learns_all_about_the_model(client: Client) -> None:
     loads = await client.loads()
     assert {load.role for load in loads.nodes} == {common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE}
     assert all(load.blocks_total for load in loads.nodes)
+
+
+async def test_the_gateways_template_goes_with_the_tokenizer(client: Client) -> None:
+    assert (await client.model_info()).has_chat_template
+    with zipfile.ZipFile(io.BytesIO(await client.tokenizer())) as opened:
+        assert opened.read("chat_template.jinja").decode() == TEMPLATE
+
+
+async def test_a_chat_is_the_rendered_prompt(client: Client) -> None:
+    chat = await collect(client.chat([{"role": "user", "content": PROMPT}], GREEDY))
+    assert chat.chat is not None
+    assert chat.chat.content == chat.text == (await client.complete(f"{PROMPT}:", GREEDY)).text
+    with pytest.raises(InvalidRequest, match="messages"):
+        await collect(client.chat([{"role": "user"}]))
+
+
+async def test_a_request_is_aborted_by_its_id(client: Client) -> None:
+    long = SamplingParams(max_tokens=3000, ignore_eos=True)
+    events = client.generate(PROMPT, long, request_id="long")
+    await anext(events)
+    assert await client.abort("long", "unknown") == ["long"]
+    with pytest.raises(Cancelled, match="aborted"):
+        async for _ in events:
+            pass
+
+
+async def test_several_outputs_stream_and_complete(client: Client, channel: grpc.aio.Channel) -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=6, seed=3, ignore_eos=True)
+    outputs = await collect_all(client.generate(PROMPT, sampling, n=3))
+    assert [output.index for output in outputs] == [0, 1, 2]
+    assert [len(output.tokens) for output in outputs] == [6, 6, 6]
+    request = pb.GenerateRequest(text=PROMPT, n=3, sampling=sampling_to_proto(sampling))
+    call = generation_pb2_grpc.GenerationStub(channel).Complete(request)
+    whole = await call
+    assert [output.text for output in whole.outputs] == [output.text for output in outputs]
+    assert whole.usage.completion_tokens == 18
+    trailing: dict[str, Any] = dict(await call.trailing_metadata())
+    assert common_pb2.Receipt.FromString(trailing["baton-receipt-bin"]) == whole.outputs[0].receipt
+
+
+async def test_an_output_follows_its_grammar(client: Client) -> None:
+    assert set((await client.model_info()).grammar_kinds) == {kind.name for kind in GrammarKind}
+    chosen = Grammar(GrammarKind.CHOICE, '["north", "south"]')
+    whole = await client.complete(PROMPT, {"grammar": chosen, "max_tokens": 20})
+    assert whole.text in ("north", "south")
 
 
 async def test_special_tokens_are_a_choice(client: Client) -> None:
@@ -170,6 +225,26 @@ async def test_every_service_is_healthy_and_described(channel: grpc.aio.Channel)
     for name in SERVICE_NAMES:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_buf_curl_calls_by_reflection_alone(gateway: Process) -> None:
+    program = Path(sysconfig.get_path("scripts")) / "buf"
+    command: list[str | Path] = [
+        program,
+        "curl",
+        "--protocol",
+        "grpc",
+        "--http2-prior-knowledge",
+        "--data",
+        '{"text": "The town had"}',
+    ]
+    for reflection in ("grpc-v1", "grpc-v1alpha"):
+        target = f"http://{gateway.address}/baton.v1.Generation/Tokenize"
+        done = subprocess.run(
+            [*command, "--reflect-protocol", reflection, target], capture_output=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        assert len(json.loads(done.stdout)["tokenIds"]) == 4
 
 
 # ---- vllm.grpc.engine.VllmEngine

@@ -191,6 +191,28 @@ async def test_reflection_v1alpha_describes_the_services_to_grpcios_client() -> 
     assert methods == ["Prefill", "Connect"]
 
 
+@pytest.mark.parametrize(
+    ("symbol", "found"),
+    [
+        ("baton.v1.Prefill", True),
+        ("baton.v1.Prefill.Connect", True),
+        ("baton.v1.PrefillRequest", True),
+        ("baton.v1.Prefill.Nothing", False),
+        ("baton.v1.Nothing", False),
+        ("", False),
+    ],
+)
+async def test_reflection_finds_services_methods_and_messages(
+    echo: tuple[grpc.aio.Channel, Echo], symbol: str, found: bool
+) -> None:
+    channel: Any = echo[0]
+    call = channel.stream_stream(f"/{V1}/ServerReflectionInfo")()
+    await call.write(ServerReflectionRequest(file_containing_symbol=symbol).SerializeToString())
+    response = ServerReflectionResponse.FromString(await call.read())
+    assert bool(response.file_descriptor_response.file_descriptor_proto) is found
+    await call.done_writing()
+
+
 async def test_reflection_v1_describes_itself_with_its_own_names(echo: tuple[grpc.aio.Channel, Echo]) -> None:
     """A client that has only what the server sends: the messages are built from the descriptors of v1."""
     pool = descriptor_pool.DescriptorPool()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import DEMO_MODELS
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
-from gateway.chat.model import ChatModel
+from gateway.chat.model import ChatModel, read_chat_model
 from gateway.chat.types import ChatRequest, NamedTool
 from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool
 from tests.unit.gateway.chat.outputs import Answer, answer_of
@@ -33,29 +34,35 @@ HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 CALLS: dict[str, Callable[[list[tuple[str, str]]], str]] = {
     "plain": lambda calls: "; ".join(f'{{"name": "{name}", "parameters": {given}}}' for name, given in calls),
     "llama": lambda calls: "; ".join(f'{{"name": "{name}", "parameters": {given}}}' for name, given in calls),
-    "llama-pythonic": lambda calls: "["
-    + ", ".join(
-        f"{name}(" + ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(given).items()) + ")"
-        for name, given in calls
-    )
-    + "]",
+    "llama-pythonic": lambda calls: (
+        "["
+        + ", ".join(
+            f"{name}(" + ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(given).items()) + ")"
+            for name, given in calls
+        )
+        + "]"
+    ),
     "hermes": lambda calls: "\n".join(HERMES.format(*call) for call in calls),
     "qwen3": lambda calls: "<think>\nHm.\n</think>\n\n" + "\n".join(HERMES.format(*call) for call in calls),
     "mistral": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{given}" for name, given in calls),
-    "mistral-array": lambda calls: "[TOOL_CALLS]["
-    + ", ".join(f'{{"name": "{name}", "arguments": {given}}}' for name, given in calls)
-    + "]",
-    "deepseek-v3": lambda calls: "<｜tool▁calls▁begin｜>"
-    + "\n".join(V3.format(*call) for call in calls)
-    + "<｜tool▁calls▁end｜>",
-    "deepseek-v3.1": lambda calls: "<｜tool▁calls▁begin｜>"
-    + "".join(V31.format(*call) for call in calls)
-    + "<｜tool▁calls▁end｜>",
-    "r1": lambda calls: "Hm.\n</think>\n\n<｜tool▁calls▁begin｜>"
-    + "\n".join(V3.format(*call) for call in calls)
-    + "<｜tool▁calls▁end｜>",
-    "harmony": lambda calls: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    f"<|channel|>commentary to=functions.{calls[0][0]} <|constrain|>json<|message|>{calls[0][1]}",
+    "mistral-array": lambda calls: (
+        "[TOOL_CALLS][" + ", ".join(f'{{"name": "{name}", "arguments": {given}}}' for name, given in calls) + "]"
+    ),
+    "deepseek-v3": lambda calls: (
+        "<｜tool▁calls▁begin｜>" + "\n".join(V3.format(*call) for call in calls) + "<｜tool▁calls▁end｜>"
+    ),
+    "deepseek-v3.1": lambda calls: (
+        "<｜tool▁calls▁begin｜>" + "".join(V31.format(*call) for call in calls) + "<｜tool▁calls▁end｜>"
+    ),
+    "r1": lambda calls: (
+        "Hm.\n</think>\n\n<｜tool▁calls▁begin｜>"
+        + "\n".join(V3.format(*call) for call in calls)
+        + "<｜tool▁calls▁end｜>"
+    ),
+    "harmony": lambda calls: (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        f"<|channel|>commentary to=functions.{calls[0][0]} <|constrain|>json<|message|>{calls[0][1]}"
+    ),
 }
 REASONS = {"qwen3", "r1", "harmony"}
 ONE_CALL = {"harmony"}
@@ -132,13 +139,17 @@ def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> No
 
 def test_pythonic_calls_with_open_arguments_are_json(tmp_path: Path) -> None:
     model = chat_model(tmp_path, "llama-pythonic")
-    request = ChatRequest(USER, tools=[tool("f", {"additionalProperties": {"type": "integer"}})], tool_choice="required")
+    request = ChatRequest(
+        USER, tools=[tool("f", {"additionalProperties": {"type": "integer"}})], tool_choice="required"
+    )
     text = '{"name": "f", "parameters": {"x": 1}}'
     assert follow(grammar(model, request), text).complete
     assert answer(model, request, text).calls == [("f", '{"x": 1}')]
 
 
-SCHEMA = '{"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"], "additionalProperties": false}'
+SCHEMA = (
+    '{"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"], "additionalProperties": false}'
+)
 ANSWERS = [
     (Grammar(GrammarKind.JSON_OBJECT), '{"a": [1]}', "[1]"),
     (Grammar(GrammarKind.JSON_SCHEMA, SCHEMA), '{"z": 1}', '{"y": 1}'),
@@ -190,10 +201,8 @@ def test_an_answers_grammar_leaves_calls_free(family: str, tmp_path: Path) -> No
 
 
 def test_markers_that_are_no_special_tokens_are_forced_as_text(tmp_path: Path) -> None:
-    model = chat_model(tmp_path, "harmony")
-    (tmp_path / "tokenizer.json").write_text((Path("models/demo/llama/tokenizer.json")).read_text())
-    from gateway.chat.model import read_chat_model
-
+    chat_model(tmp_path, "harmony")
+    (tmp_path / "tokenizer.json").write_text((DEMO_MODELS / "llama" / "tokenizer.json").read_text())
     model = read_chat_model(tmp_path, None)
     made = grammar(model, ChatRequest(USER, tools=[CLOCK], tool_choice="required"))
     text = CALLS["harmony"]([("clock", NOTHING)])

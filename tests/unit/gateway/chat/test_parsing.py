@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.chat.parsing.calls import content_only, deepseek, hermes, llama, mistral
+from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.harmony import harmony, opened_header
-from gateway.chat.parsing.parser import Read, ReasoningMarkers, with_reasoning
+from gateway.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
 from tests.unit.gateway.chat.outputs import Answer, cut, parse
 
 THINK = ReasoningMarkers("<think>", "</think>")
@@ -61,7 +62,7 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', Answer(calls=[("f", '{"a": tr')])),
     (
         "hermes",
-        "<tool_call>{\"name\": \"f\", \"arguments\": {'a'}}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {\'a\'}}</tool_call>',
         Answer(content="'a'}}</tool_call>", calls=[("f", "{")]),
     ),
     (
@@ -172,10 +173,11 @@ def test_cuts_change_nothing(example: tuple[str, str, Answer], places: list[int]
 
 FRAGMENTS = st.sampled_from(
     [
-        "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{", "}", '"a": 1', ", ", "[",
-        "]", "[TOOL_CALLS]", "[ARGS]", "f", "(", ")", "a='x'", "; ", "\n", " ", "text", '"', "\\", "<think>", "</think>",
-        "<|python_tag|>", CALLS_BEGIN, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n", "<|channel|>",
-        "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f", "<|call|>", "é", "<", "<|",
+        "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{", "}", '"a": 1', ", ",
+        "[", "]", "[TOOL_CALLS]", "[ARGS]", "f", "(", ")", "a='x'", "; ", "\n", " ", "text", '"', "\\", "<think>",
+        "</think>", "<|python_tag|>", CALLS_BEGIN, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n",
+        "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f",
+        "<|call|>", "é", "<", "<|",
     ]
 )  # fmt: skip
 
@@ -204,9 +206,6 @@ def test_a_calls_name_comes_before_its_arguments_which_come_in_pieces(form: str)
         "hermes": '<tool_call>{"name": "f", "arguments": {"city": "Paris"}}</tool_call>',
         "llama": '{"name": "f", "parameters": {"city": "Paris"}}',
     }[form]
-    from gateway.chat.parsing.collector import Collector
-    from gateway.chat.parsing.parser import FormatParser
-
     parser = FormatParser(FORMATS[form], Collector(str, one_call=False))
     calls = [call for character in text for delta in parser.push(character) for call in delta.tool_calls]
     assert (calls[0].name, calls[0].id, calls[0].arguments) == ("f", "0", "")

@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat.parsing.parser import ReasoningMarkers
+from gateway.chat.parsing.xml_call import is_text
 from gateway.chat.types import Json
 
 ANY_TEXT = r"/(?s:.*)/"
@@ -22,6 +23,7 @@ OPEN_SCHEMA = {
     "additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref",
     "if", "not", "dependentSchemas",
 }  # fmt: skip
+NEWLINE, PARAMETER_END = "\n", "</parameter>\n"
 NAME = re.compile(r"[\w.\-]+", re.ASCII)
 
 
@@ -56,7 +58,7 @@ class Lark:
         """An expression for any text and the marker that ends it."""
         if marker in self.tokens:
             return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
-        escaped = re.escape(marker).replace("/", r"\/")
+        escaped = re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n")
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
     def one_of(self, expressions: Sequence[str]) -> str:
@@ -183,6 +185,40 @@ def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
             first = lark.rule(f"{chosen} | {first}" if first else f"({chosen})?")
             after = f"({with_comma})? {after}"
     return first
+
+
+def xml_calls(lark: Lark, forced: Forced) -> str:
+    """One element for each argument, in the schema's order."""
+    calls = []
+    for tool in forced.tools:
+        schema = arguments_schema(tool)
+        begin = lark.literal(f"<tool_call>\n<function={name_of(tool)}>\n")
+        given = _elements(lark, schema) if schema.get("additionalProperties") is False else _any_elements(lark)
+        calls.append(f"{begin} {given} {lark.literal('</function>' + NEWLINE + '</tool_call>')}")
+    return _repeated(lark.one_of(calls), r'"\n"', parallel=forced.parallel)
+
+
+def _elements(lark: Lark, schema: Mapping[str, Any]) -> str:
+    required = set(schema.get("required", ()))
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    elements = []
+    for name, value in schema.get("properties", {}).items():
+        begin = lark.literal(f"<parameter={name}>\n")
+        if not is_text(value, schema):
+            end = lark.literal(NEWLINE + PARAMETER_END)
+            element = f"{begin} {json_of({**value, **shared} if isinstance(value, dict) else value)} {end}"
+        elif isinstance(value, dict) and value.get("enum"):
+            choices = " | ".join(lark.literal(f"{choice}\n{PARAMETER_END}") for choice in value["enum"])
+            element = f"{begin} ({choices})"
+        else:
+            element = f"{begin} {lark.text_up_to(NEWLINE + PARAMETER_END)}"
+        elements.append(element if name in required else f"({element})?")
+    return lark.rule(" ".join(elements)) if elements else ""
+
+
+def _any_elements(lark: Lark) -> str:
+    element = lark.rule(rf'"<parameter=" /[^<>\n]+/ ">\n" {lark.text_up_to(NEWLINE + PARAMETER_END)}')
+    return f"{element}*"
 
 
 def harmony_calls(lark: Lark, forced: Forced) -> str:

@@ -10,6 +10,7 @@ from gateway.chat.parsing.calls import content_only, deepseek, hermes, llama, mi
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.harmony import harmony, opened_header
 from gateway.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
+from gateway.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import Answer, cut, parse
 
 THINK = ReasoningMarkers("<think>", "</think>")
@@ -23,6 +24,9 @@ FORMATS: dict[str, Read] = {
     "llama": LLAMA,
     "harmony": HARMONY,
     "harmony without tools": harmony(None, tools=False),
+    "qwen-xml": xml_calls(
+        {"f": {"$defs": {"O": {"type": "object"}}, "properties": {"n": {"type": "number"}, "o": {"$ref": "#/$defs/O"}}}}
+    ),
     "qwen3": with_reasoning(THINK, hermes, opened=False),
     "r1": with_reasoning(THINK, deepseek, opened=True),
 }
@@ -117,6 +121,17 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
     ("llama", "[x(a=1)]", Answer(content="[x(a=1)]")),
     ("llama", "[f(a=1, b=oh no)]", Answer(content="b=oh no)]", calls=[("f", '{"a": 1')])),
     (
+        "qwen-xml",
+        'Ok.\n<tool_call>\n<function=f>\n<parameter=n>\n1.5\n</parameter>\n<parameter=s>\nif a < b:\n  "é"\n'
+        "</parameter>\n"
+        "<parameter=o>\n{'k': True}\n</parameter>\n</function>\n</tool_call>",
+        Answer(content="Ok.", calls=[("f", '{"n": 1.5, "s": "if a < b:\\n  \\"é\\"", "o": {"k": true}}')]),
+    ),
+    ("qwen-xml", "<tool_call>\n<function=g>\n</function>\n</tool_call>", Answer(calls=[("g", "{}")])),
+    ("qwen-xml", "<tool_call>\n<function=>", Answer(content="<tool_call>\n<function=>")),
+    ("qwen-xml", "<tool_call><function=f><parameter=s>\nab", Answer(calls=[("f", '{"s": "ab')])),
+    ("qwen-xml", "<tool_call><function=f>oh</function>", Answer(content="oh</function>", calls=[("f", "")])),
+    (
         "harmony",
         "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|return|>",
         Answer(reasoning="Think.", content="Hi."),
@@ -177,7 +192,7 @@ FRAGMENTS = st.sampled_from(
         "[", "]", "[TOOL_CALLS]", "[ARGS]", "f", "(", ")", "a='x'", "; ", "\n", " ", "text", '"', "\\", "<think>",
         "</think>", "<|python_tag|>", CALLS_BEGIN, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n",
         "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f",
-        "<|call|>", "é", "<", "<|",
+        "<|call|>", "é", "<", "<|", "<function=f>", "<parameter=n>", "</parameter>", "</function>",
     ]
 )  # fmt: skip
 
@@ -192,7 +207,7 @@ def test_cuts_change_nothing_in_any_mixture_of_markers(form: str, fragments: lis
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama"]), st.lists(FRAGMENTS, max_size=14))
+@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama", "qwen-xml"]), st.lists(FRAGMENTS, max_size=14))
 def test_text_without_a_call_is_lost_in_no_family(form: str, fragments: list[str]) -> None:
     text = "".join(fragments)
     answer = parse(FORMATS[form], [text])

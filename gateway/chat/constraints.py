@@ -125,7 +125,8 @@ def hermes_calls(lark: Lark, forced: Forced) -> str:
 
 def mistral_array_calls(lark: Lark, forced: Forced) -> str:
     calls = _repeated(_objects(lark, forced, "arguments"), '", "', parallel=forced.parallel)
-    return f"{lark.literal('[TOOL_CALLS][')} {calls} {lark.literal(']')}"
+    before, after = '" "? "["', '"]"'
+    return f"{lark.literal('[TOOL_CALLS]')} {before} {calls} {after}"
 
 
 def mistral_named_calls(lark: Lark, forced: Forced) -> str:
@@ -207,7 +208,7 @@ def _elements(lark: Lark, schema: Mapping[str, Any]) -> str:
         if not is_text(value, schema):
             end = lark.literal(NEWLINE + PARAMETER_END)
             element = f"{begin} {json_of({**value, **shared} if isinstance(value, dict) else value)} {end}"
-        elif isinstance(value, dict) and value.get("enum"):
+        elif isinstance(value, dict) and isinstance(value.get("enum"), list):
             choices = " | ".join(lark.literal(f"{choice}\n{PARAMETER_END}") for choice in value["enum"])
             element = f"{begin} ({choices})"
         else:
@@ -259,7 +260,10 @@ def answer(grammar: Grammar) -> str:
             schema = _parse(grammar)
             return json_of({} if schema is True else schema)
         case GrammarKind.CHOICE:
-            return "(" + " | ".join(json.dumps(str(choice), ensure_ascii=False) for choice in _parse(grammar)) + ")"
+            choices = _parse(grammar)
+            if not isinstance(choices, list) or not choices:
+                raise InvalidRequest("the choices are no array", field="grammar", value=grammar.text[:200])
+            return "(" + " | ".join(json.dumps(str(choice), ensure_ascii=False) for choice in choices) + ")"
         case GrammarKind.REGEX:
             return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
         case GrammarKind.LARK if not grammar.text.lstrip().startswith("{"):

@@ -35,7 +35,7 @@ def xml_calls(schemas: Schemas) -> Callable[[Cursor, Collector], Reading[None]]:
                 break
             yield from cursor.accept("\n")
             out.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-            if not (yield from _value(cursor, out, is_text(schema.get("properties", {}).get(key), schema))):
+            if not (yield from _value(cursor, out, text=is_text(schema.get("properties", {}).get(key), schema))):
                 return True
             before = ", "
         if (yield from cursor.accept("</function>")):
@@ -61,17 +61,19 @@ def _tag(cursor: Cursor, begin: str) -> Reading[str]:
     return ""
 
 
-def _value(cursor: Cursor, out: Collector, text_value: bool) -> Reading[bool]:
+def _value(cursor: Cursor, out: Collector, *, text: bool) -> Reading[bool]:
     """Passes a value on as JSON; a string as it comes. Returns whether it ended."""
-    if text_value:
+    if text:
         out.arguments('"')
-        end = yield from cursor.until(VALUE_END, lambda text: out.arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+        end = yield from cursor.until(
+            VALUE_END, lambda piece: out.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+        )
         out.arguments('"' if end else "")
         return bool(end)
     pieces: list[str] = []
     end = yield from cursor.until(VALUE_END, pieces.append)
-    text = "".join(pieces)
-    out.arguments(_to_json(text) if end else text)
+    value = "".join(pieces)
+    out.arguments(_to_json(value) if end else value)
     return bool(end)
 
 

@@ -1,14 +1,18 @@
 """A checkpoint's templates, and conversations prepared with them."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from baton.config import DEMO_MODELS
 from baton.errors import ConfigError, InvalidRequest
 from gateway.chat.families import family_of
+from gateway.chat.json_request import chat_request
 from gateway.chat.model import ChatModel, read_chat_model
 from gateway.chat.types import ChatRequest, NamedTool
 from tests.unit.gateway.chat.checkpoints import ASKS, LOOP, TEMPLATES, chat_model, tokenizer, tool, write_checkpoint
@@ -197,6 +201,7 @@ def test_the_reasoning_of_a_continued_message_goes_on(tmp_path: Path) -> None:
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": NamedTool("g")}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": "required", "continue_final_message": True}, "continue_final_message"),
         ({"template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],
 )
@@ -266,6 +271,43 @@ def test_a_template_shows_its_family(family: str) -> None:
 @pytest.mark.parametrize(("model_type", "family"), [("gpt_oss", "harmony"), ("llama4", "llama"), ("llama", "unknown")])
 def test_the_kind_of_model_shows_its_family_where_the_template_does_not(model_type: str, family: str) -> None:
     assert family_of(LOOP, model_type).name == family
+
+
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, "hermes")
+    assert refused(model, [{"role": "user", "content": "a\ud800"}]).field == "messages"
+    half = tool("f", {"properties": {"\ud800": {}}})
+    assert refused(model, tools=[half], tool_choice="required").field == "messages"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["", "string", "#/$defs/a", "object", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "properties", "required", "$ref", "enum", "a", "$defs"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    schema=st.dictionaries(st.sampled_from(["type", "properties", "required", "$ref", "$defs"]), JSON),
+    content=JSON,
+    family=st.sampled_from(["hermes", "qwen-xml", "llama-pythonic", "harmony"]),
+)
+def test_any_json_is_prepared_or_refused(schema: Any, content: Any, family: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, family)
+    body = {
+        "messages": [{"role": "user", "content": content if isinstance(content, list) else "x"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+        "tool_choice": "required",
+    }
+    with suppress(InvalidRequest):
+        request = chat_request(body)
+        prepared = model.prepare(request)
+        text = "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>"
+        answer_of(model.parser(request, prepared), [text])
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek"])

@@ -135,6 +135,12 @@ def test_without_parallel_calls_there_is_one(family: str, tmp_path: Path) -> Non
     assert not follow(made, CALLS[family]([("clock", NOTHING), ("clock", NOTHING)])).complete
 
 
+def test_an_array_of_calls_may_follow_a_space(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, "mistral-array")
+    made = grammar(model, ChatRequest(USER, tools=[CLOCK], tool_choice="required"))
+    assert follow(made, CALLS["mistral-array"]([("clock", NOTHING)]).replace("][{", "] [{")).complete
+
+
 def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> None:
     properties = {name: {"type": "integer"} for name in "abcd"}
     model = chat_model(tmp_path, "llama-pythonic")

@@ -20,6 +20,10 @@ def with_message(**message: Any) -> dict[str, Any]:
     return {"messages": [USER, message]}
 
 
+def with_schema(**schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
 def test_a_whole_conversation_is_taken() -> None:
     grammar = Grammar(GrammarKind.JSON_OBJECT)
     request = chat_request(
@@ -124,6 +128,8 @@ def test_a_part_may_be_of_the_responses_api_or_a_refusal() -> None:
             {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
             "tools[0].function.parameters",
         ),
+        ({"messages": [USER], "tools": [with_schema(properties=[])]}, "tools[0].function.parameters.properties"),
+        ({"messages": [USER], "tools": [with_schema(required=[[]])]}, "tools[0].function.parameters.required[0]"),
         ({"messages": [USER], "tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"messages": [USER], "tool_choice": "any"}, "tool_choice"),
         ({"messages": [USER], "tool_choice": 1}, "tool_choice"),

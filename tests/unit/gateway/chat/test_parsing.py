@@ -179,7 +179,7 @@ def test_what_a_model_writes_becomes_answer_reasoning_and_calls(form: str, text:
     assert found(parse(FORMATS[form], [text])) == found(expected)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.lists(st.integers(0, 400), max_size=30))
 def test_cuts_change_nothing(example: tuple[str, str, Answer], places: list[int]) -> None:
     form, text, expected = example
@@ -197,7 +197,7 @@ FRAGMENTS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(FRAGMENTS, max_size=14), st.lists(st.integers(0, 200), max_size=20))
 def test_cuts_change_nothing_in_any_mixture_of_markers(form: str, fragments: list[str], places: list[int]) -> None:
     text = "".join(fragments)

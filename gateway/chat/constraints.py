@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat.parsing.parser import ReasoningMarkers
+from gateway.chat.parsing.xml_call import is_text
 from gateway.chat.types import Json
 
 ANY_TEXT = r"/(?s:.*)/"
@@ -22,6 +23,7 @@ OPEN_SCHEMA = {
     "additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref",
     "if", "not", "dependentSchemas",
 }  # fmt: skip
+NEWLINE, PARAMETER_END = "\n", "</parameter>\n"
 NAME = re.compile(r"[\w.\-]+", re.ASCII)
 
 
@@ -56,7 +58,7 @@ class Lark:
         """An expression for any text and the marker that ends it."""
         if marker in self.tokens:
             return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
-        escaped = re.escape(marker).replace("/", r"\/")
+        escaped = re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n")
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
     def one_of(self, expressions: Sequence[str]) -> str:
@@ -123,7 +125,8 @@ def hermes_calls(lark: Lark, forced: Forced) -> str:
 
 def mistral_array_calls(lark: Lark, forced: Forced) -> str:
     calls = _repeated(_objects(lark, forced, "arguments"), '", "', parallel=forced.parallel)
-    return f"{lark.literal('[TOOL_CALLS][')} {calls} {lark.literal(']')}"
+    before, after = '" "? "["', '"]"'
+    return f"{lark.literal('[TOOL_CALLS]')} {before} {calls} {after}"
 
 
 def mistral_named_calls(lark: Lark, forced: Forced) -> str:
@@ -185,6 +188,40 @@ def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
     return first
 
 
+def xml_calls(lark: Lark, forced: Forced) -> str:
+    """One element for each argument, in the schema's order."""
+    calls = []
+    for tool in forced.tools:
+        schema = arguments_schema(tool)
+        begin = lark.literal(f"<tool_call>\n<function={name_of(tool)}>\n")
+        given = _elements(lark, schema) if schema.get("additionalProperties") is False else _any_elements(lark)
+        calls.append(f"{begin} {given} {lark.literal('</function>' + NEWLINE + '</tool_call>')}")
+    return _repeated(lark.one_of(calls), r'"\n"', parallel=forced.parallel)
+
+
+def _elements(lark: Lark, schema: Mapping[str, Any]) -> str:
+    required = set(schema.get("required", ()))
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    elements = []
+    for name, value in schema.get("properties", {}).items():
+        begin = lark.literal(f"<parameter={name}>\n")
+        if not is_text(value, schema):
+            end = lark.literal(NEWLINE + PARAMETER_END)
+            element = f"{begin} {json_of({**value, **shared} if isinstance(value, dict) else value)} {end}"
+        elif isinstance(value, dict) and isinstance(value.get("enum"), list):
+            choices = " | ".join(lark.literal(f"{choice}\n{PARAMETER_END}") for choice in value["enum"])
+            element = f"{begin} ({choices})"
+        else:
+            element = f"{begin} {lark.text_up_to(NEWLINE + PARAMETER_END)}"
+        elements.append(element if name in required else f"({element})?")
+    return lark.rule(" ".join(elements)) if elements else ""
+
+
+def _any_elements(lark: Lark) -> str:
+    element = lark.rule(rf'"<parameter=" /[^<>\n]+/ ">\n" {lark.text_up_to(NEWLINE + PARAMETER_END)}')
+    return f"{element}*"
+
+
 def harmony_calls(lark: Lark, forced: Forced) -> str:
     """One call: the model ends its output after each."""
     return lark.one_of(
@@ -223,7 +260,10 @@ def answer(grammar: Grammar) -> str:
             schema = _parse(grammar)
             return json_of({} if schema is True else schema)
         case GrammarKind.CHOICE:
-            return "(" + " | ".join(json.dumps(str(choice), ensure_ascii=False) for choice in _parse(grammar)) + ")"
+            choices = _parse(grammar)
+            if not isinstance(choices, list) or not choices:
+                raise InvalidRequest("the choices are no array", field="grammar", value=grammar.text[:200])
+            return "(" + " | ".join(json.dumps(str(choice), ensure_ascii=False) for choice in choices) + ")"
         case GrammarKind.REGEX:
             return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
         case GrammarKind.LARK if not grammar.text.lstrip().startswith("{"):

@@ -11,6 +11,7 @@ from gateway.chat import constraints
 from gateway.chat.constraints import Forced, Lark
 from gateway.chat.parsing import calls
 from gateway.chat.parsing.parser import Read, ReasoningMarkers
+from gateway.chat.parsing.xml_call import Schemas, xml_calls
 
 NO_MARKS: tuple[str, ...] = ()
 
@@ -20,7 +21,7 @@ class Family:
     """
     Attributes:
         name: for people.
-        read: the format's reader, given the tools' names.
+        read: the format's reader, given the schemas of the tools' arguments by their names.
         force: the grammar of forced calls.
         marks: texts that the reader looks for.
         end_tokens: special tokens that end an answer.
@@ -29,7 +30,7 @@ class Family:
     """
 
     name: str
-    read: Callable[[frozenset[str]], Read]
+    read: Callable[[Schemas], Read]
     force: Callable[[Lark, Forced], str]
     marks: tuple[str, ...] = NO_MARKS
     end_tokens: tuple[str, ...] = NO_MARKS
@@ -37,8 +38,12 @@ class Family:
     short_ids: bool = False
 
 
-def _any_name(read: Read) -> Callable[[frozenset[str]], Read]:
+def _any_tools(read: Read) -> Callable[[Schemas], Read]:
     return lambda _: read
+
+
+def read_llama(schemas: Schemas) -> Read:
+    return calls.llama(frozenset(schemas))
 
 
 LLAMA_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>")
@@ -49,36 +54,37 @@ HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|
 
 HARMONY = Family(
     "harmony",
-    _any_name(calls.content_only),  # made for each prompt: see ChatModel
+    _any_tools(calls.content_only),  # made for each prompt: see ChatModel
     constraints.harmony_calls,
     HARMONY_MARKS,
     ("<|return|>", "<|call|>"),
 )
 MISTRAL_NAMED = Family(
-    "mistral", _any_name(calls.mistral), constraints.mistral_named_calls, ("[TOOL_CALLS]", "[ARGS]"), short_ids=True
+    "mistral", _any_tools(calls.mistral), constraints.mistral_named_calls, ("[TOOL_CALLS]", "[ARGS]"), short_ids=True
 )
 MISTRAL_ARRAY = Family(
-    "mistral-array", _any_name(calls.mistral), constraints.mistral_array_calls, ("[TOOL_CALLS]",), short_ids=True
+    "mistral-array", _any_tools(calls.mistral), constraints.mistral_array_calls, ("[TOOL_CALLS]",), short_ids=True
 )
 DEEPSEEK_FENCED = Family(
-    "deepseek-v3", _any_name(calls.deepseek), partial(constraints.deepseek_calls, fenced=True), DEEPSEEK_MARKS
+    "deepseek-v3", _any_tools(calls.deepseek), partial(constraints.deepseek_calls, fenced=True), DEEPSEEK_MARKS
 )
 DEEPSEEK = Family(
-    "deepseek-v3.1", _any_name(calls.deepseek), partial(constraints.deepseek_calls, fenced=False), DEEPSEEK_MARKS
+    "deepseek-v3.1", _any_tools(calls.deepseek), partial(constraints.deepseek_calls, fenced=False), DEEPSEEK_MARKS
 )
 HERMES = Family(
-    "hermes", _any_name(calls.hermes), constraints.hermes_calls, ("<tool_call>", "</tool_call>"), ("<|im_end|>",)
+    "hermes", _any_tools(calls.hermes), constraints.hermes_calls, ("<tool_call>", "</tool_call>"), ("<|im_end|>",)
 )
+QWEN_XML = Family("qwen-xml", xml_calls, constraints.xml_calls, ("<tool_call>", "</tool_call>"), ("<|im_end|>",))
 LLAMA_PYTHONIC = Family(
     "llama-pythonic",
-    calls.llama,
+    read_llama,
     constraints.pythonic_calls,
     (*calls.PYTHON_TAGS, calls.PYTHON_END),
     LLAMA_ENDS,
     bare=True,
 )
-LLAMA = Family("llama", calls.llama, constraints.llama_calls, calls.PYTHON_TAGS, LLAMA_ENDS, bare=True)
-UNKNOWN = Family("unknown", _any_name(calls.content_only), constraints.llama_calls, bare=True)
+LLAMA = Family("llama", read_llama, constraints.llama_calls, calls.PYTHON_TAGS, LLAMA_ENDS, bare=True)
+UNKNOWN = Family("unknown", _any_tools(calls.content_only), constraints.llama_calls, bare=True)
 
 
 def family_of(template: str, model_type: str) -> Family:
@@ -89,8 +95,8 @@ def family_of(template: str, model_type: str) -> Family:
         (MISTRAL_ARRAY, "[TOOL_CALLS]" in template),
         (DEEPSEEK_FENCED, calls.CALLS_BEGIN in template and "```json" in template),
         (DEEPSEEK, calls.CALLS_BEGIN in template),
-        # Templates with <tool_call> around XML (Qwen3-Coder, GLM) are not read.
-        (HERMES, "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template),
+        (QWEN_XML, "<tool_call>" in template and "<parameter=" in template),
+        (HERMES, "<tool_call>" in template and "<arg_key>" not in template),  # GLM's format is not read
         (LLAMA_PYTHONIC, "<|python_start|>" in template or "[func_name1(" in template),
         (LLAMA, "<|python_tag|>" in template or '"parameters": dictionary' in template),
         (LLAMA, "<|start_header_id|>" in template and '"parameters"' in template),

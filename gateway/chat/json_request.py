@@ -81,7 +81,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _wrong(field: str, value: object, allowed: str, cure: str = "") -> InvalidRequest:
-    shown = json.dumps(value, ensure_ascii=False, default=str)
+    shown = "an object" if isinstance(value, Mapping) else "an array" if isinstance(value, list) else json.dumps(value)
     shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
     return InvalidRequest(f"{field} is {shown}", field=field, value=shown, allowed=(allowed,), cure=cure)
 
@@ -243,8 +243,17 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
     if function.get("description") is not None:
         _string(function["description"], f"{field}.function.description")
     if function.get("parameters") is not None:
-        _object(function["parameters"], f"{field}.function.parameters")
+        _check_schema(_object(function["parameters"], f"{field}.function.parameters"), f"{field}.function.parameters")
     return made
+
+
+def _check_schema(schema: Mapping[str, Any], field: str) -> None:
+    """What building grammars and reading calls relies on. Whether the rest is a schema, the grammar's compiler says."""
+    if "properties" in schema:
+        _object(schema["properties"], f"{field}.properties")
+    if "required" in schema:
+        for index, name in enumerate(_array(schema["required"], f"{field}.required", MESSAGES_MAX)):
+            _string(name, f"{field}.required[{index}]")
 
 
 def _tool_choice(value: Any, *, has_tools: bool) -> ToolChoice:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jinja2 import nodes
@@ -73,35 +74,38 @@ def _probe(template: ChatTemplate, variables: Mapping[str, str], arguments: obje
         return ""
 
 
-def for_template(
-    messages: Sequence[Json], *, form: ContentFormat, wrap_strings: bool, argument_objects: bool, developer: bool
-) -> list[dict[str, Any]]:
-    """Copies of the messages with contents, tool calls and reasoning as the template wants them.
+@dataclass(frozen=True)
+class MessageForm:
+    """How a template wants messages.
 
-    Args:
-        wrap_strings: the template takes parts only.
-        argument_objects: parse tool calls' arguments.
-        developer: the template knows the role; otherwise it becomes `system`.
+    Attributes:
+        content: whether it handles a content's parts.
+        wrap_strings: it takes parts only.
+        argument_objects: it takes tool calls' arguments as objects, not as strings of JSON.
+        developer: it knows the role; otherwise it becomes `system`.
     """
-    return [
-        _message(message, f"messages[{index}]", form, wrap_strings, argument_objects, developer)
-        for index, message in enumerate(messages)
-    ]
+
+    content: ContentFormat
+    wrap_strings: bool
+    argument_objects: bool
+    developer: bool
 
 
-def _message(
-    message: Json, field: str, form: ContentFormat, wrap_strings: bool, argument_objects: bool, developer: bool
-) -> dict[str, Any]:
+def for_template(messages: Sequence[Json], form: MessageForm) -> list[dict[str, Any]]:
+    """Copies of the messages with contents, tool calls and reasoning as the template wants them."""
+    return [_message(message, f"messages[{index}]", form) for index, message in enumerate(messages)]
+
+
+def _message(message: Json, field: str, form: MessageForm) -> dict[str, Any]:
     # Templates handle a missing key; few handle None.
     made = {key: value for key, value in message.items() if value is not None}
-    if made.get("role") == "developer" and not developer:
+    if made.get("role") == "developer" and not form.developer:
         made["role"] = "system"
     if "content" in made:
-        made["content"] = _content(made["content"], f"{field}.content", form, wrap_strings)
+        made["content"] = _content(made["content"], f"{field}.content", form)
     if made.get("tool_calls"):
         made["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{index}]", argument_objects)
-            for index, call in enumerate(made["tool_calls"])
+            _tool_call(call, f"{field}.tool_calls[{index}]", form) for index, call in enumerate(made["tool_calls"])
         ]
     elif "tool_calls" in made:
         del made["tool_calls"]  # templates ask whether the key is there
@@ -111,11 +115,11 @@ def _message(
     return made
 
 
-def _content(content: Any, field: str, form: ContentFormat, wrap_strings: bool) -> Any:
+def _content(content: Any, field: str, form: MessageForm) -> Any:
     if isinstance(content, str):
-        return [{"type": "text", "text": content}] if wrap_strings else content
+        return [{"type": "text", "text": content}] if form.wrap_strings else content
     texts = [_text(part, f"{field}[{index}]") for index, part in enumerate(content)]
-    if form == "string":
+    if form.content == "string":
         return "\n".join(texts)
     return [{"type": "text", "text": text} for text in texts]
 
@@ -137,12 +141,12 @@ def _text(part: Any, field: str) -> str:
     )
 
 
-def _tool_call(call: Json, field: str, argument_objects: bool) -> dict[str, Any]:
+def _tool_call(call: Json, field: str, form: MessageForm) -> dict[str, Any]:
     function = dict(call["function"])
     arguments = function.get("arguments", "{}")
-    if argument_objects and isinstance(arguments, str):
+    if form.argument_objects and isinstance(arguments, str):
         function["arguments"] = _parse_arguments(arguments, f"{field}.function.arguments")
-    elif not argument_objects and not isinstance(arguments, str):
+    elif not form.argument_objects and not isinstance(arguments, str):
         function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": function}
 

@@ -1,14 +1,12 @@
 """The served model's side of conversations: requests to prompts and grammars, and the parser of each output."""
 
 import hashlib
+import re
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from re import search
-from typing import Any
 
 from jinja2 import nodes
 
@@ -17,9 +15,16 @@ from baton.types import Grammar, GrammarKind
 from gateway.chat import constraints
 from gateway.chat.checkpoint import DEFAULT, TOOL_USE, Checkpoint, read_checkpoint
 from gateway.chat.constraints import Forced, Lark, name_of
-from gateway.chat.families import HARMONY, UNKNOWN, Family, family_of, reasoning_of
-from gateway.chat.messages import content_format, cut_at_mark, for_template, mark_final, takes_argument_objects
-from gateway.chat.parsing.calls import content_only, llama
+from gateway.chat.families import HARMONY, UNKNOWN, Family, family_of, read_llama, reasoning_of
+from gateway.chat.messages import (
+    MessageForm,
+    content_format,
+    cut_at_mark,
+    for_template,
+    mark_final,
+    takes_argument_objects,
+)
+from gateway.chat.parsing.calls import content_only
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.harmony import harmony, opened_header
 from gateway.chat.parsing.parser import FormatParser, Read, with_reasoning
@@ -28,6 +33,7 @@ from gateway.chat.types import ChatRequest, Json, NamedTool, OutputParser, Prepa
 
 # Variables of templates that a request sets in other ways.
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+TYPE_TEST = re.compile(r"\bis\s+(not\s+)?(string|iterable|sequence|mapping)\b")
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SHORT_ID_CHARS = 9
 HARMONY_FINAL = "<|channel|>final<|message|>"
@@ -67,11 +73,17 @@ class ChatModel:
         dialect = self._dialect(request)
         dialect.check_tools(request)
         prompt = dialect.render(request)
+        try:
+            grammar = dialect.grammar(request, prompt)
+        except RecursionError as error:
+            raise InvalidRequest("a schema is nested too deeply", field="tools") from error
+        _check_text(prompt, "messages")
+        _check_text("" if grammar is None else grammar.text, "tools" if request.tools else "grammar")
         family = dialect.family
         tokens = self._checkpoint.tokens
         return PreparedChat(
             prompt=prompt,
-            grammar=dialect.grammar(request, prompt),
+            grammar=grammar,
             skip_special_tokens=not any(mark in self._checkpoint.special for mark in dialect.marks(request)),
             stop_token_ids=tuple(tokens[text] for text in family.end_tokens if text in tokens),
         )
@@ -129,15 +141,15 @@ class _Dialect:
         return any(name.name == "tools" for name in self.template.tree.find_all(nodes.Name))
 
     @cached_property
-    def _message_form(self) -> dict[str, Any]:
-        form = content_format(self.template)
+    def _form(self) -> MessageForm:
+        content = content_format(self.template)
         text = self.template.text
-        return {
-            "form": form,
-            "wrap_strings": form == "parts" and not search(r"\bis\s+(not\s+)?(string|iterable|sequence|mapping)", text),
-            "argument_objects": takes_argument_objects(self.template, self.checkpoint.variables),
-            "developer": "developer" in text,
-        }
+        return MessageForm(
+            content=content,
+            wrap_strings=content == "parts" and not TYPE_TEST.search(text),
+            argument_objects=takes_argument_objects(self.template, self.checkpoint.variables),
+            developer="developer" in text,
+        )
 
     def check_tools(self, request: ChatRequest) -> None:
         """Raises:
@@ -151,19 +163,19 @@ class _Dialect:
             )
 
     def render(self, request: ChatRequest) -> str:
-        form = self._message_form
+        form = self._form
         try:
             return self._render(request, form, keep_none=False)
         except Misfit as error:
             # Some templates join arguments as strings, or ask whether the content is None.
-            strings = {**form, "argument_objects": not form["argument_objects"]}
+            strings = replace(form, argument_objects=not form.argument_objects)
             for other, keep_none in ((form, True), (strings, False), (strings, True)):
                 with suppress(Misfit, InvalidRequest):
                     return self._render(request, other, keep_none=keep_none)
             raise refused(error) from error
 
-    def _render(self, request: ChatRequest, form: Mapping[str, Any], *, keep_none: bool) -> str:
-        messages = for_template(request.messages, **form)
+    def _render(self, request: ChatRequest, form: MessageForm, *, keep_none: bool) -> str:
+        messages = for_template(request.messages, form)
         if keep_none:
             for message in messages:
                 message.setdefault("content", None)
@@ -200,11 +212,11 @@ class _Dialect:
         tools = _visible_tools(request)
         if self.family is HARMONY:
             return harmony(opened_header(prompt), tools=bool(tools))
-        known = frozenset(map(name_of, tools))
+        schemas = {name_of(tool): tool["function"].get("parameters") or {} for tool in tools}
         if self.family is UNKNOWN and _is_forced(request):
-            read = llama(known)  # what the grammar forces
+            read = read_llama(schemas)  # what the grammar forces
         else:
-            read = self.family.read(known) if tools else content_only
+            read = self.family.read(schemas) if tools else content_only
         markers = reasoning_of(self.template.text)
         if markers is None or prompt.rstrip().endswith(markers.close):
             return read
@@ -275,6 +287,13 @@ def _check(request: ChatRequest) -> None:
             field = f"chat_template_kwargs.{name}"
             cure = "use the request's own field"
             raise InvalidRequest(f"{field} is not a variable of templates", field=field, cure=cure)
+    if request.continue_final_message and _is_forced(request):
+        raise InvalidRequest(
+            "a message that is continued cannot be a forced call",
+            field="continue_final_message",
+            value=True,
+            cure="set tool_choice to auto or none",
+        )
     if request.tool_choice == "required" and not request.tools:
         raise InvalidRequest("tool_choice is required, and there are no tools", field="tool_choice", cure="give tools")
     if isinstance(request.tool_choice, NamedTool) and not _callable_tools(request):
@@ -284,3 +303,14 @@ def _check(request: ChatRequest) -> None:
             value=request.tool_choice.name,
             allowed=tuple(map(name_of, request.tools)),
         )
+
+
+def _check_text(text: str, field: str) -> None:
+    """JSON can write half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise InvalidRequest(
+            f"{field} has {half}, which is no character", field=field, value=half, cure="send valid Unicode"
+        ) from error

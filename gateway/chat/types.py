@@ -27,9 +27,9 @@ class ChatRequest:
         messages: each with `role` and `content` (a string or parts of type text), `tool_calls`, `tool_call_id`, `name`,
             `reasoning_content`.
         tools: `{"type": "function", "function": {"name", "description", "parameters"}}` each.
-        grammar: what the answer must be; applies after the reasoning.
-        template_kwargs: further variables of the template, such as `enable_thinking`.
-        template: a whole template, or the name of one of the checkpoint's; None: the checkpoint's default.
+        grammar: what the answer must be; applies after the reasoning. Calls stay free where they have markers.
+        template_kwargs: further variables of the template, such as `enable_thinking` or `documents`.
+        template: the name of one of the checkpoint's templates; None: `tool_use` or the default.
         add_generation_prompt: None: unless `continue_final_message`.
     """
 

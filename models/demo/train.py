@@ -37,7 +37,6 @@ IGNORED = -100  # the label that transformers' loss leaves out
 ROUTER_BALANCE_WEIGHT = 0.01
 EVALUATIONS = 40
 Batch = tuple[Tensor, Tensor]  # ids and labels, both [rows, length]
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '' if loop.last else '\n\n' }}{% endfor %}"
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
@@ -254,7 +253,6 @@ def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
         "pad_token": END_OF_TEXT,
         "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

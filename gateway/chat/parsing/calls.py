@@ -39,7 +39,7 @@ def hermes(cursor: Cursor, out: Collector) -> Reading[None]:
         yield from cursor.skip_space()
         call = CallObject(cursor, out, None, bare=False)
         if (yield from call.read()):
-            yield from _skip_to(cursor, "</tool_call>")
+            yield from skip_to(cursor, "</tool_call>")
         return call.begun
 
     yield from between_markers(cursor, out, Markers("<tool_call>"), read_call)
@@ -81,7 +81,7 @@ def deepseek(cursor: Cursor, out: Collector) -> Reading[None]:
                 break
             begun = True
         if begun:
-            yield from _skip_to(cursor, CALLS_END)
+            yield from skip_to(cursor, CALLS_END)
         return begun
 
     yield from between_markers(cursor, out, Markers(CALLS_BEGIN), read_calls)
@@ -103,8 +103,8 @@ def _deepseek_call(cursor: Cursor, out: Collector) -> Reading[bool]:
     out.start_call(name)
     if (yield from json_value(cursor, out.arguments, forget=True)):
         if fenced:
-            yield from _skip_to(cursor, "```")
-        yield from _skip_to(cursor, CALL_END)
+            yield from skip_to(cursor, "```")
+        yield from skip_to(cursor, CALL_END)
     return True
 
 
@@ -137,7 +137,7 @@ def llama(known: frozenset[str]) -> Callable[[Cursor, Collector], Reading[None]]
     def read_tagged(cursor: Cursor, out: Collector) -> Reading[bool]:
         begun = yield from read_calls(cursor, out)
         if begun:
-            yield from _skip_to(cursor, PYTHON_END)
+            yield from skip_to(cursor, PYTHON_END)
         return begun
 
     return read
@@ -168,7 +168,7 @@ def _objects(
         if not (yield from cursor.accept_one(separators)):
             cursor.position = end
             if close:
-                yield from _skip_to(cursor, close)
+                yield from skip_to(cursor, close)
             return True
 
 
@@ -187,11 +187,11 @@ def _python_calls(cursor: Cursor, out: Collector, known: frozenset[str]) -> Read
         end = cursor.position
         yield from cursor.skip_space()
         if not (yield from cursor.accept(",")):
-            yield from _skip_to(cursor, "]")
+            yield from skip_to(cursor, "]")
             return True
 
 
-def _skip_to(cursor: Cursor, literal: str) -> Reading[None]:
+def skip_to(cursor: Cursor, literal: str) -> Reading[None]:
     """Reads white space and `literal`; nothing if something else comes."""
     start = cursor.position
     yield from cursor.skip_space()

@@ -23,6 +23,7 @@ TEMPLATES = {
     "llama": TOOLS + "{# <|python_tag|> #}" + LOOP + ASKS,
     "llama-pythonic": TOOLS + "{# <|python_start|> #}" + LOOP + ASKS,
     "hermes": TOOLS + "{# <tool_call> #}" + LOOP + ASKS,
+    "qwen-xml": TOOLS + "{# <tool_call> <parameter= #}" + LOOP + ASKS,
     "qwen3": TOOLS
     + "{# <tool_call> #}"
     + LOOP

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.parser import FormatParser, Read
@@ -42,4 +43,4 @@ def parse(read: Read, pieces: Sequence[str], *, one_call: bool = False) -> Answe
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
     bounds = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
-    return [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(bounds)]

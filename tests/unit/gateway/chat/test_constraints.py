@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import DEMO_MODELS
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
-from gateway.chat.model import ChatModel
+from gateway.chat.model import ChatModel, read_chat_model
 from gateway.chat.types import ChatRequest, NamedTool
 from tests.unit.gateway.chat.checkpoints import chat_model, follow, tool
 from tests.unit.gateway.chat.outputs import Answer, answer_of
@@ -30,6 +31,13 @@ PARIS, NOTHING = '{"city": "Paris", "days": 2}', "{}"
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+
+def xml_call(name: str, given: str) -> str:
+    elements = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in json.loads(given).items())
+    return f"<tool_call>\n<function={name}>\n{elements}</function>\n</tool_call>"
+
+
 CALLS: dict[str, Callable[[list[tuple[str, str]]], str]] = {
     "plain": lambda calls: "; ".join(f'{{"name": "{name}", "parameters": {given}}}' for name, given in calls),
     "llama": lambda calls: "; ".join(f'{{"name": "{name}", "parameters": {given}}}' for name, given in calls),
@@ -42,6 +50,7 @@ CALLS: dict[str, Callable[[list[tuple[str, str]]], str]] = {
         + "]"
     ),
     "hermes": lambda calls: "\n".join(HERMES.format(*call) for call in calls),
+    "qwen-xml": lambda calls: "\n".join(xml_call(*call) for call in calls),
     "qwen3": lambda calls: "<think>\nHm.\n</think>\n\n" + "\n".join(HERMES.format(*call) for call in calls),
     "mistral": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{given}" for name, given in calls),
     "mistral-array": lambda calls: (
@@ -104,7 +113,8 @@ def test_a_required_call_admits_no_plain_answer_no_wrong_argument_and_no_unknown
         assert follow(made, "No.").accepted == ""
     if family == "harmony":
         assert not follow(made, "<|channel|>final<|message|>No.").complete
-    for call in (("weather", '{"city": 3}'), ("weather", '{"town": "Paris"}'), ("weather", "{}"), ("other", "{}")):
+    wrong = [] if family == "qwen-xml" else [("weather", '{"city": 3}')]  # where every text is a city
+    for call in (*wrong, ("weather", '{"town": "Paris"}'), ("weather", "{}"), ("other", "{}")):
         assert not follow(made, CALLS[family]([call])).complete
 
 
@@ -125,6 +135,12 @@ def test_without_parallel_calls_there_is_one(family: str, tmp_path: Path) -> Non
     assert not follow(made, CALLS[family]([("clock", NOTHING), ("clock", NOTHING)])).complete
 
 
+def test_an_array_of_calls_may_follow_a_space(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, "mistral-array")
+    made = grammar(model, ChatRequest(USER, tools=[CLOCK], tool_choice="required"))
+    assert follow(made, CALLS["mistral-array"]([("clock", NOTHING)]).replace("][{", "] [{")).complete
+
+
 def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> None:
     properties = {name: {"type": "integer"} for name in "abcd"}
     model = chat_model(tmp_path, "llama-pythonic")
@@ -134,6 +150,28 @@ def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> No
         assert follow(made, text).complete, text
     for text in ("[f()]", "[f(a=1)]", "[f(b=1, )]", "[f(b=1 c=2)]"):
         assert not follow(made, text).complete, text
+
+
+def test_xml_calls_have_values_of_the_schemas_types(tmp_path: Path) -> None:
+    properties = {"n": {"type": "integer"}, "unit": {"type": "string", "enum": ["C", "F"]}, "text": {"type": "string"}}
+    model = chat_model(tmp_path, "qwen-xml")
+    request = ChatRequest(USER, tools=[tool("f", {"properties": properties})], tool_choice="required")
+    made = grammar(model, request)
+    for given in ({"n": 3, "unit": "F", "text": "</tool_call> <b>\n"}, {"unit": "C"}, {}):
+        text = xml_call("f", json.dumps(given))
+        assert follow(made, text).complete or "</tool_call>" in str(given)
+        [(name, read)] = answer(model, request, text).calls
+        assert (name, json.loads(read)) == ("f", given)
+    for wrong in ({"n": "x"}, {"unit": "K"}, {"other": 1}):
+        assert not follow(made, xml_call("f", json.dumps(wrong))).complete
+
+
+def test_xml_calls_with_open_arguments_take_any(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, "qwen-xml")
+    request = ChatRequest(USER, tools=[tool("f", {"additionalProperties": {}})], tool_choice="required")
+    text = xml_call("f", '{"x": "a", "y": "b"}')
+    assert follow(grammar(model, request), text).complete
+    assert answer(model, request, text).calls == [("f", '{"x": "a", "y": "b"}')]
 
 
 def test_pythonic_calls_with_open_arguments_are_json(tmp_path: Path) -> None:
@@ -200,10 +238,8 @@ def test_an_answers_grammar_leaves_calls_free(family: str, tmp_path: Path) -> No
 
 
 def test_markers_that_are_no_special_tokens_are_forced_as_text(tmp_path: Path) -> None:
-    model = chat_model(tmp_path, "harmony")
-    (tmp_path / "tokenizer.json").write_text((Path("models/demo/llama/tokenizer.json")).read_text())
-    from gateway.chat.model import read_chat_model
-
+    chat_model(tmp_path, "harmony")
+    (tmp_path / "tokenizer.json").write_text((DEMO_MODELS / "llama" / "tokenizer.json").read_text())
     model = read_chat_model(tmp_path, None)
     made = grammar(model, ChatRequest(USER, tools=[CLOCK], tool_choice="required"))
     text = CALLS["harmony"]([("clock", NOTHING)])

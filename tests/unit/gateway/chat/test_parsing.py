@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.chat.parsing.calls import content_only, deepseek, hermes, llama, mistral
+from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.harmony import harmony, opened_header
-from gateway.chat.parsing.parser import Read, ReasoningMarkers, with_reasoning
+from gateway.chat.parsing.parser import FormatParser, Read, ReasoningMarkers, with_reasoning
+from gateway.chat.parsing.xml_call import xml_calls
 from tests.unit.gateway.chat.outputs import Answer, cut, parse
 
 THINK = ReasoningMarkers("<think>", "</think>")
@@ -22,6 +24,9 @@ FORMATS: dict[str, Read] = {
     "llama": LLAMA,
     "harmony": HARMONY,
     "harmony without tools": harmony(None, tools=False),
+    "qwen-xml": xml_calls(
+        {"f": {"$defs": {"O": {"type": "object"}}, "properties": {"n": {"type": "number"}, "o": {"$ref": "#/$defs/O"}}}}
+    ),
     "qwen3": with_reasoning(THINK, hermes, opened=False),
     "r1": with_reasoning(THINK, deepseek, opened=True),
 }
@@ -116,6 +121,17 @@ EXAMPLES: list[tuple[str, str, Answer]] = [
     ("llama", "[x(a=1)]", Answer(content="[x(a=1)]")),
     ("llama", "[f(a=1, b=oh no)]", Answer(content="b=oh no)]", calls=[("f", '{"a": 1')])),
     (
+        "qwen-xml",
+        'Ok.\n<tool_call>\n<function=f>\n<parameter=n>\n1.5\n</parameter>\n<parameter=s>\nif a < b:\n  "é"\n'
+        "</parameter>\n"
+        "<parameter=o>\n{'k': True}\n</parameter>\n</function>\n</tool_call>",
+        Answer(content="Ok.", calls=[("f", '{"n": 1.5, "s": "if a < b:\\n  \\"é\\"", "o": {"k": true}}')]),
+    ),
+    ("qwen-xml", "<tool_call>\n<function=g>\n</function>\n</tool_call>", Answer(calls=[("g", "{}")])),
+    ("qwen-xml", "<tool_call>\n<function=>", Answer(content="<tool_call>\n<function=>")),
+    ("qwen-xml", "<tool_call><function=f><parameter=s>\nab", Answer(calls=[("f", '{"s": "ab')])),
+    ("qwen-xml", "<tool_call><function=f>oh</function>", Answer(content="oh</function>", calls=[("f", "")])),
+    (
         "harmony",
         "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|return|>",
         Answer(reasoning="Think.", content="Hi."),
@@ -163,7 +179,7 @@ def test_what_a_model_writes_becomes_answer_reasoning_and_calls(form: str, text:
     assert found(parse(FORMATS[form], [text])) == found(expected)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.lists(st.integers(0, 400), max_size=30))
 def test_cuts_change_nothing(example: tuple[str, str, Answer], places: list[int]) -> None:
     form, text, expected = example
@@ -172,15 +188,16 @@ def test_cuts_change_nothing(example: tuple[str, str, Answer], places: list[int]
 
 FRAGMENTS = st.sampled_from(
     [
-        "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{", "}", '"a": 1', ", ", "[",
-        "]", "[TOOL_CALLS]", "[ARGS]", "f", "(", ")", "a='x'", "; ", "\n", " ", "text", '"', "\\", "<think>", "</think>",
-        "<|python_tag|>", CALLS_BEGIN, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n", "<|channel|>",
-        "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f", "<|call|>", "é", "<", "<|",
+        "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{", "}", '"a": 1', ", ",
+        "[", "]", "[TOOL_CALLS]", "[ARGS]", "f", "(", ")", "a='x'", "; ", "\n", " ", "text", '"', "\\", "<think>",
+        "</think>", "<|python_tag|>", CALLS_BEGIN, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n",
+        "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", "final", "commentary to=functions.f",
+        "<|call|>", "é", "<", "<|", "<function=f>", "<parameter=n>", "</parameter>", "</function>",
     ]
 )  # fmt: skip
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(FRAGMENTS, max_size=14), st.lists(st.integers(0, 200), max_size=20))
 def test_cuts_change_nothing_in_any_mixture_of_markers(form: str, fragments: list[str], places: list[int]) -> None:
     text = "".join(fragments)
@@ -190,7 +207,7 @@ def test_cuts_change_nothing_in_any_mixture_of_markers(form: str, fragments: lis
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama"]), st.lists(FRAGMENTS, max_size=14))
+@given(st.sampled_from(["hermes", "mistral", "deepseek", "llama", "qwen-xml"]), st.lists(FRAGMENTS, max_size=14))
 def test_text_without_a_call_is_lost_in_no_family(form: str, fragments: list[str]) -> None:
     text = "".join(fragments)
     answer = parse(FORMATS[form], [text])
@@ -204,9 +221,6 @@ def test_a_calls_name_comes_before_its_arguments_which_come_in_pieces(form: str)
         "hermes": '<tool_call>{"name": "f", "arguments": {"city": "Paris"}}</tool_call>',
         "llama": '{"name": "f", "parameters": {"city": "Paris"}}',
     }[form]
-    from gateway.chat.parsing.collector import Collector
-    from gateway.chat.parsing.parser import FormatParser
-
     parser = FormatParser(FORMATS[form], Collector(str, one_call=False))
     calls = [call for character in text for delta in parser.push(character) for call in delta.tool_calls]
     assert (calls[0].name, calls[0].id, calls[0].arguments) == ("f", "0", "")

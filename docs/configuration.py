@@ -11,9 +11,9 @@ _INTRODUCTION = """# Configuration
 Each setting is a flag and a variable of the same name; the flag wins. `--help` of each process prints its settings.
 A wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values.
 
-Each process is a command of `baton` and a Python module: `baton prefill-node` is `python -P -m prefill_node`. `-P` keeps
-Python from importing modules of the working directory, where a `models.py` or a folder `gateway` would hide Baton's own.
-The images set `PYTHONSAFEPATH=1` instead, as `baton` does for every process that it starts.
+Each process is a command of `baton` and a Python module: `baton prefill-node` is `python -P -m prefill_node`. `-P`
+keeps Python from importing modules of the working directory, where a `models.py` or a folder `gateway` would hide
+Baton's own. The images set `PYTHONSAFEPATH=1` instead, as `baton` does for every process that it starts.
 
 The KV layout comes from the first of these that is set: `--kv-cache-layout`, `BATON_KV_CACHE_LAYOUT`, the preference of
 the transport or the attention backend, `NHD`. MLA caches have no head axis: for them `NHD` and `HND` mean `LBNC`.

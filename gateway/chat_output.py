@@ -21,6 +21,9 @@ class ChatOutput:
             deltas = [*deltas, *self._parser.finish()]
         if not deltas:
             return [message]
+        if len(deltas) == 1 and not (deltas[0].reasoning or deltas[0].tool_calls):  # nearly every message
+            message.chat.content = deltas[0].content
+            return [message]
         parts = [pb.ChatDelta()]
         for delta in deltas:
             if not _follows(parts[-1], delta):

@@ -103,9 +103,11 @@ class _PieceCache:
         with self._lock:
             for piece, ids in new.items():
                 key = (salt, piece)
-                if key not in self._ids:
+                size = _size(key, ids)
+                # A piece that would push out most others is not worth its place.
+                if key not in self._ids and size <= self._limit_bytes // 4:
                     self._ids[key] = ids
-                    self.held_bytes += _size(key, ids)
+                    self.held_bytes += size
             while self.held_bytes > self._limit_bytes:
                 self.held_bytes -= _size(*self._ids.popitem(last=False))
 

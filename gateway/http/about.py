@@ -1,5 +1,6 @@
 """Handlers that generate nothing: models, tokens, health, version and counters."""
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -7,7 +8,7 @@ from starlette.responses import Response
 
 from baton import __version__
 from baton.errors import Draining, NoNode
-from gateway.chat.types import ChatRequest
+from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
 
@@ -31,15 +32,8 @@ async def tokenize(call: Call) -> Response:
     if body.prompt is not None:
         token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        assert body.messages is not None
-        chat = ChatRequest(
-            messages=body.messages,
-            tools=body.tools,
-            template_kwargs=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-        prepared = serving.model.chat.prepare(chat)
+        chat = chat_request(body.model_dump(exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}))
+        prepared = await asyncio.to_thread(serving.model.chat.prepare, chat)
         token_ids = await serving.encode(prepared.prompt, add_special_tokens=False)
     tokenizer = serving.model.tokenizer
     return _json(

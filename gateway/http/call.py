@@ -245,12 +245,18 @@ class EventStream(Response):
             await error_response(error, self._call.request_id, shape)(scope, receive, send)
 
     def _write_for(self, job: Job) -> Callable[[pb.GenerateResponse], Awaitable[None]]:
-        push = job.push
+        push, send = job.push, self._send
 
         async def write(message: pb.GenerateResponse) -> None:
             data = comment(message.notice) if message.notice else push(message)
-            if data:
+            if not data:
+                return
+            if not self._started:
                 await self._write(data)
+                return
+            self._writing = self._written = True  # as `_write`, once per token
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._writing = False
 
         return write
 

@@ -31,6 +31,7 @@ class StreamShape:
         logprobs: how to write them; None: they are not wanted.
         continuous_usage: every chunk has the usage so far; else only the last one, with `include_usage`.
         outputs: choices for each prompt.
+        prompt_tokens: for `continuous_usage`; the last chunk counts them itself.
     """
 
     object_name: str
@@ -45,6 +46,7 @@ class StreamShape:
     token_ids: bool = False
     reasoning: bool = True
     outputs: int = 1
+    prompt_tokens: int = 0
 
     @property
     def beginning(self) -> bytes:
@@ -95,10 +97,10 @@ class _Stream:
         return b"data: " + _dumps(openai_error(error, self.shape.request_id)) + b"\n\n"
 
     def _usage_so_far(self) -> dict[str, Any]:
-        usage = common_pb2.Usage()
-        usage.CopyFrom(self.usage)
-        usage.completion_tokens = max(usage.completion_tokens, self._completion_tokens)
-        return usage_json(usage)
+        if self.usage.completion_tokens >= self._completion_tokens:
+            return usage_json(self.usage)
+        prompt_tokens = self.shape.prompt_tokens
+        return usage_json(common_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=self._completion_tokens))
 
 
 class ChatChunks(_Stream):
@@ -109,16 +111,17 @@ class ChatChunks(_Stream):
         self._heads: dict[int, bytes] = {}  # by output, once its role is sent
         self._with_tools: set[int] = set()
         self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids)
+        self._plain_end = b'},"finish_reason":null' + self._plain_end
 
     def push(self, message: pb.GenerateResponse) -> bytes:
         head = self._heads.get(message.index)
+        if head is None or not self._plain or message.finish_reason:
+            return self._any(message)
         chat = message.chat
-        if head is not None and self._plain and not (message.finish_reason or chat.tool_calls or chat.reasoning):
-            content = chat.content
-            if not content:
-                return b""
-            return head + b'"content":' + _dumps(content) + b'},"finish_reason":null' + self._plain_end
-        return self._any(message)
+        content = chat.content
+        if chat.reasoning or chat.tool_calls:
+            return self._any(message)
+        return head + _dumps(content) + self._plain_end if content else b""
 
     def _any(self, message: pb.GenerateResponse) -> bytes:
         shape, index, chat = self.shape, message.index, message.chat
@@ -126,7 +129,7 @@ class ChatChunks(_Stream):
         delta: dict[str, Any] = {}
         if index not in self._heads:
             delta = {"role": "assistant", "content": ""}
-            self._heads[index] = self._beginning + b'{"index":%d,"delta":{' % index
+            self._heads[index] = self._beginning + b'{"index":%d,"delta":{"content":' % index
         if chat.content:
             delta["content"] = chat.content
         if chat.reasoning and shape.reasoning:
@@ -146,7 +149,8 @@ class ChatChunks(_Stream):
             finish = "tool_calls"
         ending = self.ending(message, finish) if finish else b',"finish_reason":null'
         further = b"," + _dumps(fields)[1:-1] if fields else b""
-        return self._heads[index] + _dumps(delta)[1:] + further + ending + self.end(message)
+        head = self._beginning + b'{"index":%d,"delta":' % index
+        return head + _dumps(delta) + further + ending + self.end(message)
 
 
 class CompletionChunks(_Stream):
@@ -164,6 +168,7 @@ class CompletionChunks(_Stream):
         self._heads: dict[int, bytes] = {}  # by choice
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
         self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids or hides_tokens)
+        self._plain_end = b',"logprobs":null,"finish_reason":null' + self._plain_end
 
     def push(self, message: pb.GenerateResponse) -> bytes:
         """For a single prompt."""
@@ -179,7 +184,7 @@ class CompletionChunks(_Stream):
         if head is not None and self._plain and not message.finish_reason:
             if not message.text:
                 return b""
-            return head + _dumps(message.text) + b',"logprobs":null,"finish_reason":null' + self._plain_end
+            return head + _dumps(message.text) + self._plain_end
         return self._any(number, index, message)
 
     def _any(self, number: int, index: int, message: pb.GenerateResponse) -> bytes:

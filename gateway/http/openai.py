@@ -1,11 +1,14 @@
 """Handlers of OpenAI's endpoints that generate: chat completions and completions."""
 
+import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
+from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody
 from gateway.http.call import Call, Job
 from gateway.http.chunks import (
@@ -21,14 +24,17 @@ from gateway.http.collected import Collected, ToolCall
 from gateway.http.logprobs import CompletionLogprobs, LogprobWriter
 from gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
 from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
 
 
 async def chat_completions(call: Call) -> Response:
     body = await call.read(ChatBody)
-    call.field_names = {"prompt": "messages", "grammar": grammar_of(body)[1]}
+    call.field_names = {"prompt": "messages", "text": "messages", "grammar": grammar_of(body)[1]}
     message, chat = chat_message(body, call.request_id), chat_request(body)
     shape = _shape(call, body, "chat.completion.chunk", "chatcmpl", wants_logprobs=body.logprobs)
     if body.stream:
+        if body.continuous_usage:
+            shape = replace(shape, prompt_tokens=await _count(call, message, chat))
         return call.stream(message, ChatChunks(shape), chat)
     outputs = await call.collect(message, chat)
     answer = _answer(shape, "chat.completion", [_chat_choice(shape, output) for output in outputs], outputs)
@@ -39,11 +45,13 @@ async def chat_completions(call: Call) -> Response:
 
 async def completions(call: Call) -> Response:
     body = await call.read(CompletionBody)
-    call.field_names = {"grammar": grammar_of(body)[1]}
+    call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
     messages = completion_messages(body, call.request_id)
     shape = _shape(call, body, "text_completion", "cmpl", wants_logprobs=body.logprobs is not None)
     echoes = tuple([await _echo(call, prompt) for prompt in body.prompts]) if body.echo else ()
     if body.stream:
+        if body.continuous_usage:
+            shape = replace(shape, prompt_tokens=sum([await _count(call, message) for message in messages]))
         encoder = CompletionChunks(shape, echoes=echoes, hides_tokens=body.max_tokens == 0)
         jobs = [Job(message, encoder.for_prompt(number)) for number, message in enumerate(messages)]
         return call.stream_all(jobs, encoder)
@@ -77,6 +85,19 @@ def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_lo
 
 def _writer(call: Call, body: GenerationBody) -> LogprobWriter:
     return LogprobWriter(call.serving.model.tokenizer, as_ids=body.return_tokens_as_token_ids)
+
+
+async def _count(call: Call, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> int:
+    """Prompt tokens. Tokenizes once more, which a stream with the usage in every chunk has to pay for."""
+    special = not message.HasField("add_special_tokens") or message.add_special_tokens
+    if chat is not None:
+        prompt = await asyncio.to_thread(call.serving.model.chat.prepare, chat)
+        tokens = await call.serving.encode(prompt.prompt, add_special_tokens=False)
+    elif message.HasField("text"):
+        tokens = await call.serving.encode(message.text, add_special_tokens=special)
+    else:
+        tokens = list(message.token_ids.ids)
+    return min(len(tokens), message.truncate_prompt_tokens or len(tokens))
 
 
 async def _echo(call: Call, prompt: str | list[int]) -> str:

@@ -1,13 +1,13 @@
 """OpenAI's bodies to the requests that `gateway.serving` takes. Pure."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
-from gateway.chat.types import ChatRequest, NamedTool, ToolChoice
+from gateway.chat.json_request import chat_request as conversation
+from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -20,6 +20,18 @@ _SAME_NAMES = (
     "frequency_penalty",
     "repetition_penalty",
     "min_tokens",
+)
+_CONVERSATION = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
 )
 _KINDS = {
     GrammarKind.JSON_OBJECT: common_pb2.GRAMMAR_KIND_JSON_OBJECT,
@@ -38,23 +50,8 @@ def chat_request(body: ChatBody) -> ChatRequest:
     Raises:
         InvalidRequest: a field cannot be.
     """
-    variables = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.documents is not None:
-        variables.setdefault("documents", body.documents)
-    grammar, _ = grammar_of(body)
-    return ChatRequest(
-        messages=body.messages,
-        tools=body.tools,
-        tool_choice=_tool_choice(body),
-        parallel_tool_calls=body.parallel_tool_calls,
-        grammar=grammar,
-        template_kwargs=variables,
-        template=body.chat_template,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
+    given = {name: getattr(body, name) for name in _CONVERSATION}
+    return conversation(given, grammar_of(body)[0])
 
 
 def chat_message(body: ChatBody, request_id: str) -> pb.GenerateRequest:
@@ -146,20 +143,6 @@ def _bias_token(token_id: str) -> int:
     if number >= 1 << 32:
         raise InvalidRequest(f"logit_bias has token id {token_id}", field="logit_bias", value=token_id)
     return number
-
-
-def _tool_choice(body: ChatBody) -> ToolChoice:
-    choice = body.tool_choice
-    if choice is None:
-        return "auto" if body.tools else "none"
-    if not isinstance(choice, dict):
-        return choice
-    function = choice.get("function")
-    name = function.get("name") if choice.get("type") == "function" and isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        allowed = ("auto", "none", "required", '{"type": "function", "function": {"name": ...}}')
-        raise InvalidRequest("tool_choice names no function", field="tool_choice", allowed=allowed)
-    return NamedTool(name)
 
 
 def _grammars(body: GenerationBody) -> list[tuple[str, Grammar | None]]:

@@ -80,3 +80,13 @@ def test_special_tokens_have_no_text() -> None:
     output = BYTE_LEVEL.encode("the fox").ids
     output.insert(3, token_id(BYTE_LEVEL, "<eos>"))
     assert "".join(pieces(BYTE_LEVEL, output, prompt=[])) == "the fox"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+def test_special_tokens_are_text_on_request(tokenizer: Tokenizer) -> None:
+    output = tokenizer.encode("the fox", add_special_tokens=False).ids
+    output.insert(3, token_id(tokenizer, "<eos>"))
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False)
+    shown = "".join([*map(detokenizer.push, output), detokenizer.finish()])
+    assert shown == tokenizer.decode(output, skip_special_tokens=False)
+    assert "<eos>" in shown

@@ -131,7 +131,7 @@ def test_tool_choice(fields: dict[str, Any], choice: object) -> None:
 def test_a_tool_choice_that_names_no_function_is_refused(choice: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat_request(chat(tools=[TOOL], tool_choice=choice))
-    assert caught.value.field == "tool_choice"
+    assert caught.value.field.startswith("tool_choice")
 
 
 @pytest.mark.parametrize(

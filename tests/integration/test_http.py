@@ -1,0 +1,267 @@
+"""OpenAI's own Python client against a prefill node, a decode node and a gateway."""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+
+from baton.cli.processes import Process
+from tests.integration.cluster import DEADLINE_S, machines, nothing_held, until_status
+
+PROMPT = "Write the given bytes to the file"
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What does the method return?"}]
+TOOL: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "seek",
+        "description": "Moves in the file.",
+        "parameters": {
+            "type": "object",
+            "properties": {"whence": {"enum": ["start", "end"]}},
+            "required": ["whence"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = TOOL["function"]["parameters"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[Process, Process]]:
+    """A gateway and its decode node, behind a prefill node."""
+    with machines() as started:
+        prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
+        yield started.gateway([prefill], [decode]), decode
+
+
+@pytest.fixture(scope="module")
+def client(cluster: tuple[Process, Process]) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{cluster[0].http}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as opened:
+        yield opened
+
+
+def post(client: OpenAI, path: str, body: dict[str, Any]) -> Any:
+    """The answer of an endpoint that OpenAI's client does not know."""
+    url = str(client.base_url).removesuffix("/v1/") + path
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["llama"]
+    assert client.models.retrieve("llama").owned_by == "baton"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_completion_is_the_same_streamed_and_not(client: OpenAI) -> None:
+    whole = client.completions.create(model="llama", prompt=PROMPT, max_tokens=12, temperature=0)
+    stream = client.completions.create(
+        model="llama", prompt=PROMPT, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text != ""
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (whole.usage.prompt_tokens, 12)
+
+
+def test_a_batch_of_prompts_in_every_form(client: OpenAI) -> None:
+    alone = [client.completions.create(model="llama", prompt=each, max_tokens=4, temperature=0) for each in ("a", "b")]
+    texts = [completion.choices[0].text for completion in alone]
+    batch = client.completions.create(model="llama", prompt=["a", "b"], max_tokens=4, temperature=0)
+    assert [choice.text for choice in batch.choices] == texts
+    assert batch.usage is not None
+    assert batch.usage.completion_tokens == 8
+    streamed = ["", ""]
+    for chunk in client.completions.create(model="llama", prompt=["a", "b"], max_tokens=4, temperature=0, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+    ids = [post(client, "/tokenize", {"prompt": each})["tokens"] for each in ("a", "b")]
+    of_ids = client.completions.create(model="llama", prompt=ids, max_tokens=4, temperature=0)
+    assert [choice.text for choice in of_ids.choices] == texts
+
+
+def test_echo_with_logprobs_scores_the_prompt(client: OpenAI) -> None:
+    (choice,) = client.completions.create(model="llama", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1).choices
+    assert choice.text == PROMPT
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    first, *others = choice.logprobs.token_logprobs
+    assert first is None
+    assert others
+    assert all(logprob < 0 for logprob in others)
+
+
+def test_several_outputs_and_the_best_of_more(client: OpenAI) -> None:
+    several = client.completions.create(model="llama", prompt=PROMPT, max_tokens=6, n=3, seed=1)
+    assert sorted(choice.index for choice in several.choices) == [0, 1, 2]
+    assert len({choice.text for choice in several.choices}) > 1
+    assert several.usage is not None
+    assert several.usage.completion_tokens == 18
+    best = client.completions.create(model="llama", prompt=PROMPT, max_tokens=6, n=1, best_of=3, seed=1)
+    assert best.choices[0].text in {choice.text for choice in several.choices}
+
+
+def test_a_stop_string_ends_a_completion(client: OpenAI) -> None:
+    whole = client.completions.create(model="llama", prompt=PROMPT, max_tokens=12, temperature=0).choices[0].text
+    stop = whole.split()[2]
+    stopped = client.completions.create(model="llama", prompt=PROMPT, max_tokens=12, temperature=0, stop=stop).choices[
+        0
+    ]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole[: whole.index(stop)]
+
+
+def test_logprobs_of_a_completion_spell_its_text(client: OpenAI) -> None:
+    (choice,) = client.completions.create(model="llama", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.top_logprobs is not None
+    assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
+
+
+def test_a_bias_bans_a_token(client: OpenAI) -> None:
+    plain = client.completions.create(
+        model="llama", prompt=PROMPT, max_tokens=1, temperature=0, extra_body={"return_token_ids": True}
+    ).choices[0]
+    (token_id,) = plain.model_extra["token_ids"] if plain.model_extra else []
+    banned = client.completions.create(
+        model="llama", prompt=PROMPT, max_tokens=1, temperature=0, logit_bias={str(token_id): -100}
+    ).choices[0]
+    assert post(client, "/detokenize", {"tokens": [token_id]})["prompt"] == plain.text != banned.text
+
+
+def test_a_chat_is_the_same_streamed_and_not(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model="llama", messages=HELLO, max_tokens=12, temperature=0)
+    stream = client.chat.completions.create(
+        model="llama", messages=HELLO, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert chunks[0].choices[0].delta.role == whole.choices[0].message.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content != ""
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.total_tokens == whole.usage.total_tokens
+    assert last.usage.prompt_tokens_details is not None
+
+
+def test_a_chats_prompt_is_its_template_and_tokenize_shows_it(client: OpenAI) -> None:
+    tokens = post(client, "/tokenize", {"messages": HELLO})
+    chat = client.chat.completions.create(model="llama", messages=HELLO, max_tokens=1)
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == tokens["count"]
+
+
+def test_a_chats_logprobs_have_bytes(client: OpenAI) -> None:
+    (choice,) = client.chat.completions.create(
+        model="llama", messages=HELLO, max_completion_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+    ).choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    assert bytes(byte for token in content for byte in token.bytes or []).decode() == choice.message.content
+    assert all(len(token.top_logprobs) == 2 for token in content)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "seek"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_that_is_forced_is_valid(client: OpenAI, choice: Any, stream: bool) -> None:
+    arguments: dict[str, Any] = {
+        "model": "llama",
+        "messages": HELLO,
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
+    if stream:
+        with client.chat.completions.stream(**arguments, max_tokens=200, temperature=0) as events:
+            answer = events.get_final_completion().choices[0]
+    else:
+        answer = client.chat.completions.create(**arguments, max_tokens=200, temperature=0).choices[0]
+    assert answer.message.tool_calls is not None
+    call = answer.message.tool_calls[0]
+    assert call.type == "function"
+    assert call.function.name == "seek"
+    assert json.loads(call.function.arguments)["whence"] in ("start", "end")
+
+
+def test_an_answer_by_schema_is_valid(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="llama",
+        messages=HELLO,
+        max_tokens=100,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "where", "schema": dict(SCHEMA)}},
+    ).choices[0]
+    assert answer.finish_reason == "stop"
+    assert json.loads(answer.message.content or "")["whence"] in ("start", "end")
+
+
+def test_a_completion_by_choice_is_one_of_them(client: OpenAI) -> None:
+    choices = ["yes", "no"]
+    answer = client.completions.create(model="llama", prompt=PROMPT, extra_body={"guided_choice": choices}).choices[0]
+    assert answer.text in choices
+
+
+def test_a_constraint_that_is_not_supported_names_its_field(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="llama", prompt=PROMPT, extra_body={"guided_regex": "("})
+    assert caught.value.param == "guided_regex"
+
+
+def test_errors_are_the_clients_own(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="other", prompt=PROMPT)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model="llama", prompt=PROMPT, temperature=-1)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as empty:
+        client.chat.completions.create(model="llama", messages=[])
+    assert empty.value.param == "messages"
+    with pytest.raises(openai.BadRequestError) as unknown_field:
+        client.completions.create(model="llama", prompt=PROMPT, extra_body={"colour": "red"})
+    assert unknown_field.value.param == "colour"
+
+
+def test_a_receipt_comes_on_request(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="llama", prompt="where " * 100, max_tokens=2, extra_headers={"x-baton-receipt": "1"}
+    )
+    assert answer.model_extra is not None
+    assert answer.model_extra["baton"]["receipt"]["path"] == "remote"
+
+
+def test_the_request_id_is_in_the_answer(client: OpenAI) -> None:
+    raw = client.completions.with_raw_response.create(
+        model="llama", prompt=PROMPT, max_tokens=1, extra_headers={"x-request-id": "mine"}
+    )
+    assert raw.headers["x-request-id"] == "mine"
+    assert raw.parse().id == "cmpl-mine"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_the_blocks(cluster: tuple[Process, Process], stream: bool) -> None:
+    gateway, decode = cluster
+    async with AsyncOpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0) as client:
+        request = asyncio.create_task(
+            client.completions.create(  # type: ignore[call-overload]
+                model="llama", prompt=PROMPT, max_tokens=4000, stream=stream, extra_body={"ignore_eos": True}
+            )
+        )
+        await until_status(decode, lambda status: status.requests_running == 1)
+        if stream:
+            await (await request).close()
+        else:
+            request.cancel()
+        await until_status(decode, nothing_held)

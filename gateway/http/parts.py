@@ -1,5 +1,6 @@
 """An answer as an ordered list of parts: reasoning, text and tool calls, put together from its messages. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,17 +39,20 @@ class Growth:
     part: Part
     text: str
     begins: bool
-    tokens: list[common_pb2.Token] = field(default_factory=list)
+    tokens: Sequence[common_pb2.Token] = ()
 
 
 class Answer:
     """Collects the messages of a chat's only output.
 
+    Args:
+        keeps_tokens: parts get their tokens, for logprobs.
+
     Attributes:
         reasoning_tokens: number of tokens whose text is reasoning, as far as messages tell them apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_tokens: bool = False) -> None:
         self.parts: list[Part] = []
         self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self.stop_reason = ""
@@ -56,7 +60,9 @@ class Answer:
         self.receipt = common_pb2.Receipt()
         self.reasoning_tokens = 0
         self._tool_index = -1  # of the tool call in progress
+        self._keeps_tokens = keeps_tokens
         self._pending: list[common_pb2.Token] = []  # tokens whose text has not come yet
+        self._pending_count = 0
 
     @property
     def called_tools(self) -> bool:
@@ -68,7 +74,9 @@ class Answer:
 
     def push(self, message: pb.GenerateResponse) -> list[Growth]:
         """Adds a message; returns what grew, in order."""
-        self._pending += message.tokens
+        self._pending_count += len(message.tokens)
+        if self._keeps_tokens:
+            self._pending += message.tokens
         delta = message.chat
         grown: list[Growth] = []
         if delta.reasoning:
@@ -109,12 +117,14 @@ class Answer:
         return Growth(part, piece.arguments, begins)
 
     def _give_tokens(self, last: Growth) -> None:
-        tokens, self._pending = self._pending, []
-        if last.part.kind == "text":
-            last.tokens = tokens
-            last.part.tokens += tokens
-        elif last.part.kind == "reasoning":
-            self.reasoning_tokens += len(tokens)
+        if last.part.kind == "reasoning":
+            self.reasoning_tokens += self._pending_count
+        elif last.part.kind == "text" and self._pending:
+            last.tokens = self._pending
+            last.part.tokens += self._pending
+        self._pending_count = 0
+        if self._pending:
+            self._pending = []
 
 
 def event(name: str, data: bytes) -> bytes:

@@ -46,6 +46,10 @@ class ResponseObject:
         self.identity = identity
         self._constant = orjson.dumps(_constant(request, identity))
 
+    def answer(self) -> Answer:
+        """An empty answer that keeps what the response needs."""
+        return Answer(keeps_tokens=self.identity.write_logprobs is not None)
+
     def item(self, part: Part, status: Status) -> dict[str, Any]:
         """The output item of a part, with all that the part has."""
         item_id = self.item_id(part)

@@ -14,7 +14,6 @@ from gateway.http.checking import checked
 from gateway.http.chunks import receipt_json
 from gateway.http.counting import count_tokens
 from gateway.http.logprobs import LogprobWriter
-from gateway.http.parts import Answer
 from gateway.http.responses.answer import Identity, ResponseObject
 from gateway.http.responses.models import ResponsesRequest
 from gateway.http.responses.stream import ResponseStream
@@ -43,7 +42,7 @@ async def responses(call: Call) -> Response:
     response = ResponseObject(request, _identity(call, request))
     if request.stream:
         return call.stream(message, ResponseStream(response), chat)
-    answer = Answer()
+    answer = response.answer()
     await call.serve([Job(message, answer.collect, chat)])
     return Response(response.ended(answer), media_type="application/json")
 

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from baton.errors import BatonError
-from gateway.http.parts import Answer, Growth, Part, event
+from gateway.http.parts import Growth, Part, event
 from gateway.http.responses.answer import ResponseObject, Status
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -21,7 +21,7 @@ class ResponseStream:
 
     def __init__(self, response: ResponseObject) -> None:
         self._response = response
-        self._answer = Answer()
+        self._answer = response.answer()
         self._number = 0  # of the next event
         self._head = b""  # of the current part's deltas, up to their number
         self._tail = b""
@@ -80,7 +80,7 @@ class ResponseStream:
         number = self._number
         self._number = number + 1
         tail = self._tail
-        if growth.tokens and self._response.identity.write_logprobs is not None:
+        if growth.tokens:
             tail = b',"logprobs":%b}\n\n' % orjson.dumps(self._response.logprobs(growth.tokens))
         return b'%b%d,"delta":%b%b' % (self._head, number, orjson.dumps(growth.text), tail)
 

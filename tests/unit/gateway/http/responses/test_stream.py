@@ -8,7 +8,6 @@ from pydantic import TypeAdapter
 
 from baton.errors import InternalError, Overloaded
 from gateway.http.checking import checked
-from gateway.http.parts import Answer
 from gateway.http.responses.answer import Identity, ResponseObject
 from gateway.http.responses.models import ResponsesRequest
 from gateway.http.responses.stream import ResponseStream
@@ -66,10 +65,11 @@ def checked_events(written: bytes) -> list[Event]:
 
 
 def whole(messages: list[pb.GenerateResponse], **options: Any) -> Response:
-    answer = Answer()
+    written = response(**options)
+    answer = written.answer()
     for message in messages:
         answer.push(message)
-    return Response.model_validate_json(response(**options).ended(answer))
+    return Response.model_validate_json(written.ended(answer))
 
 
 def names(found: list[Event]) -> list[str]:

@@ -36,7 +36,7 @@ class Lark:
     """
 
     tokens: Mapping[str, int]
-    _rules: list[str] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)  # of rules, by what is after the name
 
     def literal(self, text: str) -> str:
         """An expression for exactly this text, with special tokens in it."""
@@ -49,10 +49,8 @@ class Lark:
         )
 
     def rule(self, expression: str, options: str = "") -> str:
-        """Adds a rule and returns its name."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {expression}")
-        return name
+        """The name of a rule for this expression."""
+        return self._names.setdefault(f"{options}: {expression}", f"r{len(self._names)}")
 
     def text_up_to(self, marker: str) -> str:
         """An expression for any text and the marker that ends it."""
@@ -65,7 +63,8 @@ class Lark:
         return self.rule(" | ".join(expressions))
 
     def finish(self, start: str) -> Grammar:
-        return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n")
+        rules = [f"{name}{rest}" for rest, name in self._names.items()]
+        return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", f"start: {start}", *rules]) + "\n")
 
 
 @dataclass(frozen=True)
@@ -170,22 +169,21 @@ def _has_plain_arguments(tool: Json) -> bool:
 
 
 def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
-    """`key=value` pairs in the schema's order; those that are not required may be missing."""
+    """`key=value` pairs: the required ones, then any of the others, each in the schema's order."""
     required = set(schema.get("required", ()))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    # Expressions for the pairs from here to the end: with a comma in front, and as the first pairs.
-    after, first = "", ""
-    for name, value in reversed(schema.get("properties", {}).items()):
+    needed: list[str] = []
+    optional: list[str] = []
+    for name, value in schema.get("properties", {}).items():
         pair = f"{lark.literal(name + '=')} {json_of({**value, **shared} if isinstance(value, dict) else value)}"
-        with_comma = f'", " {pair}'
-        chosen = f"{pair} {after}"
-        if name in required:
-            first = lark.rule(chosen)
-            after = lark.rule(f"{with_comma} {after}")
-        else:
-            first = lark.rule(f"{chosen} | {first}" if first else f"({chosen})?")
-            after = f"({with_comma})? {after}"
-    return first
+        (needed if name in required else optional).append(pair)
+    if needed:
+        return ' ", " '.join(needed) + "".join(f' (", " {pair})?' for pair in optional)
+    pairs = ""
+    for index in reversed(range(len(optional))):
+        others = "".join(f' (", " {pair})?' for pair in optional[index + 1 :])
+        pairs = lark.rule(f"{optional[index]}{others}" + (f" | {pairs}" if pairs else ""))
+    return f"({pairs})?" if pairs else ""
 
 
 def xml_calls(lark: Lark, forced: Forced) -> str:

@@ -146,10 +146,23 @@ def test_pythonic_calls_may_leave_out_what_is_not_required(tmp_path: Path) -> No
     model = chat_model(tmp_path, "llama-pythonic")
     parameters = {"type": "object", "properties": properties, "required": ["b"]}
     made = grammar(model, ChatRequest(USER, tools=[tool("f", parameters)], tool_choice="required"))
-    for text in ("[f(b=1)]", "[f(a=1, b=2)]", "[f(b=1, d=2)]", "[f(a=1, b=2, c=3, d=4)]"):
+    for text in ("[f(b=1)]", "[f(b=2, a=1)]", "[f(b=1, d=2)]", "[f(b=2, a=1, c=3, d=4)]"):
         assert follow(made, text).complete, text
     for text in ("[f()]", "[f(a=1)]", "[f(b=1, )]", "[f(b=1 c=2)]"):
         assert not follow(made, text).complete, text
+    made = grammar(model, ChatRequest(USER, tools=[tool("f", {"properties": properties})], tool_choice="required"))
+    for text in ("[f()]", "[f(a=1)]", "[f(b=1)]", "[f(a=1, d=2)]", "[f(a=1, b=2, c=3, d=4)]"):
+        assert follow(made, text).complete, text
+    for text in ("[f(b=1, a=1)]", "[f(a=1, )]", "[f(, a=1)]"):
+        assert not follow(made, text).complete, text
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama-pythonic", "qwen-xml", "harmony"])
+def test_many_tools_make_few_rules(family: str, tmp_path: Path) -> None:
+    properties = {name: {"type": "string"} for name in "abcdefgh"}
+    tools = [tool(f"f{index}", {"properties": properties, "required": ["a"]}) for index in range(200)]
+    made = grammar(chat_model(tmp_path, family), ChatRequest(USER, tools=tools, tool_choice="required"))
+    assert made.text.count("\n") < 20
 
 
 def test_xml_calls_have_values_of_the_schemas_types(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ BENCHMARKS = (
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
+    ("structured", "Structured output", "bench.structured"),
 )
 # On a machine with a GPU these run on the GPU and have their own pages.
-EITHER = frozenset({"exposed", "receiving", "loading", "latency"})
+EITHER = frozenset({"exposed", "receiving", "loading", "latency", "structured"})
 PLOTS = (
     ("transport", "bench.transfer_plot"),
     ("cache_to_cache", "bench.transfer_plot"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
@@ -15,7 +16,7 @@ from baton.errors import InternalError, InvalidRequest
 from baton.types import Grammar, GrammarKind
 from grammar.gbnf import lark_from_gbnf
 from grammar.lark import one_of, readable_lark
-from grammar.matcher import Matcher, mask_words
+from grammar.matcher import MaskFiller, Matcher, mask_words
 from grammar.patterns import UnsupportedPattern, to_rust
 from grammar.refusal import refusal
 from grammar.schema import parse_json, readable_schema
@@ -107,12 +108,23 @@ class GrammarCompiler:
         if (size := len(grammar.text.encode(errors="surrogatepass"))) > MOST_BYTES:
             raise refusal(f"the grammar has {size} bytes", value=size, allowed=(f"at most {MOST_BYTES}",))
         tokenizer = self._read_tokenizer()
-        text = _READERS[grammar.kind](grammar.text, tokenizer)
+        try:
+            text = _READERS[grammar.kind](grammar.text, tokenizer)
+        except UnicodeEncodeError:
+            raise refusal("the grammar has half of a surrogate pair, which is no character") from None
         limits = LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SIZE, verbose_errors=False)
         state = LLMatcher(tokenizer.library, text, log_level=0, limits=limits)
         if state.is_error():
             raise _refused(grammar, str(state.get_error()))
+        self._check_start(state.deep_copy(), tokenizer)
         return state
+
+    def _check_start(self, state: LLMatcher, tokenizer: "_Tokenizer") -> None:
+        """Makes the first mask: it is the slowest one, and shows whether there is any output at all."""
+        matcher = Matcher(state, self._eos_token_ids, num_tokens=tokenizer.num_tokens, words=tokenizer.mask_words)
+        (failed,) = MaskFiller().fill([matcher], np.empty((1, matcher.words), np.int32))
+        if failed is not None:
+            raise refusal(f"no output can follow the grammar: {failed.message}")
 
     def _check_usable(self) -> None:
         if not self._path.is_file():

@@ -2,15 +2,16 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
+from baton.errors import BatonError
 from baton.types import SamplingParams, TokenOutput
-from engine.batch import Batch, BatchRow
+from engine.batch import Batch, BatchRow, RowResult
 from engine.build import Built
 from engine.device.runner import ModelRunner
 from engine.request import EngineLimits, EngineRequest, IntArray, int_array
@@ -36,16 +37,26 @@ class HostCost:
     wall_ms: float
 
 
-def decode_ms(runner: ModelRunner, *, requests: int, context: int, steps: int = 24) -> float:
+def decode_ms(
+    runner: ModelRunner,
+    *,
+    requests: int,
+    context: int,
+    steps: int = 24,
+    params: Sequence[SamplingParams] | None = None,
+) -> float:
     """Milliseconds of a decode step: the median over `steps` steps around the context, or over more if they are short.
 
     Requests take their blocks at random from the whole cache, so contexts that exceed the cache together can be
     measured; each request reads as much as if it had its own blocks.
+
+    Args:
+        params: how each request is sampled; None: greedily.
     """
 
     def measure(steps: int) -> float:
         first = max(1, context - steps // 2)
-        timed = _decode_steps(runner, requests=requests, context=first, steps=_WARM_STEPS + steps)
+        timed = _decode_steps(runner, requests=requests, context=first, steps=_WARM_STEPS + steps, params=params)
         ends_s = [time.perf_counter() for _ in timed]
         return float(median(np.diff(ends_s[_WARM_STEPS:])))
 
@@ -140,7 +151,14 @@ def _milliseconds(call: Callable[[], None]) -> float:
     return (time.perf_counter() - start_s) * 1e3
 
 
-def _decode_steps(runner: ModelRunner, *, requests: int, context: int, steps: int) -> Iterator[None]:
+def _decode_steps(
+    runner: ModelRunner,
+    *,
+    requests: int,
+    context: int,
+    steps: int,
+    params: Sequence[SamplingParams] | None = None,
+) -> Iterator[None]:
     """Yields when a step's tokens are on the host; the next step is already launched."""
     size = runner.facts.block_size
     num_blocks = -(-(context + steps) // size)
@@ -161,14 +179,14 @@ def _decode_steps(runner: ModelRunner, *, requests: int, context: int, steps: in
                 int_array([first[index] if step == 0 else 0]),
                 position,
                 blocks,
-                _sample(step),
+                _sample(step, GREEDY if params is None else params[index]),
                 token_source=None if step == 0 else index,
             )
             for index, blocks in enumerate(tables)
         )
         in_flight.append(runner.launch(Batch(step + 1, rows)))
         if len(in_flight) == 2:
-            in_flight.pop(0).wait()
+            _check(in_flight.pop(0).wait())
             yield
     in_flight.pop().wait()
     yield
@@ -201,5 +219,12 @@ def _tokens(runner: ModelRunner, count: int) -> IntArray:
     return int_array(np.random.default_rng(1).integers(0, runner.facts.vocab_size, count).tolist())
 
 
-def _sample(output_index: int) -> SampleRow:
-    return SampleRow(GREEDY, output_index, (), int_array(), 0)
+def _sample(output_index: int, params: SamplingParams = GREEDY) -> SampleRow:
+    return SampleRow(params, output_index, (), int_array(), 0)
+
+
+def _check(results: Sequence[RowResult]) -> None:
+    """Raises what a row has failed with."""
+    for result in results:
+        if isinstance(result, BatonError):
+            raise result

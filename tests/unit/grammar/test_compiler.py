@@ -6,6 +6,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
@@ -103,7 +104,7 @@ def test_a_model_without_an_end_of_sequence_refuses_every_grammar() -> None:
 
 def test_a_grammar_is_compiled_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
-    library = module.LLMatcher
+    library = LLMatcher
 
     class Counting:
         grammar_from_json_schema = library.grammar_from_json_schema

@@ -66,7 +66,6 @@ class LaunchedStep:
         self._slot = slot
         self._slots = slots
         self._scored = scored
-        self._scores: Mapping[int, Sequence[PromptLogprob]] = {}
         self._seconds = 0.0
 
     def wait(self) -> list[TokenOutput | None]:
@@ -79,8 +78,6 @@ class LaunchedStep:
         for indices, tokens in self._parts:
             for index, token in zip(indices, tokens.outputs(), strict=True):
                 results[index] = token
-        if self._scored is not None:
-            self._scores = self._scored.outputs()
         return results
 
     @property
@@ -90,8 +87,8 @@ class LaunchedStep:
 
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
-        """The logprobs that `Batch.scores` asks for, by row; known after `wait`."""
-        return self._scores
+        """The logprobs that `Batch.scores` asks for, by row; known after `wait`. Every call makes them anew."""
+        return {} if self._scored is None else self._scored.outputs()
 
 
 class ModelRunner:

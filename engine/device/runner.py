@@ -61,7 +61,6 @@ class LaunchedStep:
         self._slot = slot
         self._slots = slots
         self._scored = scored
-        self._scores: Mapping[int, Sequence[PromptLogprob]] = {}
         self._seconds = 0.0
 
     def wait(self) -> list[RowResult]:
@@ -76,8 +75,6 @@ class LaunchedStep:
                 results[index] = token
         for index, error in self._drawn.failed.items():
             results[index] = error
-        if self._scored is not None:
-            self._scores = self._scored.outputs()
         return results
 
     @property
@@ -87,8 +84,8 @@ class LaunchedStep:
 
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
-        """The logprobs that `Batch.scores` asks for, by row; known after `wait`."""
-        return self._scores
+        """The logprobs that `Batch.scores` asks for, by row; known after `wait`. Every call makes them anew."""
+        return {} if self._scored is None else self._scored.outputs()
 
 
 class ModelRunner:

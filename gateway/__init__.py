@@ -1,7 +1,10 @@
 """The gateway: receives requests, has nodes serve them, streams the text back. Any number of gateways share the nodes.
 
-service, serving                              client requests, and the state that they share
-  request_driver ── connections               the asyncio shell: one driver per request, one connection per node
+serving                                       requests from every door, and the state that they share
+  preparation ── validate                     a message becomes a checked request
+    tokenizer, text_pieces, chat, generation_defaults
+  fan_out, chat_output                        several outputs of one request; an output as a chat's answer
+  request_driver ── connections               the asyncio shell: one driver per output, one connection per node
                      ├─ node_clients, decode_session, discovery
   request_machine    └─ fleet, pairing        the decisions: pure, events in and commands out
     ├─ attempt, node_choice, router           where the request is and where it goes next

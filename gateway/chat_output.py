@@ -43,8 +43,10 @@ def _follows(part: pb.ChatDelta, delta: ChatDelta) -> bool:
 
 
 def _append(part: pb.ChatDelta, delta: ChatDelta) -> None:
-    part.content += delta.content
-    part.reasoning += delta.reasoning
+    if delta.content:
+        part.content += delta.content
+    if delta.reasoning:
+        part.reasoning += delta.reasoning
     for call in delta.tool_calls:
         last = part.tool_calls[-1] if part.tool_calls else None
         if last is not None and last.index == call.index and not call.id and not call.name:

@@ -1,7 +1,7 @@
 """Text that comes token by token is the text of all tokens decoded together, and never half a character."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -23,6 +23,7 @@ def pieces(tokenizer: Tokenizer, output: list[int], *, prompt: list[int]) -> lis
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+@settings(deadline=None)
 @given(before=words, after=text | words)
 def test_pieces_add_up_to_the_text_after_the_prompt(tokenizer: Tokenizer, before: str, after: str) -> None:
     prompt = tokenizer.encode(before).ids
@@ -35,17 +36,20 @@ def test_pieces_add_up_to_the_text_after_the_prompt(tokenizer: Tokenizer, before
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+@settings(deadline=None)
 @given(after=text | words)
 def test_no_piece_has_half_a_character(tokenizer: Tokenizer, after: str) -> None:
     output = tokenizer.encode("fox" + after, add_special_tokens=False).ids
     assert REPLACEMENT not in "".join(pieces(tokenizer, output, prompt=[]))
 
 
+@settings(deadline=None)
 @given(output=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=80))
 def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(output: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, output, prompt=[])) == BYTE_LEVEL.decode(output)
 
 
+@settings(deadline=None)
 @given(output=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=80))
 def test_broken_bytes_lose_no_text_that_follows(output: list[int]) -> None:
     marker = token_id(BYTE_FALLBACK, "q")

@@ -94,7 +94,7 @@ texts = st.lists(fragments, max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(more=st.sampled_from(list(MORE)), conversation=st.lists(texts, min_size=1, max_size=4), add=st.booleans())
 def test_pieces_have_the_ids_of_the_whole_text(kind: str, more: str, conversation: list[str], add: bool) -> None:
     tokenizer = BUILT[kind, more]

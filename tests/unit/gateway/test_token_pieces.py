@@ -1,7 +1,7 @@
 """The bytes of an output's tokens, put together, are its text."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
@@ -13,6 +13,7 @@ KINDS = {"byte level": byte_level(), "byte level with spaces": byte_level_with_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40))
 def test_they_add_up_to_the_text(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]

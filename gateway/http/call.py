@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -17,7 +17,7 @@ from baton.config import MIB, GatewaySettings
 from baton.errors import BatonError, InternalError, InvalidRequest
 from gateway.chat.types import ChatRequest
 from gateway.fleet import Fleet
-from gateway.http.body import AnyBody, parse, read_body, shown
+from gateway.http.body import AnyBody, check, parse_object, read_body, shown
 from gateway.http.collected import Collected, Collector
 from gateway.http.errors import ErrorShape, error_response, openai_error
 from gateway.serving import Serving
@@ -117,7 +117,15 @@ class Call:
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
 
     async def read(self, model: type[AnyBody]) -> AnyBody:
-        """The body as a checked model.
+        """The body as a checked model; raises also as `read_object`.
+
+        Raises:
+            InvalidRequest: it is none.
+        """
+        return check(model, await self.read_object())
+
+    async def read_object(self) -> dict[str, Any]:
+        """The JSON object that is the body.
 
         Raises:
             InvalidRequest: it is none, or too large.
@@ -128,7 +136,7 @@ class Call:
             body = await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
         except ClientDisconnect:
             raise ClientLeft from None
-        return parse(model, body)
+        return parse_object(body)
 
     async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> list[Collected]:
         """The request's whole outputs, by index. A client that leaves cancels the request.
@@ -146,9 +154,13 @@ class Call:
         """As `collect`, for several requests at the same time."""
         collectors = [Collector() for _ in messages]
         jobs = [Job(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
+        await self.serve(jobs)
+        return [collector.outputs() for collector in collectors]
+
+    async def serve(self, jobs: Sequence[Job]) -> None:
+        """Serves jobs for an answer in one piece, which their `push` collect; raises as `collect`."""
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
-        return [collector.outputs() for collector in collectors]
 
     def stream(self, message: pb.GenerateRequest, encoder: Encoder, chat: ChatRequest | None = None) -> Response:
         """The answer as server-sent events."""

@@ -93,6 +93,6 @@ def openai_error(error: BatonError, request_id: str) -> dict[str, Any]:
 
 
 def error_response(error: BatonError, request_id: str, shape: ErrorShape = openai_error) -> Response:
-    headers = {**headers_of(error), "x-request-id": request_id}
+    headers = {**headers_of(error), "x-request-id": request_id, "request-id": request_id}  # OpenAI's name, Anthropic's
     body = orjson.dumps(shape(error, request_id))
     return Response(body, status_of(error), headers, media_type="application/json")

@@ -1,0 +1,23 @@
+"""Errors in Anthropic's shape. Pure."""
+
+from typing import Any
+
+from baton.errors import BatonError
+from gateway.http.errors import status_of
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: BatonError, request_id: str) -> dict[str, Any]:
+    """The body of the answer, and the data of a stream's event `error`."""
+    status = status_of(error)
+    kind = _TYPES.get(status, "invalid_request_error" if 400 <= status < 499 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}

@@ -1,0 +1,57 @@
+"""The handlers of `POST /v1/messages` and `/v1/messages/count_tokens`.
+
+Clients may send `x-api-key`, `anthropic-version` and `anthropic-beta`; they change nothing.
+"""
+
+import orjson
+from starlette.responses import Response
+
+from gateway.http.anthropic.answer import MessageObject
+from gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
+from gateway.http.anthropic.stream import MessageStream
+from gateway.http.anthropic.translate import to_chat, to_message
+from gateway.http.call import Call, Job
+from gateway.http.checking import checked
+from gateway.http.chunks import receipt_json
+from gateway.http.counting import count_tokens
+from gateway.http.parts import Answer
+
+# What this API calls the fields of ours.
+_FIELD_NAMES = {
+    "prompt": "messages",
+    "text": "messages",
+    "stop": "stop_sequences",
+    "grammar": "output_config.format.schema",
+}
+
+
+async def messages(call: Call) -> Response:
+    call.field_names = _FIELD_NAMES
+    request = checked(MessagesRequest, await call.read_object())
+    message, chat = to_message(request), to_chat(request)
+    message.request_id = call.request_id
+    written = MessageObject.of(
+        request,
+        id=f"msg_{call.request_id}",
+        model=request.model or call.serving.model.name,
+        write_receipt=receipt_json if call.wants_receipt else None,
+    )
+    if request.stream:
+        return _named(call, call.stream(message, MessageStream(written, call.request_id), chat))
+    answer = Answer()
+    await call.serve([Job(message, answer.collect, chat)])
+    return _named(call, Response(written.ended(answer), media_type="application/json"))
+
+
+async def count(call: Call) -> Response:
+    call.field_names = _FIELD_NAMES
+    request = checked(CountTokensRequest, await call.read_object())
+    call.serving.model.check_name(request.model)
+    tokens = await count_tokens(call.serving, to_chat(request))
+    return _named(call, Response(orjson.dumps({"input_tokens": tokens}), media_type="application/json"))
+
+
+def _named(call: Call, response: Response) -> Response:
+    """With the request's id in the header that Anthropic's clients read."""
+    response.headers["request-id"] = call.request_id
+    return response

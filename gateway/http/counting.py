@@ -1,0 +1,16 @@
+"""How many tokens a conversation is."""
+
+import asyncio
+
+from gateway.chat.types import ChatRequest
+from gateway.serving import Serving
+
+
+async def count_tokens(serving: Serving, chat: ChatRequest) -> int:
+    """Renders and tokenizes in a thread, so that a long conversation delays no other request's tokens.
+
+    Raises:
+        InvalidRequest: the template refuses the conversation.
+    """
+    prepared = await asyncio.to_thread(serving.model.chat.prepare, chat)
+    return len(await serving.encode(prepared.prompt, add_special_tokens=False))

@@ -1,0 +1,73 @@
+"""Parameters that Baton adds to the Responses and the Messages API, with the names that vLLM and SGLang gave them."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from gateway.http.checking import U32, Items, JsonObject, Model
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
+
+# Sampling numbers with the same name in the request and on the wire.
+_SAME_NAME = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "ignore_eos",
+)  # fmt: skip
+
+
+class Extras(Model):
+    """Sampling numbers have their ranges in `baton.types.SamplingParams`; absent ones are the model's defaults."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None  # -1 and 0: off
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
+    min_tokens: U32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Items[U32] | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+    def fill(self, message: pb.GenerateRequest) -> common_pb2.SamplingParams:
+        """Writes what was given to the message; returns its sampling parameters."""
+        sampling = message.sampling
+        for name in _SAME_NAME:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(sampling, name, value)
+        if self.seed is not None:
+            sampling.seed = self.seed % 2**64
+        if self.top_k is not None:
+            sampling.top_k = max(self.top_k, 0)
+        if self.include_stop_str_in_output is not None:
+            sampling.include_stop = self.include_stop_str_in_output
+        for token_id, bias in (self.logit_bias or {}).items():
+            sampling.logit_bias[int(token_id)] = bias
+        sampling.stop_token_ids.extend(self.stop_token_ids or ())
+        message.cache_salt = self.cache_salt or ""
+        message.priority = self.priority or 0
+        return sampling
+
+
+def reasoning_variables(*, effort: str | None, thinking: bool | None = None) -> dict[str, object]:
+    """Variables of the chat template for an effort and for reasoning at all; None: as the template does by default.
+
+    `reasoning_effort` is gpt-oss' name, `enable_thinking` Qwen's and GLM's, `thinking` DeepSeek's and Granite's. A
+    template ignores variables that it does not know.
+    """
+    if effort == "none":
+        thinking = False
+    variables: dict[str, object] = {}
+    if effort not in (None, "none"):
+        thinking = True if thinking is None else thinking
+        variables["reasoning_effort"] = effort
+    if thinking is not None:
+        variables |= {"enable_thinking": thinking, "thinking": thinking}
+    return variables

@@ -1,0 +1,78 @@
+"""The handler of `POST /v1/responses`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import Response
+
+from baton.errors import InvalidRequest
+from gateway.chat.types import ChatRequest, Json
+from gateway.http.call import Call, Job
+from gateway.http.checking import checked
+from gateway.http.chunks import receipt_json
+from gateway.http.counting import count_tokens
+from gateway.http.logprobs import LogprobWriter
+from gateway.http.responses.answer import Identity, ResponseObject
+from gateway.http.responses.models import ResponsesRequest
+from gateway.http.responses.stream import ResponseStream
+from gateway.http.responses.translate import to_chat, to_message, wants_logprobs
+from gateway.http.responses.truncation import fit
+from protos.baton.v1 import common_pb2
+
+# What this API calls the fields of ours.
+_FIELD_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "text": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "grammar": "text.format.schema",
+}
+
+
+async def responses(call: Call) -> Response:
+    call.field_names = _FIELD_NAMES
+    request = checked(ResponsesRequest, await call.read_object())
+    message, chat = to_message(request), to_chat(request)
+    message.request_id = call.request_id
+    if request.truncation == "auto":
+        chat = await _fitting(call, request, chat)
+    response = ResponseObject(request, _identity(call, request))
+    if request.stream:
+        return call.stream(message, ResponseStream(response), chat)
+    answer = response.answer()
+    await call.serve([Job(message, answer.collect, chat)])
+    return Response(response.ended(answer), media_type="application/json")
+
+
+def _identity(call: Call, request: ResponsesRequest) -> Identity:
+    def write_logprobs(tokens: Sequence[common_pb2.Token]) -> list[dict[str, Any]]:
+        content: list[dict[str, Any]] = writer.chat(tokens)["content"]
+        return content
+
+    writer = LogprobWriter(call.serving.model.tokenizer, as_ids=False)
+    return Identity(
+        key=call.request_id,
+        model=request.model or call.serving.model.name,
+        created_at=int(time.time()),
+        write_logprobs=write_logprobs if wants_logprobs(request) else None,
+        write_receipt=receipt_json if call.wants_receipt else None,
+    )
+
+
+async def _fitting(call: Call, request: ResponsesRequest, chat: ChatRequest) -> ChatRequest:
+    """The conversation without its oldest turns, where it is too long for the output that is wanted."""
+
+    async def count(messages: Sequence[Json]) -> int:
+        try:
+            return await count_tokens(call.serving, replace(chat, messages=messages))
+        except InvalidRequest as error:
+            if error.field != "text":
+                raise
+            return tokens_max + 1  # the text is longer than any prompt, and was not tokenized
+
+    call.serving.model.check_name(request.model)
+    tokens_max = call.context.fleet.max_context_tokens - (request.max_output_tokens or 1)
+    return replace(chat, messages=await fit(chat.messages, count, tokens_max=tokens_max))

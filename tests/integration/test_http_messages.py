@@ -1,0 +1,176 @@
+"""Anthropic's own client, unpatched, uses /v1/messages."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic
+from anthropic.types import Message, ToolUseBlock
+
+from tests.integration.chatting import chat_gateway
+
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+PROMPT = "Return the name of the"
+ASKED: Any = [{"role": "user", "content": PROMPT}]
+GREEDY: Any = {"temperature": 0}
+ONE_CALL: Any = {"type": "any", "disable_parallel_tool_use": True}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Anthropic]:
+    with (
+        chat_gateway(tmp_path_factory.mktemp("chat")) as url,
+        Anthropic(base_url=url, api_key="none", max_retries=0) as connected,
+    ):
+        yield connected
+
+
+def test_a_message_has_text_and_usage(client: Anthropic) -> None:
+    answer = client.messages.create(model="llama", messages=ASKED, max_tokens=8, extra_body=GREEDY)
+    assert answer.stop_reason == "max_tokens"
+    (block,) = answer.content
+    assert block.type == "text"
+    assert block.text
+    assert answer.usage.output_tokens == 8
+    again = client.messages.create(model="llama", messages=ASKED, max_tokens=8, extra_body=GREEDY)
+    assert again.content == answer.content
+    cached = again.usage.cache_read_input_tokens
+    assert cached is not None
+    assert again.usage.input_tokens + cached == answer.usage.input_tokens
+
+
+def test_the_stream_helper_builds_the_same_message(client: Anthropic) -> None:
+    whole = client.messages.create(model="llama", messages=ASKED, max_tokens=12, extra_body=GREEDY)
+    with client.messages.stream(model="llama", messages=ASKED, max_tokens=12, extra_body=GREEDY) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert [block.model_dump(exclude_none=True) for block in final.content] == [{"type": "text", "text": text}]
+    assert final.content[0].model_dump()["text"] == whole.content[0].model_dump()["text"]
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 12)
+    assert final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0) > 0
+
+
+def test_a_stop_sequence_ends_the_answer(client: Anthropic) -> None:
+    with client.messages.stream(
+        model="llama", messages=ASKED, max_tokens=200, stop_sequences=["."], extra_body=GREEDY
+    ) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", ".")
+    assert "." not in text
+
+
+def test_tokens_are_counted_as_they_are_used(client: Anthropic) -> None:
+    request: Any = {"model": "llama", "messages": ASKED, "system": "Be brief.", "tools": [WEATHER]}
+    counted = client.messages.count_tokens(**request).input_tokens
+    used = client.messages.create(**request, max_tokens=1).usage
+    assert counted == used.input_tokens + (used.cache_read_input_tokens or 0)
+    assert counted > client.messages.count_tokens(model="llama", messages=ASKED).input_tokens
+
+
+def call_of(answer: Message) -> ToolUseBlock:
+    (call,) = (block for block in answer.content if block.type == "tool_use")
+    assert isinstance(call, ToolUseBlock)
+    return call
+
+
+@pytest.mark.parametrize("choice", [ONE_CALL, {**ONE_CALL, "type": "tool", "name": "weather"}])
+def test_a_tool_is_used_and_its_result_sent_back(client: Anthropic, choice: Any) -> None:
+    answer = client.messages.create(
+        model="llama", messages=ASKED, tools=[WEATHER], tool_choice=choice, max_tokens=80, extra_body=GREEDY
+    )
+    assert answer.stop_reason == "tool_use"
+    call = call_of(answer)
+    assert call.name == "weather"
+    assert call.input["city"] in ("Rome", "Oslo")
+    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    turns = [*ASKED, answer.to_param(), {"role": "user", "content": [result]}]
+    after = client.messages.create(model="llama", messages=turns, tools=[WEATHER], max_tokens=4, extra_body=GREEDY)
+    assert after.usage.output_tokens == 4
+
+
+def test_a_call_streams_its_input(client: Anthropic) -> None:
+    with client.messages.stream(
+        model="llama", messages=ASKED, tools=[WEATHER], tool_choice=ONE_CALL, max_tokens=80, extra_body=GREEDY
+    ) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        final = stream.get_final_message()
+    assert len(pieces) > 1
+    assert call_of(final).input["city"] in ("Rome", "Oslo")
+    assert final.stop_reason == "tool_use"
+
+
+def test_a_format_is_obeyed(client: Anthropic) -> None:
+    schema = WEATHER["input_schema"]
+    answer = client.messages.create(
+        model="llama", messages=ASKED, max_tokens=80, extra_body=GREEDY,
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )  # fmt: skip
+    (block,) = answer.content
+    assert block.type == "text"
+    assert '"city"' in block.text
+    assert answer.stop_reason == "end_turn"
+
+
+def test_thinking_is_a_block_of_its_own(client: Anthropic) -> None:
+    with client.messages.stream(
+        model="llama", messages=ASKED, max_tokens=6, thinking={"type": "adaptive"}, extra_body=GREEDY
+    ) as stream:
+        thoughts = "".join(event.thinking for event in stream if event.type == "thinking")
+        final = stream.get_final_message()
+    (block,) = final.content
+    assert block.type == "thinking"
+    assert (block.thinking, bool(block.signature)) == (thoughts, True)
+    assert thoughts
+
+
+def test_the_beginning_of_an_answer_is_continued(client: Anthropic) -> None:
+    turns: Any = [*ASKED, {"role": "assistant", "content": "archive as a list"}]
+    begun = client.messages.create(model="llama", messages=turns, max_tokens=3, extra_body=GREEDY)
+    joined: Any = [{"role": "user", "content": f"{PROMPT} archive as a list"}]
+    counted = client.messages.count_tokens(model="llama", messages=turns).input_tokens
+    # Only the question's answer has a prompt for thinking at its end.
+    assert counted < client.messages.count_tokens(model="llama", messages=joined).input_tokens
+    assert begun.usage.output_tokens == 3
+
+
+def test_errors_are_anthropics(client: Anthropic) -> None:
+    wrong: Any = [{"role": "user", "content": 3}]
+    with pytest.raises(anthropic.BadRequestError) as bad:
+        client.messages.create(model="llama", messages=wrong, max_tokens=5)
+    body: Any = bad.value.body
+    assert body["error"]["type"] == "invalid_request_error"
+    assert "messages[0].content is 3" in body["error"]["message"]
+    assert bad.value.request_id == body["request_id"]
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.create(model="claude", messages=ASKED, max_tokens=5)
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_field(client: Anthropic) -> None:
+    turns: Any = [{"role": "user", "content": PROMPT * 10_000}]
+    for call in (
+        lambda: client.messages.create(model="llama", messages=turns, max_tokens=5),
+        lambda: client.messages.count_tokens(model="llama", messages=turns),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as raised:
+            call()
+        assert "up to" in raised.value.message
+
+
+def test_the_beta_endpoint_and_its_headers_are_accepted(client: Anthropic) -> None:
+    answer = client.beta.messages.create(
+        model="llama", messages=ASKED, max_tokens=2, betas=["interleaved-thinking-2025-05-14"]
+    )
+    assert answer.usage.output_tokens == 2
+    assert answer._request_id

@@ -1,0 +1,95 @@
+"""What the Messages API refuses, and the field that it names."""
+
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
+from gateway.http.checking import checked
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+
+
+def refused(**body: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as raised:
+        checked(MessagesRequest, {"max_tokens": 5, "messages": [USER], **body})
+    return raised.value
+
+
+def blocks(*content: object, role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": list(content)}]
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"metadata": {"user_id": "u"}, "service_tier": "auto", "inference_geo": "eu", "speed": "standard"},
+        {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "mcp_servers": [], "container": None, "tools": []},
+        {"tools": [{**TOOL, "type": "custom", "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},
+        {"thinking": {"type": "adaptive", "display": "summarized"}, "stream": False, "top_k": 5},
+    ],
+)
+def test_harmless_parameters_are_accepted(harmless: dict[str, Any]) -> None:
+    checked(MessagesRequest, {"max_tokens": 5, "messages": [USER], **harmless})
+
+
+def test_counting_needs_no_limit() -> None:
+    checked(CountTokensRequest, {"model": "m", "messages": [USER]})
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("max_tokens", {"max_tokens": None}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": -1}),
+        ("max_tokens", {"max_tokens": 2**40}),
+        ("max_tokens", {"max_tokens": "5"}),
+        ("max_tokens", {"max_tokens": True}),
+        ("messages", {"messages": None}),
+        ("messages", {"messages": []}),
+        ("messages", {"messages": "Hi"}),
+        ("messages[1]", {"messages": [USER, None]}),
+        ("messages[0].role", {"messages": [{"content": "x"}]}),
+        ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
+        ("messages[0].name", {"messages": [{**USER, "name": "x"}]}),
+        ("messages[0].content[0]", {"messages": blocks("Hi")}),
+        ("messages[0].content[0].type", {"messages": blocks({"text": "Hi"})}),
+        ("messages[0].content[0].type", {"messages": blocks({"type": "image", "source": {}})}),
+        ("messages[0].content[0].text", {"messages": blocks({"type": "text", "text": None})}),
+        ("messages[0].content[0].input", {"messages": blocks({**CALL, "input": []})}),
+        ("messages[0].content[0].id", {"messages": blocks({**CALL, "id": ""})}),
+        ("messages[0].content[0].content[0].type", {"messages": blocks(
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+        )}),
+        ("system", {"system": 4}),
+        ("system[0].type", {"system": [{"type": "image"}]}),
+        ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+        ("tools[0].name", {"tools": [{**TOOL, "name": ""}]}),
+        ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
+        ("tools[0].defer_loading", {"tools": [{**TOOL, "defer_loading": True}]}),
+        ("tool_choice", {"tool_choice": "auto"}),
+        ("tool_choice.type", {"tool_choice": {"type": "required"}}),
+        ("tool_choice.name", {"tool_choice": {"type": "tool"}}),
+        ("thinking.type", {"thinking": {"type": "between_tools"}}),
+        ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 10}}),
+        ("output_config.effort", {"output_config": {"effort": "huge"}}),
+        ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
+        ("stop_sequences[0]", {"stop_sequences": [""]}),
+        ("stop_sequences", {"stop_sequences": "x"}),
+        ("temperature", {"temperature": float("inf")}),
+        ("top_k", {"top_k": 1.5}),
+        ("mcp_servers", {"mcp_servers": [{"url": "x"}]}),
+        ("container", {"container": "c"}),
+        ("speed", {"speed": "fast"}),
+        ("metadata.x", {"metadata": {"x": 1}}),
+        ("max_output_tokens", {"max_output_tokens": 5}),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_by_its_field(field: str, body: dict[str, Any]) -> None:
+    assert refused(**body).field == field

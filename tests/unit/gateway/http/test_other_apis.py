@@ -1,0 +1,138 @@
+"""Responses and Messages on real connections, in front of scripted nodes: errors in their own shape, streams that fail,
+clients that leave."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
+from tests.unit.gateway.http.said import events
+
+TURN = {"role": "user", "content": "Return the name of the"}
+RESPONSE: dict[str, Any] = {"input": [TURN], "max_output_tokens": 10}
+MESSAGE: dict[str, Any] = {"messages": [TURN], "max_tokens": 10}
+BODIES = {"/v1/responses": RESPONSE, "/v1/messages": MESSAGE}
+
+NO_JSON = [b"", b"{", b'{"input": "\xff"}', b'{"max_tokens": NaN}', b"[]", b'"x"', b"[" * 100_000, b'{"a":1,"a":2}']
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    async with open_door() as opened:
+        yield opened
+
+
+async def begin(door: Door, path: str, *, stream: bool = True, **headers: str) -> Wire:
+    """A request that has reached the decode node."""
+    wire = await door.connect()
+    wire.send("POST", path, json.dumps({**BODIES[path], "stream": stream}).encode(), **headers)
+    await door.accept()
+    return wire
+
+
+@pytest.mark.parametrize("body", NO_JSON)
+async def test_what_is_no_json_object_is_refused_in_each_apis_shape(door: Door, body: bytes) -> None:
+    answer = await door.call("POST", "/v1/responses", body)
+    assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = await door.call("POST", path, body)
+        assert (answer.status, answer.json["type"]) == (400, "error")
+        assert answer.json["error"]["type"] == "invalid_request_error"
+        assert answer.json["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert door.decode.received.empty()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_is_wrong_reaches_no_node(door: Door, stream: bool) -> None:
+    wrong: list[tuple[dict[str, Any], int, str]] = [
+        ({"model": "other"}, 404, "model"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"min_tokens": 11}, 400, "min_tokens"),
+        ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+        ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
+        ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    ]
+    for change, status, field in wrong:
+        answer = await door.call("POST", "/v1/responses", {**RESPONSE, **change, "stream": stream})
+        assert answer.status == status
+        assert answer.error["param"].startswith(field), change
+        answer = await door.call("POST", "/v1/messages", {**MESSAGE, **change, "stream": stream})
+        assert answer.status == status
+        assert field in answer.json["error"]["message"], change
+    assert door.decode.received.empty()
+
+
+async def test_a_body_that_is_too_large_has_anthropics_type() -> None:
+    async with open_door("--http-body-mib", "0.001") as small:
+        answer = await small.call("POST", "/v1/messages", b" " * 5000)
+    assert (answer.status, answer.json["error"]["type"]) == (413, "request_too_large")
+
+
+async def test_a_full_gateway_says_so_in_anthropics_shape() -> None:
+    async with open_door("--max-concurrent-requests", "1") as full:
+        await begin(full, "/v1/messages")
+        answer = await full.call("POST", "/v1/messages", MESSAGE)
+    assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
+    assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+async def test_tokens_are_events_when_they_come(door: Door, path: str) -> None:
+    wire = await begin(door, path, x_request_id="r1")
+    door.decode.send_tokens(step_token(0))
+    head = await wire.head()
+    assert head.headers["content-type"].startswith("text/event-stream")
+    assert head.headers["x-request-id"] == "r1"
+    first = events(await wire.chunk())
+    assert first[0].name in ("response.created", "message_start")
+    door.finish(1)
+    assert events(await wire.chunks())[-1].name in ("response.incomplete", "message_stop")
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_request(door: Door, path: str, stream: bool) -> None:
+    wire = await begin(door, path, stream=stream)
+    wire.writer.close()
+    await door.cancelled()
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+async def test_a_stream_that_fails_midway_ends_with_its_apis_event(door: Door, path: str) -> None:
+    wire = await begin(door, path, x_request_id="r1")
+    door.decode.send_tokens(step_token(0))
+    await wire.head()
+    await wire.chunk()
+    assert door.serving.abort(["r1"]) == ["r1"]
+    last = events(await wire.chunks())[-1]
+    if path == "/v1/responses":
+        assert last.name == "response.failed"
+        assert last.data["response"]["error"]["code"] == "server_error"
+        assert last.data["response"]["output"][0]["status"] == "incomplete"
+    else:
+        assert (last.name, last.data["error"]["type"], last.data["request_id"]) == ("error", "api_error", "r1")
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+async def test_the_receipt_comes_on_request(door: Door, path: str) -> None:
+    wire = await begin(door, path, stream=False, x_baton_receipt="1")
+    door.finish(0)
+    assert (await wire.answer()).json["baton"]["receipt"]["decode_node"]
+
+
+async def test_every_reference_of_the_page_leads_somewhere(door: Door) -> None:
+    page = (await door.call("GET", "/openapi.json")).json
+    known = page["components"]["schemas"]
+
+    def references(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+            return own + [found for inner in value.values() for found in references(inner)]
+        return [found for inner in value for found in references(inner)] if isinstance(value, list) else []
+
+    found = {reference.removeprefix("#/components/schemas/") for reference in references(page)}
+    assert {"ResponsesRequest", "MessagesRequest", "CountTokensRequest"} <= found <= set(known)
+    assert "input" in known["ResponsesRequest"]["required"]

@@ -117,12 +117,13 @@ class Door:
         self.decode.send_tokens(step_token(0))
         return wire
 
-    async def accept(self) -> None:
-        """The decode node takes the next request."""
+    async def accept(self) -> int:
+        """The decode node takes the next request; returns its key."""
         submitted = await self.decode.submission()
         self.decode.answers.put_nowait(
             decode_pb2.SessionResponse(accepted=decode_pb2.Accepted(key=submitted.key, why="short"))
         )
+        return submitted.key
 
     async def cancelled(self) -> None:
         """Waits until the decode node is told to end a request."""

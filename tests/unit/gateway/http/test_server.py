@@ -248,6 +248,18 @@ async def test_a_silent_stream_is_kept_alive(door: Door, monkeypatch: pytest.Mon
     assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
 
 
+async def test_a_stream_that_lost_its_node_says_so_in_a_comment_and_goes_on(door: Door) -> None:
+    wire = await door.stream({})
+    await wire.head()
+    await wire.chunk()
+    door.decode.answers.put_nowait(None)
+    notice = await wire.chunk()
+    assert notice.startswith(b": ")
+    assert notice.endswith(b"\n\n")
+    door.finish(1, key=await door.accept())
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+
+
 async def test_the_receipt_comes_on_request(door: Door) -> None:
     wire = await door.stream({}, x_baton_receipt="1")
     await wire.head()

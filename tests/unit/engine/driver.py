@@ -103,6 +103,7 @@ class Driver:
         self._under_way = None
         for sequence, token in zip(chosen, launched.wait(), strict=True):
             if token is not None:
+                assert isinstance(token, TokenOutput), token
                 sequence.outputs.append(token)
                 sequence.tokens.append(token.token_id)
             sequence.source = None

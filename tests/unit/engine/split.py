@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config import NodeSettings
-from baton.types import SamplingParams
+from baton.types import SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow
 from engine.build import build_runner
 from engine.request import int_array
@@ -50,7 +50,7 @@ def _generate(parallel: TensorParallel, directory: Path) -> Generated:
         for step in range(_NUM_TOKENS):
             rows = tuple(_row(index, step, params, built.config.vocab_size) for index in range(len(_PROMPTS)))
             outputs = built.runner.run(Batch(step, rows))
-            tokens.append([output.token_id for output in outputs if output is not None])
+            tokens.append([output.token_id for output in outputs if isinstance(output, TokenOutput)])
     spec, facts = built.cache.spec, built.runner.facts
     return Generated(tokens, facts.num_blocks, built.limits.max_batch_tokens, spec, built.model_spec, built.kv_heads)
 

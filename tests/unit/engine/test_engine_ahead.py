@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InternalError
-from baton.types import FinishReason, SamplingParams, TokenOutput
-from engine.batch import Batch
+from baton.types import FinishReason, SamplingParams
+from engine.batch import Batch, RowResult
 from engine.build import Built
 from engine.device.layer_marks import OnMark
 from engine.device.runner import LaunchedStep
@@ -81,7 +81,7 @@ async def test_a_step_is_launched_while_the_previous_one_runs(built: Built, monk
     waiting: deque[threading.Event] = deque()
     late: list[int] = []
 
-    def wait(step: LaunchedStep) -> list[TokenOutput | None]:
+    def wait(step: LaunchedStep) -> list[RowResult]:
         if len(watched.batches) < 12 and not waiting.popleft().wait(timeout=60):
             late.append(len(watched.batches))
         return real_wait(step)
@@ -163,7 +163,7 @@ async def test_a_prompt_that_arrives_while_a_last_step_runs_is_launched_after_it
     hold = threading.Event()
     real_wait = LaunchedStep.wait
 
-    def wait(step: LaunchedStep) -> list[TokenOutput | None]:
+    def wait(step: LaunchedStep) -> list[RowResult]:
         assert hold.wait(timeout=60)
         return real_wait(step)
 
@@ -198,7 +198,7 @@ async def test_a_failing_step_fails_its_requests_and_no_others(
             failing.append(step)
         return step
 
-    def wait(step: LaunchedStep) -> list[TokenOutput | None]:
+    def wait(step: LaunchedStep) -> list[RowResult]:
         if where == "wait" and step in failing:
             raise RuntimeError("the third step")
         return real_wait(step)

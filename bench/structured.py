@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,10 +154,11 @@ def run(progress: Callable[[str], None]) -> Iterator[Row]:
         tokenizer = wide_tokenizer(_VOCAB_SIZE)
         tokenizer.save(str(path))
         progress("structured: masks")
-        yield from _masks(path, tokenizer)
+        yield from _masks(path, tokenizer, progress)
         yield from _batches(path, tokenizer)
-        progress("structured: the JSON-Schema-Test-Suite")
-        yield from _refusals()
+        if not torch.cuda.is_available():
+            progress("structured: the JSON-Schema-Test-Suite")
+            yield from _refusals()
         progress("structured: steps")
         yield from _steps(path)
 
@@ -290,7 +292,10 @@ class _XGrammar:
         return verdicts
 
 
-def _masks(path: Path, tokenizer: Tokenizer) -> Iterator[Row]:
+def _masks(path: Path, tokenizer: Tokenizer, progress: Callable[[str], None]) -> Iterator[Row]:
+    if find_spec("xgrammar") is None:
+        progress("structured: xgrammar is not installed, so nothing is compared with it")
+        return
     ours, rival = _Llguidance(path, tokenizer), _XGrammar(tokenizer)
     all_ours, all_rivals = Times(), Times()
     for work in WORKS:

@@ -14,8 +14,6 @@ from gateway.http.translate import grammar_of
 from gateway.model import read_served_model
 
 EXAMPLE = re.compile(r'^\|.*\| `(\{"(?:response_format|structured_outputs)".*\})` \|$', re.MULTILINE)
-    r'^\|.*\| `(\{"(?:response_format|structured_outputs)".*\})` \|$', api.PAGE.read_text(), re.MULTILINE
-)
 
 
 def test_the_configuration_page_is_made_from_the_settings() -> None:

@@ -19,7 +19,7 @@ from gateway.chat.types import ChatRequest
 from gateway.fleet import Fleet
 from gateway.http.body import AnyBody, check, parse_object, read_body, shown
 from gateway.http.collected import Collected, Collector
-from gateway.http.errors import ErrorShape, error_response, openai_error
+from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -133,9 +133,12 @@ class Call:
         """
         bytes_max = int(self.context.settings.http_body_mib * MIB)
         try:
-            body = await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
+            async with asyncio.timeout(self.budget_s or self.context.settings.request_timeout_s):
+                body = await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
         except ClientDisconnect:
             raise ClientLeft from None
+        except TimeoutError:
+            raise Refused(408, "request_timeout", "the body took too long", headers={"connection": "close"}) from None
         return parse_object(body)
 
     async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> list[Collected]:

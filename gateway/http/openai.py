@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from baton.errors import InvalidRequest
 from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody
 from gateway.http.call import Call, Job
@@ -46,6 +47,10 @@ async def chat_completions(call: Call) -> Response:
 async def completions(call: Call) -> Response:
     body = await call.read(CompletionBody)
     call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
+    limit = call.context.settings.max_concurrent_requests
+    if len(body.prompts) > limit:
+        allowed = (f"up to {limit}",)
+        raise InvalidRequest(f"{len(body.prompts)} prompts", field="prompt", value=len(body.prompts), allowed=allowed)
     messages = completion_messages(body, call.request_id)
     shape = _shape(call, body, "text_completion", "cmpl", wants_logprobs=body.logprobs is not None)
     echoes = tuple([await _echo(call, prompt) for prompt in body.prompts]) if body.echo else ()

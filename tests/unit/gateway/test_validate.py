@@ -154,7 +154,7 @@ def test_the_number_of_outputs(given: dict[str, Any], expected: Outputs) -> None
 )
 def test_a_wrong_number_of_outputs_is_named(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        check_outputs(pb.GenerateRequest(**given), max_outputs=100)  # type: ignore[arg-type]
+        check_outputs(pb.GenerateRequest(**given), max_outputs=100)
     assert raised.value.field == field
 
 

@@ -182,6 +182,20 @@ async def test_a_deadline_that_passes(door: Door) -> None:
     assert (answer.status, answer.error["code"]) == (504, "deadline")
 
 
+async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
+    wire = await door.connect()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout-s: 0.05\r\ncontent-length: 9\r\n\r\n{"
+    wire.writer.write(head.encode())
+    assert (await wire.answer()).error["code"] == "request_timeout"
+    assert await wire.closed()
+
+
+async def test_a_batch_that_can_never_run_is_refused() -> None:
+    async with open_door("--max-concurrent-requests", "2") as door:
+        answer = await door.call("POST", "/v1/completions", {"prompt": ["a", "b", "c"]})
+        assert (answer.status, answer.error["param"]) == (400, "prompt")
+
+
 async def test_too_many_requests_are_told_when_to_come_back() -> None:
     async with open_door("--max-concurrent-requests", "1") as door:
         await door.stream({})

@@ -23,7 +23,7 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 
 # Keywords of some draft that nothing here can honour, and the value that makes each one say nothing.
-_REFUSED: dict[str, object] = {
+REFUSED: dict[str, object] = {
     "not": None,
     "if": None,
     "then": None,
@@ -154,9 +154,9 @@ class _Reader:
             )
 
     def _refuse_keywords(self, schema: dict[str, Any], place: str) -> None:
-        for keyword in [keyword for keyword in schema if keyword in _REFUSED]:
+        for keyword in [keyword for keyword in schema if keyword in REFUSED]:
             needed = _DEPENDENT.get(keyword, ())
-            inert = _REFUSED[keyword] is not None and schema[keyword] == _REFUSED[keyword]
+            inert = REFUSED[keyword] is not None and schema[keyword] == REFUSED[keyword]
             if inert or (needed and not any(each in schema for each in needed)):
                 del schema[keyword]
                 continue

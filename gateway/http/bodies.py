@@ -140,7 +140,7 @@ class ChatBody(GenerationBody):
     tools: list[dict[str, Any]] = Field([])
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = Field(None, description="a variable of the template")
+    reasoning_effort: str | None = Field(None, description="a variable of the template; none: no reasoning")
     include_reasoning: bool = True
     chat_template: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = Field(
         None, description="name of one of the checkpoint's templates"

@@ -1,6 +1,5 @@
 """Handlers of OpenAI's endpoints that generate: chat completions and completions."""
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from gateway.http.chunks import (
     usage_json,
 )
 from gateway.http.collected import Collected, ToolCall
+from gateway.http.counting import encode_chat
 from gateway.http.logprobs import CompletionLogprobs, LogprobWriter
 from gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
 from protos.baton.v1 import common_pb2
@@ -96,8 +96,7 @@ async def _count(call: Call, message: pb.GenerateRequest, chat: ChatRequest | No
     """Prompt tokens. Tokenizes once more, which a stream with the usage in every chunk has to pay for."""
     special = not message.HasField("add_special_tokens") or message.add_special_tokens
     if chat is not None:
-        prompt = await asyncio.to_thread(call.serving.model.chat.prepare, chat)
-        tokens = await call.serving.encode(prompt.prompt, add_special_tokens=False)
+        tokens = await encode_chat(call.serving, chat)
     elif message.HasField("text"):
         tokens = await call.serving.encode(message.text, add_special_tokens=special)
     else:

@@ -9,6 +9,7 @@ from baton.types import Grammar, GrammarKind
 from gateway.chat.json_request import chat_request as conversation
 from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
+from gateway.http.extras import reasoning_variables
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -29,7 +30,6 @@ _CONVERSATION = (
     "chat_template",
     "chat_template_kwargs",
     "documents",
-    "reasoning_effort",
     "add_generation_prompt",
     "continue_final_message",
 )
@@ -51,6 +51,10 @@ def chat_request(body: ChatBody) -> ChatRequest:
         InvalidRequest: a field cannot be.
     """
     given = {name: getattr(body, name) for name in _CONVERSATION}
+    kwargs = body.chat_template_kwargs
+    thinking = kwargs.get("enable_thinking", kwargs.get("thinking"))
+    variables = reasoning_variables(effort=body.reasoning_effort, thinking=thinking)
+    given["chat_template_kwargs"] = {**variables, **kwargs}
     return conversation(given, grammar_of(body)[0])
 
 

@@ -13,7 +13,7 @@ from gateway.http.anthropic.translate import to_chat, to_message
 from gateway.http.call import Call, Job
 from gateway.http.checking import checked
 from gateway.http.chunks import receipt_json
-from gateway.http.counting import count_tokens
+from gateway.http.counting import encode_chat
 from gateway.http.parts import Answer
 
 # What this API calls the fields of ours.
@@ -47,7 +47,7 @@ async def count(call: Call) -> Response:
     call.field_names = _FIELD_NAMES
     request = checked(CountTokensRequest, await call.read_object())
     call.serving.model.check_name(request.model)
-    tokens = await count_tokens(call.serving, to_chat(request))
+    tokens = len(await encode_chat(call.serving, to_chat(request)))
     return _named(call, Response(orjson.dumps({"input_tokens": tokens}), media_type="application/json"))
 
 

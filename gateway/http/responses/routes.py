@@ -12,7 +12,7 @@ from gateway.chat.types import ChatRequest, Json
 from gateway.http.call import Call, Job
 from gateway.http.checking import checked
 from gateway.http.chunks import receipt_json
-from gateway.http.counting import count_tokens
+from gateway.http.counting import encode_chat
 from gateway.http.logprobs import LogprobWriter
 from gateway.http.responses.answer import Identity, ResponseObject
 from gateway.http.responses.models import ResponsesRequest
@@ -67,7 +67,7 @@ async def _fitting(call: Call, request: ResponsesRequest, chat: ChatRequest) -> 
 
     async def count(messages: Sequence[Json]) -> int:
         try:
-            return await count_tokens(call.serving, replace(chat, messages=messages))
+            return len(await encode_chat(call.serving, replace(chat, messages=messages)))
         except InvalidRequest as error:
             if error.field != "text":
                 raise

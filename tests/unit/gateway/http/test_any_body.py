@@ -87,7 +87,7 @@ def test_chats(served: ServedModel, value: dict[str, object], messages: list[obj
             parsed = parse(ChatBody, body_of(body))
             check_sampling(chat_message(parsed, "r").sampling, served)
             request = chat_request(parsed)
-            served.chat.parser(request, served.chat.prepare(request))
+            served.chat.parser(request, served.chat.prepare(request), "seed")
 
 
 @given(changed({"messages": [{"role": "user", "content": "hi"}]}, TokenizeBody).filter(wide))

@@ -48,10 +48,12 @@ def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
     if body.get("input") == "":
         body["input"] = _MESSAGE["content"]
     if isinstance(body.get("messages"), list):
-        body["messages"] = [
-            _MESSAGE | message if isinstance(message, dict) else message for message in body["messages"]
-        ]
+        body["messages"] = [_filled(message) if isinstance(message, dict) else message for message in body["messages"]]
     case.body = body
+
+
+def _filled(message: dict[str, Any]) -> dict[str, Any]:
+    return _MESSAGE | {name: value for name, value in message.items() if value not in ("", [])}
 
 
 @schemathesis.hook

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -23,12 +23,15 @@ from gateway.http.errors import ErrorShape, error_response, openai_error
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
 
+T = TypeVar("T")
+
 KEEP_ALIVE_S = 10.0  # a comment goes out when nothing was written for this to twice this long
 
 # Keys in the scope of a request: its id, and the server's own `send` without the frameworks' wrappers.
 REQUEST_ID = "baton.request_id"
 RAW_SEND = "baton.send"
 
+_SMALL_BODY = 1 << 18  # bytes
 _DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -122,7 +125,8 @@ class Call:
         Raises:
             InvalidRequest: it is none.
         """
-        return check(model, await self.read_object())
+        body = await self._read_body()
+        return await self._off_the_loop(body, lambda: check(model, parse_object(body)))
 
     async def read_object(self) -> dict[str, Any]:
         """The JSON object that is the body.
@@ -131,12 +135,19 @@ class Call:
             InvalidRequest: it is none, or too large.
             ClientLeft: it ends early.
         """
+        body = await self._read_body()
+        return await self._off_the_loop(body, lambda: parse_object(body))
+
+    async def _off_the_loop(self, body: bytes, read: Callable[[], T]) -> T:
+        """Large bodies are read in a thread, so that they delay no other request's tokens."""
+        return read() if len(body) <= _SMALL_BODY else await asyncio.to_thread(read)
+
+    async def _read_body(self) -> bytes:
         bytes_max = int(self.context.settings.http_body_mib * MIB)
         try:
-            body = await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
+            return await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
         except ClientDisconnect:
             raise ClientLeft from None
-        return parse_object(body)
 
     async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> list[Collected]:
         """The request's whole outputs, by index. A client that leaves cancels the request.

@@ -280,7 +280,7 @@ def answer(grammar: Grammar) -> str:
 def _parse(grammar: Grammar) -> Any:
     try:
         return json.loads(grammar.text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(
             f"the grammar is no JSON: {error}", field="grammar", value=grammar.text[:200], cure="give JSON"
         ) from error

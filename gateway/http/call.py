@@ -120,27 +120,21 @@ class Call:
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
 
     async def read(self, model: type[AnyBody]) -> AnyBody:
-        """The body as a checked model; raises also as `read_object`.
+        """The body as a checked model; raises as `read_as`."""
+        return await self.read_as(lambda value: check(model, value))
+
+    async def read_as(self, understand: Callable[[dict[str, Any]], T]) -> T:
+        """What `understand` makes of the JSON object that is the body. Pure; a large body is read in a thread, so that
+        it delays no other request's tokens.
 
         Raises:
-            InvalidRequest: it is none.
-        """
-        body = await self._read_body()
-        return await self._off_the_loop(body, lambda: check(model, parse_object(body)))
-
-    async def read_object(self) -> dict[str, Any]:
-        """The JSON object that is the body.
-
-        Raises:
-            InvalidRequest: it is none, or too large.
+            InvalidRequest: it is none, or too large, or `understand` says so.
             ClientLeft: it ends early.
         """
         body = await self._read_body()
-        return await self._off_the_loop(body, lambda: parse_object(body))
-
-    async def _off_the_loop(self, body: bytes, read: Callable[[], T]) -> T:
-        """Large bodies are read in a thread, so that they delay no other request's tokens."""
-        return read() if len(body) <= _SMALL_BODY else await asyncio.to_thread(read)
+        if len(body) <= _SMALL_BODY:
+            return understand(parse_object(body))
+        return await asyncio.to_thread(lambda: understand(parse_object(body)))
 
     async def _read_body(self) -> bytes:
         bytes_max = int(self.context.settings.http_body_mib * MIB)

@@ -102,7 +102,7 @@ class ChatModel:
                 return "".join(LETTERS[byte % len(LETTERS)] for byte in digest[:SHORT_ID_CHARS])
             return "call_" + digest[:12].hex()
 
-        out = Collector(call_id, one_call=not request.parallel_tool_calls)
+        out = Collector(call_id, one_call=request.one_call)
         return FormatParser(dialect.reader(request, prepared.prompt), out)
 
     def _dialect(self, request: ChatRequest) -> "_Dialect":
@@ -229,7 +229,7 @@ class _Dialect:
         if request.grammar is not None and not forced and request.grammar.kind is GrammarKind.STRUCTURAL_TAG:
             return request.grammar  # its tags stand in free text, which reasoning is, too
         lark = Lark({text: token for text, token in self.checkpoint.tokens.items() if self._is_no_text(text)})
-        tools = Forced(_callable_tools(request), request.parallel_tool_calls)
+        tools = Forced(_callable_tools(request), parallel=not request.one_call)
         before = self._before_answer(lark, request, prompt)
         if forced or request.grammar is None:
             return lark.finish(f"{before} {self.family.force(lark, tools)}")

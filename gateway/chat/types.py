@@ -43,6 +43,11 @@ class ChatRequest:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
+    @property
+    def one_call(self) -> bool:
+        """Whether there is at most one tool call: clients that name a function expect one call of it."""
+        return not self.parallel_tool_calls or isinstance(self.tool_choice, NamedTool)
+
 
 @dataclass(frozen=True)
 class ToolCallDelta:

@@ -1,6 +1,7 @@
 """The application: all routes, the page that describes them, and one answer for every error."""
 
 import logging
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -59,6 +60,10 @@ class App:
             return response
 
         extra: dict[str, Any] = {}
+        if names := re.findall(r"{(\w+)", path):
+            extra["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
         if body is not None:
             extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": self._refer(body)}}}
         methods = ["GET", "HEAD"] if method == "GET" else [method]

@@ -10,6 +10,10 @@ from tests.clients.install import CLIENTS
 from tests.integration.up import Up, interrupt, start_up
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--schemathesis-examples", default="60", help="requests for each operation of the OpenAPI page")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Up]:
     up = start_up("--port", "0")

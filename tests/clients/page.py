@@ -1,6 +1,8 @@
 """The blocks of docs/clients.md, and the commands that run them."""
 
 import re
+import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from tests.clients.install import CLIENTS, ROOT
 PAGE = ROOT / "docs" / "clients.md"
 _BLOCK = re.compile(r"<!-- run: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_OTHER_PORTS = ("30000", "29000")
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Block:
 
     Attributes:
         title: the heading above it.
-        runs_with: "python", "node" or "sh".
+        runs_with: "python" (that of the clients), "baton" (that of the project), "node" or "sh".
     """
 
     title: str
@@ -25,8 +28,11 @@ class Block:
     code: str
 
     def at(self, *, grpc: str, http: str) -> str:
-        """The code with the addresses of a running cluster in place of the default ones."""
-        return self.code.replace("127.0.0.1:7000", grpc).replace("127.0.0.1:8000", http)
+        """The code with the addresses of a running cluster in place of the default ones, and free ports for others."""
+        code = self.code.replace("127.0.0.1:7000", grpc).replace("127.0.0.1:8000", http)
+        for port in _OTHER_PORTS:
+            code = code.replace(port, str(free_port()))
+        return code
 
 
 def blocks() -> list[Block]:
@@ -39,14 +45,26 @@ def blocks() -> list[Block]:
 
 
 def command(runs_with: str, code: str, folder: Path) -> list[str]:
-    """The command that runs a block; a script is written to `folder`."""
+    """The command that runs a block in `folder`, which gets what the page expects in the current directory."""
+    for name in ("models", "protos", "tests"):
+        (folder / name).symlink_to(ROOT / name)
     if runs_with == "python":
         return [str(CLIENTS / "python" / "bin" / "python"), "-W", "error::DeprecationWarning:__main__", "-c", code]
+    if runs_with == "baton":
+        return [sys.executable, "-c", code]
     if runs_with == "node":
-        # Node finds packages beside the script, whatever its working directory.
+        # Node looks for packages beside the script.
         (folder / "node_modules").symlink_to(CLIENTS / "node" / "node_modules")
         script = folder / "client.mjs"
         script.write_text(code)
         return [str(CLIENTS / "node" / "node_modules" / "node" / "bin" / "node"), str(script)]
     assert runs_with == "sh", runs_with
     return ["bash", "-euo", "pipefail", "-c", code]
+
+
+def free_port() -> int:
+    """A port that nobody uses, for programs that take no 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

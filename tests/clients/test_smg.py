@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.client import Client
 from baton.types import SamplingParams
+from tests.clients.page import free_port
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 
 PROMPT = "The town had"
@@ -24,14 +24,6 @@ def gateway() -> Iterator[Process]:
     with machines() as start:
         nodes = start.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))
         yield start.gateway(nodes[:1], nodes[1:], model=LLAMA, local_policy="strict")
-
-
-def free_port() -> int:
-    """A port that nobody uses; smg takes no 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -127,6 +127,13 @@ def test_a_named_tool_is_the_only_one(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(CALLS.keys() - ONE_CALL))
+def test_a_named_tool_is_called_once(family: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, family)
+    made = grammar(model, ChatRequest(USER, tools=[WEATHER, CLOCK], tool_choice=NamedTool("clock")))
+    assert not follow(made, CALLS[family]([("clock", NOTHING), ("clock", NOTHING)])).complete
+
+
+@pytest.mark.parametrize("family", sorted(CALLS.keys() - ONE_CALL))
 def test_without_parallel_calls_there_is_one(family: str, tmp_path: Path) -> None:
     model = chat_model(tmp_path, family)
     request = ChatRequest(USER, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False)

@@ -109,7 +109,7 @@ class GrammarCompiler:
         try:
             text = _READERS[grammar.kind](grammar.text, tokenizer)
         except UnicodeEncodeError:
-            raise refusal("the grammar has half of a surrogate pair, which is no character") from None
+            raise refusal("the grammar has half of a surrogate pair, which is not a character") from None
         limits = LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SIZE, verbose_errors=False)
         state = LLMatcher(tokenizer.library, text, log_level=0, limits=limits)
         if state.is_error():

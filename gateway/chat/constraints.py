@@ -268,7 +268,7 @@ def answer(grammar: Grammar) -> str:
             return f"%lark {{\n{lark_from_gbnf(grammar.text)}\n}}"
         case _:
             raise InvalidRequest(
-                f"a grammar of kind {grammar.kind.value} cannot follow reasoning or stand beside tools",
+                f"a grammar of kind {grammar.kind.value} cannot be combined with reasoning or with tools",
                 field="grammar",
                 value=grammar.kind.value,
                 cure="give a JSON schema, or turn the model's thinking off",

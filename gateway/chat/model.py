@@ -311,5 +311,5 @@ def _check_text(text: str, field: str) -> None:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise InvalidRequest(
-            f"{field} has {half}, which is no character", field=field, value=half, cure="send valid Unicode"
+            f"{field} has {half}, which is not a character", field=field, value=half, cure="send valid Unicode"
         ) from error

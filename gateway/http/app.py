@@ -94,7 +94,7 @@ class App:
         try:
             if given and scope[REQUEST_ID] != given:
                 allowed = (f"1 to {_REQUEST_ID_CHARACTERS_MAX} visible ASCII characters",)
-                raise InvalidRequest("x-request-id is no request id", field="x-request-id", allowed=allowed)
+                raise InvalidRequest("x-request-id is not a request id", field="x-request-id", allowed=allowed)
             await self.api(scope, receive, noting_start)
         except ClientLeft:
             log.debug("%s: the client left", scope[REQUEST_ID])

@@ -70,9 +70,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise _syntax(f"the body is no valid JSON: {error}") from None
+        raise _syntax(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise _syntax("the body is no JSON object")
+        raise _syntax("the body is not a JSON object")
     if body.count(b"[") + body.count(b"{") > _DEPTH_MAX and _depth_exceeds(value, _DEPTH_MAX):
         raise _syntax(f"the body is nested more than {_DEPTH_MAX} deep")
     json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode(body.decode())  # orjson keeps the last one in silence

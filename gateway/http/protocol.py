@@ -72,7 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        self._refuse(Refused(400, "invalid_http", "the request is no HTTP"))
+        self._refuse(Refused(400, "invalid_http", "the request is not HTTP"))
 
     def _wait_for_more(self) -> None:
         self._patience = self.loop.call_later(REQUEST_S, self._lose_patience)

@@ -4,13 +4,13 @@ from typing import Any
 
 import orjson
 
+from baton.convert import grammar_to_proto
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat.json_request import chat_request as conversation
 from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
 from gateway.http.extras import reasoning_variables
-from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
 _SAME_NAMES = (
@@ -33,15 +33,6 @@ _CONVERSATION = (
     "add_generation_prompt",
     "continue_final_message",
 )
-_KINDS = {
-    GrammarKind.JSON_OBJECT: common_pb2.GRAMMAR_KIND_JSON_OBJECT,
-    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
-    GrammarKind.CHOICE: common_pb2.GRAMMAR_KIND_CHOICE,
-    GrammarKind.LARK: common_pb2.GRAMMAR_KIND_LARK,
-    GrammarKind.EBNF: common_pb2.GRAMMAR_KIND_EBNF,
-    GrammarKind.STRUCTURAL_TAG: common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG,
-}
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
@@ -83,8 +74,7 @@ def completion_messages(body: CompletionBody, request_id: str) -> list[pb.Genera
         if body.echo:
             first.sampling.prompt_logprobs = max(body.logprobs, first.sampling.prompt_logprobs)
     if grammar is not None:
-        first.sampling.grammar.kind = _KINDS[grammar.kind]
-        first.sampling.grammar.text = grammar.text
+        first.sampling.grammar.CopyFrom(grammar_to_proto(grammar))
     messages = []
     for number, prompt in enumerate(prompts):
         message = pb.GenerateRequest()

@@ -113,9 +113,9 @@ def _json_parameters(data: bytes) -> dict[str, Any]:
     try:
         given = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"sampling_parameters is no JSON: {error}", field="inputs.sampling_parameters") from None
+        raise InvalidRequest(f"sampling_parameters is not JSON: {error}", field="inputs.sampling_parameters") from None
     if not isinstance(given, dict):
-        raise InvalidRequest("sampling_parameters is no JSON object", field="inputs.sampling_parameters")
+        raise InvalidRequest("sampling_parameters is not a JSON object", field="inputs.sampling_parameters")
     return given
 
 

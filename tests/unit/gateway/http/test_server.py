@@ -82,6 +82,16 @@ async def test_readiness_ends_with_the_drain_and_new_requests_are_refused(door: 
     assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "draining", "1")
 
 
+async def test_answers_during_the_drain_close_their_connections(door: Door) -> None:
+    wire = await door.connect()
+    wire.send("GET", "/health")
+    await wire.answer()
+    door.http.drain()
+    wire.send("GET", "/health")
+    assert (await wire.answer()).headers["connection"] == "close"
+    assert await wire.closed()
+
+
 async def test_a_running_stream_finishes_during_the_drain(door: Door) -> None:
     wire = await door.stream({})
     assert (await wire.head()).status == 200

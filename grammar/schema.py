@@ -5,6 +5,7 @@ are read by the same rules, which accept nothing that those drafts refuse.
 """
 
 import json
+import math
 from typing import Any
 from urllib.parse import unquote
 
@@ -169,7 +170,7 @@ class _Reader:
     def _check_values(self, schema: dict[str, Any], place: str) -> None:
         for keyword in schema.keys() & set(_COUNTS):
             value = schema[keyword]
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
                 raise _wrong(keyword, place, value, ("an integer of at least 0",))
             schema[keyword] = int(value)
         for keyword in schema.keys() & set(_NUMBERS):
@@ -256,6 +257,8 @@ def _check_exact(value: Any, keyword: str, place: str) -> None:
     if isinstance(value, list | dict):
         for each in value.values() if isinstance(value, dict) else value:
             _check_exact(each, keyword, place)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(keyword, place, value, ("a number that a float64 can hold",))
     elif isinstance(value, int) and abs(value) > _LARGEST_EXACT:
         raise _wrong(keyword, place, value, ("integers up to 2**53",))
 

@@ -56,6 +56,10 @@ class App:
                 response = await handler(call)
             except BatonError as error:
                 raise call.in_own_words(error) from None
+            except ClientLeft:
+                raise
+            except Exception as error:  # noqa: BLE001  the framework would answer it in its own shape
+                return self._error(request.scope, error)
             response.headers["x-request-id"] = call.request_id
             return response
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.http.checking import U32, Items, JsonObject, Model
+from gateway.http.checking import U32, Biases, Items, JsonObject, Model
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -26,7 +26,7 @@ class Extras(Model):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
+    logit_bias: Biases | None = None
     min_tokens: U32 | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Items[U32] | None = None

@@ -121,7 +121,7 @@ def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
     if body.seed is not None:
         sampling.seed = body.seed % (1 << 64)
     for token_id, bias in (body.logit_bias or {}).items():
-        sampling.logit_bias[_bias_token(token_id)] = bias
+        sampling.logit_bias[int(token_id)] = bias
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
     sampling.stop_token_ids.extend(body.stop_token_ids or [])
     sampling.include_stop = body.include_stop_str_in_output
@@ -130,13 +130,6 @@ def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
     if body.prompt_logprobs is not None:
         sampling.prompt_logprobs = min(body.prompt_logprobs, (1 << 32) - 1)
     return message
-
-
-def _bias_token(token_id: str) -> int:
-    number = int(token_id)
-    if number >= 1 << 32:
-        raise InvalidRequest(f"logit_bias has token id {token_id}", field="logit_bias", value=token_id)
-    return number
 
 
 def _grammars(body: GenerationBody) -> list[tuple[str, Grammar | None]]:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,9 +25,3 @@ def environment() -> dict[str, str]:
     """The environment of a client's process: other people's programs first on PATH."""
     places = [str(CLIENTS / name / "bin") for name in ("python", "smg", "aiperf")]
     return {**os.environ, "PATH": os.pathsep.join([*places, os.environ["PATH"]]), "OTEL_SDK_DISABLED": "true"}
-
-
-@pytest.fixture(scope="session")
-def clients_venv() -> Path:
-    """The environment with smg; its programs are in `bin`."""
-    return CLIENTS / "smg"

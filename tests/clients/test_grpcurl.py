@@ -9,6 +9,7 @@ import pytest
 
 from baton.cli.processes import Process
 from gateway.rpc.services import SERVICE_NAMES
+from tests.clients.install import CLIENTS
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 
 Grpcurl = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -22,11 +23,17 @@ def gateway() -> Iterator[Process]:
 
 
 @pytest.fixture
-def grpcurl(clients_venv: Path, gateway: Process) -> Grpcurl:
+def grpcurl(gateway: Process) -> Grpcurl:
     """Runs grpcurl with flags, the gateway's address, and what to do there."""
 
     def run(*what: str, flags: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
-        command: list[str | Path] = [clients_venv / "bin" / "grpcurl", "-plaintext", *flags, gateway.address, *what]
+        command: list[str | Path] = [
+            CLIENTS / "python" / "bin" / "grpcurl",
+            "-plaintext",
+            *flags,
+            gateway.address,
+            *what,
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
     return run

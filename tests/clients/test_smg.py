@@ -12,6 +12,7 @@ import pytest
 from baton.cli.processes import Process
 from baton.client import Client
 from baton.types import SamplingParams
+from tests.clients.install import CLIENTS
 from tests.clients.page import free_port
 from tests.integration.cluster import DEADLINE_S, LLAMA, machines
 
@@ -27,10 +28,15 @@ def gateway() -> Iterator[Process]:
 
 
 @pytest.fixture(scope="module")
-def smg_port(clients_venv: Path, gateway: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def smg_port(gateway: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     port = free_port()
     log = tmp_path_factory.mktemp("smg") / "log"
-    command: list[str | Path] = [clients_venv / "bin" / "smg", "launch", "--worker-urls", f"grpc://{gateway.address}"]
+    command: list[str | Path] = [
+        CLIENTS / "smg" / "bin" / "smg",
+        "launch",
+        "--worker-urls",
+        f"grpc://{gateway.address}",
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     with log.open("w") as output:
         smg = subprocess.Popen(command, stdout=output, stderr=output)

@@ -4,11 +4,16 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 import gateway.http.call
+import gateway.http.protocol
 from baton.errors import ConfigError
+from gateway.http.app import App
+from gateway.http.call import Call
 from gateway.http.server import bind
 from tests.unit.gateway.http.door import BOUND_S, Door, open_door, step_token
 
@@ -145,6 +150,45 @@ async def test_headers_that_are_too_large_are_refused(door: Door) -> None:
     wire = await door.connect()
     wire.writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * 70000)
     assert (await wire.answer()).status == 431
+
+
+async def test_a_body_that_stops_coming_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.http.protocol, "REQUEST_S", 0.01)
+    wire = await door.connect()
+    wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert (await wire.answer()).error["code"] == "request_timeout"
+    assert await wire.closed()
+
+
+async def test_a_stream_may_take_longer_than_its_request(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.http.protocol, "REQUEST_S", 0.01)
+    monkeypatch.setattr(gateway.http.call, "KEEP_ALIVE_S", 0.01)
+    wire = await door.stream({})
+    assert (await wire.head()).status == 200
+    while await wire.chunk() != b": keep-alive\n\n":
+        pass
+    door.finish(1)
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_mistake_of_ours_has_the_shape_of_all_errors(door: Door) -> None:
+    async def handler(call: Call) -> Response:
+        raise KeyError(call.request_id)
+
+    app = App(door.context)
+    app.add("/mistake", handler, method="GET", summary="")
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/mistake", "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"])["error"]["code"] == "internal"
 
 
 async def test_what_is_no_http_is_refused(door: Door) -> None:

@@ -161,7 +161,7 @@ class _OwnEngine:
     def __init__(self) -> None:
         built = build_runner(NodeSettings(model=MODEL, kv_cache_mib=128, device="cpu"))
         limits = EngineLimits(max_batch_tokens=BATCH_TOKENS, max_batch_requests=64, max_waiting=64, prefix_cache=False)
-        self.engine = Engine(built.runner, limits, on_step=self._on_step)
+        self.engine = Engine(built.runner, limits, on_step=self._on_step, grammars=built.grammars)
         self._stamps: list[float] = []
         self._over = asyncio.Event()
 

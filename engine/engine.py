@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
-from baton.errors import BatonError, Cancelled, InternalError, InvalidRequest
+from baton.errors import BatonError, Cancelled, InternalError
 from baton.types import FinishReason, Grammar, TokenOutput
 from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
@@ -32,7 +32,7 @@ class Engine:
     Args:
         on_step: called on the event loop after each step, and during a step at each of its marks. It must not raise: if
             it does, the engine ends.
-        grammars: compiles the grammars of requests; None: requests with a grammar are refused.
+        grammars: compiles the grammars of requests.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepEvents], None],
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarCompiler,
     ) -> None:
         self._grammars = grammars
         self._scheduler = Scheduler(limits, runner.facts)
@@ -137,8 +137,6 @@ class Engine:
         Raises:
             InvalidRequest: the grammar cannot be followed.
         """
-        if self._grammars is None:
-            raise _no_grammars()
         await asyncio.to_thread(self._grammars.check, grammar)
 
     async def abort(self, request_id: str) -> None:
@@ -203,17 +201,11 @@ class Engine:
     def _prepare_grammar(self, request: EngineRequest) -> None:
         """Begins to compile the request's grammar. A step waits for it only if it draws the request's next token."""
         if (grammar := request.sampling.grammar) is not None:
-            if self._grammars is None:
-                raise _no_grammars()
             self._grammars.prepare(grammar)
 
     def _check_alive(self) -> None:
         if self._over is not None:
             raise self._over
-
-
-def _no_grammars() -> InvalidRequest:
-    return InvalidRequest("this engine has no tokenizer, so no output can be constrained", field="grammar")
 
 
 def _internal(message: str, cause: Exception) -> InternalError:

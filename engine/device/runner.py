@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
-from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.errors import BatonError, InternalError
 from baton.types import PromptLogprob, SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from engine.device.grammar_rows import GrammarRows
@@ -94,7 +94,7 @@ class ModelRunner:
 
     Args:
         graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
-        grammars: None: requests with a grammar fail.
+        grammars: compiles the grammars of rows.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelRunner:
         facts: ModelFacts,
         *,
         graphs: GraphSettings | None = None,
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarCompiler,
     ) -> None:
         self.facts = facts
         self.model = model
@@ -114,7 +114,7 @@ class ModelRunner:
         self._device = cache.view.device
         self._graphs = None if graphs is None else DecodeGraphs(model, backend, cache, graphs)
         self._marks = LayerMarks(model.model.layers, self._device)
-        self.grammars = None if grammars is None else GrammarRows(grammars, self._device)
+        self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
         # The tokens that the last step sampled, row by row.
         if self._graphs is None:
@@ -235,12 +235,11 @@ class ModelRunner:
     ) -> "tuple[list[_Part], dict[int, BatonError]]":
         """Draws the tokens of these rows of the step, after its forward pass is queued. Returns the tokens, and errors
         of rows by their place in the step. Overwrites the logits."""
-        masks, errors = _no_masks(rows) if self.grammars is None else self.grammars.masks(rows)
+        masks, errors = self.grammars.masks(rows)
         drawn = sample(logits_SV, _samples(rows), pending_R=pending_S, masks=masks)
         self._tokens_N.index_copy_(0, places_S, drawn.chosen_R)
         on_host = drawn.to_host()
-        if self.grammars is not None:
-            self.grammars.drawn(rows, on_host)
+        self.grammars.drawn(rows, on_host)
         return [(places, on_host)], {places[index]: error for index, error in errors.items()}
 
     def _warm_up_masks(self) -> None:
@@ -252,8 +251,7 @@ class ModelRunner:
 
     def _forget_grammars(self) -> None:
         """No row of this step has a grammar."""
-        if self.grammars is not None:
-            self.grammars.masks(())
+        self.grammars.masks(())
 
     def _make_room(self, rows: Sequence[BatchRow]) -> None:
         """Makes room for the step's tokens and all places in `token_source`, also if the previous step has failed."""
@@ -312,15 +310,6 @@ class _PlainTokens:
 
 def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:
     return [row.sample for row in rows if row.sample is not None]
-
-
-def _no_masks(rows: Sequence[BatchRow]) -> tuple[None, dict[int, BatonError]]:
-    """Every row with a grammar fails."""
-    refused = InvalidRequest(
-        "this node has no tokenizer, so no output can be constrained", field="grammar", cure="use another node"
-    )
-    samples = _samples(rows)
-    return None, {index: refused for index, how in enumerate(samples) if how.params.grammar is not None}
 
 
 def _warm_up_batches(facts: ModelFacts) -> list[Batch]:

@@ -19,7 +19,7 @@ from gateway.chat.types import ChatRequest
 from gateway.fleet import Fleet
 from gateway.http.body import AnyBody, check, parse_object, read_body, shown
 from gateway.http.collected import Collected, Collector
-from gateway.http.errors import ErrorShape, error_response, openai_error
+from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -139,9 +139,12 @@ class Call:
     async def _read_body(self) -> bytes:
         bytes_max = int(self.context.settings.http_body_mib * MIB)
         try:
-            return await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
+            async with asyncio.timeout(self.budget_s):
+                return await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
         except ClientDisconnect:
             raise ClientLeft from None
+        except TimeoutError:
+            raise Refused(408, "request_timeout", "the body took too long", headers={"connection": "close"}) from None
 
     async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> list[Collected]:
         """The request's whole outputs, by index. A client that leaves cancels the request.

@@ -1,9 +1,11 @@
-"""Parameters that Baton adds to the Responses and the Messages API, with the names that vLLM and SGLang gave them."""
+"""Parameters that Baton adds to the Responses and the Messages API, with the names that vLLM and SGLang gave them, and
+the way of those that all APIs share to a request."""
 
 from typing import Annotated
 
 from pydantic import Field
 
+from gateway.http.bodies import GenerationBody
 from gateway.http.checking import U32, Biases, Items, JsonObject, Model
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -35,25 +37,26 @@ class Extras(Model):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     chat_template_kwargs: JsonObject | None = None
 
-    def fill(self, message: pb.GenerateRequest) -> common_pb2.SamplingParams:
-        """Writes what was given to the message; returns its sampling parameters."""
-        sampling = message.sampling
-        for name in _SAME_NAME:
-            value = getattr(self, name)
-            if value is not None:
-                setattr(sampling, name, value)
-        if self.seed is not None:
-            sampling.seed = self.seed % 2**64
-        if self.top_k is not None:
-            sampling.top_k = max(self.top_k, 0)
-        if self.include_stop_str_in_output is not None:
-            sampling.include_stop = self.include_stop_str_in_output
-        for token_id, bias in (self.logit_bias or {}).items():
-            sampling.logit_bias[int(token_id)] = bias
-        sampling.stop_token_ids.extend(self.stop_token_ids or ())
-        message.cache_salt = self.cache_salt or ""
-        message.priority = self.priority or 0
-        return sampling
+
+def fill(message: pb.GenerateRequest, given: Extras | GenerationBody) -> common_pb2.SamplingParams:
+    """Writes to the message what all APIs have under the same names; returns its sampling parameters."""
+    sampling = message.sampling
+    for name in _SAME_NAME:
+        value = getattr(given, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    if given.seed is not None:
+        sampling.seed = given.seed % 2**64
+    if given.top_k is not None:
+        sampling.top_k = max(given.top_k, 0)
+    if given.include_stop_str_in_output is not None:
+        sampling.include_stop = given.include_stop_str_in_output
+    for token_id, bias in (given.logit_bias or {}).items():
+        sampling.logit_bias[int(token_id)] = bias
+    sampling.stop_token_ids.extend(given.stop_token_ids or ())
+    message.cache_salt = given.cache_salt or ""
+    message.priority = given.priority or 0
+    return sampling
 
 
 def reasoning_variables(*, effort: str | None, thinking: bool | None = None) -> dict[str, object]:

@@ -10,18 +10,9 @@ from baton.types import Grammar, GrammarKind
 from gateway.chat.json_request import chat_request as conversation
 from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
-from gateway.http.extras import reasoning_variables
+from gateway.http.extras import fill, reasoning_variables
 from protos.baton.v1 import generation_pb2 as pb
 
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-)
 _CONVERSATION = (
     "messages",
     "tools",
@@ -106,26 +97,11 @@ def grammar_of(body: GenerationBody) -> tuple[Grammar | None, str]:
 
 
 def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
-    message = pb.GenerateRequest(
-        request_id=request_id, model=body.model, cache_salt=body.cache_salt or "", priority=body.priority, n=body.n
-    )
+    message = pb.GenerateRequest(request_id=request_id, model=body.model, n=body.n)
     if body.truncate_prompt_tokens is not None:
         message.truncate_prompt_tokens = body.truncate_prompt_tokens
-    sampling = message.sampling
-    for name in _SAME_NAMES:
-        value = getattr(body, name)
-        if value is not None:
-            setattr(sampling, name, value)
-    if body.top_k is not None:
-        sampling.top_k = max(0, body.top_k)
-    if body.seed is not None:
-        sampling.seed = body.seed % (1 << 64)
-    for token_id, bias in (body.logit_bias or {}).items():
-        sampling.logit_bias[int(token_id)] = bias
+    sampling = fill(message, body)
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
-    sampling.stop_token_ids.extend(body.stop_token_ids or [])
-    sampling.include_stop = body.include_stop_str_in_output
-    sampling.ignore_eos = body.ignore_eos
     sampling.skip_special_tokens = body.skip_special_tokens
     if body.prompt_logprobs is not None:
         sampling.prompt_logprobs = min(body.prompt_logprobs, (1 << 32) - 1)

@@ -58,7 +58,9 @@ async def _generate(
         "max_waiting": 256,
         "prefix_cache": True,
     }
-    async with Engine(built.runner, EngineLimits(**{**allowed, **limits}), on_step=on_step) as engine:
+    async with Engine(
+        built.runner, EngineLimits(**{**allowed, **limits}), on_step=on_step, grammars=built.grammars
+    ) as engine:
         for index, prompt in enumerate(prompts):
             engine.submit(EngineRequest(str(index), tuple(prompt), params))
         async with asyncio.timeout(120):

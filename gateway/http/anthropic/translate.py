@@ -25,7 +25,7 @@ from gateway.http.anthropic.models import (
     ToolResult,
     ToolUse,
 )
-from gateway.http.extras import reasoning_variables
+from gateway.http.extras import fill, reasoning_variables
 from protos.baton.v1 import generation_pb2 as pb
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ def to_message(request: MessagesRequest) -> pb.GenerateRequest:
         value = request.thinking.budget_tokens
         raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=("less than max_tokens",))
     message = pb.GenerateRequest(model=request.model)
-    sampling = request.fill(message)
+    sampling = fill(message, request)
     sampling.max_tokens = request.max_tokens
     sampling.stop.extend(request.stop_sequences or ())
     return message

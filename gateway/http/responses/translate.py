@@ -8,7 +8,7 @@ import orjson
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat.types import ChatRequest, NamedTool, ToolChoice
-from gateway.http.extras import reasoning_variables
+from gateway.http.extras import fill, reasoning_variables
 from gateway.http.responses.models import (
     AllowedTools,
     FunctionCall,
@@ -31,7 +31,7 @@ LOGPROBS = "message.output_text.logprobs"
 def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
     """What is not the conversation. `request_id` is left to the caller."""
     message = pb.GenerateRequest(model=request.model)
-    sampling = request.fill(message)
+    sampling = fill(message, request)
     if request.max_output_tokens is not None:
         sampling.max_tokens = request.max_output_tokens
     if isinstance(request.stop, str):

@@ -284,7 +284,7 @@ async def test_a_step_that_raises_fails_its_requests_and_the_engine_continues(
 
 async def test_remaining_requests_fail_when_the_engine_closes(built: Built) -> None:
     events = EventRecorder()
-    async with Engine(built.runner, limits(), on_step=events) as engine:
+    async with Engine(built.runner, limits(), on_step=events, grammars=built.grammars) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
         engine.reserve(request("b", prompt_of(6), greedy(4)))
         await events.until(lambda: len(events.ids("a")) >= 2)
@@ -307,7 +307,7 @@ async def test_a_callback_that_raises_ends_the_engine_and_all_requests_fail(
 
         return on_step
 
-    async with Engine(built.runner, limits(), on_step=first_raises(events)) as engine:
+    async with Engine(built.runner, limits(), on_step=first_raises(events), grammars=built.grammars) as engine:
         engine.submit(request("a", prompt_of(6), greedy(40)))
         engine.submit(request("b", prompt_of(6), greedy(40)))
         await events.finished("a", "b")

@@ -221,7 +221,7 @@ async def test_a_failing_step_fails_its_requests_and_no_others(
 
 async def test_when_the_engine_closes_the_steps_in_flight_are_reported_first(built: Built) -> None:
     events = EventRecorder()
-    async with Engine(built.runner, limits(), on_step=events) as engine:
+    async with Engine(built.runner, limits(), on_step=events, grammars=built.grammars) as engine:
         engine.submit(request("a", prompt_of(6), greedy(400)))
         await events.until(lambda: len(events.ids("a")) >= 3)
         in_flight = engine._scheduler.steps_in_flight
@@ -255,6 +255,6 @@ async def test_an_engine_whose_runner_cannot_be_prepared_is_not_entered(
 
     monkeypatch.setattr(built.runner, "prepare", prepare)
     with pytest.raises(InternalError, match="no memory for a graph"):
-        async with Engine(built.runner, limits(), on_step=EventRecorder()):
+        async with Engine(built.runner, limits(), on_step=EventRecorder(), grammars=built.grammars):
             pass
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("device")]

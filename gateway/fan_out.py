@@ -13,7 +13,8 @@ from gateway.request_driver import Write
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
-RunOutput = Callable[[Request, Write], Awaitable[None]]
+# Gets the output's index, its request and who takes its messages.
+RunOutput = Callable[[int, Request, Write], Awaitable[None]]
 
 _SEEDS = 2**64
 
@@ -35,7 +36,7 @@ async def fan_out(request: Request, outputs: Outputs, run: RunOutput, write: Wri
             if message.finish_reason or (message.tokens and message.tokens[-1].index > 0):
                 decodes.set()
 
-        await run(requests[index], write_output)
+        await run(index, requests[index], write_output)
 
     try:
         async with asyncio.TaskGroup() as tasks:

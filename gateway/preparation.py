@@ -35,17 +35,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that can be served; `parser` makes the parser of one output, for chats only."""
+    """A request that can be served; `parser` makes the parser of one output from a seed of its own, for chats only."""
 
     request: Request
-    parser: Callable[[], OutputParser] | None
+    parser: Callable[[str], OutputParser] | None
 
 
 @dataclass(frozen=True)
 class _Prompt:
     token_ids: list[int]
     sampling: SamplingParams
-    parser: Callable[[], OutputParser] | None = None
+    parser: Callable[[str], OutputParser] | None = None
 
 
 async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) -> Prepared:

@@ -51,6 +51,8 @@ class Rules:
 
 def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:
     """The error of a request whose time is up; `failures`: what had failed until then."""
+    if timeout_s <= 0:
+        return DeadlineExceeded("the deadline had passed before the request began", cure="allow it more time")
     why = f" ({failures})" if failures else ""
     return DeadlineExceeded(
         f"the request was not finished within its {timeout_s:.3g} s{why}", cure="allow it more time"

@@ -162,11 +162,11 @@ class Serving:
             prepared = await prepare(call, self.model, max_context_tokens=max_context_tokens)
             run = partial(self._run, running, prepared)
             if outputs.drawn == 1:
-                await run(prepared.request, write)
+                await run(0, prepared.request, write)
             else:
                 await fan_out(prepared.request, outputs, run, write)
 
-    async def _run(self, running: _Running, prepared: Prepared, request: Request, write: Write) -> None:
+    async def _run(self, running: _Running, prepared: Prepared, index: int, request: Request, write: Write) -> None:
         """Serves one output in the current task."""
         if running.ended_by is not None:
             raise running.ended_by
@@ -174,7 +174,7 @@ class Serving:
         detokenizer = self.model.tokenizer.detokenizer(request.prompt, skip_special_tokens=skip)
         machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer)
         if prepared.parser is not None:
-            write = partial(_write_chat, ChatOutput(prepared.parser()), write)
+            write = partial(_write_chat, ChatOutput(prepared.parser(f"{request.request_id}/{index}")), write)
         driver = RequestDriver(request, machine, self._connections, write)
         running.drivers.add(driver)
         try:

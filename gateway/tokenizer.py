@@ -27,15 +27,13 @@ class TextTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # what the library raises for a file that it cannot read
-            raise ConfigError(f"{path} is no tokenizer: {error}", field="model", value=directory) from error
+            raise ConfigError(f"{path} is not a tokenizer: {error}", field="model", value=directory) from error
         # NOTE: a file may carry its training's truncation and padding; both would change prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._encoder = PieceEncoder(self._tokenizer)
         self._pieces = TokenPieces(self._tokenizer)
         self.longest_token_bytes = self._pieces.longest_bytes
-
-    # NOTE: the library holds the interpreter lock for the whole of a call for one text, but not for a batch.
 
     def encode(self, text: str, *, add_special_tokens: bool = True, salt: str = "") -> list[int]:
         """Token ids. Releases the interpreter lock.
@@ -48,6 +46,7 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text. Releases the interpreter lock."""
+        # NOTE: as in `gateway.text_pieces`, only a batch releases it.
         return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:

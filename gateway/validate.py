@@ -16,6 +16,7 @@ from protos.baton.v1 import generation_pb2 as pb
 _STOP_STRINGS_MAX = 16
 _STOP_STRING_CHARACTERS_MAX = 256
 _REQUEST_ID_BYTES_MAX = 256
+_LISTED_TOKENS_MAX = 1024  # every decode step edits the logits of each
 _OUTPUTS_MAX = 128
 
 # Control characters and the line ends of Unicode: in an id they would forge log lines.
@@ -62,6 +63,10 @@ def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> Samp
     Raises:
         InvalidRequest: names the field, its value, and what is allowed.
     """
+    for name, listed in (("logit_bias", given.logit_bias), ("stop_token_ids", given.stop_token_ids)):
+        if len(listed) > _LISTED_TOKENS_MAX:
+            message, allowed = f"{name} has {len(listed)} tokens", (f"up to {_LISTED_TOKENS_MAX}",)
+            raise InvalidRequest(message, field=f"sampling.{name}", value=len(listed), allowed=allowed)
     sampling = sampling_from_proto(given)
     model.check_token_ids("sampling.stop_token_ids", list(sampling.stop_token_ids))
     model.check_token_ids("sampling.logit_bias", list(sampling.logit_bias))

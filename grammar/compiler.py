@@ -15,16 +15,14 @@ from tokenizers import Tokenizer
 from baton.errors import InternalError, InvalidRequest
 from baton.types import Grammar, GrammarKind
 from grammar.gbnf import lark_from_gbnf
-from grammar.lark import one_of, readable_lark
+from grammar.lark import one_of, read_choices, readable_lark, regex
 from grammar.matcher import MaskFiller, Matcher, mask_words
-from grammar.patterns import UnsupportedPattern, to_rust
 from grammar.refusal import refusal
-from grammar.schema import parse_json, readable_schema
+from grammar.schema import readable_schema
 from grammar.tags import lark_from_tags
 
 # Bounds of one grammar. The grammar library bounds the rest of the work by its own counts.
 MOST_BYTES = 1 << 18
-_MOST_CHOICES = 10_000
 _LEXER_STATES = 50_000
 _GRAMMAR_SIZE = 100_000
 _CACHED_GRAMMARS = 64
@@ -111,7 +109,7 @@ class GrammarCompiler:
         try:
             text = _READERS[grammar.kind](grammar.text, tokenizer)
         except UnicodeEncodeError:
-            raise refusal("the grammar has half of a surrogate pair, which is no character") from None
+            raise refusal("the grammar has half of a surrogate pair, which is not a character") from None
         limits = LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SIZE, verbose_errors=False)
         state = LLMatcher(tokenizer.library, text, log_level=0, limits=limits)
         if state.is_error():
@@ -196,27 +194,12 @@ def _json_schema(text: str, tokenizer: _Tokenizer) -> str:
 
 def _regex(text: str, tokenizer: _Tokenizer) -> str:
     del tokenizer
-    try:
-        return str(LLMatcher.grammar_from_regex(to_rust(_whole(text))))
-    except UnsupportedPattern as why:
-        raise refusal(f"the regular expression is not supported: {why}", value=text) from None
-
-
-def _whole(pattern: str) -> str:
-    """Without anchors at both ends: the whole output matches anyway, and the grammar library knows no anchors."""
-    pattern = pattern.removeprefix("^")
-    backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))
-    return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern
+    return str(LLMatcher.grammar_from_lark(f"start: {regex(text)}"))
 
 
 def _choice(text: str, tokenizer: _Tokenizer) -> str:
     del tokenizer
-    choices = parse_json(text, what="choice")
-    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
-        raise refusal("the choice is not an array of texts", value=text, allowed=("a JSON array of non-empty strings",))
-    if len(choices) > _MOST_CHOICES:
-        raise refusal(f"the choice has {len(choices)} texts", value=len(choices), allowed=(f"at most {_MOST_CHOICES}",))
-    return str(LLMatcher.grammar_from_lark(one_of(choices)))
+    return str(LLMatcher.grammar_from_lark(one_of(read_choices(text))))
 
 
 def _lark(text: str, tokenizer: _Tokenizer) -> str:

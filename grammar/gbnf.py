@@ -39,7 +39,7 @@ def _plain(escape: re.Match[str]) -> str:
         return escape[0]
     code = int(digits, 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise ValueError(f"{escape[0]} is no character")
+        raise ValueError(f"{escape[0]} is not a character")
     character = chr(code)
     if character in "^-" or not character.isprintable():
         return _MARKED.get(character, f"\\x{code:02x}" if code < 0x100 else character)

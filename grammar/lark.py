@@ -4,12 +4,13 @@ import json
 import re
 from collections.abc import Callable
 
-from grammar.patterns import UnsupportedPattern, check_repetitions
+from grammar.patterns import UnsupportedPattern, check_repetitions, to_rust, without_anchors
 from grammar.refusal import refusal
-from grammar.schema import readable
+from grammar.schema import parse_json, readable
 
 # NOTE: the library recurses from rule to rule; a chain of 3,000 overflows its stack and ends the process.
 MOST_RULES = 500
+_MOST_CHOICES = 10_000
 _RULE = re.compile(r"^\s*[!?]?[A-Za-z_][\w.-]*\s*(\[[^\]\n]*\]\s*|\{[^}\n]*\}\s*|::[^:\n]*)?(\.\d+)?\s*:", re.MULTILINE)
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 _UNUSABLE_ATTRIBUTES = {"temperature": "it cannot change within an output", "stop": "it takes tokens back"}
@@ -24,6 +25,29 @@ def literal(text: str) -> str:
 def one_of(texts: list[str]) -> str:
     """A grammar of exactly these texts."""
     return f"start: CHOICE\nCHOICE: {' | '.join(map(literal, texts))}"
+
+
+def regex(pattern: str) -> str:
+    """Raises InvalidRequest: the regular expression has something that cannot be honoured."""
+    try:
+        rust = to_rust(without_anchors(pattern))
+    except UnsupportedPattern as why:
+        raise refusal(f"the regular expression is not supported: {why}", value=pattern) from None
+    return "/" + rust.replace("/", "\\/").replace("\n", "\\n") + "/"
+
+
+def read_choices(text: str) -> list[str]:
+    """The texts of a choice, from JSON.
+
+    Raises:
+        InvalidRequest: it is no array of texts, or has too many.
+    """
+    choices = parse_json(text, what="choice")
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+        raise refusal("the choice is not an array of texts", value=text, allowed=("a JSON array of non-empty strings",))
+    if len(choices) > _MOST_CHOICES:
+        raise refusal(f"the choice has {len(choices)} texts", value=len(choices), allowed=(f"at most {_MOST_CHOICES}",))
+    return choices
 
 
 def readable_lark(text: str) -> str:

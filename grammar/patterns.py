@@ -50,6 +50,13 @@ def to_rust(pattern: str) -> str:
     return "".join(pieces)
 
 
+def without_anchors(pattern: str) -> str:
+    """Without anchors at both ends: the whole output matches anyway, and the grammar library knows no anchors."""
+    pattern = pattern.removeprefix("^")
+    backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\"))
+    return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern
+
+
 def check_repetitions(text: str) -> None:
     """Bounds what repetitions such as {1000} blow a regular expression, or a grammar of them, up to. The grammar
     library does not: masks of an expression of a million parts take a second.

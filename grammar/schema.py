@@ -5,6 +5,7 @@ are read by the same rules, which accept nothing that those drafts refuse.
 """
 
 import json
+import math
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,7 +24,7 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 
 # Keywords of some draft that nothing here can honour, and the value that makes each one say nothing.
-_REFUSED: dict[str, object] = {
+REFUSED: dict[str, object] = {
     "not": None,
     "if": None,
     "then": None,
@@ -154,9 +155,9 @@ class _Reader:
             )
 
     def _refuse_keywords(self, schema: dict[str, Any], place: str) -> None:
-        for keyword in [keyword for keyword in schema if keyword in _REFUSED]:
+        for keyword in [keyword for keyword in schema if keyword in REFUSED]:
             needed = _DEPENDENT.get(keyword, ())
-            inert = _REFUSED[keyword] is not None and schema[keyword] == _REFUSED[keyword]
+            inert = REFUSED[keyword] is not None and schema[keyword] == REFUSED[keyword]
             if inert or (needed and not any(each in schema for each in needed)):
                 del schema[keyword]
                 continue
@@ -169,7 +170,7 @@ class _Reader:
     def _check_values(self, schema: dict[str, Any], place: str) -> None:
         for keyword in schema.keys() & set(_COUNTS):
             value = schema[keyword]
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
                 raise _wrong(keyword, place, value, ("an integer of at least 0",))
             schema[keyword] = int(value)
         for keyword in schema.keys() & set(_NUMBERS):
@@ -256,6 +257,8 @@ def _check_exact(value: Any, keyword: str, place: str) -> None:
     if isinstance(value, list | dict):
         for each in value.values() if isinstance(value, dict) else value:
             _check_exact(each, keyword, place)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(keyword, place, value, ("a number that a float64 can hold",))
     elif isinstance(value, int) and abs(value) > _LARGEST_EXACT:
         raise _wrong(keyword, place, value, ("integers up to 2**53",))
 

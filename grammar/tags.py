@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grammar.lark import literal, readable_lark
-from grammar.patterns import UnsupportedPattern, to_rust
+from grammar.lark import literal, readable_lark, regex
 from grammar.refusal import refusal
 from grammar.schema import parse_json, readable
 
@@ -79,7 +78,7 @@ class _Writer:
             case "json_schema":
                 return f"%json {readable(form.get('json_schema', True))}"
             case "regex":
-                return self._rule(f"/{_slashed(_expression(_field(form, 'pattern', str, inner)))}/")
+                return self._rule(regex(_field(form, "pattern", str, inner)))
             case "any_text":
                 return "TEXT"
             case "sequence":
@@ -180,17 +179,6 @@ class _Writer:
 
 def _piece(piece: str | int) -> str:
     return f"<[{piece}]>" if isinstance(piece, int) else literal(piece)
-
-
-def _expression(pattern: str) -> str:
-    try:
-        return to_rust(pattern)
-    except UnsupportedPattern as why:
-        raise refusal(f"the expression {pattern!r} is not supported: {why}", value=pattern) from None
-
-
-def _slashed(pattern: str) -> str:
-    return pattern.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
 
 
 def _field(value: Any, name: str, kind: type, place: str) -> Any:

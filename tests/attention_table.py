@@ -41,7 +41,7 @@ def _cell(nodeid: str) -> tuple[str, str]:
     name, _, parameters = nodeid.rpartition("::")[2].partition("[")
     values = parameters.rstrip("]").split("-")
     backend = next((value for value in values if value in _NAMES), "")
-    if name in ("test_attention_is_what_its_definition_says", "test_a_captured_decode_replays_with_other_lengths"):
+    if name in ("test_attention_equals_its_definition", "test_a_captured_decode_replays_with_other_lengths"):
         backend, setting = values[0], values[1]
         captured = "captured" in name
         return backend, f"{setting.replace('_', ' ')}{', captured' if captured else ''}"

@@ -16,7 +16,14 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-PRELOADED = ("baton.cli", "decode_node.service", "gateway.rpc.services", "node.process", "prefill_node.service")
+PRELOADED = (
+    "baton.cli",
+    "decode_node.service",
+    "gateway.http.server",
+    "gateway.rpc.services",
+    "node.process",
+    "prefill_node.service",
+)
 BATON = "baton"
 _OUTPUTS = ("stdout", "stderr")
 

@@ -2,6 +2,9 @@
 
 A row's newest token may still be on the device when the next step is launched. So masks are made after a step's forward
 pass is queued and before its draw is: this waits for the previous step's tokens while the device computes.
+
+NOTE: a captured step cannot apply them. It is replayed before the mask of its own draw can be known, and would have to
+wait in its middle; the rows with a grammar are drawn by a few kernels after it.
 """
 
 from collections.abc import Sequence

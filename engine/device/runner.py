@@ -28,6 +28,7 @@ from engine.device.inputs import pending_tokens, stage_step
 from engine.device.layer_marks import LayerMarks, OnMark
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
+from engine.sampling.masks import keep_allowed
 from engine.sampling.prompt_scores import ScoresOnHost, score_prompts
 from engine.sampling.row import GREEDY_ROW, SampleRow
 from engine.sampling.sampler import sample, with_logprobs
@@ -61,7 +62,6 @@ class LaunchedStep:
         self._slot = slot
         self._slots = slots
         self._scored = scored
-        self._scores: Mapping[int, Sequence[PromptLogprob]] = {}
         self._seconds = 0.0
 
     def wait(self) -> list[RowResult]:
@@ -76,8 +76,6 @@ class LaunchedStep:
                 results[index] = token
         for index, error in self._drawn.failed.items():
             results[index] = error
-        if self._scored is not None:
-            self._scores = self._scored.outputs()
         return results
 
     @property
@@ -87,8 +85,8 @@ class LaunchedStep:
 
     @property
     def scores(self) -> Mapping[int, Sequence[PromptLogprob]]:
-        """The logprobs that `Batch.scores` asks for, by row; known after `wait`."""
-        return self._scores
+        """The logprobs that `Batch.scores` asks for, by row; known after `wait`. Every call makes them anew."""
+        return {} if self._scored is None else self._scored.outputs()
 
 
 class ModelRunner:
@@ -140,6 +138,7 @@ class ModelRunner:
             torch.cuda.set_device(self._device)
             for batch in _warm_up_batches(self.facts):
                 self.run(batch)
+            self._warm_up_masks()
         if self._graphs is not None:
             self._graphs.capture(progress)
         self._is_prepared = True
@@ -243,6 +242,13 @@ class ModelRunner:
         if self.grammars is not None:
             self.grammars.drawn(rows, on_host)
         return [(places, on_host)], {places[index]: error for index, error in errors.items()}
+
+    def _warm_up_masks(self) -> None:
+        """Compiles the kernel that applies the masks of grammars."""
+        vocab_size = self.facts.vocab_size
+        logits = torch.zeros(1, vocab_size, device=self._device)
+        masks = np.full((1, -(-vocab_size // 32)), -1, np.int32)
+        keep_allowed(logits, *to_device((np.zeros(1, np.int64), masks), self._device))
 
     def _forget_grammars(self) -> None:
         """No row of this step has a grammar."""

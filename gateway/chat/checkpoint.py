@@ -94,9 +94,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(path))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}", field="model", value=path.parent) from error
+        raise ConfigError(f"{path} is not JSON: {error}", field="model", value=path.parent) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} is no JSON object", field="model", value=path.parent)
+        raise ConfigError(f"{path} is not a JSON object", field="model", value=path.parent)
     return value
 
 

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat.parsing.parser import ReasoningMarkers
 from gateway.chat.parsing.xml_call import is_text
 from gateway.chat.types import Json
+from grammar.gbnf import lark_from_gbnf
+from grammar.lark import literal, read_choices, regex
+from grammar.schema import parse_json
 
 ANY_TEXT = r"/(?s:.*)/"
 # Keywords that an object's `properties` do not show all members with.
@@ -255,32 +256,20 @@ def answer(grammar: Grammar) -> str:
         case GrammarKind.JSON_OBJECT:
             return json_of({"type": "object"})
         case GrammarKind.JSON_SCHEMA:
-            schema = _parse(grammar)
+            schema = parse_json(grammar.text, what="JSON Schema")
             return json_of({} if schema is True else schema)
         case GrammarKind.CHOICE:
-            choices = _parse(grammar)
-            if not isinstance(choices, list) or not choices:
-                raise InvalidRequest("the choices are no array", field="grammar", value=grammar.text[:200])
-            return "(" + " | ".join(json.dumps(str(choice), ensure_ascii=False) for choice in choices) + ")"
+            return "(" + " | ".join(map(literal, read_choices(grammar.text))) + ")"
         case GrammarKind.REGEX:
-            return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
+            return regex(grammar.text)
         case GrammarKind.LARK if not grammar.text.lstrip().startswith("{"):
             return f"%lark {{\n{grammar.text}\n}}"
         case GrammarKind.EBNF:
-            return f"%lark {{\n{gbnf_to_lark(grammar.text)}\n}}"
+            return f"%lark {{\n{lark_from_gbnf(grammar.text)}\n}}"
         case _:
             raise InvalidRequest(
-                f"a grammar of kind {grammar.kind.value} cannot follow reasoning or stand beside tools",
+                f"a grammar of kind {grammar.kind.value} cannot be combined with reasoning or with tools",
                 field="grammar",
                 value=grammar.kind.value,
                 cure="give a JSON schema, or turn the model's thinking off",
             )
-
-
-def _parse(grammar: Grammar) -> Any:
-    try:
-        return json.loads(grammar.text)
-    except ValueError as error:
-        raise InvalidRequest(
-            f"the grammar is no JSON: {error}", field="grammar", value=grammar.text[:200], cure="give JSON"
-        ) from error

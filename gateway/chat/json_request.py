@@ -73,7 +73,7 @@ def _parse(text: str, field: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{field} is no JSON: {error}", field=field, value=text[:200]) from error
+        raise InvalidRequest(f"{field} is not JSON: {error}", field=field, value=text[:200]) from error
 
 
 def _refuse_constant(name: str) -> Any:
@@ -267,5 +267,5 @@ def _tool_choice(value: Any, *, has_tools: bool) -> ToolChoice:
     choice_object = _object(value, "tool_choice")
     if choice_object.get("type") != "function":
         raise _wrong("tool_choice.type", choice_object.get("type"), "function")
-    function = choice_object.get("function", choice_object)  # the Responses API has the name beside the type
+    function = choice_object.get("function", choice_object)  # the Responses API has the name next to the type
     return NamedTool(_string(_object(function, "tool_choice.function").get("name"), "tool_choice.function.name"))

@@ -154,10 +154,10 @@ def _tool_call(call: Json, field: str, form: MessageForm) -> dict[str, Any]:
 def _parse_arguments(text: str, field: str) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
-    except ValueError as error:
-        raise InvalidRequest(f"{field} is no JSON: {error}", field=field, value=text[:200]) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is not JSON: {error}", field=field, value=text[:200]) from error
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{field} is no JSON object", field=field, value=text[:200])
+        raise InvalidRequest(f"{field} is not a JSON object", field=field, value=text[:200])
     return value
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import secrets
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,17 +87,17 @@ class ChatModel:
             stop_token_ids=tuple(tokens[text] for text in family.end_tokens if text in tokens),
         )
 
-    def parser(self, request: ChatRequest, prepared: PreparedChat, seed: str = "") -> OutputParser:
+    def parser(self, request: ChatRequest, prepared: PreparedChat, seed: str) -> OutputParser:
         """The parser of one output.
 
         Args:
-            seed: ids of tool calls are made from it, so give each output of each request its own; empty: a random one.
+            seed: ids of tool calls are made from it and the prompt, so give each output of a request its own. The
+                prompt tells turns apart whose clients give them the same request id.
         """
         dialect = self._dialect(request)
-        seed = seed or secrets.token_hex(16)
 
         def call_id(index: int) -> str:
-            digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+            digest = hashlib.sha256(f"{seed}/{index}/{prepared.prompt}".encode()).digest()
             if dialect.family.short_ids:
                 return "".join(LETTERS[byte % len(LETTERS)] for byte in digest[:SHORT_ID_CHARS])
             return "call_" + digest[:12].hex()
@@ -312,5 +311,5 @@ def _check_text(text: str, field: str) -> None:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise InvalidRequest(
-            f"{field} has {half}, which is no character", field=field, value=half, cure="send valid Unicode"
+            f"{field} has {half}, which is not a character", field=field, value=half, cure="send valid Unicode"
         ) from error

@@ -52,7 +52,7 @@ class ChatTemplate:
             self._template = environment.from_string(text)
         except (jinja2.TemplateError, RecursionError) as error:
             cure = "give a jinja template"
-            raise ConfigError(f"{name} is no chat template: {error}", field="chat_template", cure=cure) from error
+            raise ConfigError(f"{name} is not a chat template: {error}", field="chat_template", cure=cure) from error
 
     def render(
         self,

@@ -1,6 +1,5 @@
 """Handlers that generate nothing: models, tokens, health, version and counters."""
 
-import asyncio
 from typing import Any
 
 import orjson
@@ -11,6 +10,7 @@ from baton.errors import Draining, NoNode
 from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
+from gateway.http.counting import encode_chat
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -33,8 +33,7 @@ async def tokenize(call: Call) -> Response:
         token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
         chat = chat_request(body.model_dump(exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}))
-        prepared = await asyncio.to_thread(serving.model.chat.prepare, chat)
-        token_ids = await serving.encode(prepared.prompt, add_special_tokens=False)
+        token_ids = await encode_chat(serving, chat)
     tokenizer = serving.model.tokenizer
     return _json(
         {

@@ -56,6 +56,10 @@ class App:
                 response = await handler(call)
             except BatonError as error:
                 raise call.in_own_words(error) from None
+            except ClientLeft:
+                raise
+            except Exception as error:  # noqa: BLE001  the framework would answer it in its own shape
+                return self._error(request.scope, error)
             response.headers["x-request-id"] = call.request_id
             return response
 
@@ -90,7 +94,7 @@ class App:
         try:
             if given and scope[REQUEST_ID] != given:
                 allowed = (f"1 to {_REQUEST_ID_CHARACTERS_MAX} visible ASCII characters",)
-                raise InvalidRequest("x-request-id is no request id", field="x-request-id", allowed=allowed)
+                raise InvalidRequest("x-request-id is not a request id", field="x-request-id", allowed=allowed)
             await self.api(scope, receive, noting_start)
         except ClientLeft:
             log.debug("%s: the client left", scope[REQUEST_ID])

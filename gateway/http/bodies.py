@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from gateway.http.body import Body
+from gateway.http.checking import Biases, Items
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
-TokenIds = Annotated[list[Uint32], Field(min_length=1)]
+TokenIds = Annotated[Items[Uint32], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 _OUTPUTS_MAX = 128
 _PROMPTS_MAX = 1024
@@ -41,8 +42,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
     format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -57,7 +58,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Items[str], Field(min_length=1)] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
@@ -80,9 +81,9 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], float] | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[Uint32] | None = None
+    logit_bias: Biases | None = None
+    stop: Text | Items[Text] | None = None
+    stop_token_ids: Items[Uint32] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: Uint32 | None = None
     ignore_eos: bool = False
@@ -96,7 +97,7 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: Text | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = None
     guided_grammar: Text | None = None
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
     return_tokens_as_token_ids: bool = Field(False, description="in logprobs: token_id:N in place of a token's text")
@@ -132,25 +133,25 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="default: what the context leaves")
     max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="older name of max_completion_tokens")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] = Field([])
+    tools: Items[dict[str, Any]] = Field([])
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = Field(None, description="a variable of the template")
+    reasoning_effort: str | None = Field(None, description="a variable of the template; none: no reasoning")
     include_reasoning: bool = True
     chat_template: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = Field(
         None, description="name of one of the checkpoint's templates"
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="further variables of the template")
-    documents: list[dict[str, Any]] | None = Field(None, description="a variable of the template")
+    documents: Items[dict[str, Any]] | None = Field(None, description="a variable of the template")
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: Literal[False] = Field(False, description="the template writes all special tokens itself")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
 
@@ -170,9 +171,9 @@ class CompletionBody(GenerationBody):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=_PROMPTS_MAX)]
+        | Annotated[Items[Text], Field(min_length=1, max_length=_PROMPTS_MAX)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=_PROMPTS_MAX)]
+        | Annotated[Items[TokenIds], Field(min_length=1, max_length=_PROMPTS_MAX)]
     )
     max_tokens: Uint32 | None = Field(None, description="default: 16; 0 only with echo")
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -207,10 +208,10 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool = Field(True, description="of prompt; a template writes them itself")
     return_token_strs: bool = False
-    tools: list[dict[str, Any]] = Field([])
+    tools: Items[dict[str, Any]] = Field([])
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field({})
@@ -226,5 +227,5 @@ class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: str = ""
-    tokens: list[Uint32]
+    tokens: Items[Uint32]
     skip_special_tokens: bool = False

@@ -4,6 +4,8 @@ Pure but for `read_body`.
 """
 
 import json
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +17,8 @@ from baton.errors import InvalidRequest
 from gateway.http.errors import Refused
 
 _DEPTH_MAX = 128  # arrays and objects within each other
+_VALUES_MAX = 1 << 19  # each costs Python far more time than its bytes, and the event loop waits
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _SHOWN_CHARACTERS = 80
 
 
@@ -55,15 +59,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object that the body is.
 
     Raises:
-        Refused: it is no JSON (NaN, lone surrogates and invalid UTF-8 are none), or no object, is nested too deeply or
-            names a key twice.
+        Refused: it is no JSON (NaN, lone surrogates and invalid UTF-8 are none), or no object, is nested too deeply,
+            has too many values or names a key twice.
     """
+    if body.count(b",") > _VALUES_MAX and (
+        body.count(b'"') > 2 * _VALUES_MAX or _STRING.sub(b"", body).count(b",") > _VALUES_MAX
+    ):
+        allowed = (f"up to {_VALUES_MAX}",)
+        raise Refused(413, "body_too_large", "the body has too many JSON values", allowed=allowed, cure="send less")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise _syntax(f"the body is no valid JSON: {error}") from None
+        raise _syntax(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise _syntax("the body is no JSON object")
+        raise _syntax("the body is not a JSON object")
     if body.count(b"[") + body.count(b"{") > _DEPTH_MAX and _depth_exceeds(value, _DEPTH_MAX):
         raise _syntax(f"the body is nested more than {_DEPTH_MAX} deep")
     json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode(body.decode())  # orjson keeps the last one in silence
@@ -125,8 +134,7 @@ def _locate(given: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[str, 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
     if len({name for name, _ in pairs}) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise InvalidRequest(f"the body has the key {shown(twice)} twice", field=twice[:_SHOWN_CHARACTERS])
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -23,12 +23,15 @@ from gateway.http.errors import ErrorShape, error_response, openai_error
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
 
+T = TypeVar("T")
+
 KEEP_ALIVE_S = 10.0  # a comment goes out when nothing was written for this to twice this long
 
 # Keys in the scope of a request: its id, and the server's own `send` without the frameworks' wrappers.
 REQUEST_ID = "baton.request_id"
 RAW_SEND = "baton.send"
 
+_SMALL_BODY = 1 << 18  # bytes
 _DEADLINES = ("x-request-timeout-s", "x-baton-deadline-s")
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -117,26 +120,28 @@ class Call:
         return None if self._limit_s is None else self._limit_s - (self._loop.time() - self._started_at_s)
 
     async def read(self, model: type[AnyBody]) -> AnyBody:
-        """The body as a checked model; raises also as `read_object`.
+        """The body as a checked model; raises as `read_as`."""
+        return await self.read_as(lambda value: check(model, value))
+
+    async def read_as(self, understand: Callable[[dict[str, Any]], T]) -> T:
+        """What `understand` makes of the JSON object that is the body. Pure; a large body is read in a thread, so that
+        it delays no other request's tokens.
 
         Raises:
-            InvalidRequest: it is none.
-        """
-        return check(model, await self.read_object())
-
-    async def read_object(self) -> dict[str, Any]:
-        """The JSON object that is the body.
-
-        Raises:
-            InvalidRequest: it is none, or too large.
+            InvalidRequest: it is none, or too large, or `understand` says so.
             ClientLeft: it ends early.
         """
+        body = await self._read_body()
+        if len(body) <= _SMALL_BODY:
+            return understand(parse_object(body))
+        return await asyncio.to_thread(lambda: understand(parse_object(body)))
+
+    async def _read_body(self) -> bytes:
         bytes_max = int(self.context.settings.http_body_mib * MIB)
         try:
-            body = await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
+            return await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
         except ClientDisconnect:
             raise ClientLeft from None
-        return parse_object(body)
 
     async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> list[Collected]:
         """The request's whole outputs, by index. A client that leaves cancels the request.

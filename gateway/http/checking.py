@@ -31,6 +31,17 @@ M = TypeVar("M", bound=BaseModel)
 
 Items = Annotated[list[T], Field(fail_fast=True)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+_BIASES_MAX = 1024  # as `gateway.validate`; here so that a flood of wrong ones is not described one by one
+
+
+def _few(biases: object) -> object:
+    if isinstance(biases, dict) and len(biases) > _BIASES_MAX:
+        raise PydanticCustomError("too_long", "a token bias for up to {max_length} tokens", {"max_length": _BIASES_MAX})
+    return biases
+
+
+Biases = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], BeforeValidator(_few)]
 PositiveU32 = Annotated[int, Field(ge=1, le=2**32 - 1)]
 
 

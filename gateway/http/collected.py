@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from baton.convert import finish_reason_from_proto
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
-
-_FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
     """ "stop" or "length", as OpenAI calls them; empty while the output goes on."""
-    return _FINISH_NAMES.get(reason, "")
+    return finish_reason_from_proto(reason) or ""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How many tokens a conversation is."""
+"""A conversation's tokens."""
 
 import asyncio
 
@@ -6,11 +6,11 @@ from gateway.chat.types import ChatRequest
 from gateway.serving import Serving
 
 
-async def count_tokens(serving: Serving, chat: ChatRequest) -> int:
+async def encode_chat(serving: Serving, chat: ChatRequest) -> list[int]:
     """Renders and tokenizes in a thread, so that a long conversation delays no other request's tokens.
 
     Raises:
         InvalidRequest: the template refuses the conversation.
     """
     prepared = await asyncio.to_thread(serving.model.chat.prepare, chat)
-    return len(await serving.encode(prepared.prompt, add_special_tokens=False))
+    return await serving.encode(prepared.prompt, add_special_tokens=False)

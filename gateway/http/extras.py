@@ -4,13 +4,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.http.checking import U32, Items, JsonObject, Model
+from gateway.http.checking import U32, Biases, Items, JsonObject, Model
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
 # Sampling numbers with the same name in the request and on the wire.
 _SAME_NAME = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "min_tokens", "ignore_eos",
 )  # fmt: skip
 
@@ -25,8 +25,8 @@ class Extras(Model):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    logit_bias: Biases | None = None
     min_tokens: U32 | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Items[U32] | None = None
@@ -42,6 +42,8 @@ class Extras(Model):
             value = getattr(self, name)
             if value is not None:
                 setattr(sampling, name, value)
+        if self.seed is not None:
+            sampling.seed = self.seed % 2**64
         if self.top_k is not None:
             sampling.top_k = max(self.top_k, 0)
         if self.include_stop_str_in_output is not None:

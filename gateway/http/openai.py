@@ -1,6 +1,5 @@
 """Handlers of OpenAI's endpoints that generate: chat completions and completions."""
 
-import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from baton.errors import InvalidRequest
 from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody
 from gateway.http.call import Call, Job
@@ -21,6 +21,7 @@ from gateway.http.chunks import (
     usage_json,
 )
 from gateway.http.collected import Collected, ToolCall
+from gateway.http.counting import encode_chat
 from gateway.http.logprobs import CompletionLogprobs, LogprobWriter
 from gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
 from protos.baton.v1 import common_pb2
@@ -46,6 +47,10 @@ async def chat_completions(call: Call) -> Response:
 async def completions(call: Call) -> Response:
     body = await call.read(CompletionBody)
     call.field_names = {"text": "prompt", "grammar": grammar_of(body)[1]}
+    limit = call.context.settings.max_concurrent_requests
+    if len(body.prompts) > limit:
+        allowed = (f"up to {limit}",)
+        raise InvalidRequest(f"{len(body.prompts)} prompts", field="prompt", value=len(body.prompts), allowed=allowed)
     messages = completion_messages(body, call.request_id)
     shape = _shape(call, body, "text_completion", "cmpl", wants_logprobs=body.logprobs is not None)
     echoes = tuple([await _echo(call, prompt) for prompt in body.prompts]) if body.echo else ()
@@ -91,8 +96,7 @@ async def _count(call: Call, message: pb.GenerateRequest, chat: ChatRequest | No
     """Prompt tokens. Tokenizes once more, which a stream with the usage in every chunk has to pay for."""
     special = not message.HasField("add_special_tokens") or message.add_special_tokens
     if chat is not None:
-        prompt = await asyncio.to_thread(call.serving.model.chat.prepare, chat)
-        tokens = await call.serving.encode(prompt.prompt, add_special_tokens=False)
+        tokens = await encode_chat(call.serving, chat)
     elif message.HasField("text"):
         tokens = await call.serving.encode(message.text, add_special_tokens=special)
     else:

@@ -10,11 +10,12 @@ from baton.errors import BatonError
 from gateway.http.errors import Refused, openai_error, status_of
 
 HEADER_BYTES_MAX = 64 << 10
-REQUEST_S = 60.0  # for a request's headers, once its connection is open or its first byte has come
+# For a request's headers, once its connection is open or its first byte has come, and then for each piece of its body.
+REQUEST_S = 60.0
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection whose headers are too large, take too long or are no HTTP."""
+    """Closes a connection whose request takes too long, or whose headers are too large or no HTTP."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,7 +27,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_headers()
+        self._wait_for_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -35,8 +36,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._in_headers and self._patience is None:
-            self._wait_for_headers()
+        if not self._in_headers:
+            self._stop_waiting()
+        if self._patience is None:
+            self._wait_for_more()
         self._unparsed_bytes += len(data)  # a header counts once it is complete; one that never ends counts here
         super().data_received(data)
         if self._in_headers and self._unparsed_bytes > HEADER_BYTES_MAX:
@@ -53,7 +56,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers, self._unparsed_bytes = False, 0
-        self._stop_waiting()
         if self._header_bytes > HEADER_BYTES_MAX:
             self._refuse_headers()
         else:
@@ -65,19 +67,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_headers, self._header_bytes, self._unparsed_bytes = True, 0, 0
+        self._stop_waiting()
         if not self._refused:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        self._refuse(Refused(400, "invalid_http", "the request is no HTTP"))
+        self._refuse(Refused(400, "invalid_http", "the request is not HTTP"))
 
-    def _wait_for_headers(self) -> None:
+    def _wait_for_more(self) -> None:
         self._patience = self.loop.call_later(REQUEST_S, self._lose_patience)
 
     def _lose_patience(self) -> None:
         self._patience = None
         if not self._refused:
-            self._refuse(Refused(408, "request_timeout", f"no whole request within {REQUEST_S:.0f} s"))
+            what = "no whole request" if self._in_headers else "no more of the request's body"
+            self._refuse(Refused(408, "request_timeout", f"{what} within {REQUEST_S:.0f} s"))
 
     def _stop_waiting(self) -> None:
         if self._patience is not None:
@@ -92,7 +96,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        answering = self.cycle is not None and self.cycle.response_started
+        if answering and not (self._in_headers and self.cycle.response_complete):
             self.transport.close()
             return
         body = orjson.dumps(openai_error(error, ""))

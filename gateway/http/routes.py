@@ -1,33 +1,56 @@
-"""Which path has which handler."""
+"""Which path has which handler: one table."""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel
 
 from gateway.http import about, openai
 from gateway.http.anthropic import routes as anthropic
 from gateway.http.anthropic.errors import anthropic_error
 from gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
-from gateway.http.app import App
+from gateway.http.app import App, Handler
 from gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.http.call import Context
 from gateway.http.responses.models import ResponsesRequest
 from gateway.http.responses.routes import responses
 
 
+@dataclass(frozen=True)
+class Route:
+    """A path; one with a body is a POST, any other a GET."""
+
+    path: str
+    handler: Handler
+    summary: str
+    body: type[BaseModel] | None = None
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
+
+
+ROUTES = (
+    Route("/v1/chat/completions", openai.chat_completions, "Continue a conversation", ChatBody),
+    Route("/v1/completions", openai.completions, "Continue a text", CompletionBody),
+    Route("/v1/responses", responses, "Continue a conversation, as OpenAI's Responses", ResponsesRequest),
+    Route("/v1/messages", anthropic.messages, "Continue a conversation, as Anthropic's", MessagesRequest),
+    Route("/v1/messages/count_tokens", anthropic.count, "Tokens of a conversation, as Anthropic's", CountTokensRequest),
+    Route("/v1/models", about.models, "The served model, as a list"),
+    Route("/v1/models/{model:path}", about.model, "The served model"),
+    Route("/tokenize", about.tokenize, "Token ids of a text or a conversation", TokenizeBody),
+    Route("/detokenize", about.detokenize, "The text of token ids", DetokenizeBody),
+    Route("/", about.root, "What answers here"),
+    Route("/health", about.health, "200 as long as the process lives"),
+    Route("/ready", about.ready, "200 if a request can be served, else 503"),
+    Route("/version", about.version, "Baton's version"),
+    Route("/metrics", about.metrics, "Counters in Prometheus' text format"),
+)
+
+
 def create_app(context: Context) -> App:
     """The application with all routes."""
     app = App(context)
-    app.add("/v1/chat/completions", openai.chat_completions, body=ChatBody, summary="Continue a conversation")
-    app.add("/v1/completions", openai.completions, body=CompletionBody, summary="Continue a text")
-    app.add("/v1/responses", responses, body=ResponsesRequest, summary="Continue a conversation, as OpenAI's Responses")
-    app.add("/v1/messages", anthropic.messages, body=MessagesRequest, summary="Continue a conversation, as Anthropic's")
-    counted = "Tokens of a conversation, as Anthropic's"
-    app.add("/v1/messages/count_tokens", anthropic.count, body=CountTokensRequest, summary=counted)
+    for route in ROUTES:
+        app.add(route.path, route.handler, method=route.method, body=route.body, summary=route.summary)
     context.error_shapes["/v1/messages"] = anthropic_error
-    app.add("/v1/models", about.models, method="GET", summary="The served model, as a list")
-    app.add("/v1/models/{model:path}", about.model, method="GET", summary="The served model")
-    app.add("/tokenize", about.tokenize, body=TokenizeBody, summary="Token ids of a text or a conversation")
-    app.add("/detokenize", about.detokenize, body=DetokenizeBody, summary="The text of token ids")
-    app.add("/", about.root, method="GET", summary="What answers here")
-    app.add("/health", about.health, method="GET", summary="200 as long as the process lives")
-    app.add("/ready", about.ready, method="GET", summary="200 if a request can be served, else 503")
-    app.add("/version", about.version, method="GET", summary="Baton's version")
-    app.add("/metrics", about.metrics, method="GET", summary="Counters in Prometheus' text format")
     return app

@@ -4,12 +4,13 @@ from typing import Any
 
 import orjson
 
+from baton.convert import grammar_to_proto
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from gateway.chat.json_request import chat_request as conversation
 from gateway.chat.types import ChatRequest
 from gateway.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
-from protos.baton.v1 import common_pb2
+from gateway.http.extras import reasoning_variables
 from protos.baton.v1 import generation_pb2 as pb
 
 _SAME_NAMES = (
@@ -29,19 +30,9 @@ _CONVERSATION = (
     "chat_template",
     "chat_template_kwargs",
     "documents",
-    "reasoning_effort",
     "add_generation_prompt",
     "continue_final_message",
 )
-_KINDS = {
-    GrammarKind.JSON_OBJECT: common_pb2.GRAMMAR_KIND_JSON_OBJECT,
-    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
-    GrammarKind.CHOICE: common_pb2.GRAMMAR_KIND_CHOICE,
-    GrammarKind.LARK: common_pb2.GRAMMAR_KIND_LARK,
-    GrammarKind.EBNF: common_pb2.GRAMMAR_KIND_EBNF,
-    GrammarKind.STRUCTURAL_TAG: common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG,
-}
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
@@ -51,6 +42,10 @@ def chat_request(body: ChatBody) -> ChatRequest:
         InvalidRequest: a field cannot be.
     """
     given = {name: getattr(body, name) for name in _CONVERSATION}
+    kwargs = body.chat_template_kwargs
+    thinking = kwargs.get("enable_thinking", kwargs.get("thinking"))
+    variables = reasoning_variables(effort=body.reasoning_effort, thinking=thinking)
+    given["chat_template_kwargs"] = {**variables, **kwargs}
     return conversation(given, grammar_of(body)[0])
 
 
@@ -79,8 +74,7 @@ def completion_messages(body: CompletionBody, request_id: str) -> list[pb.Genera
         if body.echo:
             first.sampling.prompt_logprobs = max(body.logprobs, first.sampling.prompt_logprobs)
     if grammar is not None:
-        first.sampling.grammar.kind = _KINDS[grammar.kind]
-        first.sampling.grammar.text = grammar.text
+        first.sampling.grammar.CopyFrom(grammar_to_proto(grammar))
     messages = []
     for number, prompt in enumerate(prompts):
         message = pb.GenerateRequest()
@@ -127,7 +121,7 @@ def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
     if body.seed is not None:
         sampling.seed = body.seed % (1 << 64)
     for token_id, bias in (body.logit_bias or {}).items():
-        sampling.logit_bias[_bias_token(token_id)] = bias
+        sampling.logit_bias[int(token_id)] = bias
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
     sampling.stop_token_ids.extend(body.stop_token_ids or [])
     sampling.include_stop = body.include_stop_str_in_output
@@ -136,13 +130,6 @@ def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
     if body.prompt_logprobs is not None:
         sampling.prompt_logprobs = min(body.prompt_logprobs, (1 << 32) - 1)
     return message
-
-
-def _bias_token(token_id: str) -> int:
-    number = int(token_id)
-    if number >= 1 << 32:
-        raise InvalidRequest(f"logit_bias has token id {token_id}", field="logit_bias", value=token_id)
-    return number
 
 
 def _grammars(body: GenerationBody) -> list[tuple[str, Grammar | None]]:

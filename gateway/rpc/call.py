@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import grpc
 
-from baton.errors import BatonError, InternalError, InvalidRequest, UnknownModel
+from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.rpc.status import abort, client_may_leave
 from gateway.validate import check_request_id
 from protos.baton.v1 import common_pb2
@@ -76,8 +76,6 @@ async def answering(context: Context) -> AsyncIterator[Call]:
         try:
             yield call
         except BatonError as error:
-            if not (error.request_id or isinstance(error, InvalidRequest | UnknownModel)):
-                log.info("%s failed: %s", call.request_id or "a call", error)
             await abort(context, error, request_id=call.request_id)
         except (grpc.aio.InternalError, grpc.aio.AbortError):
             raise

@@ -101,7 +101,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 default_sampling=model.default_sampling,
                 has_chat_template=model.chat.has_template,
                 tokenizer_sha256=archive.sha256,
-                grammar_kinds=[] if model.grammars is None else [kind.name for kind in GrammarKind],
+                grammar_kinds=[kind.name for kind in GrammarKind],
             )
 
     async def GetTokenizer(

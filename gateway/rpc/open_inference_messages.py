@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from baton.convert import finish_reason_from_proto
 from baton.errors import InvalidRequest
 from gateway.rpc.tensors import Output, read_inputs, write_outputs
 from protos.baton.v1 import common_pb2
@@ -24,11 +25,6 @@ OUTPUTS = {
 }
 VERSION = "1"
 
-_FINISH_REASONS = {
-    common_pb2.FINISH_REASON_UNSPECIFIED: "",
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-}
 _REQUEST_PARAMETERS = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
 _BOOLEANS = {"true": True, "false": False}
 
@@ -97,7 +93,7 @@ def to_response(
     response = oip.ModelInferResponse(model_name=name, model_version=VERSION, id=request.id)
     values: dict[str, str | int] = {
         "text_output": output.text,
-        "finish_reason": _FINISH_REASONS[output.finish_reason],
+        "finish_reason": finish_reason_from_proto(output.finish_reason) or "",
     }
     if usage is not None:
         values |= {"num_input_tokens": usage.prompt_tokens, "num_output_tokens": usage.completion_tokens}
@@ -117,9 +113,9 @@ def _json_parameters(data: bytes) -> dict[str, Any]:
     try:
         given = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"sampling_parameters is no JSON: {error}", field="inputs.sampling_parameters") from None
+        raise InvalidRequest(f"sampling_parameters is not JSON: {error}", field="inputs.sampling_parameters") from None
     if not isinstance(given, dict):
-        raise InvalidRequest("sampling_parameters is no JSON object", field="inputs.sampling_parameters")
+        raise InvalidRequest("sampling_parameters is not a JSON object", field="inputs.sampling_parameters")
     return given
 
 

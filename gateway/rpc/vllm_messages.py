@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from baton.convert import finish_reason_from_proto
 from baton.errors import InvalidRequest
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
-_FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 _REFUSED_FIELDS = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 
 
@@ -151,7 +151,7 @@ def to_complete(
     """The end of one output; `last_token_id` tells a stop token from a stop string that looks like its number."""
     complete = vllm.GenerateComplete(
         output_ids=[token.token_id for token in output.tokens],
-        finish_reason=_FINISH_REASONS[output.finish_reason],
+        finish_reason=finish_reason_from_proto(output.finish_reason),
         prompt_tokens=prompt_tokens,
         completion_tokens=len(output.tokens),
         cached_tokens=cached_tokens,

@@ -58,6 +58,10 @@ class Rendered:
         found: Manifest = container
         return found
 
+    def ports(self, role: str) -> dict[str, int]:
+        """The container's open ports by name."""
+        return {port["name"]: port["containerPort"] for port in self.container(role)["ports"]}
+
     def environment(self, role: str) -> dict[str, str]:
         """The environment of the role's process."""
         container = self.container(role)

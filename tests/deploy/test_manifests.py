@@ -66,10 +66,19 @@ def test_the_layout_is_valid_for_every_model(rendered: Rendered, role: str) -> N
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_pod_advertises_its_own_address(rendered: Rendered, role: str) -> None:
-    (port,) = rendered.container(role)["ports"]
+    port = rendered.ports(role)["grpc"]
     given = rendered.settings(role)
-    assert given["advertise"] == f"10.0.0.7:{port['containerPort']}"
-    assert given["listen"] == f"0.0.0.0:{port['containerPort']}"
+    assert given["advertise"] == f"10.0.0.7:{port}"
+    assert given["listen"] == f"0.0.0.0:{port}"
+
+
+def test_gateways_alone_speak_http_too(rendered: Rendered) -> None:
+    assert {role: list(rendered.ports(role)) for role in ROLES} == {
+        "gateway": ["grpc", "http"],
+        "prefill": ["grpc"],
+        "decode": ["grpc"],
+    }
+    assert rendered.settings("gateway")["http_listen"] == f"0.0.0.0:{rendered.ports('gateway')['http']}"
 
 
 @pytest.mark.parametrize("role", NODE_ROLES)
@@ -89,12 +98,14 @@ def test_clients_may_balance_or_not(rendered: Rendered) -> None:
     assert sorted(service.get("clusterIP", "one address") for service in services) == ["None", "one address"]
 
 
-def test_a_service_port_is_a_container_port_that_speaks_grpc(rendered: Rendered) -> None:
+def test_a_services_ports_are_its_containers_and_name_their_protocol(rendered: Rendered) -> None:
+    protocols = {"grpc": "kubernetes.io/h2c", "http": "http"}
     for service in rendered.of_kind("Service"):
-        (port,) = service["spec"]["ports"]
-        (open_port,) = rendered.container(service["spec"]["selector"][ROLE_LABEL])["ports"]
-        assert (port["port"], port["targetPort"]) == (open_port["containerPort"], open_port["name"])
-        assert port["appProtocol"] == "kubernetes.io/h2c"
+        ports = service["spec"]["ports"]
+        assert {port["targetPort"]: port["port"] for port in ports} == rendered.ports(
+            service["spec"]["selector"][ROLE_LABEL]
+        )
+        assert all(port["appProtocol"] == protocols[port["targetPort"]] for port in ports)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -115,8 +126,7 @@ def test_all_objects_of_a_role_select_its_pods_and_no_others(rendered: Rendered,
 @pytest.mark.parametrize("role", ROLES)
 def test_live_is_the_empty_service_and_ready_the_roles_own(rendered: Rendered, role: str) -> None:
     container = rendered.container(role)
-    (port,) = container["ports"]
-    live = {"port": port["containerPort"]}
+    live = {"port": rendered.ports(role)["grpc"]}
     assert container["startupProbe"]["grpc"] == live
     assert container["livenessProbe"]["grpc"] == live
     assert container["readinessProbe"]["grpc"] == live | {"service": SERVICES[role]}
@@ -205,7 +215,7 @@ def test_a_node_is_reached_by_gateways_and_peers_alone(rendered: Rendered) -> No
         ("prefill", 7002, 7002),
         ("prefill", 20000, 20999),
     }
-    assert allowed_into(rendered, "gateway") == {("*", 7000, 7000)}
+    assert allowed_into(rendered, "gateway") == {("*", 7000, 7000), ("*", 8000, 8000)}
 
 
 def test_a_role_that_may_be_reached_may_be_called(rendered: Rendered) -> None:

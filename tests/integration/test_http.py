@@ -30,6 +30,7 @@ TOOL: ChatCompletionToolParam = {
     },
 }
 SCHEMA = TOOL["function"]["parameters"]
+ENDLESS: dict[str, Any] = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
@@ -250,18 +251,14 @@ def test_the_request_id_is_in_the_answer(client: OpenAI) -> None:
     assert raw.parse().id == "cmpl-mine"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_the_blocks(cluster: tuple[Process, Process], stream: bool) -> None:
+async def test_a_client_that_leaves_frees_the_blocks(cluster: tuple[Process, Process]) -> None:
     gateway, decode = cluster
     async with AsyncOpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0) as client:
-        request = asyncio.create_task(
-            client.completions.create(  # type: ignore[call-overload]
-                model="llama", prompt=PROMPT, max_tokens=4000, stream=stream, extra_body={"ignore_eos": True}
-            )
-        )
+        whole = asyncio.create_task(client.completions.create(model="llama", prompt=PROMPT, **ENDLESS))
         await until_status(decode, lambda status: status.requests_running == 1)
-        if stream:
-            await (await request).close()
-        else:
-            request.cancel()
+        whole.cancel()
+        await until_status(decode, nothing_held)
+        stream = await client.completions.create(model="llama", prompt=PROMPT, stream=True, **ENDLESS)
+        await until_status(decode, lambda status: status.requests_running == 1)
+        await stream.close()
         await until_status(decode, nothing_held)

@@ -115,3 +115,14 @@ async def test_a_client_gets_them_once_when_the_prefill_node_is_killed_half_way(
         for prompt, completion in zip(prompts, await asyncio.gather(*requests), strict=True):
             assert_right(completion, prompt, reference)
     await until_status(decode, nothing_held)
+
+
+@pytest.mark.slow
+async def test_several_ranks_compute_them_together(start: Machines, reference: Reference) -> None:
+    node = {"model": LLAMA, **NODE}
+    prefill, decode = start.nodes(("prefill", {**node, "tensor_parallel_size": 2}), ("decode", node))
+    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
+    (prompt,) = reference.prompts([150])
+    async with Client(gateway.address) as client:
+        for _ in range(2):
+            assert_right(await client.complete(prompt, SAMPLING), prompt, reference)

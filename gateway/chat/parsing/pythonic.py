@@ -82,12 +82,13 @@ class PythonCall:
             elif closes and character == closes[-1]:
                 closes.pop()
             elif not closes and character in ",)":
-                return _to_json(cursor.text[start : cursor.position].strip())
+                return json_of_literal(cursor.text[start : cursor.position].strip())
             cursor.position += 1
         return None
 
 
-def _to_json(text: str) -> str | None:
+def json_of_literal(text: str) -> str | None:
+    """JSON, or a literal of Python, as JSON; None: it is neither."""
     try:
         return json.dumps(json.loads(text), ensure_ascii=False)
     except (ValueError, RecursionError):

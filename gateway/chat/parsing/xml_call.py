@@ -1,6 +1,5 @@
 """Tool calls as Qwen3-Coder and Qwen 3.5 write them: one element for each argument. The schema knows its type."""
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +8,7 @@ from typing import Any
 from gateway.chat.parsing.calls import between_markers, skip_to
 from gateway.chat.parsing.collector import Collector
 from gateway.chat.parsing.cursor import Cursor, Markers, Reading
+from gateway.chat.parsing.pythonic import json_of_literal
 
 IN_TAG = re.compile(r"[^<>\n]")
 VALUE_END = Markers("\n</parameter>", "</parameter>")
@@ -73,7 +73,9 @@ def _value(cursor: Cursor, out: Collector, *, text: bool) -> Reading[bool]:
     pieces: list[str] = []
     end = yield from cursor.until(VALUE_END, pieces.append)
     value = "".join(pieces)
-    out.arguments(_to_json(value) if end else value)
+    if end:
+        value = json_of_literal(value.strip()) or json.dumps(value, ensure_ascii=False)
+    out.arguments(value)
     return bool(end)
 
 
@@ -92,14 +94,3 @@ def _pointed_to(pointer: str, root: Any) -> Any:
     for key in pointer.removeprefix("#/").split("/"):
         root = root.get(key) if isinstance(root, Mapping) else None
     return root
-
-
-def _to_json(text: str) -> str:
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)

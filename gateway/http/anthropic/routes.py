@@ -3,9 +3,12 @@
 Clients may send `x-api-key`, `anthropic-version` and `anthropic-beta`; they change nothing.
 """
 
+from typing import Any
+
 import orjson
 from starlette.responses import Response
 
+from gateway.chat.types import ChatRequest
 from gateway.http.anthropic.answer import MessageObject
 from gateway.http.anthropic.models import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.stream import MessageStream
@@ -13,8 +16,9 @@ from gateway.http.anthropic.translate import to_chat, to_message
 from gateway.http.call import Call, Job
 from gateway.http.checking import checked
 from gateway.http.chunks import receipt_json
-from gateway.http.counting import count_tokens
+from gateway.http.counting import encode_chat
 from gateway.http.parts import Answer
+from protos.baton.v1 import generation_pb2 as pb
 
 # What this API calls the fields of ours.
 _FIELD_NAMES = {
@@ -27,8 +31,7 @@ _FIELD_NAMES = {
 
 async def messages(call: Call) -> Response:
     call.field_names = _FIELD_NAMES
-    request = checked(MessagesRequest, await call.read_object())
-    message, chat = to_message(request), to_chat(request)
+    request, message, chat = await call.read_as(_understand)
     message.request_id = call.request_id
     written = MessageObject.of(
         request,
@@ -45,10 +48,20 @@ async def messages(call: Call) -> Response:
 
 async def count(call: Call) -> Response:
     call.field_names = _FIELD_NAMES
-    request = checked(CountTokensRequest, await call.read_object())
+    request, chat = await call.read_as(_understand_counted)
     call.serving.model.check_name(request.model)
-    tokens = await count_tokens(call.serving, to_chat(request))
+    tokens = len(await encode_chat(call.serving, chat))
     return _named(call, Response(orjson.dumps({"input_tokens": tokens}), media_type="application/json"))
+
+
+def _understand(body: dict[str, Any]) -> tuple[MessagesRequest, pb.GenerateRequest, ChatRequest]:
+    request = checked(MessagesRequest, body)
+    return request, to_message(request), to_chat(request)
+
+
+def _understand_counted(body: dict[str, Any]) -> tuple[CountTokensRequest, ChatRequest]:
+    request = checked(CountTokensRequest, body)
+    return request, to_chat(request)
 
 
 def _named(call: Call, response: Response) -> Response:

@@ -12,7 +12,7 @@ from gateway.chat.types import ChatRequest, Json
 from gateway.http.call import Call, Job
 from gateway.http.checking import checked
 from gateway.http.chunks import receipt_json
-from gateway.http.counting import count_tokens
+from gateway.http.counting import encode_chat
 from gateway.http.logprobs import LogprobWriter
 from gateway.http.responses.answer import Identity, ResponseObject
 from gateway.http.responses.models import ResponsesRequest
@@ -20,6 +20,7 @@ from gateway.http.responses.stream import ResponseStream
 from gateway.http.responses.translate import to_chat, to_message, wants_logprobs
 from gateway.http.responses.truncation import fit
 from protos.baton.v1 import common_pb2
+from protos.baton.v1 import generation_pb2 as pb
 
 # What this API calls the fields of ours.
 _FIELD_NAMES = {
@@ -34,8 +35,7 @@ _FIELD_NAMES = {
 
 async def responses(call: Call) -> Response:
     call.field_names = _FIELD_NAMES
-    request = checked(ResponsesRequest, await call.read_object())
-    message, chat = to_message(request), to_chat(request)
+    request, message, chat = await call.read_as(_understand)
     message.request_id = call.request_id
     if request.truncation == "auto":
         chat = await _fitting(call, request, chat)
@@ -45,6 +45,11 @@ async def responses(call: Call) -> Response:
     answer = response.answer()
     await call.serve([Job(message, answer.collect, chat)])
     return Response(response.ended(answer), media_type="application/json")
+
+
+def _understand(body: dict[str, Any]) -> tuple[ResponsesRequest, pb.GenerateRequest, ChatRequest]:
+    request = checked(ResponsesRequest, body)
+    return request, to_message(request), to_chat(request)
 
 
 def _identity(call: Call, request: ResponsesRequest) -> Identity:
@@ -67,7 +72,7 @@ async def _fitting(call: Call, request: ResponsesRequest, chat: ChatRequest) -> 
 
     async def count(messages: Sequence[Json]) -> int:
         try:
-            return await count_tokens(call.serving, replace(chat, messages=messages))
+            return len(await encode_chat(call.serving, replace(chat, messages=messages)))
         except InvalidRequest as error:
             if error.field != "text":
                 raise

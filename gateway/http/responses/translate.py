@@ -137,7 +137,7 @@ def _check_arguments(field: str, arguments: str) -> None:
         value = None
     if not isinstance(value, dict):
         cure = "leave out a call whose arguments are incomplete"
-        raise InvalidRequest(f"{field} is no JSON object", field=field, value=arguments[:100], cure=cure)
+        raise InvalidRequest(f"{field} is not a JSON object", field=field, value=arguments[:100], cure=cure)
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

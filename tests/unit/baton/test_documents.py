@@ -1,14 +1,27 @@
-"""Pages that are written from code are up to date."""
+"""Pages that are written from code are up to date, and their examples work."""
 
+import json
+import re
 from pkgutil import resolve_name
 
 import pytest
 
-from docs import attention, configuration
+from baton.config import DEMO_MODELS
+from baton.types import GrammarKind
+from docs import api, attention, configuration
+from gateway.http.bodies import ChatBody
+from gateway.http.translate import grammar_of
+from gateway.model import read_served_model
+
+EXAMPLE = re.compile(r'^\|.*\| `(\{"(?:response_format|structured_outputs)".*\})` \|$', re.MULTILINE)
 
 
 def test_the_configuration_page_is_made_from_the_settings() -> None:
     assert configuration.PAGE.read_text() == configuration.page(), "run `make docs`"
+
+
+def test_the_page_of_the_http_api_has_the_parameters_that_the_code_takes() -> None:
+    assert api.PAGE.read_text() == api.page(), "run `make docs`"
 
 
 def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> None:
@@ -18,3 +31,15 @@ def test_the_page_of_attention_backends_is_made_from_their_capabilities() -> Non
 @pytest.mark.parametrize("name", [ours for _, ours in attention.NAMES])
 def test_every_name_in_its_table_of_names_exists(name: str) -> None:
     assert resolve_name(name) is not None
+
+
+def test_every_example_of_a_structured_output_is_accepted() -> None:
+    model = read_served_model(DEMO_MODELS / "llama", None)
+    kinds = set()
+    for example in EXAMPLE.findall(api.PAGE.read_text()):
+        body = ChatBody.model_validate({"messages": [{}], **json.loads(example)})
+        grammar, _ = grammar_of(body)
+        assert grammar is not None
+        model.grammars.check(grammar)
+        kinds.add(grammar.kind)
+    assert kinds == set(GrammarKind)

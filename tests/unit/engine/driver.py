@@ -102,7 +102,8 @@ class Driver:
         chosen, launched = self._under_way
         self._under_way = None
         for sequence, token in zip(chosen, launched.wait(), strict=True):
-            if isinstance(token, TokenOutput):
+            if token is not None:
+                assert isinstance(token, TokenOutput), token
                 sequence.outputs.append(token)
                 sequence.tokens.append(token.token_id)
             sequence.source = None

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton.types import Grammar, GrammarKind, SamplingParams
-from engine.batch import Batch, BatchRow
+from engine.batch import Batch, BatchRow, ScoreRow
 from engine.batch_stream import BatchReader, BatchWriter
 from engine.request import int_array
 from engine.sampling.row import SampleRow
@@ -37,7 +37,8 @@ def sent(batches: list[Batch]) -> list[tuple[Batch, int]]:
 def test_a_row_arrives_as_it_was(params: SamplingParams) -> None:
     sample = SampleRow(params, 3, (7, 8), int_array([1, 2, 3]), 2, int_array([4, 5, 6]))
     prompt = BatchRow("b", int_array([5, 6, 7]), 32, int_array([4, 9, 11]), None)
-    batch = Batch(12, (BatchRow("a", int_array([0]), 100, int_array([1, 2]), sample, 1, 12), prompt))
+    scores = ((1, ScoreRow(int_array([6, 7, 8]), 20)),)
+    batch = Batch(12, (BatchRow("a", int_array([0]), 100, int_array([1, 2]), sample, 1, 12), prompt), scores=scores)
     ((arrived, _),) = sent([batch])
     assert arrived == batch
 

@@ -35,8 +35,7 @@ class Outcomes:
         self._logprobs = logprobs
         self._fails = fails
 
-    async def run(self, output: Request, write: Write) -> None:
-        number = len(self.started)
+    async def run(self, number: int, output: Request, write: Write) -> None:
         self.started.append(output)
         try:
             for index in range(3):
@@ -174,13 +173,13 @@ async def test_of_equal_outputs_the_first_wins() -> None:
 
 async def test_the_prompts_logprobs_come_with_the_first_tokens_of_the_best_output() -> None:
     class WithPrompt(Outcomes):
-        async def run(self, output: Request, write: Write) -> None:
+        async def run(self, number: int, output: Request, write: Write) -> None:
             async def write_first(message: pb.GenerateResponse) -> None:
                 if message.tokens and message.tokens[0].token_id == 0:
                     message.prompt_logprobs.add(token_id=7)
                 await write(message)
 
-            await super().run(output, write_first)
+            await super().run(number, output, write_first)
 
     client = await draw(WithPrompt([-3.0, -1.0]), 1, best_of=2)
     assert [len(message.prompt_logprobs) for message in client.messages] == [1, 0, 0, 0]
@@ -188,10 +187,10 @@ async def test_the_prompts_logprobs_come_with_the_first_tokens_of_the_best_outpu
 
 async def test_a_notice_is_passed_on_while_outputs_are_compared() -> None:
     class Waiting(Outcomes):
-        async def run(self, output: Request, write: Write) -> None:
+        async def run(self, number: int, output: Request, write: Write) -> None:
             if not self.started:
                 await write(pb.GenerateResponse(notice="waiting"))
-            await super().run(output, write)
+            await super().run(number, output, write)
 
     client = await draw(Waiting([-3.0, -1.0]), 1, best_of=2)
     assert client.messages[0].notice == "waiting"

@@ -1,6 +1,7 @@
 """A text encoded piece by piece has the ids that the tokenizer itself gives, whatever the tokenizer's kind."""
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -118,7 +119,7 @@ def test_a_text_that_comes_back_is_not_encoded_again() -> None:
             encoded.extend(texts)
             return BUILT["byte level", "plain"].encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
-    encoder = PieceEncoder(Counting())
+    encoder = PieceEncoder(cast("Tokenizer", Counting()))
     encoder.encode("<|start|>the fox<|end|>", add_special_tokens=True, salt="")
     assert encoded == ["<|start|>the fox", "<|end|>"]
     encoder.encode("<|start|>the fox<|end|><|start|>a dog<|end|>", add_special_tokens=True, salt="")

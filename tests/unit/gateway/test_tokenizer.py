@@ -37,7 +37,7 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
         TextTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no tokenizer"):
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
         TextTokenizer(tmp_path)
 
 

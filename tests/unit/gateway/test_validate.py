@@ -59,6 +59,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         ({"logit_bias": {5: math.nan}}, "logit_bias[5]"),
         ({"logit_bias": {320: 1.0}}, "sampling.logit_bias"),
         ({"stop_token_ids": [3, 320]}, "sampling.stop_token_ids"),
+        ({"stop_token_ids": [3] * 1025}, "sampling.stop_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "sampling.logit_bias"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": ["x" * 257]}, "stop"),
@@ -154,7 +156,7 @@ def test_the_number_of_outputs(given: dict[str, Any], expected: Outputs) -> None
 )
 def test_a_wrong_number_of_outputs_is_named(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        check_outputs(pb.GenerateRequest(**given), max_outputs=100)  # type: ignore[arg-type]
+        check_outputs(pb.GenerateRequest(**given), max_outputs=100)
     assert raised.value.field == field
 
 

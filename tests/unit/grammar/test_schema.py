@@ -65,6 +65,12 @@ def test_text_that_is_no_schema_is_refused(text: str) -> None:
         readable_schema(text)
 
 
+@pytest.mark.parametrize("keyword", ["minItems", "maxItems", "minLength", "minimum"])
+def test_a_number_too_large_for_a_float_is_refused(keyword: str) -> None:
+    with pytest.raises(InvalidRequest, match=keyword):
+        readable_schema(f'{{"{keyword}": 1e400}}')
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -165,8 +165,9 @@ def test_arguments_of_calls_have_the_form_that_the_template_takes(
     assert prompt(model_of(tmp_path, template), messages) == expected
 
 
-def test_arguments_that_are_no_json_are_refused_by_name(tmp_path: Path) -> None:
-    call = {**CALL, "function": {"name": "f", "arguments": "{"}}
+@pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000, "9" * 5000])
+def test_arguments_that_are_no_json_are_refused_by_name(arguments: str, tmp_path: Path) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     error = refused(chat_model(tmp_path, "hermes"), messages)
     assert error.field == "messages[1].tool_calls[0].function.arguments"
@@ -192,7 +193,7 @@ def test_the_final_message_is_continued(tmp_path: Path) -> None:
 def test_the_reasoning_of_a_continued_message_goes_on(tmp_path: Path) -> None:
     model = model_of(tmp_path, LOOP + "{# </think> #}" + ASKS)
     request = ChatRequest([*USER, {"role": "assistant", "content": "<think>One"}], continue_final_message=True)
-    answer = answer_of(model.parser(request, model.prepare(request)), [" and one.</think>2"])
+    answer = answer_of(model.parser(request, model.prepare(request), "seed"), [" and one.</think>2"])
     assert (answer.reasoning, answer.content) == (" and one.", "2")
 
 
@@ -219,7 +220,7 @@ def test_hidden_tools_are_neither_rendered_nor_called(tmp_path: Path) -> None:
     prepared = model.prepare(request)
     assert prepared.prompt == "<user>Hi<assistant>"
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert answer_of(model.parser(request, prepared), [text]).content == text
+    assert answer_of(model.parser(request, prepared, "seed"), [text]).content == text
 
 
 @pytest.mark.parametrize(
@@ -238,19 +239,19 @@ def test_tokens_that_end_a_familys_answers_stop_it(tmp_path: Path) -> None:
     assert list(chat_model(tmp_path, "harmony").prepare(ChatRequest(USER)).stop_token_ids) == ids
 
 
-def test_ids_of_calls_are_unique_and_made_from_the_seed(tmp_path: Path) -> None:
+def test_ids_of_calls_are_unique_and_made_from_the_seed_and_the_prompt(tmp_path: Path) -> None:
     request = ChatRequest(USER, tools=[tool("f")])
+    other = ChatRequest([{"role": "user", "content": "And now?"}], tools=[tool("f")])
     text = {"hermes": '<tool_call>{"name": "f"}</tool_call>' * 2, "mistral": "[TOOL_CALLS]f[ARGS]{}" * 2}
     for family, length in (("hermes", 29), ("mistral", 9)):
         model = chat_model(tmp_path, family)
-        prepared = model.prepare(request)
         ids = [
             call_id
-            for seed in ("a", "a", "b", "", "")
-            for call_id in answer_of(model.parser(request, prepared, seed), [text[family]]).ids
+            for asked, seed in ((request, "a"), (request, "a"), (request, "b"), (other, "a"))
+            for call_id in answer_of(model.parser(asked, model.prepare(asked), seed), [text[family]]).ids
         ]
         assert ids[:2] == ids[2:4]
-        assert len(set(ids)) == 8
+        assert len(set(ids)) == 6
         assert {len(call_id) for call_id in ids} == {length}
         assert all(call_id.replace("_", "").isalnum() for call_id in ids)
 
@@ -260,7 +261,7 @@ def test_reasoning_that_is_turned_off_is_not_looked_for(tmp_path: Path) -> None:
     request = ChatRequest(USER, template_kwargs={"enable_thinking": False})
     prepared = model.prepare(request)
     assert prepared.prompt.endswith("</think>\n\n")
-    assert answer_of(model.parser(request, prepared), ["<think>a</think>"]).content == "<think>a</think>"
+    assert answer_of(model.parser(request, prepared, "seed"), ["<think>a</think>"]).content == "<think>a</think>"
 
 
 @pytest.mark.parametrize("family", sorted(TEMPLATES.keys() - {"plain", "qwen3", "r1"}))
@@ -307,7 +308,7 @@ def test_any_json_is_prepared_or_refused(schema: Any, content: Any, family: str,
         request = chat_request(body)
         prepared = model.prepare(request)
         text = "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>"
-        answer_of(model.parser(request, prepared), [text])
+        answer_of(model.parser(request, prepared, "seed"), [text])
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
@@ -325,4 +326,4 @@ def test_the_models_in_the_box_have_a_template_with_tools(name: str) -> None:
     )
     request = ChatRequest(USER, tools=[tool("f")])
     text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    assert answer_of(model.parser(request, model.prepare(request)), [text]).calls == [("f", "{}")]
+    assert answer_of(model.parser(request, model.prepare(request), "seed"), [text]).calls == [("f", "{}")]

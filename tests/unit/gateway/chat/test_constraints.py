@@ -211,9 +211,9 @@ ANSWERS = [
     (Grammar(GrammarKind.JSON_OBJECT), '{"a": [1]}', "[1]"),
     (Grammar(GrammarKind.JSON_SCHEMA, SCHEMA), '{"z": 1}', '{"y": 1}'),
     (Grammar(GrammarKind.CHOICE, '["yes", "n\\"o"]'), 'n"o', "maybe"),
-    (Grammar(GrammarKind.REGEX, r"[a-z]+/\d+"), "ab/12", "ab12"),
+    (Grammar(GrammarKind.REGEX, r"^[a-z]+\/\\/\d+$"), "ab/\\/12", "ab//12"),
     (Grammar(GrammarKind.LARK, 'start: "x" y\ny: "y"+'), "xyy", "xx"),
-    (Grammar(GrammarKind.EBNF, 'root ::= "a" b\nb ::= "b" | "c"'), "ac", "ad"),
+    (Grammar(GrammarKind.EBNF, 'root ::= "a" b\nb ::= "b" | "\\x63"'), "ac", "ad"),
 ]
 
 

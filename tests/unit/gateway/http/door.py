@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
 from gateway.connections import Connections
+from gateway.http.call import Context
 from gateway.http.server import HttpServer, bind
 from gateway.model import read_served_model
 from gateway.serving import Serving
@@ -93,6 +94,7 @@ class Door:
     http: HttpServer
     serving: Serving
     decode: ScriptedNode
+    context: Context
     _wires: list[Wire] = field(default_factory=list)
 
     async def connect(self) -> Wire:
@@ -117,12 +119,13 @@ class Door:
         self.decode.send_tokens(step_token(0))
         return wire
 
-    async def accept(self) -> None:
-        """The decode node takes the next request."""
+    async def accept(self) -> int:
+        """The decode node takes the next request; returns its key."""
         submitted = await self.decode.submission()
         self.decode.answers.put_nowait(
             decode_pb2.SessionResponse(accepted=decode_pb2.Accepted(key=submitted.key, why="short"))
         )
+        return submitted.key
 
     async def cancelled(self) -> None:
         """Waits until the decode node is told to end a request."""
@@ -157,7 +160,8 @@ async def open_door(*flags: str) -> AsyncIterator[Door]:
             bound = bind(settings.http_listen)
             assert bound is not None
             async with HttpServer(settings, serving, connections.fleet, "gateway-1", bound) as http:
-                door = Door(http, serving, decode)
+                context = Context(settings, serving, connections.fleet, "gateway-1")
+                door = Door(http, serving, decode, context)
                 try:
                     yield door
                 finally:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from baton.errors import InvalidRequest
 from gateway.http.bodies import ChatBody, CompletionBody
@@ -52,6 +53,31 @@ def test_a_key_given_twice_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="'a' twice") as caught:
         parse_object(body)
     assert caught.value.field == "a"
+
+
+@pytest.mark.parametrize("values", [b"1," * 600_000 + b"1", b'"a",' * 600_000 + b"1"])
+def test_too_many_values_are_refused_before_they_are_read(values: bytes) -> None:
+    with pytest.raises(Refused) as caught:
+        parse_object(b'{"a": [' + values + b"]}")
+    assert caught.value.status == 413
+
+
+def test_a_text_may_have_any_number_of_commas() -> None:
+    assert len(parse_object(b'{"a": "' + rb"\"," * 100 + b"," * 600_000 + b'"}')["a"]) == 600_200
+
+
+def test_a_key_given_twice_is_found_among_many() -> None:
+    keys = b",".join(b'"%d": 1' % number for number in range(100_000))
+    with pytest.raises(InvalidRequest, match="'99999' twice"):  # within a second, not an hour
+        parse_object(b"{" + keys + b', "99999": 1}')
+
+
+def test_of_many_wrong_values_few_are_described() -> None:
+    biases = {f"x{number}": 1 for number in range(1025)}
+    wrong = {"prompt": [-1] * 1000, "stop_token_ids": [-1] * 1000, "stop": [1] * 1000, "logit_bias": biases}
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate(wrong)
+    assert caught.value.error_count() < 10
 
 
 @pytest.mark.parametrize(

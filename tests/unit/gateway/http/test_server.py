@@ -4,11 +4,16 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 import gateway.http.call
+import gateway.http.protocol
 from baton.errors import ConfigError
+from gateway.http.app import App
+from gateway.http.call import Call
 from gateway.http.server import bind
 from tests.unit.gateway.http.door import BOUND_S, Door, open_door, step_token
 
@@ -149,6 +154,45 @@ async def test_headers_that_are_too_large_are_refused(door: Door) -> None:
     assert (await wire.answer()).status == 431
 
 
+async def test_a_body_that_stops_coming_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.http.protocol, "REQUEST_S", 0.01)
+    wire = await door.connect()
+    wire.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert (await wire.answer()).error["code"] == "request_timeout"
+    assert await wire.closed()
+
+
+async def test_a_stream_may_take_longer_than_its_request(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.http.protocol, "REQUEST_S", 0.01)
+    monkeypatch.setattr(gateway.http.call, "KEEP_ALIVE_S", 0.01)
+    wire = await door.stream({})
+    assert (await wire.head()).status == 200
+    while await wire.chunk() != b": keep-alive\n\n":
+        pass
+    door.finish(1)
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_mistake_of_ours_has_the_shape_of_all_errors(door: Door) -> None:
+    async def handler(call: Call) -> Response:
+        raise KeyError(call.request_id)
+
+    app = App(door.context)
+    app.add("/mistake", handler, method="GET", summary="")
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/mistake", "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"])["error"]["code"] == "internal"
+
+
 async def test_what_is_no_http_is_refused(door: Door) -> None:
     wire = await door.connect()
     wire.writer.write(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
@@ -182,6 +226,20 @@ async def test_a_deadline_that_is_none_is_refused(door: Door) -> None:
 async def test_a_deadline_that_passes(door: Door) -> None:
     answer = await door.call("POST", "/v1/completions", COMPLETION, x_request_timeout_s="0.01")
     assert (answer.status, answer.error["code"]) == (504, "deadline")
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
+    wire = await door.connect()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout-s: 0.05\r\ncontent-length: 9\r\n\r\n{"
+    wire.writer.write(head.encode())
+    assert (await wire.answer()).error["code"] == "request_timeout"
+    assert await wire.closed()
+
+
+async def test_a_batch_that_can_never_run_is_refused() -> None:
+    async with open_door("--max-concurrent-requests", "2") as door:
+        answer = await door.call("POST", "/v1/completions", {"prompt": ["a", "b", "c"]})
+        assert (answer.status, answer.error["param"]) == (400, "prompt")
 
 
 async def test_too_many_requests_are_told_when_to_come_back() -> None:
@@ -247,6 +305,18 @@ async def test_a_silent_stream_is_kept_alive(door: Door, monkeypatch: pytest.Mon
     await wire.chunk()
     assert await wire.chunk() == b": keep-alive\n\n"
     door.finish(1)
+    assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_that_lost_its_node_says_so_in_a_comment_and_goes_on(door: Door) -> None:
+    wire = await door.stream({})
+    await wire.head()
+    await wire.chunk()
+    door.decode.answers.put_nowait(None)
+    notice = await wire.chunk()
+    assert notice.startswith(b": ")
+    assert notice.endswith(b"\n\n")
+    door.finish(1, key=await door.accept())
     assert (await wire.chunks()).endswith(b"data: [DONE]\n\n")
 
 

@@ -109,9 +109,13 @@ def test_a_conversation_is_passed_on() -> None:
     )  # fmt: skip
     assert request.messages == [{"role": "user", "content": "hi"}]
     assert (request.tools, request.parallel_tool_calls, request.template) == ([TOOL], False, "rag")
-    kwargs = {"enable_thinking": False, "reasoning_effort": "low", "documents": [{"text": "t"}]}
+    kwargs = {"enable_thinking": False, "thinking": False, "reasoning_effort": "low", "documents": [{"text": "t"}]}
     assert request.template_kwargs == kwargs
     assert request.continue_final_message
+
+
+def test_an_effort_of_none_turns_reasoning_off() -> None:
+    assert chat_request(chat(reasoning_effort="none")).template_kwargs == {"enable_thinking": False, "thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ def test_sampling_has_only_what_was_given() -> None:
     assert list(sampling.stop) == ["a", "b"]
     assert dict(sampling.logit_bias) == {5: -1.0}
     assert list(to_message(request(stop="x")).sampling.stop) == ["x"]
+    assert to_message(request(seed=-1)).sampling.seed == 2**64 - 1
 
 
 def test_logprobs_are_asked_for_by_include_or_by_their_number() -> None:

@@ -61,6 +61,8 @@ async def test_the_page_describes_every_body(door: Door) -> None:
     page = (await door.call("GET", "/openapi.json")).json
     schema = page["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema["$ref"].removeprefix("#/components/schemas/") in page["components"]["schemas"]
+    (parameter,) = page["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert (parameter["name"], parameter["in"]) == ("model", "path")
     assert (await door.call("GET", "/docs")).status == 200
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
@@ -226,4 +227,4 @@ class Connections:
         return [*self._prefills.values(), *self._decodes.values()]
 
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return monotonic()

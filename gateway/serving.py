@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
@@ -152,7 +153,7 @@ class Serving:
         chat: ChatRequest | None,
         request_id: str,
     ) -> None:
-        started_at_s = asyncio.get_running_loop().time()
+        started_at_s = monotonic()
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
         outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)

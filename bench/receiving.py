@@ -217,7 +217,7 @@ class _Decoding:
             max_waiting=setup.requests,
             prefix_cache=False,
         )
-        self._engine = Engine(built.runner, limits, on_step=self._on_step)
+        self._engine = Engine(built.runner, limits, on_step=self._on_step, grammars=built.grammars)
         self._context = self._engine.max_context_tokens
         self._ends_s: list[float] = []
         self._stretch_over = asyncio.Event()

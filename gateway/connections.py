@@ -113,8 +113,6 @@ class Connections:
     async def until_serves(self) -> None:
         """Waits for the first nodes, then a few seconds for the others, so that a new cluster is used as a whole."""
         await self.until(self.fleet.serves)
-        if not self._wants_prefill:
-            return
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 await self.until(self._settled)
@@ -122,7 +120,8 @@ class Connections:
             return
 
     def _settled(self) -> bool:
-        return all(node.reachable for node in self.fleet.nodes()) and self._pairing.settled()
+        paired = not self._wants_prefill or self._pairing.settled()
+        return paired and all(node.reachable for node in self.fleet.nodes())
 
     # ---- finding nodes
 

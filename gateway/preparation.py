@@ -4,9 +4,10 @@ What takes long runs in a thread: templates, tokenizing, the check of a constrai
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from baton.types import SamplingParams
 from gateway.chat.json_request import chat_of_message
@@ -14,8 +15,17 @@ from gateway.chat.types import ChatRequest, OutputParser
 from gateway.generation_defaults import with_defaults
 from gateway.model import ServedModel
 from gateway.request import Request, deadline_exceeded
-from gateway.validate import check_prompt, check_prompt_given, check_sampling, check_text, check_truncation
+from gateway.validate import (
+    check_prompt,
+    check_prompt_given,
+    check_prompt_length,
+    check_sampling,
+    check_text,
+    check_truncation,
+)
 from protos.baton.v1 import generation_pb2 as pb
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,11 +75,15 @@ async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) ->
     if fills_context:
         given.max_tokens = max_context_tokens
     sampling = check_sampling(given, model)
-    if not is_chat and message.WhichOneof("prompt") == "token_ids" and sampling.grammar is None:
-        prompt = _Prompt(list(message.token_ids.ids), sampling)
+    if not is_chat and message.WhichOneof("prompt") == "token_ids":
+        ids = message.token_ids.ids
+        check_prompt_length(len(ids) if keep is None else min(keep, len(ids)), max_context_tokens=max_context_tokens)
+        prompt = _Prompt(list(ids if keep is None else ids[-keep:]), sampling)
     else:
         work = partial(_read_prompt, message, chat, sampling, model, max_context_tokens)
-        prompt = await _in_thread(work, call)
+        prompt = await _in_time(asyncio.to_thread(work), call)
+    if prompt.sampling.grammar is not None:
+        await _in_time(asyncio.wrap_future(model.grammars.checking(prompt.sampling.grammar)), call)
     token_ids = prompt.token_ids if keep is None else prompt.token_ids[-keep:]
     check_prompt(token_ids, model, max_context_tokens=max_context_tokens)
     sampling = prompt.sampling
@@ -87,10 +101,10 @@ async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) ->
     return Prepared(request, prompt.parser)
 
 
-async def _in_thread(work: Callable[[], _Prompt], call: Call) -> _Prompt:
+async def _in_time(work: Awaitable[T], call: Call) -> T:
     try:
         async with asyncio.timeout_at(call.started_at_s + call.timeout_s):
-            return await asyncio.to_thread(work)
+            return await work
     except TimeoutError:
         raise deadline_exceeded(call.timeout_s) from None
 
@@ -124,10 +138,6 @@ def _read_prompt(
     else:
         parser = None
         text, special = message.text, not message.HasField("add_special_tokens") or message.add_special_tokens
-    if sampling.grammar is not None:
-        model.grammars.check(sampling.grammar)
-    if chat is None and message.WhichOneof("prompt") == "token_ids":
-        return _Prompt(list(message.token_ids.ids), sampling)
     check_text(text, model, max_context_tokens=max_context_tokens, field="prompt")
     token_ids = model.tokenizer.encode(text, add_special_tokens=special, salt=message.cache_salt)
     return _Prompt(token_ids, sampling, parser)

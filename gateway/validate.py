@@ -67,6 +67,9 @@ def check_sampling(given: common_pb2.SamplingParams, model: ServedModel) -> Samp
         if len(listed) > _LISTED_TOKENS_MAX:
             message, allowed = f"{name} has {len(listed)} tokens", (f"up to {_LISTED_TOKENS_MAX}",)
             raise InvalidRequest(message, field=f"sampling.{name}", value=len(listed), allowed=allowed)
+    if len(given.stop) > _STOP_STRINGS_MAX:
+        allowed = (f"up to {_STOP_STRINGS_MAX}",)
+        raise InvalidRequest(f"{len(given.stop)} stop strings", field="stop", value=len(given.stop), allowed=allowed)
     sampling = sampling_from_proto(given)
     model.check_token_ids("sampling.stop_token_ids", list(sampling.stop_token_ids))
     model.check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
@@ -109,15 +112,22 @@ def check_prompt(prompt: list[int], model: ServedModel, *, max_context_tokens: i
     """
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("1 token or more",))
-    if len(prompt) >= max_context_tokens:
+    check_prompt_length(len(prompt), max_context_tokens=max_context_tokens)
+    model.check_token_ids("prompt", prompt)
+
+
+def check_prompt_length(num_tokens: int, *, max_context_tokens: int) -> None:
+    """Raises:
+    InvalidRequest: so many tokens leave no room for an output.
+    """
+    if num_tokens >= max_context_tokens:
         raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens",
+            f"the prompt has {num_tokens} tokens",
             field="prompt",
-            value=len(prompt),
+            value=num_tokens,
             allowed=(f"1 to {max_context_tokens - 1} tokens",),
             cure="shorten it",
         )
-    model.check_token_ids("prompt", prompt)
 
 
 def check_prompt_given(request: pb.GenerateRequest) -> None:
@@ -136,10 +146,6 @@ def check_prompt_given(request: pb.GenerateRequest) -> None:
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:
-    if len(stops) > _STOP_STRINGS_MAX:
-        raise InvalidRequest(
-            f"{len(stops)} stop strings", field="stop", value=len(stops), allowed=(f"up to {_STOP_STRINGS_MAX}",)
-        )
     for stop in stops:
         if len(stop) > _STOP_STRING_CHARACTERS_MAX:
             allowed = (f"up to {_STOP_STRING_CHARACTERS_MAX} characters",)

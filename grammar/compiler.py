@@ -26,6 +26,7 @@ MOST_BYTES = 1 << 18
 _LEXER_STATES = 50_000
 _GRAMMAR_SIZE = 100_000
 _CACHED_GRAMMARS = 64
+_THREADS = 2  # that compile
 
 
 class GrammarCompiler:
@@ -59,6 +60,17 @@ class GrammarCompiler:
         """
         self._compile_once(grammar)
 
+    def checking(self, grammar: Grammar) -> Future[None]:
+        """`check` on one of few threads of this object: large grammars delay each other, and nothing else."""
+        with self._lock:
+            known = self._compiled.get(grammar)
+        if known is None or not known.done():
+            return self._threads().submit(self.check, grammar)
+        checked = Future[None]()
+        self.check(grammar)
+        checked.set_result(None)
+        return checked
+
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the start of an output. Compiles the grammar unless it was compiled lately.
 
@@ -79,8 +91,12 @@ class GrammarCompiler:
         with self._lock:
             if grammar in self._compiled:
                 return
-            self._background = self._background or ThreadPoolExecutor(2, thread_name_prefix="grammar")
-        self._background.submit(self._compile_once, grammar)
+        self._threads().submit(self._compile_once, grammar)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            self._background = self._background or ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
+            return self._background
 
     def _compile_once(self, grammar: Grammar) -> LLMatcher:
         with self._lock:

@@ -86,10 +86,15 @@ class App:
         scope[RAW_SEND] = send
         started = False
 
+        async def start(message: Message) -> None:
+            if self.context.draining and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
         async def noting_start(message: Message) -> None:
             nonlocal started
             started = True
-            await send(message)
+            await start(message)
 
         try:
             if given and scope[REQUEST_ID] != given:
@@ -101,7 +106,7 @@ class App:
         except Exception as error:
             if started:
                 raise
-            await self._error(scope, error)(scope, receive, send)
+            await self._error(scope, error)(scope, receive, start)
 
     async def _answer_error(self, request: Request, error: Exception) -> Response:
         return self._error(request.scope, error)

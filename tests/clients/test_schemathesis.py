@@ -24,21 +24,11 @@ def test_no_request_drawn_from_the_page_is_a_server_error(
     run = [str(CLIENTS / "python" / "bin" / "schemathesis"), "run", f"{cluster.line['http']}/openapi.json"]
     phases = ["--phases", "coverage,fuzzing" if examples >= COVERAGE_FROM else "fuzzing"]
     checks = ["--checks", "not_a_server_error", "--continue-on-failure", "--request-timeout", "60"]
-    chance = [
-        "--max-examples",
-        str(examples),
-        "--seed",
-        "1",
-        "--generation-database",
-        "none",
-        "--suppress-health-check",
-        "all",
-        "--warnings",
-        "off",
-    ]
+    chance = ["--max-examples", str(examples), "--seed", "1", "--generation-database", "none"]
+    quiet = ["--suppress-health-check", "all", "--warnings", "off", "--no-color"]
     variables = {"SCHEMATHESIS_HOOKS": "tests.clients.schemathesis_hooks", "SCHEMATHESIS_RECORD": str(record)}
     done = subprocess.run(
-        [*run, *phases, *checks, *chance, "--workers", "2", "--no-color"],
+        [*run, *phases, *checks, *chance, *quiet, "--workers", "2"],
         cwd=tmp_path,
         env={**environment, **variables, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from threading import Thread
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import pytest
@@ -124,6 +124,27 @@ def test_a_grammar_is_compiled_once_for_all_threads(monkeypatch: pytest.MonkeyPa
         thread.join()
     compiler.matcher(grammar)
     assert len(compiled) == 1
+
+
+def test_a_known_grammar_does_not_wait_for_those_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (EOS,))
+    known = Grammar(GrammarKind.CHOICE, '["a"]')
+    assert compiler.checking(known).result() is None
+    blocked, held = Event(), Semaphore(0)
+
+    def wait(text: str, tokenizer: object) -> str:
+        held.release()
+        blocked.wait()
+        return 'start: "a"'
+
+    monkeypatch.setattr(module, "_READERS", {GrammarKind.LARK: wait})
+    compiling = [compiler.checking(Grammar(GrammarKind.LARK, str(number))) for number in range(8)]
+    held.acquire()
+    held.acquire()
+    assert not held.acquire(blocking=False)  # the others wait for their turn
+    assert compiler.checking(known).done()
+    blocked.set()
+    assert [each.result() for each in compiling] == [None] * 8
 
 
 def test_the_latest_grammars_are_kept_and_others_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,8 @@ async def test_the_page_describes_every_body(door: Door) -> None:
     page = (await door.call("GET", "/openapi.json")).json
     schema = page["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema["$ref"].removeprefix("#/components/schemas/") in page["components"]["schemas"]
+    (parameter,) = page["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert (parameter["name"], parameter["in"]) == ("model", "path")
     assert (await door.call("GET", "/docs")).status == 200
 
 
@@ -80,6 +82,16 @@ async def test_readiness_ends_with_the_drain_and_new_requests_are_refused(door: 
     assert (await door.call("GET", "/ready")).status == 503
     refused = await door.call("POST", "/v1/completions", COMPLETION)
     assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "draining", "1")
+
+
+async def test_answers_during_the_drain_close_their_connections(door: Door) -> None:
+    wire = await door.connect()
+    wire.send("GET", "/health")
+    await wire.answer()
+    door.http.drain()
+    wire.send("GET", "/health")
+    assert (await wire.answer()).headers["connection"] == "close"
+    assert await wire.closed()
 
 
 async def test_a_running_stream_finishes_during_the_drain(door: Door) -> None:

@@ -50,7 +50,7 @@ _MEANINGS = {
     "presence_penalty": "subtracted from logits of tokens that the output has",
     "frequency_penalty": "subtracted for each time that the output has the token",
     "repetition_penalty": "divides logits of tokens that prompt or output have",
-    "logit_bias": "added to logits; token ids as strings, -100 to 100",
+    "logit_bias": "added to logits; up to 1024 token ids as strings, -100 to 100",
     "stop": "texts that end the output; up to 16",
     "stop_sequences": "texts that end the output; up to 16",
     "stop_token_ids": "tokens that end the output",

@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
 
 import uvloop
 
@@ -72,10 +70,9 @@ async def _run(
         if http is not None:
             log.info("HTTP on http://%s", http.address)
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
-        where = {"address": server.address, "http": None if http is None else f"http://{http.address}"}
+        http_address = None if http is None else f"http://{http.address}"
         readiness = asyncio.create_task(
-            _report_readiness(settings, server, connections, partial(supervisor.report, "ready", **where)),
-            name="readiness",
+            _report_readiness(settings, server, connections, supervisor, http=http_address), name="readiness"
         )
         await _until_stopped(stop, readiness, connections.upkeep)
         log.info("draining, for at most %.0f s", settings.drain_grace_s)
@@ -104,13 +101,18 @@ async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> 
 
 
 async def _report_readiness(
-    settings: GatewaySettings, server: GrpcServer, connections: Connections, report: Callable[[], None]
+    settings: GatewaySettings,
+    server: GrpcServer,
+    connections: Connections,
+    supervisor: Supervisor,
+    *,
+    http: str | None,
 ) -> None:
-    """Ready as long as the fleet can serve a request."""
+    """Ready as long as the fleet can serve a request. `http` is the address of the HTTP server."""
     await connections.until_serves()
-    write_ready_file(settings.ready_file, address=server.address)
-    report()
+    write_ready_file(settings.ready_file, address=server.address, http=http)
     log.info("ready on %s", server.address)
+    supervisor.report("ready", address=server.address, http=http)
     fleet = connections.fleet
     while True:
         await connections.until(fleet.serves)

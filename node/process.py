@@ -202,11 +202,11 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     services: Sequence[str] = (SERVICE_NAME, role.service_name)
     await server.start(services)
     await server.set_ready(ready=True)
-    write_ready_file(settings.ready_file, address=server.address)
-    supervisor.report("ready", address=server.address)
-    log.info("ready on %s: %s", server.address, node.summary)
     if not settings.advertise and listens_everywhere(settings.listen):
         log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)
+    write_ready_file(settings.ready_file, address=server.address)
+    log.info("ready on %s: %s", server.address, node.summary)
+    supervisor.report("ready", address=server.address)
     watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
     try:
         await stop.wait()

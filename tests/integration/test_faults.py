@@ -247,6 +247,8 @@ async def test_cancelling_releases_both_nodes(calm: Calm, prompts: list[list[int
         # 256 blocks of 16: six prompts of 38 blocks fill the decode node.
         others = [asyncio.create_task(generate(calm.gateway, prompt, LONG)) for prompt in prompts[1:7]]
         await until_status(calm.decode, lambda last: last.requests_waiting > 0 or last.blocks_leased > 200)
+        # A call that came later would take steps from the next test.
+        await until_status(calm.prefill, lambda last: last.requests_running + last.requests_waiting == len(others))
     result = Result()
     request = asyncio.create_task(generate(calm.gateway, prompts[0], LONG, result=result))
     if phase == "prefill":

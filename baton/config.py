@@ -193,8 +193,11 @@ class PrefillSettings(NodeSettings):
 class DecodeSettings(NodeSettings):
     """Role decode."""
 
-    local_prefill_tokens: int = Field(
-        32, ge=0, description="the decode node prefills a prompt with fewer uncached tokens itself"
+    local_prefill_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="the decode node prefills a prompt with fewer uncached tokens itself; default: as many as cost its "
+        "streams next to nothing, by measured step costs",
     )
     receive_limit_gb_per_s: float | None = Field(
         None,
@@ -257,6 +260,13 @@ class GatewaySettings(CommonSettings):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request whose client gives none")
     queue_s: float = Field(10.0, ge=0, description="how long a request may wait for room on a decode node")
+    ttft_ms: float | None = Field(
+        None, gt=0, description="expected time to the first token of requests that state none; default: no bound"
+    )
+    tpot_ms: float | None = Field(
+        None, gt=0, description="expected mean time per further token of requests that state none; default: no bound"
+    )
+    workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     prefill_stall_s: float = Field(
         10.0, gt=0, description="a prefill that reports no progress for that long is started again"
     )

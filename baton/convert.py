@@ -5,6 +5,7 @@ Converting a message also checks it: a value that breaks a rule of `baton.types`
 
 from collections.abc import Iterable
 
+from baton.costs import StepCosts
 from baton.errors import InvalidRequest
 from baton.types import (
     FinishReason,
@@ -14,6 +15,7 @@ from baton.types import (
     PromptLogprob,
     Receipt,
     SamplingParams,
+    Slo,
     TokenOutput,
     Usage,
 )
@@ -22,7 +24,7 @@ from protos.baton.v1 import common_pb2 as pb
 _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
 _GRAMMAR_KINDS = {pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}"): kind for kind in GrammarKind}
-_PATHS = {Path.REMOTE: pb.PATH_REMOTE, Path.LOCAL: pb.PATH_LOCAL}
+_PATHS = {Path.REMOTE: pb.PATH_REMOTE, Path.LOCAL: pb.PATH_LOCAL, Path.SPLIT: pb.PATH_SPLIT}
 _PATHS_BACK = {number: path for path, number in _PATHS.items()}
 
 
@@ -126,6 +128,33 @@ def finish_reason_from_proto(number: pb.FinishReason.ValueType) -> FinishReason 
     return _FINISH_REASONS_BACK.get(number)
 
 
+def slo_from_proto(message: pb.Slo) -> Slo:
+    """Raises:
+    InvalidRequest: a bound is not above 0.
+    """
+    return Slo(
+        message.ttft_s if message.HasField("ttft_s") else None,
+        message.tpot_s if message.HasField("tpot_s") else None,
+    )
+
+
+def costs_to_proto(costs: StepCosts) -> pb.StepCosts:
+    return pb.StepCosts(
+        points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in costs.points],
+        key_s=costs.key_s,
+        pair_s=costs.pair_s,
+        decode_row_s=costs.decode_row_s,
+    )
+
+
+def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
+    """None: the message has no point, so nothing is known."""
+    if not message.points:
+        return None
+    points = tuple((point.tokens, point.seconds) for point in message.points)
+    return StepCosts(points, message.key_s, message.pair_s, message.decode_row_s)
+
+
 def usage_to_proto(usage: Usage) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,
@@ -162,6 +191,8 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         segment_bytes=receipt.segment_bytes,
         kv_converted=receipt.kv_converted,
         layer_groups=receipt.layer_groups,
+        predicted_ttft_s=receipt.predicted_ttft_s,
+        split_tokens=receipt.split_tokens,
     )
 
 
@@ -188,4 +219,6 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         segment_bytes=message.segment_bytes,
         kv_converted=message.kv_converted,
         layer_groups=message.layer_groups,
+        predicted_ttft_s=message.predicted_ttft_s if message.HasField("predicted_ttft_s") else None,
+        split_tokens=message.split_tokens,
     )

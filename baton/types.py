@@ -20,6 +20,7 @@ class FinishReason(StrEnum):
 class Path(StrEnum):
     REMOTE = "remote"
     LOCAL = "local"
+    SPLIT = "split"
 
 
 class LocalPolicy(StrEnum):
@@ -141,6 +142,24 @@ class PromptLogprob(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Slo:
+    """What is expected of one request's speed; None: no bound.
+
+    Args:
+        ttft_s: from the request's arrival at the gateway to its first token.
+        tpot_s: mean time per token after the first.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if value is not None:
+                _require(f"slo.{name}", value, 0 < value < math.inf, "seconds above 0")
+
+
+@dataclass(frozen=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
@@ -169,3 +188,5 @@ class Receipt:
     segment_bytes: int
     kv_converted: str
     layer_groups: int
+    predicted_ttft_s: float | None = None
+    split_tokens: int = 0

@@ -63,7 +63,7 @@ class DecodeDriver:
                 address=node.address,
                 incarnation=node.incarnation,
                 lease_s=settings.lease_s,
-                local_prefill_tokens=settings.local_prefill_tokens,
+                local_prefill_tokens=32 if settings.local_prefill_tokens is None else settings.local_prefill_tokens,
                 waiting_max=settings.max_waiting,
             )
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from baton.convert import costs_from_proto
 from baton.types import LocalPolicy
 from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
@@ -299,4 +300,10 @@ def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, comm
         requests=status.requests_running + status.requests_waiting,
         tokens_waiting=status.tokens_waiting,
         ready_peers=frozenset(ready),
+        costs=costs_from_proto(status.step_costs),
+        backlog_s=status.backlog_s,
+        decode_rows=status.decode_rows,
+        context_tokens=status.context_tokens,
+        max_batch_requests=status.max_batch_requests,
+        max_batch_tokens=status.max_batch_tokens,
     )

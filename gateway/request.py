@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.errors import DeadlineExceeded
-from baton.types import LocalPolicy, SamplingParams
+from baton.types import LocalPolicy, SamplingParams, Slo
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Request:
     started_at_s: float
     timeout_s: float
     priority: int = 0
+    slo: Slo = Slo()
+    session_id: str = ""
 
     @property
     def deadline_s(self) -> float:

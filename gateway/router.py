@@ -6,7 +6,8 @@ Nodes report at intervals. What this gateway has sent since the last report is a
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
-from baton.types import LocalPolicy
+from baton.costs import StepCosts
+from baton.types import LocalPolicy, Slo
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,13 @@ class NodeView:
     requests_since: int = 0  # sent by this gateway since the report
     tokens_since: int = 0
     picks: int = 0  # by this gateway, ever: spreads requests over idle nodes
+    costs: StepCosts | None = None  # None: not measured yet
+    backlog_s: float = 0.0  # predicted time for all prompt tokens that wait
+    decode_rows: int = 0
+    context_tokens: int = 0  # keys that one token of every decoding request reads
+    max_batch_requests: int = 0  # 0: not known
+    max_batch_tokens: int = 0
+    cached_tokens: int = 0  # of this request's prompt, as far as this gateway knows the node's cache
 
     @property
     def load(self) -> int:
@@ -50,6 +58,7 @@ class Wanted:
     model: tuple[str, ...] | None = None
     excluded_decode: Set[int] = frozenset()
     excluded_prefill: Set[int] = frozenset()
+    slo: Slo = Slo()
 
 
 def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> NodeView | None:

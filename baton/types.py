@@ -159,6 +159,9 @@ class Slo:
                 _require(f"slo.{name}", value, 0 < value < math.inf, "seconds above 0")
 
 
+NO_SLO = Slo()
+
+
 @dataclass(frozen=True)
 class Usage:
     prompt_tokens: int

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.errors import DeadlineExceeded
-from baton.types import LocalPolicy, SamplingParams, Slo
+from baton.types import NO_SLO, LocalPolicy, SamplingParams, Slo
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Request:
     started_at_s: float
     timeout_s: float
     priority: int = 0
-    slo: Slo = Slo()
+    slo: Slo = NO_SLO
     session_id: str = ""
 
     @property

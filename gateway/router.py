@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from baton.costs import StepCosts
-from baton.types import LocalPolicy, Slo
+from baton.types import NO_SLO, LocalPolicy, Slo
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Wanted:
     model: tuple[str, ...] | None = None
     excluded_decode: Set[int] = frozenset()
     excluded_prefill: Set[int] = frozenset()
-    slo: Slo = Slo()
+    slo: Slo = NO_SLO
 
 
 def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> NodeView | None:

@@ -219,7 +219,8 @@ def measured(built: Built, settings: NodeSettings) -> Built:
         most_tokens=limits.max_batch_tokens,
         most_requests=min(limits.max_batch_requests, GPU_BATCH_REQUESTS),
     )
-    costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
+    with allocating("steps of the largest size"):
+        costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
     if settings.max_batch_tokens is None:
         rule = DECODE_RULE if isinstance(settings, DecodeSettings) else PREFILL_RULE
         sizes = [size for size in STEP_TOKENS if size <= limits.max_batch_tokens]

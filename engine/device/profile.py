@@ -20,8 +20,9 @@ from kvcache.spec import KVCacheShape, KVCacheSpec
 
 _log = logging.getLogger(__name__)
 
-# For captured graphs in addition to their activations: the driver keeps some MiB for each.
-_GRAPH_BYTES = 768 << 20
+# For captured graphs in addition to the activations of decodes: the driver keeps some MiB for each, and graphs of
+# prompts keep their activations.
+_GRAPH_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,9 @@ def served_steps(facts: ModelFacts, *, most_tokens: int, most_requests: int) -> 
     def prompt(tokens: int) -> ServedStep:
         return ServedStep(prompt_tokens=min(tokens, most_tokens))
 
+    def mixed(tokens: int) -> ServedStep:
+        return ServedStep(some, short, min(tokens, most_tokens) - some)
+
     steps = [
         prompt(256),
         ServedStep(1, short),
@@ -124,12 +127,12 @@ def served_steps(facts: ModelFacts, *, most_tokens: int, most_requests: int) -> 
         prompt(1024),
         ServedStep(some, short),
         ServedStep(some, long),
-        ServedStep(some, short, min(256, most_tokens - some)),
+        mixed(256),
         ServedStep(prompt_tokens=min(1024, most_tokens, longest // 2), prompt_context=longest // 2),
         prompt(64),
         prompt(512),
         prompt(2048),
-        ServedStep(some, short, min(1024, most_tokens - some)),
+        mixed(1024),
         ServedStep(min(128, most_requests), short),
         ServedStep(min(8, most_requests), short),
         ServedStep(min(256, most_requests), short),
@@ -175,7 +178,7 @@ def measure_costs(
         number += count
         seconds = _seconds(launch, batches, clock)
         measured.append((step.work, seconds))
-        if agree(int(seconds < _LONG_STEP_S)) == 0:
+        if agree(int(seconds < _LONG_STEP_S or not step.prompt_tokens)) == 0:
             too_long = min(too_long, 2 * step.tokens)
         if agree(int(clock() - start_s < budget_s)) == 0:
             break

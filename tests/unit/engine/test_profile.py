@@ -55,7 +55,7 @@ def test_too_little_memory_for_a_cache_is_an_error_with_a_cure() -> None:
 
 
 def test_a_plan_reads_as_a_list_of_its_parts() -> None:
-    assert str(planned()).startswith("weights 15.0 GiB, KV cache 71.0 GiB, steps 2.0 GiB")
+    assert str(planned()).startswith("weights 15.0 GiB, KV cache 70.8 GiB, steps 2.0 GiB")
 
 
 def test_a_profile_fills_its_step_with_prompts_as_long_as_the_model_takes(llama: tuple[Path, Any]) -> None:

@@ -54,3 +54,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> pb.DrainResponse:
         self._drain(request.grace_s if request.HasField("grace_s") else None)
         return pb.DrainResponse()
+
+    async def WatchCache(
+        self,
+        request: pb.WatchCacheRequest,
+        context: grpc.aio.ServicerContext[pb.WatchCacheRequest, pb.WatchCacheResponse],
+    ) -> AsyncIterator[pb.WatchCacheResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this node publishes no cache events")
+        yield pb.WatchCacheResponse()

@@ -95,6 +95,7 @@ class FleetNode:
                 tokens_since=self._tokens_since,
                 picks=self._picks,
             )
+            _ = view.queue_s  # computed once, not in each copy of the view
         return view
 
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:

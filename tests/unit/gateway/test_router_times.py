@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.costs import StepCosts
+from baton.costs import StepCosts, StepWork
 from baton.types import LocalPolicy
 from gateway.router import NodeView, Wanted, decode_s, pick_decode, pick_prefill, prefill_s
 from tests.unit.gateway.test_router import address, node
@@ -105,3 +106,17 @@ def test_the_session_costs_at_most_a_little(backlogs: list[int], num_tokens: int
 def test_unknown_costs_predict_nothing() -> None:
     unmeasured = prefill(1, costs=None)
     assert prefill_s(unmeasured, REQUEST) == decode_s(unmeasured, REQUEST) == float("inf")
+
+
+@given(st.integers(1, 20_000), st.integers(0, 20_000), st.sampled_from([0, 64, 2048, 5000]))
+def test_a_prompt_takes_the_backlog_and_what_its_steps_cost(stop: int, cached: int, step_tokens: int) -> None:
+    view = prefill(1, cached_tokens=cached, backlog_s=0.5, max_batch_tokens=step_tokens)
+    own_s = FAST.prompt_s(min(cached, stop - 1), stop, step_tokens=step_tokens or 2048)
+    assert prefill_s(view, replace(REQUEST, num_tokens=stop)) == pytest.approx(0.5 + own_s)
+
+
+@given(st.integers(0, 50), st.integers(0, 100_000), st.integers(1, 20_000))
+def test_a_decode_step_is_predicted_with_the_request_as_one_more_row(rows: int, keys: int, num_tokens: int) -> None:
+    view = decode(1, requests=rows, context_tokens=keys)
+    expected_s = FAST.seconds(StepWork(decode_rows=rows + 1, keys=keys + num_tokens))
+    assert decode_s(view, replace(REQUEST, num_tokens=num_tokens)) == pytest.approx(expected_s)

@@ -18,6 +18,7 @@ from baton.types import FinishReason, Grammar, TokenOutput
 from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.scheduler import Scheduler
 from engine.step_meter import StepMeter
 from grammar.compiler import GrammarCompiler
@@ -76,6 +77,11 @@ class Engine:
     def max_context_tokens(self) -> int:
         """Longest prompt plus output."""
         return self._scheduler.max_context_tokens
+
+    @property
+    def prefix_cache(self) -> BlockManager:
+        """For those who follow what it has."""
+        return self._scheduler.prefix_cache
 
     def submit(self, request: EngineRequest) -> None:
         """Takes a request whose prompt is computed here.

@@ -6,6 +6,7 @@ from baton.errors import BatonError, DataLoss, NoNode, Overloaded
 from baton.types import LocalPolicy
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet, FleetNode
+from gateway.prefix_index import PromptBlocks
 from gateway.request import Rules
 from gateway.router import Wanted
 
@@ -13,8 +14,10 @@ from gateway.router import Wanted
 class NodeChoice:
     """The choices of one request, from its first node to its last."""
 
-    def __init__(self, rules: Rules, fleet: Fleet) -> None:
+    def __init__(self, rules: Rules, fleet: Fleet, *, prompt: PromptBlocks | None = None, session_id: str = "") -> None:
         self._fleet = fleet
+        self._prompt = prompt
+        self._session_id = session_id
         self._policy = rules.local_policy
         # A decode node that prefills itself is the last attempt under `prefer`.
         self._max_calls = {
@@ -84,6 +87,8 @@ class NodeChoice:
             model=self._model,
             excluded_decode=self._refusals.keys() | self._losing,
             excluded_prefill=excluded_prefill | self._losing,
+            prompt=self._prompt,
+            session_id=self._session_id,
         )
 
 

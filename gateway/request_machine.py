@@ -51,6 +51,7 @@ from gateway.events import (
 from gateway.fleet import Fleet
 from gateway.node_choice import NodeChoice, prefill_failure
 from gateway.node_messages import NodeMessages
+from gateway.prefix_index import PromptBlocks
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing, OutputEnd, Reply
 from gateway.request import Request, Rules, deadline_exceeded
@@ -68,7 +69,10 @@ class RequestMachine:
     def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
         self._request = request
         self._rules = rules
-        self._choice = NodeChoice(rules, fleet)
+        # A prompt whose logprobs are wanted is computed as a whole.
+        scored = request.sampling.prompt_logprobs is not None
+        prompt = None if scored else PromptBlocks(request.prompt, cache_salt=request.cache_salt)
+        self._choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id)
         self._messages = NodeMessages(request, rules.local_policy)
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
         self._receipt = ReceiptDraft()
@@ -325,7 +329,7 @@ class RequestMachine:
         attempt.call = PrefillCall(self._num_calls, node, self._now_s)
         attempt.first_token_passed = False
         request = self._messages.prefill(self._order.token_ids, ticket)
-        node.note_sent(self._num_tokens)
+        node.note_sent(self._num_tokens, cached_tokens=node.cached_tokens)
         self._commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=self._remaining_s))
 
     def _hand_over_failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> None:

@@ -88,6 +88,7 @@ class Node:
             incarnation=self.incarnation,
             model_name=built.identity.name,
             max_context_tokens=self.max_context_tokens,
+            cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
         )
         self._listener: Listener | None = None
         self.limits = limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)

@@ -26,6 +26,7 @@ def to_info(
     incarnation: int,
     model_name: str,
     max_context_tokens: int,
+    cache_identity: str = "",
 ) -> pb.NodeInfo:
     """A node's description for its peers and gateways."""
     spec, shape = description.spec, description.shape
@@ -55,6 +56,7 @@ def to_info(
         batch_invariant=description.batch_invariant,
         tensor_parallel_size=description.tensor_parallel_size,
         converted_kv_dtypes=description.converted_kv_dtypes,
+        cache_identity=cache_identity,
     )
 
 

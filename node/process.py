@@ -32,6 +32,7 @@ from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
 from models.parallel import SINGLE
 from node.assembly import Node, load
+from node.cache_events import CacheEvents
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.join import join, leave
 from node.service import SERVICE_NAME, NodeService
@@ -195,7 +196,8 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
         role.fill_status(message)
         return message
 
-    service = NodeService(status=status, drain=drain)
+    events = CacheEvents(node.engine.prefix_cache, incarnation=node.incarnation)
+    service = NodeService(status=status, drain=drain, cache=events)
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     role.add_to(server.grpc)
     services: Sequence[str] = (SERVICE_NAME, role.service_name)

@@ -21,6 +21,7 @@ from engine.request import (
     check_request,
     context_limit,
 )
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.roster import Roster
 from engine.scheduling.state import NO_END, Phase, RequestState
@@ -60,6 +61,11 @@ class Scheduler:
         self._decode_order = DecodeOrder()
         self._void: list[RequestState] = []  # ended requests that still have a row in a step in flight
         self._preemptions = 0
+
+    @property
+    def prefix_cache(self) -> BlockManager:
+        """For those who follow what it has."""
+        return self._blocks.manager
 
     @property
     def steps_in_flight(self) -> int:

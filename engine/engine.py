@@ -237,7 +237,7 @@ class Engine:
 
     def _prepare_grammar(self, request: EngineRequest) -> None:
         """Begins to compile the request's grammar. A step waits for it only if it draws the request's next token."""
-        if (grammar := request.sampling.grammar) is not None:
+        if (grammar := request.sampling.grammar) is not None and request.stop_tokens is None:
             self._grammars.prepare(grammar)
 
     def _check_alive(self) -> None:

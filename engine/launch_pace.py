@@ -14,6 +14,7 @@ from collections import deque
 
 _SAMPLES_MIN = 8  # of both, before a launch waits
 _MARGIN = 0.02  # of the predicted time
+_MARGIN_S = 0.0005  # other ranks launch a little later than the one that measures
 _DEVIATIONS = 4.0
 _MEAN_GAIN = 1 / 8
 _DEVIATION_GAIN = 1 / 4
@@ -59,7 +60,7 @@ class LaunchPace:
         if self._predicted_s is None or min(self._lead_s.count, self._early.count) < _SAMPLES_MIN:
             return None
         surely_s = self._predicted_s * (1 - _MARGIN - max(0.0, self._early.value))
-        return self._started_s + surely_s - self._lead_s.value
+        return self._started_s + surely_s - _MARGIN_S - self._lead_s.value
 
     def started(self, started_s: float, predicted_s: float | None, *, now: float) -> None:
         """The oldest step in flight runs since `started_s`, which is known since `now`."""

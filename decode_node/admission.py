@@ -2,6 +2,7 @@
 Pure.
 """
 
+import math
 from bisect import bisect_left, insort
 
 from baton.errors import Overloaded
@@ -35,7 +36,7 @@ class BlockQueue:
         waiting = len(self._queue)
         if waiting >= self._waiting_max:
             raise Overloaded(f"{waiting} requests wait for room already", retry_after_s=_RETRY_AFTER_S)
-        entry = QueuePlace(priority, self._arrivals), engine_id
+        entry = QueuePlace(priority, math.inf, self._arrivals), engine_id
         if waiting and self._queue[0] < entry and queue_s <= 0:
             raise no_room(queue_s)
         self._arrivals += 1

@@ -44,7 +44,7 @@ class RequestBlocks:
 
     def needed(self, state: RequestState) -> int:
         """Blocks that the request must hold before it may run: for its known tokens and the first decoded one."""
-        return self._blocks_for(state.num_tokens + (0 if state.prefill_only else 1))
+        return self._blocks_for(state.prefill_stop if state.prefill_only else state.num_tokens + 1)
 
     def cached(self, state: RequestState) -> list[int]:
         """Cached blocks for the start of the request, up to `RequestState.reusable_tokens`."""
@@ -58,6 +58,13 @@ class RequestBlocks:
             multiple=self._align_blocks,
         )
 
+    def tokens_in(self, blocks: list[int]) -> int:
+        return len(blocks) * self._block_size
+
+    def num_cached(self, state: RequestState) -> int:
+        """Leading tokens of the request that need not be computed."""
+        return self.tokens_in(self.cached(state))
+
     def reservation(self, state: RequestState) -> Reservation:
         """Which KV the request's blocks expect from elsewhere."""
         resume_at = state.num_tokens
@@ -70,10 +77,21 @@ class RequestBlocks:
 
     def fill(self, state: RequestState) -> None:
         """The KV of all the request's tokens has arrived, as its reservation asks."""
+        self._received(state, state.num_tokens)
         state.fill()
-        if self._window_tokens:
-            state.windows_from = max(0, self.reservation(state).resume_at - self._window_tokens + 1)
         self.register(state)
+
+    def fill_part(self, state: RequestState, num_tokens: int) -> None:
+        """The KV of this many leading tokens has arrived, where `resume_at` was that of the reservation or
+        `num_tokens`, whichever is less."""
+        self._received(state, num_tokens)
+        state.receive(num_tokens)
+        self.register(state)
+
+    def _received(self, state: RequestState, num_tokens: int) -> None:
+        if self._window_tokens:
+            resume_at = min(self.reservation(state).resume_at, num_tokens)
+            state.windows_from = max(0, resume_at - self._window_tokens + 1)
 
     def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
         """Whether the request's blocks fit and leave `spare` blocks free."""
@@ -105,6 +123,11 @@ class RequestBlocks:
                 windowless=index * self._block_size < state.windows_from,
             )
             state.num_registered = index + 1
+
+    @property
+    def split_multiple(self) -> int:
+        """Of how many tokens a part of a prompt that is computed elsewhere must be a multiple."""
+        return self._align_blocks * self._block_size
 
     def give_back(self, state: RequestState) -> None:
         self._blocks.give_back(state.drop_blocks())

@@ -167,6 +167,7 @@ class EngineLoad:
         backlog_s: predicted time to compute `tokens_waiting` if nothing else ran; 0 while step costs are unknown.
         decode_rows: requests that decode.
         context_tokens: keys that one token of each of these reads, the sum of their contexts.
+        refused_late: how many requests were refused because they could not meet their deadline.
     """
 
     blocks_total: int
@@ -180,6 +181,7 @@ class EngineLoad:
     backlog_s: float = 0.0
     decode_rows: int = 0
     context_tokens: int = 0
+    refused_late: int = 0
 
 
 def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:

@@ -35,6 +35,7 @@ from engine.device.step_costs import (
     choose_step_tokens,
     measure_costs,
     served_steps,
+    step_sizes,
 )
 from engine.request import ModelFacts
 from grammar.compiler import GrammarCompiler
@@ -223,7 +224,7 @@ def measured(built: Built, settings: NodeSettings) -> Built:
         costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
     if settings.max_batch_tokens is None:
         rule = DECODE_RULE if isinstance(settings, DecodeSettings) else PREFILL_RULE
-        sizes = [size for size in STEP_TOKENS if size <= limits.max_batch_tokens]
+        sizes = step_sizes(rule, most_tokens=limits.max_batch_tokens, max_batch_requests=limits.max_batch_requests)
         limits = replace(limits, max_batch_tokens=parallel.smallest(choose_step_tokens(costs, sizes, rule), device))
     rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in costs.points)
     _log.info(

@@ -20,7 +20,7 @@ from engine.sampling.row import GREEDY_ROW
 from engine.scheduling.steps import STEPS_MAX
 
 # Sizes to choose from. Smaller steps keep decodes and other prompts waiting for less time.
-STEP_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+STEP_TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # Share of the best rate among the allowed step sizes that the chosen one must reach.
 _GOOD_RATE = 0.95
 # A prompt as it is usual, and the contexts of requests that decode.
@@ -65,6 +65,13 @@ def choose_step_tokens(costs: StepCosts, sizes: Sequence[int], rule: StepRule) -
     rates = {size: (size - rule.decode_rows) / step_s[size] for size in allowed}
     good = _GOOD_RATE * max(rates.values())
     return min(size for size, rate in rates.items() if rate >= good)
+
+
+def step_sizes(rule: StepRule, *, most_tokens: int, max_batch_requests: int) -> list[int]:
+    """The sizes to choose from up to `most_tokens`. On a node that decodes, the smallest size still has room for some
+    prompt tokens when every other request decodes."""
+    least = max_batch_requests + min(STEP_TOKENS) if rule.decode_rows else 0
+    return [size for size in STEP_TOKENS if least <= size <= most_tokens] or [most_tokens]
 
 
 def _served_step(size: int, rule: StepRule) -> StepWork:

@@ -23,6 +23,7 @@ from engine.device.step_costs import (
     choose_step_tokens,
     measure_costs,
     served_steps,
+    step_sizes,
 )
 from engine.request import ModelFacts
 from tests.unit.engine.tiny import build, greedy, prompt_of, request, running, transformers_greedy
@@ -203,7 +204,7 @@ def test_steps_of_any_limits_fit(most_tokens: int, most_requests: int, facts: Mo
 def test_a_prefill_node_takes_the_smallest_step_with_nearly_the_best_rate() -> None:
     flat = StepCosts(((1, 0.010), (2048, 0.011), (8192, 0.044)))
     assert choose_step_tokens(flat, STEP_TOKENS, PREFILL_RULE) == 2048
-    assert choose_step_tokens(COSTS, STEP_TOKENS, PREFILL_RULE) in (1024, 2048)
+    assert choose_step_tokens(COSTS, STEP_TOKENS, PREFILL_RULE) in (2048, 3072)
 
 
 def test_a_prefill_node_takes_no_step_for_which_a_short_prompt_waits_too_long() -> None:
@@ -221,6 +222,13 @@ def test_a_decode_node_takes_smaller_steps_than_a_prefill_node() -> None:
 
 def test_where_every_step_takes_too_long_the_smallest_is_chosen() -> None:
     assert choose_step_tokens(StepCosts(((1, 1.0), (8192, 9.0))), STEP_TOKENS, StepRule(longest_s=0.05)) == 256
+
+
+def test_a_decode_node_has_room_for_prompts_next_to_all_its_decodes() -> None:
+    assert step_sizes(DECODE_RULE, most_tokens=8192, max_batch_requests=512)[0] == 768
+    assert step_sizes(DECODE_RULE, most_tokens=8192, max_batch_requests=100)[0] == 512
+    assert step_sizes(PREFILL_RULE, most_tokens=2048, max_batch_requests=512) == [256, 512, 768, 1024, 1536, 2048]
+    assert step_sizes(DECODE_RULE, most_tokens=300, max_batch_requests=512) == [300]
 
 
 def test_seats_depend_on_role_and_cache() -> None:

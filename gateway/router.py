@@ -4,7 +4,7 @@ Nodes report at intervals. What this gateway has sent since the last report is a
 all nodes have measured what their steps cost, times are compared; else counts of tokens and requests.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -19,7 +19,9 @@ _EQUAL_FACTOR, _EQUAL_S = 1.05, 1e-3
 # Without an SLO, a second of a node's work weighs as much as this many seconds of waiting: what another node computes
 # again also takes the place of other prefixes there. Of 1 to 100, 3 has the best mean TTFT on Mooncake's trace.
 _WORK_WEIGHT = 3.0
-# With an SLO, a node counts as soon enough within this share of it; predictions err, and the KV is still to be sent.
+# With an SLO, it weighs so much among the nodes that are soon enough.
+_WORK_WEIGHT_IN_TIME = 20.0
+# A node counts as soon enough within this share of it; predictions err, and the KV is still to be sent.
 _SLO_SHARE = 0.5
 # A session stays on its node while that takes at most so much longer.
 _SESSION_FACTOR, _SESSION_S = 1.15, 5e-3
@@ -145,7 +147,8 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
         usable = _paired(usable, partners) or usable
     usable = [node for node in usable if not 0 < node.max_batch_requests <= node.load] or usable
     if all(node.costs is not None for node in usable):
-        return _least(usable, [_decode_whole_s(node, wanted) for node in usable], wanted)
+        scores = [_decode_whole_s(node, wanted) for node in usable]
+        return _least(usable, scores, wanted, lambda node: (node.load, node.picks, node.address))
 
     def cost(node: NodeView) -> tuple[object, ...]:
         return node.load, node.address != wanted.session_node, -node.cached_tokens, node.picks, node.address
@@ -155,7 +158,7 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
 
 def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> NodeView | None:
     """A prefill node of those whose pair with the decode node is ready: of the nodes that are soon enough for the SLO,
-    the one with the least work; if there are none, the soonest; without an SLO, the one with the least of both.
+    the one with the least work; if there are none, the soonest; without an SLO, the best of both.
     Without costs: the node with the least to compute."""
     usable = [
         node for node in _usable(prefills, wanted, wanted.excluded_prefill) if decode.incarnation in node.ready_peers
@@ -199,20 +202,24 @@ def _decode_whole_s(node: NodeView, wanted: Wanted) -> float:
 
 def _least_work(nodes: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
     times_s = [prefill_s(node, wanted) for node in nodes]
-    if wanted.slo.ttft_s is None:
-        weight = _WORK_WEIGHT - 1.0
-        scores = [s + weight * (s - node.queue_s) for node, s in zip(nodes, times_s, strict=True)]
-        return _least(nodes, scores, wanted)
-    enough_s = _SLO_SHARE * wanted.slo.ttft_s
-    enough = [(node, s - node.queue_s) for node, s in zip(nodes, times_s, strict=True) if s <= enough_s]
-    if not enough:
-        return _least(nodes, times_s, wanted)
-    return _least([node for node, _ in enough], [work_s for _, work_s in enough], wanted)
+    ttft_s, weight = wanted.slo.ttft_s, _WORK_WEIGHT
+    if ttft_s is not None:
+        in_time = [place for place, s in enumerate(times_s) if s <= _SLO_SHARE * ttft_s]
+        weight = _WORK_WEIGHT_IN_TIME if in_time else 1.0
+        if in_time:
+            nodes, times_s = [nodes[place] for place in in_time], [times_s[place] for place in in_time]
+    scores = [s + (weight - 1.0) * (s - node.queue_s) for node, s in zip(nodes, times_s, strict=True)]
+    return _least(nodes, scores, wanted, lambda node: (node.queue_s, node.picks, node.address))
 
 
-def _least(nodes: Sequence[NodeView], scores: Sequence[float], wanted: Wanted) -> NodeView | None:
+def _least(
+    nodes: Sequence[NodeView],
+    scores: Sequence[float],
+    wanted: Wanted,
+    tie: Callable[[NodeView], tuple[float | str, ...]],
+) -> NodeView | None:
     """The session's node if its score is nearly the best; else, of those whose scores count as equal to the best, the
-    least loaded one."""
+    one with the least `tie`."""
     best = min(scores, default=0.0)
     equal, of_session = best * _EQUAL_FACTOR + _EQUAL_S, best * _SESSION_FACTOR + _SESSION_S
     candidates = []
@@ -221,4 +228,4 @@ def _least(nodes: Sequence[NodeView], scores: Sequence[float], wanted: Wanted) -
             return node
         if score <= equal:
             candidates.append(node)
-    return min(candidates, key=lambda node: (node.load, node.picks, node.address), default=None)
+    return min(candidates, key=tie, default=None)

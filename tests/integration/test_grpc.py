@@ -304,7 +304,6 @@ async def test_what_the_engine_cannot_do_has_a_reason(channel: grpc.aio.Channel)
         stub.FlushCache(smg.FlushCacheRequest()),
         stub.StartProfile(smg.StartProfileRequest()),
         stub.StopProfile(smg.StopProfileRequest()),
-        stub.SubscribeKvEvents(smg.SubscribeKvEventsRequest()),
     ]
     for call in calls:
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -30,6 +30,7 @@ BENCHMARKS = (
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
     ("structured", "Structured output", "bench.structured_output.run"),
+    ("routing", "The choice of prefill nodes on Mooncake's conversation trace", "bench.routing"),
 )
 # On a machine with a GPU these run on the GPU and have their own pages.
 EITHER = frozenset({"exposed", "receiving", "loading", "latency", "structured"})
@@ -39,7 +40,11 @@ PLOTS = (
     ("transfer_gpu", "bench.transfer_plot"),
     ("attention", "bench.attention.plot"),
     ("engine", "bench.engine.plot"),
+    ("routing", "bench.routing"),
 )
+TRACE = "--trace="
+# These take a trace's path, which is not in the repository, and are left out without one.
+OF_TRACES = frozenset({"routing"})
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -47,11 +52,13 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: names of benchmarks, none for all. `--plot` measures nothing and draws the results on disk.
+            `--trace=PATH` is for benchmarks that replay one.
 
     Raises:
         SystemExit: with code 2: there is no such benchmark.
     """
-    wanted = [argument for argument in arguments if argument != PLOT]
+    traces = [Path(argument.removeprefix(TRACE)) for argument in arguments if argument.startswith(TRACE)]
+    wanted = [argument for argument in arguments if argument != PLOT and not argument.startswith(TRACE)]
     names = [name for name, _, _ in BENCHMARKS]
     if unknown := [name for name in wanted if name not in names]:
         print(f"bench: no benchmark is named {unknown[0]!r}; allowed: {', '.join(names)}", file=sys.stderr)
@@ -63,11 +70,12 @@ def main(arguments: Sequence[str]) -> None:
                 importlib.import_module(module).draw(read_json(figures), RESULTS / f"{name}.svg")
         return
     for name, title, module in BENCHMARKS:
-        if wanted and name not in wanted:
+        if (wanted and name not in wanted) or (not wanted and not traces and name in OF_TRACES):
             continue
         rows: list[Row] = []
         try:
-            rows.extend(importlib.import_module(module).run(_print_progress))
+            measure = importlib.import_module(module).run
+            rows.extend(measure(_print_progress, *traces) if name in OF_TRACES else measure(_print_progress))
         finally:  # a benchmark that fails or is stopped keeps its rows so far
             if rows:
                 print_rows(title, rows)

@@ -65,7 +65,7 @@ async def _run(
         if http_socket is not None:
             http = HttpServer(settings, serving, connections.fleet, name, http_socket)
             await doors.enter_async_context(http)
-        add_services(server, settings, serving, connections.fleet)
+        add_services(server, settings, serving, connections)
         await server.start(SERVICE_NAMES)
         if http is not None:
             log.info("HTTP on http://%s", http.address)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -75,6 +75,10 @@ class Connections:
         """Ends only with an error; the fleet is not updated after that."""
         assert self._upkeep is not None
         return self._upkeep
+
+    def clients(self) -> Mapping[str, NodeClient]:
+        """The connections to all nodes by address."""
+        return {**self._prefills, **self._decodes}
 
     # ---- for requests
 

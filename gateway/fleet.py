@@ -317,7 +317,12 @@ class Fleet:
     def report(self) -> list[generation_pb2.NodeReport]:
         reports = []
         for node in self.nodes():
-            report = generation_pb2.NodeReport(address=node.address, reachable=node.reachable, detail=node.detail)
+            report = generation_pb2.NodeReport(
+                address=node.address,
+                reachable=node.reachable,
+                detail=node.detail,
+                cache_sequence=node.cache.sequence,
+            )
             report.status.CopyFrom(node.status)
             del report.status.peers[:]
             report.status.peers.extend(node.peers.values())

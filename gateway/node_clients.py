@@ -63,6 +63,12 @@ class NodeClient:
         if self._watching is not None:
             self._watching.cancel()
 
+    def watch_cache(
+        self, request: node_pb2.WatchCacheRequest
+    ) -> grpc.aio.UnaryStreamCall[node_pb2.WatchCacheRequest, node_pb2.WatchCacheResponse]:
+        """A stream of the changes of the node's prefix cache; the caller cancels it."""
+        return self._stub.WatchCache(request)
+
     async def close(self) -> None:
         await self._channel.close()
 
@@ -91,7 +97,7 @@ class NodeClient:
         """Receives changes of the prefix cache until it is cancelled, or until the node turns out to publish none."""
         last = node_pb2.WatchCacheResponse()
         while True:
-            call = self._stub.WatchCache(
+            call = self.watch_cache(
                 node_pb2.WatchCacheRequest(after_sequence=last.sequence, incarnation=last.incarnation)
             )
             try:

@@ -58,6 +58,8 @@ PURE_MODULES = {
     "engine.scheduling.block_manager",
     "engine.scheduling.scheduler",
     "gateway.affinity",
+    "gateway.cache_position",
+    "gateway.cache_union",
     "gateway.prefix_index",
     "gateway.router",
     "kvtransfer.leases",

@@ -4,8 +4,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.config import GatewaySettings
 from baton.rpc.server import GrpcServer
-from gateway.fleet import Fleet
+from gateway.connections import Connections
 from gateway.rpc import generation, open_inference, vllm_engine
+from gateway.rpc.kv_events import KvEvents
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2_grpc
@@ -14,13 +15,20 @@ from protos.inference import open_inference_pb2_grpc
 SERVICE_NAMES = (generation.SERVICE_NAME, vllm_engine.SERVICE_NAME, open_inference.SERVICE_NAME)
 
 
-def add_services(server: GrpcServer, settings: GatewaySettings, serving: Serving, fleet: Fleet) -> None:
+def add_services(server: GrpcServer, settings: GatewaySettings, serving: Serving, connections: Connections) -> None:
     """Adds the services of SERVICE_NAMES to a server that has not been started."""
+    fleet = connections.fleet
     name = settings.name or f"gateway@{server.address}"
     archive = TokenizerArchive(serving.model.directory, settings.chat_template)
     own = generation.GenerationService(name, serving, fleet, archive)
     generation_pb2_grpc.add_GenerationServicer_to_server(own, server.grpc)
-    engine = vllm_engine.VllmEngineService(serving, fleet, archive, max_requests=settings.max_concurrent_requests)
+    engine = vllm_engine.VllmEngineService(
+        serving,
+        fleet,
+        archive,
+        KvEvents(fleet, connections.clients),
+        max_requests=settings.max_concurrent_requests,
+    )
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server.grpc)
     inference = open_inference.OpenInferenceService(serving, fleet)
     open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server.grpc)

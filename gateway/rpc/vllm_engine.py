@@ -6,6 +6,7 @@ A router that drives vLLM engines, such as smg, drives Baton with it: the whole 
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +20,7 @@ import baton
 from gateway.collected import Collector
 from gateway.fleet import Fleet
 from gateway.rpc.call import Call, answering, check_ids
+from gateway.rpc.kv_events import KvEvents
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.rpc.vllm_messages import to_chunk, to_complete, to_generate
 from gateway.serving import Serving
@@ -36,10 +38,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         max_requests: the most requests that run at once.
     """
 
-    def __init__(self, serving: Serving, fleet: Fleet, archive: TokenizerArchive, *, max_requests: int) -> None:
+    def __init__(
+        self, serving: Serving, fleet: Fleet, archive: TokenizerArchive, kv_events: KvEvents, *, max_requests: int
+    ) -> None:
         self._serving = serving
         self._fleet = fleet
         self._archive = archive
+        self._kv_events = kv_events
         self._max_requests = max_requests
         self._started_at_s = time.monotonic()
         self._last_request_at_s = 0.0  # since the epoch
@@ -190,6 +195,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 yield smg.GetTokenizerChunk(data=piece)
             yield smg.GetTokenizerChunk(data=pieces[-1], sha256=archive.sha256)
 
+    async def SubscribeKvEvents(
+        self, request: smg.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[smg.KvEventBatch]:
+        async with answering(context), aclosing(self._kv_events.subscribe(request.start_sequence_number)) as batches:
+            async for batch in batches:
+                yield batch
+
     # ---- what Baton does not have
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
@@ -207,15 +219,6 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StopProfile(self, request: smg.StopProfileRequest, context: Context) -> smg.ProfileResponse:
         async with answering(context) as call:
             await call.unimplemented("profiles are taken at a node, not at a gateway")
-
-    async def SubscribeKvEvents(
-        self, request: smg.SubscribeKvEventsRequest, context: Context
-    ) -> AsyncIterator[smg.KvEventBatch]:
-        async with answering(context) as call:
-            await call.unimplemented(
-                "the gateway chooses nodes by their prefix caches itself and publishes no KV events"
-            )
-        yield smg.KvEventBatch()  # makes it a generator, as gRPC expects of a streaming method
 
 
 def _int32(count: int) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -28,7 +29,12 @@ def gateway() -> Iterator[Process]:
 
 
 @pytest.fixture(scope="module")
-def smg_port(gateway: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def smg_port(gateway: Process, metrics_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     port = free_port()
     log = tmp_path_factory.mktemp("smg") / "log"
     command: list[str | Path] = [
@@ -37,7 +43,8 @@ def smg_port(gateway: Process, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "--worker-urls",
         f"grpc://{gateway.address}",
     ]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+    command += ["--policy", "cache_aware"]
     with log.open("w") as output:
         smg = subprocess.Popen(command, stdout=output, stderr=output)
     try:
@@ -168,3 +175,26 @@ async def test_a_client_that_leaves_ends_its_request(smg: openai.AsyncOpenAI, ga
     async with Client(gateway.address) as client, asyncio.timeout(DEADLINE_S):
         while (await client.loads()).requests_running:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.01)
+
+
+def read_text(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+        return str(response.read(), "utf-8")
+
+
+async def test_its_index_has_the_blocks_that_batons_nodes_have(smg: openai.AsyncOpenAI, metrics_port: int) -> None:
+    """smg chooses engines by this index; it counts what it could not place."""
+    prompt = "The town had a river. " * 40
+    answer = await smg.completions.create(model="llama", prompt=prompt, max_tokens=2, temperature=0)
+    assert answer.usage is not None
+    least = answer.usage.prompt_tokens // 64 - 1  # more, if blocks are smaller
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            lines = (await asyncio.to_thread(read_text, f"http://127.0.0.1:{metrics_port}/metrics")).splitlines()
+            split = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+            figures = {name.partition("{")[0]: float(value) for name, _, value in split}
+            if figures.get("smg_kv_index_blocks", 0) >= least > 0:
+                break
+            await asyncio.sleep(0.05)
+    assert figures["smg_kv_event_parentless_blocks_total"] == 0
+    assert figures["smg_kv_event_missed_batches_total"] == 0

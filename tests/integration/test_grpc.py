@@ -297,6 +297,30 @@ async def test_the_engine_describes_itself(channel: grpc.aio.Channel) -> None:
     assert [bool(piece.sha256) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
+async def test_a_router_learns_which_prompts_the_nodes_have_cached(channel: grpc.aio.Channel, client: Client) -> None:
+    stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    block_size = (await stub.GetServerInfo(vllm.GetServerInfoRequest())).block_size
+    prompt = [11, 7, 5, 3] * block_size  # four blocks
+    events = stub.SubscribeKvEvents(smg.SubscribeKvEventsRequest(start_sequence_number=41))
+    cleared = await events.read()
+    assert (cleared.sequence_number, cleared.events[0].WhichOneof("data")) == (42, "cleared")
+    assert (cleared.snapshot.index, cleared.snapshot.count) == (0, 1)
+    await client.complete(prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    known: dict[int, list[int]] = {}  # all tokens up to the end of each block
+    sequence = cleared.sequence_number
+    while prompt not in known.values():
+        batch = await events.read()
+        sequence += 1
+        assert batch.sequence_number == sequence
+        for event in batch.events:
+            stored = event.stored
+            so_far = known[stored.parent_block_hash] if stored.HasField("parent_block_hash") else []
+            for block in stored.blocks:
+                assert block.block_size == len(block.token_ids) == block_size
+                so_far = known[block.block_hash] = [*so_far, *block.token_ids]
+    events.cancel()
+
+
 async def test_what_the_engine_cannot_do_has_a_reason(channel: grpc.aio.Channel) -> None:
     stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
     calls: list[grpc.aio.Call] = [
@@ -304,7 +328,6 @@ async def test_what_the_engine_cannot_do_has_a_reason(channel: grpc.aio.Channel)
         stub.FlushCache(smg.FlushCacheRequest()),
         stub.StartProfile(smg.StartProfileRequest()),
         stub.StopProfile(smg.StopProfileRequest()),
-        stub.SubscribeKvEvents(smg.SubscribeKvEventsRequest()),
     ]
     for call in calls:
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -49,7 +49,7 @@ async def door(model: ServedModel) -> AsyncIterator[Door]:
         async with Connections(settings, model) as connections, GrpcServer("127.0.0.1:0", advertise=None) as server:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             serving = Serving(settings, model, connections)
-            add_services(server, settings, serving, connections.fleet)
+            add_services(server, settings, serving, connections)
             await server.start(SERVICE_NAMES)
             yield Door(server.address, serving, decode)
 

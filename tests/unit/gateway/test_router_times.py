@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.costs import StepCosts, StepWork
-from baton.types import LocalPolicy
+from baton.types import LocalPolicy, Slo
 from gateway.router import NodeView, Wanted, decode_s, pick_decode, pick_prefill, prefill_s
 from tests.unit.gateway.test_router import address, node
 
@@ -33,10 +33,22 @@ def pick(*nodes: NodeView, wanted: Wanted = REQUEST) -> str | None:
     return address(pick_prefill(nodes, DECODE, wanted))
 
 
-def test_cached_tokens_are_worth_as_much_backlog_as_they_save() -> None:
+def test_work_that_a_cache_saves_is_worth_three_times_as_much_waiting() -> None:
     saved_s = prefill_s(prefill(1), REQUEST) - prefill_s(prefill(1, cached_tokens=2048), REQUEST)
-    assert pick(prefill(1, cached_tokens=2048, backlog_s=0.8 * saved_s), prefill(2)) == "node-1"
-    assert pick(prefill(1, cached_tokens=2048, backlog_s=1.2 * saved_s), prefill(2)) == "node-2"
+    assert pick(prefill(1, cached_tokens=2048, backlog_s=2.5 * saved_s), prefill(2)) == "node-1"
+    assert pick(prefill(1, cached_tokens=2048, backlog_s=3.5 * saved_s), prefill(2)) == "node-2"
+
+
+def test_the_node_with_the_least_work_is_picked_of_those_that_are_soon_enough() -> None:
+    request = replace(REQUEST, slo=Slo(ttft_s=2.0))
+    assert pick(prefill(1, cached_tokens=2048, backlog_s=0.9), prefill(2), wanted=request) == "node-1"
+    assert pick(prefill(1, cached_tokens=2048, backlog_s=1.1), prefill(2), wanted=request) == "node-2"
+
+
+def test_the_soonest_node_is_picked_where_none_is_soon_enough() -> None:
+    request = replace(REQUEST, slo=Slo(ttft_s=0.2))
+    assert pick(prefill(1, cached_tokens=2048, backlog_s=0.2), prefill(2, backlog_s=0.2), wanted=request) == "node-1"
+    assert pick(prefill(1, cached_tokens=2048, backlog_s=0.4), prefill(2, backlog_s=0.2), wanted=request) == "node-2"
 
 
 def test_what_was_sent_since_the_report_takes_time_too() -> None:
@@ -46,7 +58,7 @@ def test_what_was_sent_since_the_report_takes_time_too() -> None:
 
 def test_a_fast_node_takes_more() -> None:
     assert pick(prefill(1, costs=SLOW), prefill(2, backlog_s=0.05)) == "node-2"
-    assert pick(prefill(1, costs=SLOW), prefill(2, backlog_s=0.2)) == "node-1"
+    assert pick(prefill(1, costs=SLOW), prefill(2, backlog_s=0.5)) == "node-1"
 
 
 def test_nearly_equal_nodes_take_turns() -> None:
@@ -96,7 +108,7 @@ def test_kv_that_is_there_already_need_not_be_sent() -> None:
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.integers(1, 4000))
 def test_the_session_costs_at_most_a_little(backlogs: list[int], num_tokens: int) -> None:
     nodes = [prefill(number, backlog_s=backlog / 20) for number, backlog in enumerate(backlogs)]
-    wanted = Wanted(num_tokens=num_tokens, policy=LocalPolicy.STRICT, session_node="node-0")
+    wanted = Wanted(num_tokens=num_tokens, policy=LocalPolicy.STRICT, session_node="node-0", slo=Slo(ttft_s=0.01))
     picked = pick_prefill(nodes, DECODE, wanted)
     assert picked is not None
     best_s = min(prefill_s(view, wanted) for view in nodes)

@@ -1,0 +1,79 @@
+"""A prompt goes to the prefill node that has its beginning in the prefix cache."""
+
+import asyncio
+import time
+
+from baton.cli.processes import Process
+from baton.client import Client
+from baton.rpc.server import connect
+from baton.types import SamplingParams
+from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, status
+from tests.integration.generation import Result, generate
+from tests.integration.reference import Reference
+
+NODE: Flags = {"model": LLAMA, "block_size": 16, "prefix_cache": True}
+DECODE: Flags = {**NODE, "prefix_cache": False}  # it would prefill the short rest of a prompt itself
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+async def until_known(gateway: Process, *nodes: Process) -> None:
+    """Waits until the gateway knows of every change of these nodes' caches so far, and their pairs are ready."""
+    for node in nodes:
+        async with connect(node.address) as channel, Client(gateway.address) as client:
+            stream = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
+            newest = await stream.read()
+            stream.cancel()
+            assert isinstance(newest, node_pb2.WatchCacheResponse)
+            deadline = time.monotonic() + DEADLINE_S
+            while True:
+                reports = {report.address: report for report in (await client.cluster_status()).nodes}
+                known = reports[node.address]
+                current = known.reachable and known.status.info.incarnation == newest.incarnation
+                paired = known.status.info.role == common_pb2.ROLE_DECODE or any(
+                    peer.phase == common_pb2.PEER_PHASE_READY for peer in known.status.peers
+                )
+                if current and paired and known.cache_sequence >= newest.sequence:
+                    break
+                assert time.monotonic() < deadline, reports
+                await asyncio.sleep(0.005)
+
+
+class Conversation:
+    """Turns that each begin with all of the turn before."""
+
+    def __init__(self, gateway: Process, prompt: list[int]) -> None:
+        self._gateway = gateway
+        self.tokens = prompt
+
+    async def turn(self, *more: int) -> Result:
+        """The next turn adds these tokens, and then its output."""
+        self.tokens = [*self.tokens, *more]
+        result = await generate(self._gateway, self.tokens, GREEDY)
+        self.tokens = [*self.tokens, *result.token_ids]
+        return result
+
+
+async def test_the_next_turn_goes_to_the_node_that_has_the_last_one(reference: Reference) -> None:
+    prompts = reference.prompts([100, 100])
+    with machines() as start:
+        *prefills, decode = start.nodes(("prefill", NODE), ("prefill", NODE), ("decode", DECODE))
+        gateway = start.gateway(prefills, [decode], model=LLAMA, local_policy="strict")
+        first, second = (Conversation(gateway, prompt) for prompt in prompts)
+        at = {conversation: (await conversation.turn()).proof.prefill_node for conversation in (first, second)}
+        assert len(set(at.values())) == 2, "idle nodes take turns"
+        for conversation in (second, first, first, first, second):
+            await until_known(gateway, *prefills)
+            computed = len(conversation.tokens) - GREEDY.max_tokens
+            proof = (await conversation.turn(1, 2, 3)).proof
+            assert proof.prefill_node == at[conversation]
+            assert proof.prefill_cached_tokens == computed // 16 * 16
+
+        # The first conversation's node comes back without its blocks, so the node with fewer requests is chosen.
+        names = {(await status(node)).info.name: node for node in prefills}
+        killed = names[at[first]]
+        start.kill(killed)
+        (again,) = start.nodes(("prefill", {**NODE, "listen": killed.address}))
+        await until_known(gateway, again, decode)
+        proof = (await first.turn()).proof
+        assert (proof.prefill_node, proof.prefill_cached_tokens) == (at[second], 0)

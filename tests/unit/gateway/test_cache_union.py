@@ -1,0 +1,82 @@
+"""The caches of several nodes, reported as the cache of one engine."""
+
+import random
+
+from gateway.cache_union import CacheUnion, Changes
+from protos.baton.v1 import node_pb2
+
+ROOT, SALTED = 1000, 2000
+
+
+def tokens(block: int) -> bytes:
+    return bytes([block] * 8)
+
+
+def message(*chains: tuple[int, ...], **fields: object) -> node_pb2.WatchCacheResponse:
+    """Chains of blocks, each after its parent, which comes first."""
+    batch = node_pb2.WatchCacheResponse(**fields)  # type: ignore[arg-type]
+    pairs = [pair for chain in chains for pair in zip(chain[1:], chain, strict=False)]
+    batch.stored.extend(block for block, _ in pairs)
+    batch.parents.extend(parent for _, parent in pairs)
+    batch.tokens = b"".join(tokens(block) for block, _ in pairs)
+    return batch
+
+
+class Subscriber:
+    """Applies changes, and checks that parents come first."""
+
+    def __init__(self) -> None:
+        self.union = CacheUnion(ROOT, 2)
+        self.has: set[int] = set()
+
+    def take(self, node: str, batch: node_pb2.WatchCacheResponse) -> Changes:
+        changes = self.union.take(node, batch)
+        for run in changes.stored:
+            assert run.parent is None or run.parent in self.has
+            for block, content in run.blocks:
+                assert content == tokens(block)
+                assert block not in self.has
+                self.has.add(block)
+        self.drop(changes.removed)
+        return changes
+
+    def drop(self, removed: list[int]) -> None:
+        assert set(removed) <= self.has
+        self.has -= set(removed)
+
+
+def test_a_block_is_there_from_its_first_node_to_its_last() -> None:
+    subscriber = Subscriber()
+    (run,) = subscriber.take("a", message((ROOT, 1, 2, 3), snapshot=True)).stored
+    assert (run.parent, [block for block, _ in run.blocks]) == (None, [1, 2, 3])
+    (run,) = subscriber.take("b", message((ROOT, 1, 2, 4), snapshot=True)).stored
+    assert (run.parent, [block for block, _ in run.blocks]) == (2, [4])
+    assert subscriber.take("a", message(removed=[3, 2])).removed == [3]
+    assert subscriber.take("b", message(removed=[4, 2])).removed == [4, 2]
+    subscriber.drop(subscriber.union.forget("a"))
+    assert subscriber.has == {1}
+
+
+def test_parents_come_first_whatever_the_order_of_a_snapshot() -> None:
+    pairs = [(ROOT, 1), (1, 2), (2, 3), (1, 4), (4, 5), (ROOT, 6)]
+    for seed in range(20):
+        random.Random(seed).shuffle(pairs)
+        subscriber = Subscriber()
+        assert subscriber.take("a", message(*pairs[:3], snapshot=True, more=True)) == Changes([], [])
+        subscriber.take("a", message(*pairs[3:]))
+        assert subscriber.has == {1, 2, 3, 4, 5, 6}
+
+
+def test_blocks_with_a_salt_or_without_their_parents_are_not_reported() -> None:
+    subscriber = Subscriber()
+    subscriber.take("a", message((SALTED, 1, 2), (7, 8), (ROOT, 3), snapshot=True))
+    assert subscriber.has == {3}
+    assert subscriber.take("a", message(removed=[1, 8])) == Changes([], [])
+
+
+def test_a_new_snapshot_replaces_what_the_node_had() -> None:
+    subscriber = Subscriber()
+    subscriber.take("a", message((ROOT, 1, 2), snapshot=True))
+    changes = subscriber.take("a", message((ROOT, 1, 3), snapshot=True))
+    assert changes.removed == [2]
+    assert subscriber.has == {1, 3}

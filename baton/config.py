@@ -127,7 +127,7 @@ class NodeSettings(CommonSettings):
         description=f"most requests in one engine step; default: {CPU_BATCH_REQUESTS} on a CPU, "
         f"{GPU_BATCH_REQUESTS} on a GPU",
     )
-    cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps as CUDA graphs")
+    cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     max_waiting: int = Field(256, ge=0, description="most requests that wait for room; further ones are refused")
     max_context_tokens: int | None = Field(

@@ -48,6 +48,7 @@ WORKS = (
     Work(0, 0, 512),
     Work(0, 0, 1024),
     Work(0, 0, 2048),
+    Work(0, 0, 4096),
 )
 
 
@@ -60,10 +61,11 @@ def run(model: str, built: Built, prefix: str = "") -> Iterator[Row]:
     works = [work for work in WORKS if work.decodes + work.prompt <= built.limits.max_batch_tokens]
     served = {work: _served(built, work) for work in works}
     for work, (wall_ms, cpu_ms) in served.items():
-        busy_ms = _busy_ms(built, work)
+        busy_ms, idle = _busy(built, work)
         name = f"{prefix}step with a prompt"
         yield Row(name, f"{model}, {work}", wall_ms, "ms", "GPU alone", busy_ms, goal=work.goal, less_is_better=True)
         yield Row(f"{name}, CPU time", f"{model}, {work}", cpu_ms, "ms")
+        yield Row(f"{name}, GPU idle", f"{model}, {work}", idle * 100, "%")
 
 
 def _served(built: Built, work: Work) -> tuple[float, float]:
@@ -80,8 +82,9 @@ def _served(built: Built, work: Work) -> tuple[float, float]:
     return float(median(np.diff(ends_s))) * 1e3, spent_s / _STEPS * 1e3
 
 
-def _busy_ms(built: Built, work: Work) -> float:
-    """Milliseconds of a step in which the GPU runs a kernel, from the profiler's records; NaN if it records none."""
+def _busy(built: Built, work: Work) -> tuple[float, float]:
+    """Milliseconds of a step in which the GPU runs a kernel, and the share of time in which it runs none, from the
+    profiler's records; NaN if it records none."""
     steps = _steps(built, work)
     for _ in range(_WARM_STEPS):
         next(steps)
@@ -96,7 +99,9 @@ def _busy_ms(built: Built, work: Work) -> float:
     for start, end in spans:
         busy_us += max(0.0, end - max(start, until))
         until = max(until, end)
-    return busy_us / _PROFILED_STEPS / 1e3 if spans else math.nan
+    if not spans:
+        return math.nan, math.nan
+    return busy_us / _PROFILED_STEPS / 1e3, 1 - busy_us / (until - spans[0][0])
 
 
 def _steps(built: Built, work: Work) -> Generator[None, None, None]:

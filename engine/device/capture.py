@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,13 +11,15 @@ from torch import Tensor
 # Bound of the driver's memory for one graph; a graph of some hundred kernels takes some MiB.
 _DRIVER_BYTES = 32 << 20
 
+_T = TypeVar("_T")
+
 # Called with the number of captured graphs and of all graphs.
 Progress = Callable[[int, int], None]
 # Where a step may be cut: called with the number of layers that are computed.
 OnLayer = Callable[[int], None]
 
 
-def thin(sizes: Sequence[int], count: int) -> list[int]:
+def thin(sizes: Sequence[_T], count: int) -> list[_T]:
     """At most `count` of the sizes, evenly spread, with the smallest. Other batches are padded to the next size."""
     if count >= len(sizes):
         return list(sizes)

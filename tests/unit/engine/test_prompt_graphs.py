@@ -20,7 +20,7 @@ from engine.build import Built
 from engine.device.graphs import GraphSettings
 from engine.device.layer_marks import LayerMark
 from engine.device.prompt_buffers import most_prompts
-from engine.device.prompt_graphs import token_sizes
+from engine.device.prompt_graphs import BodySize, token_sizes
 from engine.device.runner import ModelRunner
 from engine.request import int_array
 from engine.sampling.row import SampleRow
@@ -176,11 +176,13 @@ def test_a_captured_step_depends_on_no_value_of_the_host(
     )
     prompts = padded._prompts
     assert prompts is not None
-    batches: dict[int, PaddedBatch] = {size: prompts.buffers.padded(size) for size in token_sizes(48)}
+    batches: dict[BodySize, PaddedBatch] = {
+        body: prompts.buffers.padded(*body) for bodies in prompts._wanted for body in bodies
+    }
     monkeypatch.setattr(
         prompts,
         "_uncaptured",
-        lambda size: lambda: prompts._run(size, lambda: backend.builder.build_padded(batches[size])),
+        lambda body: lambda: prompts._run(body, lambda: backend.builder.build_padded(batches[body])),
     )
     prompts.capture()
     for batch in mixed_steps(4):
@@ -254,10 +256,10 @@ def test_steps_in_the_buffers_have_the_marks_that_they_ask_for(built: Built) -> 
     assert [mark.layer_stop for mark in marks] == list(range(1, num_layers))
 
 
-@pytest.mark.parametrize("largest", [1, 16, 40, 256, 1000, 2048])
+@pytest.mark.parametrize("largest", [1, 16, 40, 256, 1000, 2048, 4096])
 def test_captured_sizes_reach_the_largest_and_pad_little(largest: int) -> None:
     sizes = token_sizes(largest)
     assert sizes[-1] == largest
     assert sizes == sorted(set(sizes))
-    assert len(sizes) <= 20
+    assert len(sizes) <= 32
     assert all(after <= 1.25 * before for before, after in pairwise(sizes) if before >= 256)

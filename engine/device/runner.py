@@ -147,17 +147,16 @@ class ModelRunner:
             return
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            for batch in _warm_up_batches(self.facts):
-                self.run(batch)
-            self._warm_up_masks()
-        self._capture(progress)
+            self._warm_up()
+            self._capture(progress, Recorder(self._device))
+            self._warm_up()  # now in the buffers of the graphs
+        else:
+            self._capture(progress)
         self._is_prepared = True
 
-    def _capture(self, progress: Progress | None) -> None:
-        if self._graphs is None:
-            return
-        recorder = Recorder(self._device) if self._device.type == "cuda" else None
-        self._graphs.capture(progress, recorder=recorder)
+    def _capture(self, progress: Progress | None, recorder: Recorder | None = None) -> None:
+        if self._graphs is not None:
+            self._graphs.capture(progress, recorder=recorder)
         if self._prompts is not None:
             self._prompts.capture(progress, recorder=recorder)
 
@@ -290,8 +289,10 @@ class ModelRunner:
         self.grammars.drawn(rows, on_host)
         return [(places, on_host)], {places[index]: error for index, error in errors.items()}
 
-    def _warm_up_masks(self) -> None:
-        """Compiles the kernel that applies the masks of grammars."""
+    def _warm_up(self) -> None:
+        """Compiles kernels, also the one that applies the masks of grammars."""
+        for batch in _warm_up_batches(self.facts):
+            self.run(batch)
         vocab_size = self.facts.vocab_size
         logits = torch.zeros(1, vocab_size, device=self._device)
         masks = np.full((1, -(-vocab_size // 32)), -1, np.int32)

@@ -63,6 +63,31 @@ class CommonAttentionMetadata:
 
 
 @dataclass(frozen=True)
+class PaddedBatch:
+    """A batch in tensors of fixed sizes that a CUDA graph reads: tokens of decodes, then of prompts, then padding.
+
+    Prompts follow the decodes directly, so the first token of a prompt may lie among the rows of `decode_seq_lens`.
+
+    Attributes:
+        decode_seq_lens, decode_table: [N] and [N, blocks] int32: one row for each of the first N tokens; length 0 for
+            every token that is not a decode's.
+        query_start_loc: [P + 1] int32, where each prompt's queries start; at least one of the P requests is not a
+            prompt but padding: length 0, with all tokens after the prompts as queries.
+        seq_lens, block_table: [P] and [P, blocks] int32.
+        max_query_len: an upper bound.
+        slot_mapping: [T] int64; -1 for padding.
+    """
+
+    decode_seq_lens: Tensor
+    decode_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True)
 class HostBatch:
     """A batch as computed on the host, before the copy to the device.
 

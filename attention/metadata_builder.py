@@ -11,6 +11,7 @@ from typing import ClassVar, Generic, TypeVar
 from attention.metadata import (
     AttentionMetadata,
     CommonAttentionMetadata,
+    PaddedBatch,
     reorder_batch_to_split_decodes_and_prefills,
 )
 
@@ -23,9 +24,11 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
     Attributes:
         plans_on_device: for decodes, `build` computes on the device from the common metadata's tensors; the host need
             not know their values. So `build` may be part of the captured step, and a replay needs no other `build`.
+        captures_prompts: steps with prompts can be captured too, with `build_padded` as part of the captured step.
     """
 
     plans_on_device: ClassVar[bool] = False
+    captures_prompts: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, *, fast_build: bool = False) -> M_co:
@@ -40,6 +43,12 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         same memory, so that the graph replays with the new lengths. Called within the capture where the builder
         `plans_on_device`, and before it elsewhere."""
         return self.build(0, common)
+
+    def build_padded(self, batch: PaddedBatch) -> M_co:
+        """The metadata of a batch whose values the host does not know, for a builder that `captures_prompts`. Layers
+        then write a result for every token, 0 for padding."""
+        del batch
+        raise NotImplementedError(type(self).__name__)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         """Whether this batch may run as a replay of the graph that was captured for as many requests."""

@@ -132,7 +132,7 @@ class NodeSettings(CommonSettings):
         f"{GPU_PREFILL_REQUESTS} on a prefill node, and {GPU_BATCH_REQUESTS} on a decode node, or "
         f"{SMALL_GPU_BATCH_REQUESTS} with a small cache",
     )
-    cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps as CUDA graphs")
+    cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
     max_waiting: int = Field(256, ge=0, description="most requests that wait for room; further ones are refused")
     max_context_tokens: int | None = Field(

@@ -190,7 +190,7 @@ def build_runner(
             max_requests=limits.max_batch_requests,
             max_context_tokens=min(config.max_context_tokens, cache.shape.num_slots),
             memory_bytes=None if memory is None else memory.graphs,
-            largest=GPU_BATCH_REQUESTS,  # larger batches run outside of graphs
+            max_tokens=limits.max_batch_tokens,
         )
     return Built(
         make_runner(cache, graphs),

@@ -10,13 +10,19 @@ from typing import ClassVar
 from torch import Tensor
 
 from attention.backend import AttentionFeature, AttentionNeeds, BackendCapabilities
-from attention.backends.triton_metadata import TritonAttentionBuilder, TritonAttentionMetadata
+from attention.backends.triton_metadata import (
+    DecodePlans,
+    Decodes,
+    Prefills,
+    TritonAttentionBuilder,
+    TritonAttentionMetadata,
+    split_requests,
+)
 from attention.cascade import SharedPrefix, attend_with_prefix, can_share_prefix
 from attention.kernels.decode.attend import decode_attention
-from attention.kernels.decode.plan import DecodePlan
 from attention.kernels.paged.attend import ragged_attention, unified_attention
 from attention.layer_checks import check_heads
-from attention.metadata import AttentionMetadata, CommonAttentionMetadata
+from attention.metadata import AttentionMetadata
 from attention.parameters import AttentionParameters, AttentionType
 from attention.platform import Platform
 from kvcache.fp8 import is_fp8
@@ -69,8 +75,7 @@ class TritonAttention:
                 q_THD,
                 k_THD,
                 v_THV,
-                metadata.common,
-                first=0,
+                metadata.query_start_loc,
                 max_query_len=metadata.prefill_query_len,
                 causal=False,
                 layer=layer,
@@ -85,9 +90,9 @@ class TritonAttention:
             _attend_cache(
                 q_THD,
                 kv_layer,
-                metadata.common,
-                metadata.num_decodes,
-                metadata.plans.of(layer) if metadata.num_decodes else None,
+                metadata.decodes,
+                metadata.prefills,
+                metadata.plans,
                 prefill_query_len=metadata.prefill_query_len,
                 own_kv=own_kv,
                 layer=layer,
@@ -126,13 +131,15 @@ def _attend_cascade(
     scales: _Scales,
     out: Tensor,
 ) -> None:
+    decodes, prefills = split_requests(prefix.rest, len(metadata.decodes.seq_lens))
+
     def attend_rest(rest_out: Tensor, rest_lse_HT: Tensor) -> None:
         _attend_cache(
             q_THD,
             kv_layer,
-            prefix.rest,
-            metadata.num_decodes,
-            metadata.rest_plans.of(layer) if metadata.num_decodes else None,
+            decodes,
+            prefills,
+            metadata.rest_plans,
             prefill_query_len=metadata.prefill_query_len,
             own_kv=None,
             layer=layer,
@@ -158,9 +165,9 @@ def _attend_cascade(
 def _attend_cache(
     q_THD: Tensor,
     kv_layer: Tensor,
-    common: CommonAttentionMetadata,
-    num_decodes: int,
-    plan: DecodePlan | None,
+    decodes: Decodes,
+    prefills: Prefills,
+    plans: DecodePlans,
     *,
     prefill_query_len: int,
     own_kv: tuple[Tensor, Tensor] | None,
@@ -171,13 +178,14 @@ def _attend_cache(
     lse_HT: Tensor | None = None,
 ) -> None:
     """Attends for decodes and prefills. `own_kv`: the call's own keys and values, if prefills need no others."""
-    if plan is not None:
+    num_decodes = len(decodes.seq_lens)
+    if num_decodes:
         decode_attention(
             q_THD[:num_decodes],
             kv_layer,
-            seq_lens=common.seq_lens[:num_decodes],
-            block_table=common.block_table_tensor[:num_decodes],
-            plan=plan,
+            seq_lens=decodes.seq_lens,
+            block_table=decodes.block_table,
+            plan=plans.of(layer),
             scale=layer.scale,
             logits_soft_cap=layer.logits_soft_cap,
             alibi_slopes_H=layer.alibi_slopes_H,
@@ -188,15 +196,14 @@ def _attend_cache(
             out=out[:num_decodes],
             lse_HR=None if lse_HT is None else lse_HT[:, :num_decodes],
         )
-    if num_decodes == common.num_reqs:
+    if not len(prefills.seq_lens):
         return
-    causal = common.causal and layer.attn_type is AttentionType.DECODER
+    causal = prefills.causal and layer.attn_type is AttentionType.DECODER
     if own_kv is not None and causal:
         _attend_own(
             q_THD,
             *own_kv,
-            common,
-            first=num_decodes,
+            prefills.query_start_loc,
             max_query_len=prefill_query_len,
             causal=True,
             layer=layer,
@@ -206,9 +213,9 @@ def _attend_cache(
     unified_attention(
         q_THD,
         kv_layer,
-        query_start_loc=common.query_start_loc[num_decodes:],
-        seq_lens=common.seq_lens[num_decodes:],
-        block_table=common.block_table_tensor[num_decodes:],
+        query_start_loc=prefills.query_start_loc,
+        seq_lens=prefills.seq_lens,
+        block_table=prefills.block_table,
         max_query_len=prefill_query_len,
         scale=layer.scale,
         causal=causal,
@@ -229,16 +236,18 @@ def _attend_own(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THV: Tensor,
-    common: CommonAttentionMetadata,
+    start_loc: Tensor,
     *,
-    first: int,
     max_query_len: int,
     causal: bool,
     layer: AttentionParameters,
     out: Tensor,
 ) -> None:
-    """Attends for the requests from `first` on, whose keys are exactly their new tokens."""
-    start_loc = common.query_start_loc[first:]
+    """Attends for requests whose keys are exactly their new tokens.
+
+    Args:
+        start_loc: where each request's tokens start.
+    """
     ragged_attention(
         q_THD,
         k_THD,

@@ -5,7 +5,7 @@ Legend: R requests.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,12 @@ from attention.kernels.decode.plan import (
     new_partials,
     num_decode_workers,
 )
-from attention.metadata import AttentionMetadata, CommonAttentionMetadata, split_decodes_and_prefills
+from attention.metadata import (
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    PaddedBatch,
+    split_decodes_and_prefills,
+)
 from attention.metadata_builder import DecodesFirstBuilder
 from attention.parameters import AttentionParameters
 from attention.platform import Platform
@@ -62,10 +67,34 @@ def _visibility(layer: AttentionParameters) -> tuple[int | None, int | None]:
     return layer.sliding_window, layer.attention_chunk_size
 
 
+class Decodes(NamedTuple):
+    """The first requests of a batch, one token each: [N] and [N, blocks]."""
+
+    seq_lens: Tensor
+    block_table: Tensor
+
+
+class Prefills(NamedTuple):
+    """All other requests of a batch: [P + 1], [P] and [P, blocks]. `causal` as in `CommonAttentionMetadata`."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal: bool
+
+
+def split_requests(common: CommonAttentionMetadata, num_decodes: int) -> tuple[Decodes, Prefills]:
+    seq_lens, table = common.seq_lens, common.block_table_tensor
+    prefills = Prefills(
+        common.query_start_loc[num_decodes:], seq_lens[num_decodes:], table[num_decodes:], common.causal
+    )
+    return Decodes(seq_lens[:num_decodes], table[:num_decodes]), prefills
+
+
 @dataclass(frozen=True)
 class TritonAttentionMetadata(AttentionMetadata):
     """Attributes:
-    num_decodes: the first requests of the batch, one token each.
+    query_start_loc: of all requests.
     fresh_prefills: no prefill has context, so all its keys are among the call's own. Always False where results must
         not depend on the batch, because this does.
     prefill_query_len: query length that the prefills' tiles are chosen for: the longest, or more.
@@ -74,8 +103,9 @@ class TritonAttentionMetadata(AttentionMetadata):
     rest_plans: of the decodes' keys after that prefix.
     """
 
-    common: CommonAttentionMetadata
-    num_decodes: int
+    query_start_loc: Tensor
+    decodes: Decodes
+    prefills: Prefills
     fresh_prefills: bool
     prefill_query_len: int
     plans: DecodePlans
@@ -85,6 +115,7 @@ class TritonAttentionMetadata(AttentionMetadata):
 
 class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
     plans_on_device: ClassVar[bool] = True
+    captures_prompts: ClassVar[bool] = True
 
     def __init__(self, needs: AttentionNeeds, platform: Platform) -> None:
         tiling = decode_tiling(needs.head_size, TORCH_DTYPES[needs.cache_dtype])
@@ -125,18 +156,37 @@ class TritonAttentionBuilder(DecodesFirstBuilder[TritonAttentionMetadata]):
         prefix = None
         if common_prefix_len and not invariant:
             prefix = share_prefix(common, common_prefix_len, self._needs, num_sms=self._num_sms)
-        self._plans.fill(common.seq_lens[:num_decodes])
+        decodes, prefills = split_requests(common, num_decodes)
+        self._plans.fill(decodes.seq_lens)
         if prefix is not None:
             self._rest_plans.fill(prefix.rest.seq_lens[:num_decodes])
         return TritonAttentionMetadata(
             new_tokens=WriteIndex(common.slot_mapping, self._needs.block_size),
             num_actual_tokens=common.num_actual_tokens,
-            common=common,
-            num_decodes=num_decodes,
+            query_start_loc=common.query_start_loc,
+            decodes=decodes,
+            prefills=prefills,
             fresh_prefills=not invariant and not common.num_computed_tokens_cpu[num_decodes:].any(),
             prefill_query_len=ANY_QUERY_LEN if invariant else common.max_query_len,
             plans=self._plans,
             prefix=prefix,
+            rest_plans=self._rest_plans,
+        )
+
+    def build_padded(self, batch: PaddedBatch) -> TritonAttentionMetadata:
+        # The decodes' kernel also writes rows of prompts' first tokens; the prefills' kernel follows and replaces them.
+        decodes = Decodes(batch.decode_seq_lens, batch.decode_table)
+        self._plans.fill(decodes.seq_lens)
+        return TritonAttentionMetadata(
+            new_tokens=WriteIndex(batch.slot_mapping, self._needs.block_size),
+            num_actual_tokens=batch.slot_mapping.shape[0],
+            query_start_loc=batch.query_start_loc,
+            decodes=decodes,
+            prefills=Prefills(batch.query_start_loc, batch.seq_lens, batch.block_table, causal=True),
+            fresh_prefills=False,
+            prefill_query_len=ANY_QUERY_LEN if self._needs.batch_invariant else batch.max_query_len,
+            plans=self._plans,
+            prefix=None,
             rest_plans=self._rest_plans,
         )
 

@@ -10,7 +10,7 @@ import torch
 
 from baton.config import NodeSettings
 from bench.attention.measure import Ceilings, ceilings
-from bench.engine import rivals
+from bench.engine import mixed, rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
 from bench.engine.steps import HOST_STEPS, decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
@@ -97,10 +97,15 @@ def _of_model(model: Model, machine: Ceilings, progress: Callable[[str], None]) 
     yield from _prefills(model, built, weights, machine)
     if model.whole:
         yield from _hosts(model, built)
+        yield from mixed.run(model.name, built)
     del built
     _forget()
     if model.whole:
         yield from _variant(model, weights, machine, "decode step, graphs off", cuda_graphs=False)
+        built = _build(model, cuda_graphs=False)
+        yield from mixed.run(model.name, built, "graphs off: ")
+        del built
+        _forget()
         yield from _variant(model, weights, machine, "decode step, library products", library_products=True)
     if model.batch_invariant:
         yield from _variant(model, weights, machine, "decode step, batch-invariant", batch_invariant=True)

@@ -82,14 +82,17 @@ class DecodeBuffers:
             slot_mapping=self.slot_mapping[:size],
         )
 
-    def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot) -> None:
+    def fill(self, rows: Sequence[BatchRow], *, step: int, slot: StepSlot, prompts: Sequence[BatchRow] = ()) -> None:
         """Writes the rows of a step, one token each. Queues one copy to the device, and another one when a row's blocks
         are replaced; the host does not wait.
+
+        Args:
+            prompts: rows that follow, of which only the sampling is written.
 
         Raises:
             InternalError: too many rows, or a row with too many blocks.
         """
-        blocks_C = self.host.take(rows, step=step)
+        blocks_C = self.host.take(rows, step=step, prompts=prompts)
         if blocks_C:
             width = max(map(len, blocks_C.values()))
             table = block_rectangle(list(blocks_C.values()), width)

@@ -4,19 +4,17 @@ Legend: R rows of a step including padding, V vocabulary.
 """
 
 import logging
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from attention.backend import AttentionBackend
 from attention.metadata import AttentionMetadata
 from engine.batch import BatchRow
+from engine.device.capture import Progress, Recorder, affordable, thin
 from engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import int_array
@@ -26,8 +24,8 @@ from models.causal_lm import CausalLM
 
 _log = logging.getLogger(__name__)
 
-# Bound of the driver's memory for one graph; a graph of some hundred kernels takes some MiB.
-_DRIVER_BYTES = 32 << 20
+# Steps of more rows keep the GPU busy for longer than the host takes to launch them.
+MOST_ROWS = 1024
 
 # Queues a step over the rows in the buffers; returns its logits, which the next step overwrites.
 Step = Callable[[], Tensor]
@@ -41,26 +39,28 @@ class GraphSettings:
         max_requests: most rows of a step; buffers are allocated for this many.
         max_context_tokens: longest sequence of a step.
         memory_bytes: what graphs may take in addition to their buffers; None: no bound.
-        largest: rows of the largest captured step; None: `max_requests`.
+        largest: rows of the largest captured decode step, where `max_requests` are more.
+        max_tokens: most tokens of a step; larger steps are not captured. 0: no step with prompts is.
     """
 
     max_requests: int
     max_context_tokens: int
     memory_bytes: int | None = None
-    largest: int | None = None
+    largest: int = MOST_ROWS
+    max_tokens: int = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest captured decode step."""
+        return min(self.max_requests, self.largest)
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """Numbers of rows to capture, smallest first. From 17 rows on at most a third of a step is padding."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest, 32)]
+    """Numbers of rows to capture, smallest first. From 17 rows on at most a third of a step is padding, from 64 on at
+    most a fifth."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 512, 64)]
+    sizes += range(512, largest, 128)
     return [*(size for size in sizes if size < largest), largest]
-
-
-def thin(sizes: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the sizes, evenly spread, with the smallest. Other batches are padded to the next size."""
-    if count >= len(sizes):
-        return list(sizes)
-    return [sizes[place * len(sizes) // count] for place in range(count)]
 
 
 def decode_step(
@@ -75,32 +75,6 @@ def decode_step(
     logits_RV = model.compute_logits(hidden_RD)
     choose_tokens(logits_RV, buffers.sampling, out_R=buffers.sampled[:size])
     return logits_RV
-
-
-def affordable(taken: Sequence[int], bound: int | None) -> int:
-    """How many more graphs the bound allows, estimated from the bytes that each graph so far has taken."""
-    if bound is None:
-        return sys.maxsize
-    left = bound - sum(taken)
-    if left <= 0:
-        return 0
-    # The first graph takes the memory that all others share, so it says nothing about theirs.
-    return left // max(1, *taken[1:]) if len(taken) > 1 else sys.maxsize
-
-
-class FreeMemory(NamedTuple):
-    """In bytes: `free` of the whole device, `reserved` by torch in this process."""
-
-    free: int
-    reserved: int
-
-
-def taken_bytes(before: FreeMemory, after: FreeMemory) -> int:
-    """The memory of a capture: what torch and the driver reserved for it. The driver's part is read from the device's
-    free memory and bounded, because another process on the device may take gigabytes meanwhile."""
-    reserved = after.reserved - before.reserved
-    driver = before.free - after.free - reserved
-    return max(0, reserved) + min(max(0, driver), _DRIVER_BYTES)
 
 
 class DecodeGraphs:
@@ -143,34 +117,36 @@ class DecodeGraphs:
         self.buffers.host.copied()
         return logits_RV
 
-    def new_slots(self) -> StepSlots:
+    def new_slots(self, *, prompt_input_bytes: int = 0) -> StepSlots:
         """Slots for steps in flight, captured or not."""
-        input_bytes, max_rows = len(self.buffers.host.memory), self.buffers.max_rows
-        return StepSlots(self._device, input_bytes=input_bytes, max_rows=max_rows)
+        return StepSlots(
+            self._device,
+            input_bytes=len(self.buffers.host.memory),
+            max_rows=self.buffers.max_rows,
+            prompt_input_bytes=prompt_input_bytes,
+        )
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def capture(self, progress: Progress | None = None, *, recorder: Recorder | None = None) -> None:
         """Captures the sizes that memory allows, largest first, so that smaller ones reuse the memory of the largest.
         Writes no KV.
 
         Args:
-            progress: called with the number of captured sizes and of all sizes.
+            recorder: has the memory of all graphs; None: these graphs have their own.
         """
         if self._device.type != "cuda":
             self._add(self._wanted, self._uncaptured, progress)
         elif self._backend.capabilities.cudagraph:
-            self._capture_on_gpu(progress)
+            self._capture_on_gpu(recorder or Recorder(self._device), progress)
         else:
             _log.warning("%s has no CUDA graphs: decode steps run without them", self._backend.capabilities.name)
 
     @property
     def _wanted(self) -> list[int]:
-        settings = self._settings
-        return capture_sizes(min(settings.max_requests, settings.largest or settings.max_requests))
+        return capture_sizes(self._settings.most_rows)
 
-    def _capture_on_gpu(self, progress: Callable[[int, int], None] | None) -> None:
+    def _capture_on_gpu(self, recorder: Recorder, progress: Progress | None) -> None:
         start_s = time.perf_counter()
         sizes = self._wanted
-        recorder = _Recorder(self._device)
         self._add(sizes, lambda size: self._captured(size, recorder), progress, recorder.taken)
         _log.info(
             "captured decode steps of %s rows in %.1f s, %.0f MiB",
@@ -190,7 +166,7 @@ class DecodeGraphs:
         self,
         sizes: Sequence[int],
         make: Callable[[int], Step],
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
         taken: Sequence[int] = (),
     ) -> None:
         while sizes:
@@ -207,7 +183,7 @@ class DecodeGraphs:
         builder, common = self._backend.builder, self.buffers.common(size)
         return lambda: self._run(size, lambda: builder.build(0, common))
 
-    def _captured(self, size: int, recorder: "_Recorder") -> Step:
+    def _captured(self, size: int, recorder: Recorder) -> Step:
         builder, common = self._backend.builder, self.buffers.common(size)
         self._fill_for_capture(size)
         if builder.plans_on_device:
@@ -236,71 +212,3 @@ class DecodeGraphs:
         rows = [row._replace(token_start=longest - 1), *[row] * (size - 1)]
         self.buffers.fill(rows, step=0, slot=self.new_slots().take())
         self.buffers.slot_mapping.fill_(-1)
-
-
-class _Recorder:
-    """Captures steps one after the other, on one side stream and in one memory pool.
-
-    Attributes:
-        taken: bytes of the device that each graph took, in order.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.taken: list[int] = []
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, step: Step) -> Step:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            step()  # compiles kernels and makes one-time allocations
-        current.wait_stream(self._stream)
-        before = self._memory()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of a node may allocate meanwhile; only this thread's calls are checked.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            logits_RV = step()
-        replay = _Replay(graph, step, _unowned(logits_RV))
-        del logits_RV
-        self.taken.append(taken_bytes(before, self._memory()))
-        return replay
-
-    def _memory(self) -> FreeMemory:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        return FreeMemory(torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device))
-
-
-class _Replay:
-    """A captured step. Keeps the step itself alive, because the graph reads its memory."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, step: Step, logits_RV: Tensor) -> None:
-        self._graph = graph
-        self._step = step
-        self._logits_RV = logits_RV
-
-    def __call__(self) -> Tensor:
-        self._graph.replay()
-        return self._logits_RV
-
-
-class _Unowned:
-    """The address of a tensor in a graph's memory pool."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        assert tensor.dtype == torch.float32
-        assert tensor.is_contiguous()
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "typestr": "<f4",
-            "data": (tensor.data_ptr(), False),
-            "version": 2,
-        }
-
-
-def _unowned(tensor: Tensor) -> Tensor:
-    """A view that does not own the memory, so graphs captured later can reuse it. If each graph owned its logits, those
-    of all sizes would take gigabytes. The pool itself lives as long as any of its graphs."""
-    return torch.as_tensor(_Unowned(tensor), device=tensor.device)

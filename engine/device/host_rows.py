@@ -83,16 +83,19 @@ class HostRows:
         self._missing: dict[int, IntArray] = {}
         self._growing_rows: list[int] = []
 
-    def take(self, rows: Sequence[BatchRow], *, step: int) -> dict[int, IntArray]:
+    def take(self, rows: Sequence[BatchRow], *, step: int, prompts: Sequence[BatchRow] = ()) -> dict[int, IntArray]:
         """Takes over the rows of a step. Returns the blocks of rows whose blocks the device must replace; a row that
         only gets one more block is not among them, because the step itself adds it.
+
+        Args:
+            prompts: rows that follow, of which only the sampling is taken; they are padding otherwise.
 
         Raises:
             InternalError: too many rows, or a row with too many blocks; then nothing is taken.
         """
         size, max_rows = len(rows), len(self._rows)
-        if size > max_rows:
-            raise _no_room(f"{size} rows", "rows", size, max_rows)
+        if (all_rows := size + len(prompts)) > max_rows:
+            raise _no_room(f"{all_rows} rows", "rows", all_rows, max_rows)
         changed = list(compress(count(), map(is_not, rows, self._rows)))
         longest = max([len(rows[place].block_ids) for place in changed], default=0)
         if longest > self._max_blocks:
@@ -106,6 +109,9 @@ class HostRows:
             self._write(changed, [rows[place].at(step) for place in changed])
             for place in changed:
                 self._rows[place] = None if rows[place].since is None else rows[place]
+        if prompts:
+            self.sampling.write(range(size, all_rows), [row.sample for row in prompts])
+            self._size = all_rows
         return self._grow() if self._missing or self._growing_rows else {}
 
     def copied(self) -> None:

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from engine.device.capture import OnLayer
+
 
 @dataclass(frozen=True)
 class LayerMark:
@@ -30,6 +32,9 @@ class LayerMark:
 
 OnMark = Callable[[LayerMark], None]
 
+# A captured step has marks at the ends of its parts only. Each part costs the host one more launch.
+_PARTS = 4
+
 
 class LayerMarks:
     """The marks of one model, for the thread that launches its steps."""
@@ -37,25 +42,45 @@ class LayerMarks:
     def __init__(self, layers: nn.ModuleList, device: torch.device) -> None:
         self._num_layers = len(layers)
         self._device = device
-        self._layers_per_group = 0
+        self._layers_per_group = 1
+        self._marked_groups = 0
         self._on_mark: OnMark | None = None
+        self._cut: OnLayer | None = None
         for index, layer in enumerate(layers):
-            layer.register_forward_hook(partial(self._passed, index + 1))
+            layer.register_forward_hook(partial(self._computed, index + 1))
 
     @contextmanager
     def every(self, layers_per_group: int, on_mark: OnMark) -> Iterator[None]:
-        """A forward in this context has a mark after this many layers each, except after the last layer."""
-        self._layers_per_group, self._on_mark = layers_per_group, on_mark
+        """A step in this context has a mark after this many layers each, except after the last layer."""
+        self._layers_per_group, self._marked_groups, self._on_mark = layers_per_group, 0, on_mark
         try:
             yield
         finally:
             self._on_mark = None
 
-    def _passed(self, layer_stop: int, *_: object) -> None:
-        if self._on_mark is None or layer_stop % self._layers_per_group or layer_stop == self._num_layers:
+    @contextmanager
+    def cutting(self, cut: OnLayer) -> Iterator[None]:
+        """A forward in this context calls the function after each of a few groups of layers, except after the last."""
+        self._cut = cut
+        try:
+            yield
+        finally:
+            self._cut = None
+
+    def passed(self, layer_stop: int) -> None:
+        """The layers before `layer_stop` are queued. Marks them where a group of layers is complete."""
+        groups = layer_stop // self._layers_per_group
+        if self._on_mark is None or groups == self._marked_groups or layer_stop == self._num_layers:
             return
+        self._marked_groups = groups
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self._device))
         self._on_mark(LayerMark(layer_stop, event, self._device))
+
+    def _computed(self, layer_stop: int, *_: object) -> None:
+        if self._cut is None:
+            self.passed(layer_stop)
+        elif layer_stop % -(-self._num_layers // _PARTS) == 0 and layer_stop < self._num_layers:
+            self._cut(layer_stop)

@@ -5,7 +5,7 @@ the tokens of the last step on the device. Suffixes: T token of the step, S row 
 logprobs, D hidden channel, V vocabulary, N most rows of a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,10 +22,13 @@ from attention.host_to_device import to_device
 from baton.errors import BatonError, InternalError
 from baton.types import PromptLogprob, SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow, RowResult, ScoreRow
+from engine.device.capture import Progress, Recorder
+from engine.device.decode_buffers import DecodeBuffers
 from engine.device.grammar_rows import GrammarRows
 from engine.device.graphs import DecodeGraphs, GraphSettings
 from engine.device.inputs import pending_tokens, stage_step
 from engine.device.layer_marks import LayerMarks, OnMark
+from engine.device.prompt_graphs import PromptGraphs
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
 from engine.sampling.masks import keep_allowed
@@ -112,8 +115,15 @@ class ModelRunner:
         self.backend = backend
         self._cache = cache
         self._device = cache.view.device
-        self._graphs = None if graphs is None else DecodeGraphs(model, backend, cache, graphs)
         self._marks = LayerMarks(model.model.layers, self._device)
+        self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
+        if graphs is not None:
+            self._graphs = DecodeGraphs(model, backend, cache, graphs)
+            if graphs.max_tokens:
+                self._prompts = PromptGraphs(
+                    model, backend, cache, graphs, decodes=self._graphs.buffers, marks=self._marks
+                )
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
         # The tokens that the last step sampled, row by row.
@@ -122,10 +132,11 @@ class ModelRunner:
             self._slots = StepSlots(self._device, input_bytes=0, max_rows=0)
         else:
             self._tokens_N = self._graphs.buffers.sampled
-            self._slots = self._graphs.new_slots()
+            prompt_bytes = 0 if self._prompts is None else len(self._prompts.buffers.inputs)
+            self._slots = self._graphs.new_slots(prompt_input_bytes=prompt_bytes)
 
     @torch.inference_mode()
-    def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def prepare(self, progress: Progress | None = None) -> None:
         """Compiles kernels and captures graphs, so that no request waits for them. Later calls do nothing. Call it on
         the thread that launches, while the cache is empty: it writes to the cache.
 
@@ -136,12 +147,18 @@ class ModelRunner:
             return
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            for batch in _warm_up_batches(self.facts):
-                self.run(batch)
-            self._warm_up_masks()
-        if self._graphs is not None:
-            self._graphs.capture(progress)
+            self._warm_up()
+            self._capture(progress, Recorder(self._device))
+            self._warm_up()  # now in the buffers of the graphs
+        else:
+            self._capture(progress)
         self._is_prepared = True
+
+    def _capture(self, progress: Progress | None, recorder: Recorder | None = None) -> None:
+        if self._graphs is not None:
+            self._graphs.capture(progress, recorder=recorder)
+        if self._prompts is not None:
+            self._prompts.capture(progress, recorder=recorder)
 
     def run(self, batch: Batch) -> list[RowResult]:
         """Launches a step and waits for it."""
@@ -160,29 +177,62 @@ class ModelRunner:
         slot = self._slots.take()
         slot.timer.start()
         num_rows = len(batch.shared_rows)
-        size = None if self._graphs is None or batch.scores else self._graphs.size_for(batch.shared_rows)
         scored: ScoresOnHost | None = None
-        if self._graphs is None or size is None:
-            marked: AbstractContextManager[None] = nullcontext()
-            if batch.layers_per_group and on_mark is not None:
-                marked = self._marks.every(batch.layers_per_group, on_mark)
+        marked: AbstractContextManager[None] = nullcontext()
+        if batch.layers_per_group and on_mark is not None:
+            marked = self._marks.every(batch.layers_per_group, on_mark)
+        if (size := self._size(self._graphs, batch)) is not None:
+            drawn = self._launch_decodes(batch, size, slot)
+        elif (size := self._size(self._prompts, batch)) is not None:
+            with marked:
+                drawn, scored = self._launch_prompts(batch, size, slot)
+        else:
             with marked:
                 drawn, scored = self._launch_eagerly(batch.rows, batch.scores)
-        else:
-            drawn = self._launch_padded(self._graphs, batch, size, slot)
         slot.timer.stop()
         return LaunchedStep(num_rows, drawn, slot, self._slots, scored)
 
-    def _launch_padded(self, graphs: DecodeGraphs, batch: Batch, size: int, slot: StepSlot) -> "_Drawn":
+    @staticmethod
+    def _size(graphs: "DecodeGraphs | PromptGraphs | None", batch: Batch) -> int | None:
+        """The size in which the batch runs as these graphs; None: it does not."""
+        if graphs is None or (batch.scores and isinstance(graphs, DecodeGraphs)):
+            return None
+        return graphs.size_for(batch.shared_rows)
+
+    def _launch_decodes(self, batch: Batch, size: int, slot: StepSlot) -> "_Drawn":
+        assert self._graphs is not None
+        logits_RV = self._graphs.launch(batch.shared_rows, size, step=batch.step, slot=slot)
+        return self._draw_padded(self._graphs.buffers, logits_RV, batch, slot)
+
+    def _launch_prompts(self, batch: Batch, size: int, slot: StepSlot) -> "tuple[_Drawn, ScoresOnHost | None]":
+        assert self._prompts is not None
+        buffers = self._prompts.buffers
+        logits_RV = self._prompts.launch(batch.shared_rows, size, step=batch.step, slot=slot)
+        scored = self._score(buffers.hidden[:size], batch.shared_rows, batch.scores)
+        if logits_RV is None:
+            self._forget_grammars()
+            return _Drawn(None, [], {}), scored
+        return self._draw_padded(buffers.decodes, logits_RV, batch, slot), scored
+
+    def _score(
+        self, hidden_TD: Tensor, rows: Sequence[BatchRow], scores: Sequence[tuple[int, ScoreRow]]
+    ) -> ScoresOnHost | None:
+        """The prompt logprobs of a step, None if none are wanted."""
+        if not scores:
+            return None
+        starts = [0, *accumulate(len(row.token_ids) for row in rows)]
+        return score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
+
+    def _draw_padded(self, buffers: DecodeBuffers, logits_RV: Tensor, batch: Batch, slot: StepSlot) -> "_Drawn":
+        """The tokens of a padded step, which has drawn a token for each row; redraws those of edited logits."""
         rows = batch.shared_rows
-        logits_RV = graphs.launch(rows, size, step=batch.step, slot=slot)
-        sampling, num_rows = graphs.buffers.host.sampling, len(rows)
+        sampling, num_rows = buffers.host.sampling, len(rows)
         parts: list[_Part] = []
         failed: dict[int, BatonError] = {}
         if edited := sorted(sampling.edited):
             (edited_S,) = to_device((np.array(edited, np.int64),), self._device)
             edited_rows = [rows[index].at(batch.step) for index in edited]
-            pending_S = pending_tokens(edited_rows, graphs.buffers.token_ids.index_select(0, edited_S))
+            pending_S = pending_tokens(edited_rows, buffers.token_ids.index_select(0, edited_S))
             logits_SV = logits_RV.index_select(0, edited_S)
             parts, failed = self._draw(edited, edited_rows, logits_SV, pending_S, edited_S)
         else:
@@ -212,10 +262,7 @@ class ModelRunner:
         inputs = stage_step(rows, self._tokens_N, block_size=self.facts.block_size)
         metadata = self.backend.builder.build(0, inputs.common)
         hidden_TD = self.model(inputs.token_ids_T, inputs.positions_T, self._cache, metadata)
-        scored = None
-        if scores:
-            starts = [0, *accumulate(len(row.token_ids) for row in rows)]
-            scored = score_prompts(self.model.compute_logits, hidden_TD, starts, scores, vocab=self.facts.vocab_size)
+        scored = self._score(hidden_TD, rows, scores)
         if not inputs.sampled:
             self._forget_grammars()
             return _Drawn(None, [], {}), scored
@@ -242,8 +289,10 @@ class ModelRunner:
         self.grammars.drawn(rows, on_host)
         return [(places, on_host)], {places[index]: error for index, error in errors.items()}
 
-    def _warm_up_masks(self) -> None:
-        """Compiles the kernel that applies the masks of grammars."""
+    def _warm_up(self) -> None:
+        """Compiles kernels, also the one that applies the masks of grammars."""
+        for batch in _warm_up_batches(self.facts):
+            self.run(batch)
         vocab_size = self.facts.vocab_size
         logits = torch.zeros(1, vocab_size, device=self._device)
         masks = np.full((1, -(-vocab_size // 32)), -1, np.int32)

@@ -17,14 +17,17 @@ class StepSlot:
     Attributes:
         inputs: uint8, pinned on a GPU machine; the device reads it.
         inputs_host: the same memory as a numpy array.
+        prompt_inputs, prompt_inputs_host: likewise, for steps with prompts.
         tokens_host: int32; the device writes it.
         timer: times the step.
     """
 
-    def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int) -> None:
+    def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int, prompt_input_bytes: int = 0) -> None:
         is_gpu = device.type == "cuda"
         self.inputs = torch.empty(input_bytes, dtype=torch.uint8, pin_memory=is_gpu)
         self.inputs_host = self.inputs.numpy()
+        self.prompt_inputs = torch.empty(prompt_input_bytes, dtype=torch.uint8, pin_memory=is_gpu)
+        self.prompt_inputs_host = self.prompt_inputs.numpy()
         self._tokens = torch.empty(max_rows, dtype=torch.int32, pin_memory=is_gpu)
         self.tokens_host = self._tokens.numpy()
         self.timer: DeviceTimer | HostTimer = DeviceTimer(device) if is_gpu else HostTimer()
@@ -37,16 +40,22 @@ class StepSlot:
 class StepSlots:
     """One slot per step in flight. Any thread may give one back."""
 
-    def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int) -> None:
+    def __init__(self, device: torch.device, *, input_bytes: int, max_rows: int, prompt_input_bytes: int = 0) -> None:
         self._device = device
         self._input_bytes = input_bytes
+        self._prompt_input_bytes = prompt_input_bytes
         self._max_rows = max_rows
         self._free: deque[StepSlot] = deque()
 
     def take(self) -> StepSlot:
         if self._free:
             return self._free.popleft()
-        return StepSlot(self._device, input_bytes=self._input_bytes, max_rows=self._max_rows)
+        return StepSlot(
+            self._device,
+            input_bytes=self._input_bytes,
+            max_rows=self._max_rows,
+            prompt_input_bytes=self._prompt_input_bytes,
+        )
 
     def give_back(self, slot: StepSlot) -> None:
         """Call it when the step's results are read. The slot of a failed launch is not given back."""

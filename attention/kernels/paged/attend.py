@@ -40,7 +40,7 @@ def unified_attention(
     Args:
         kv_layer: [2, B, N, H, D], channels adjacent; may be fp8, whose scales are read on the device.
         query_start_loc, seq_lens: [R + 1] and [R] int32, starting at any token; a request without queries is padding,
-            and nothing is read for it.
+            and nothing is read for it. The queries of a request of length 0 get outputs of 0.
         max_query_len: an upper bound; too large a bound costs time.
     """
     keys, values = kv_layer.unbind(0)

@@ -2,6 +2,7 @@
 never written is not read."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -169,3 +170,24 @@ def test_requests_after_others_leave_those_alone() -> None:
     assert batch.out_THV[:300].isnan().all()
     later = RaggedBatch(batch.q[300:], batch.k[300:], batch.v[300:], batch.out_THV[300:], batch.lse_HT[:, 300:])
     later.check(Features())
+
+
+@pytest.mark.parametrize("name", ["none", "all"])
+def test_queries_of_a_request_of_length_0_get_zeros(name: str) -> None:
+    """As the padding of a step that runs as a CUDA graph."""
+    batch = ragged_batch([3, 90], [30, 90], head_size=64, dtype=torch.float16)
+    kv_layer, block_table = paged(batch, block_size=16, order="NHD", features=FEATURES[name])
+    features = {each.name: getattr(FEATURES[name], each.name) for each in fields(FEATURES[name])}
+    unified_attention(
+        batch.queries,
+        kv_layer,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=torch.tensor([30, 0], dtype=torch.int32, device=DEVICE),
+        block_table=block_table,
+        max_query_len=90,
+        scale=SCALE,
+        **features,
+        out=batch.out_THV,
+    )
+    assert not batch.out_THV[3:93].any()
+    assert not batch.out_THV[:3].isnan().any()

@@ -19,17 +19,9 @@ from baton.errors import InternalError
 from baton.types import SamplingParams
 from engine.batch import BatchRow
 from engine.build import Built
+from engine.device.capture import FreeMemory, affordable, taken_bytes, thin
 from engine.device.decode_buffers import DecodeBuffers, new_decode_buffers
-from engine.device.graphs import (
-    DecodeGraphs,
-    FreeMemory,
-    GraphSettings,
-    affordable,
-    capture_sizes,
-    decode_step,
-    taken_bytes,
-    thin,
-)
+from engine.device.graphs import DecodeGraphs, GraphSettings, capture_sizes, decode_step
 from engine.device.host_rows import HostRows
 from engine.device.step_slot import StepSlot
 from engine.request import int_array
@@ -224,7 +216,7 @@ def test_rows_that_do_not_fit_are_refused(rows: list[BatchRow], says: str) -> No
         run(buffers_of(), rows)
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 5, 64, 100, 200, 256])
+@pytest.mark.parametrize("largest", [1, 2, 3, 5, 64, 100, 200, 256, 512, 1024])
 def test_captured_sizes_reach_the_largest_and_pad_little(largest: int) -> None:
     sizes = capture_sizes(largest)
     assert sizes[0] == 1

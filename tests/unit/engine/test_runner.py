@@ -1,6 +1,7 @@
 """Steps on a runner: their tokens, the state that they leave on the device for the next step, and how callers wait.
-Each test covers steps outside of graphs and decodes in the buffers of the graphs."""
+Each test covers steps outside of graphs, and decodes and prompts in the buffers of the graphs."""
 
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,9 +20,10 @@ from tests.unit.engine.driver import Driver, runner_of
 from tests.unit.engine.tiny import build, prompt_of, transformers_greedy
 
 GRAPHS = GraphSettings(max_requests=8, max_context_tokens=96)
+PROMPTS = replace(GRAPHS, max_tokens=40)
 
 
-@pytest.fixture(params=[None, GRAPHS], ids=["eager", "padded"])
+@pytest.fixture(params=[None, GRAPHS, PROMPTS], ids=["eager", "padded", "prompts"])
 def runner(request: pytest.FixtureRequest, llama: tuple[Path, Any]) -> ModelRunner:
     runner = runner_of(build(llama[0], num_blocks=384), graphs=request.param)
     runner.prepare()

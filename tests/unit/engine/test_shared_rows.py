@@ -99,7 +99,7 @@ def arrays_of(host: HostRows, size: int) -> dict[str, list[int]]:
 
 
 def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
-    """Decodes arrive, grow, end and change places. Some steps run elsewhere, and some are refused."""
+    """Prompts and decodes arrive, grow, end and change places. Some steps run elsewhere, and some are refused."""
     scheduler = make(num_blocks=64, tokens=40, requests=12)
     shared, alone = (HostRows(64, max_blocks=32, table_width=32, block_size=BLOCK_SIZE) for _ in range(2))
     draw = np.random.default_rng(0)
@@ -112,9 +112,10 @@ def test_shared_rows_give_the_arrays_that_rows_of_a_step_alone_give() -> None:
         batch = scheduler.schedule(0.0)
         if batch is not None:
             in_flight.append(batch)
-        if batch is not None and len(batch.rows[-1].token_ids) == 1 and draw.random() < 0.9:
+        if batch is not None and draw.random() < 0.9:
+            size = sum(len(row.token_ids) == 1 for row in batch.rows)
             for host, rows in ((shared, batch.shared_rows), (alone, batch.rows)):
-                host.take(rows, step=batch.step)
+                host.take(rows[:size], step=batch.step, prompts=rows[size:])
                 host.copied()
             kept += sum(row.since not in (None, batch.step) for row in batch.shared_rows)
             assert arrays_of(shared, len(batch.rows)) == arrays_of(alone, len(batch.rows))

@@ -1,0 +1,168 @@
+"""Recording steps as CUDA graphs in one memory pool, and how many of them memory allows."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+# Bound of the driver's memory for one graph; a graph of some hundred kernels takes some MiB.
+_DRIVER_BYTES = 32 << 20
+
+_T = TypeVar("_T")
+
+# Called with the number of captured graphs and of all graphs.
+Progress = Callable[[int, int], None]
+# Where a step may be cut: called with the number of layers that are computed.
+OnLayer = Callable[[int], None]
+
+
+def thin(sizes: Sequence[_T], count: int) -> list[_T]:
+    """At most `count` of the sizes, evenly spread, with the smallest. Other batches are padded to the next size."""
+    if count >= len(sizes):
+        return list(sizes)
+    return [sizes[place * len(sizes) // count] for place in range(count)]
+
+
+def affordable(taken: Sequence[int], bound: int | None) -> int:
+    """How many more graphs the bound allows, estimated from the bytes that each graph so far has taken."""
+    if bound is None:
+        return sys.maxsize
+    left = bound - sum(taken)
+    if left <= 0:
+        return 0
+    # The first graph takes the memory that all others share, so it says nothing about theirs.
+    return left // max(1, *taken[1:]) if len(taken) > 1 else sys.maxsize
+
+
+class FreeMemory(NamedTuple):
+    """In bytes: `free` of the whole device, `reserved` by torch in this process."""
+
+    free: int
+    reserved: int
+
+
+def taken_bytes(before: FreeMemory, after: FreeMemory) -> int:
+    """The memory of a capture: what torch and the driver reserved for it. The driver's part is read from the device's
+    free memory and bounded, because another process on the device may take gigabytes meanwhile."""
+    reserved = after.reserved - before.reserved
+    driver = before.free - after.free - reserved
+    return max(0, reserved) + min(max(0, driver), _DRIVER_BYTES)
+
+
+class Recorder:
+    """Captures steps one after the other, on one side stream and in one memory pool.
+
+    Attributes:
+        taken: bytes of the device that each graph took, in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.taken: list[int] = []
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The captured step, whose result the next step overwrites."""
+        results: list[Tensor] = []
+        parts = self._record(lambda: results.append(step()), step)
+        return Replay(parts, unowned(results.pop()), step)
+
+    def record_parts(
+        self, step: Callable[[], None], cutting: Callable[[OnLayer], AbstractContextManager[None]]
+    ) -> "list[Part]":
+        """The captured step as several graphs.
+
+        Args:
+            cutting: in its context, a forward calls the function after the layers where it is to be cut.
+        """
+        return self._record(step, step, cutting)
+
+    def _record(
+        self,
+        step: Callable[[], object],
+        warm_up: Callable[[], object],
+        cutting: Callable[[OnLayer], AbstractContextManager[None]] | None = None,
+    ) -> "list[Part]":
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            warm_up()  # compiles kernels and makes one-time allocations
+        current.wait_stream(self._stream)
+        before = self._memory()
+        parts: list[Part] = []
+        with torch.cuda.stream(self._stream):
+            graph = self._begin()
+
+            def cut(layer_stop: int) -> None:
+                nonlocal graph
+                graph.capture_end()
+                parts.append(Part(graph, layer_stop))
+                graph = self._begin()
+
+            try:
+                if cutting is None:
+                    step()
+                else:
+                    with cutting(cut):
+                        step()
+            finally:
+                graph.capture_end()
+        parts.append(Part(graph, None))
+        self.taken.append(taken_bytes(before, self._memory()))
+        return parts
+
+    def _begin(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of a node may allocate meanwhile; only this thread's calls are checked.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
+
+    def _memory(self) -> FreeMemory:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return FreeMemory(torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device))
+
+
+class Part(NamedTuple):
+    """A graph, and how many layers are computed at its end; None: the whole step is."""
+
+    graph: torch.cuda.CUDAGraph
+    layer_stop: int | None
+
+
+class Replay:
+    """A captured step. Keeps the step itself alive, because the graph reads its memory."""
+
+    def __init__(self, parts: Sequence[Part], result: Tensor, step: Callable[[], Tensor]) -> None:
+        self._graphs = [part.graph for part in parts]
+        self._result = result
+        self._step = step
+
+    def __call__(self) -> Tensor:
+        for graph in self._graphs:
+            graph.replay()
+        return self._result
+
+
+class _Unowned:
+    """The address of a tensor in a graph's memory pool."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """A view that does not own the memory, so graphs captured later can reuse it. If each graph owned its logits, those
+    of all sizes would take gigabytes. The pool itself lives as long as any of its graphs."""
+    return torch.as_tensor(_Unowned(tensor), device=tensor.device)

@@ -1,0 +1,260 @@
+"""Steps with prompts as CUDA graphs: captured for some numbers of tokens, and replayed for fewer, padded.
+
+A step is a body, by its tokens, which leaves hidden states, and a head, by its rows, which samples their last tokens.
+So few graphs serve every mix of decodes and prompts. Legend: R rows including padding, T tokens including padding, D
+hidden channel, V vocabulary.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend
+from attention.metadata import AttentionMetadata
+from engine.batch import BatchRow
+from engine.device.capture import Progress, Recorder, affordable, thin
+from engine.device.decode_buffers import DecodeBuffers
+from engine.device.graphs import GraphSettings, Step, capture_sizes
+from engine.device.layer_marks import LayerMarks
+from engine.device.prompt_buffers import PromptBuffers, most_prompts, new_prompt_buffers
+from engine.device.step_slot import StepSlot
+from engine.sampling.choice import choose_tokens
+from kvcache.cache import PagedKVCache
+from models.causal_lm import CausalLM
+
+_log = logging.getLogger(__name__)
+
+# Steps of more tokens keep the GPU busy for twice as long as the host takes to launch them.
+MOST_TOKENS = 4096
+# Up to this many tokens there are also bodies without decodes. They save the launches of the decodes' attention, which
+# take 0.3 ms of a step of Llama-3.1-8B on an H200.
+_MOST_WITHOUT_DECODES = 1024
+
+# A larger step of which more than half is padding takes longer than a step outside of graphs.
+_CHEAP_TOKENS = 512
+
+# Queues the body of a step over the tokens in the buffers.
+Body = Callable[[], None]
+
+
+class BodySize(NamedTuple):
+    """Attributes:
+    tokens: including padding.
+    decodes: rows for which the step looks for decodes.
+    """
+
+    tokens: int
+    decodes: int
+
+
+def token_sizes(largest: int) -> list[int]:
+    """Numbers of tokens to capture, smallest first. Up to about 256 tokens a step takes as long as reading the weights;
+    larger products take as long as the next multiple of 128."""
+    sizes = [16, 32, 64, 96, 128, 192, 256, *range(320, 512, 64), *range(512, 2048, 128), *range(2048, largest, 256)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+class PromptGraphs:
+    """Captured steps of any mix of decodes and prompts, for one thread and one stream. On a CPU nothing is captured;
+    the same padded step runs.
+
+    Attributes:
+        buffers: shared by all sizes.
+        sizes: captured numbers of tokens, smallest first.
+        head_sizes: captured numbers of rows to sample, smallest first.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        cache: PagedKVCache,
+        settings: GraphSettings,
+        *,
+        decodes: DecodeBuffers,
+        marks: LayerMarks,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._cache = cache
+        self._settings = settings
+        self._marks = marks
+        self._device = cache.view.device
+        self.buffers: PromptBuffers = new_prompt_buffers(
+            decodes,
+            max_tokens=min(settings.max_tokens, MOST_TOKENS),
+            max_requests=settings.max_requests,
+            max_context_tokens=settings.max_context_tokens,
+            block_size=cache.shape.block_size,
+            hidden_size=model.config.hidden_size,
+            dtype=model.model.embed_tokens.weight.dtype,
+        )
+        self.sizes: list[int] = []
+        self.head_sizes: list[int] = []
+        self._bodies: dict[BodySize, Body] = {}
+        self._heads: dict[int, Step] = {}
+        # Of the step that is filled in.
+        self._num_decodes = self._num_prompts = 0
+
+    def size_for(self, rows: Sequence[BatchRow]) -> int | None:
+        """The captured size that these rows run in; None: they must run outside of a graph."""
+        if len(rows) > self._settings.max_requests:
+            return None
+        num_tokens = sum(len(row.token_ids) for row in rows)
+        place = bisect_left(self.sizes, num_tokens)
+        num_prompts = len(rows) - _count_decodes(rows)
+        while place < len(self.sizes) and most_prompts(self.sizes[place]) < num_prompts:
+            place += 1
+        if place == len(self.sizes) or self.sizes[place] > max(_CHEAP_TOKENS, 2 * num_tokens):
+            return None
+        return self.sizes[place]
+
+    def launch(self, rows: Sequence[BatchRow], size: int, *, step: int, slot: StepSlot) -> Tensor | None:
+        """Queues a step that writes its tokens to the decodes' `sampled`, and its hidden states to `buffers.hidden`.
+        Returns the logits of its rows, valid until the next step; None if no row is sampled."""
+        self._num_decodes = _count_decodes(rows)
+        self._num_prompts = len(rows) - self._num_decodes
+        self.buffers.fill(rows, self._num_decodes, size, step=step, slot=slot)
+        without = BodySize(size, 0)
+        self._bodies[without if not self._num_decodes and without in self._bodies else self._with_decodes(size)]()
+        host = self.buffers.decodes.host
+        host.copied()
+        if len(host.sampling.unsampled) == len(rows):
+            return None
+        place = bisect_left(self.head_sizes, len(rows))
+        if place == len(self.head_sizes):
+            return self._sample(len(rows))
+        return self._heads[self.head_sizes[place]]()
+
+    def capture(self, progress: Progress | None = None, *, recorder: Recorder | None = None) -> None:
+        """Captures the sizes that memory allows, largest first, so that smaller ones reuse the memory of the largest.
+        Writes no KV.
+
+        Args:
+            recorder: has the memory of all graphs; None: these graphs have their own.
+        """
+        if self._device.type != "cuda":
+            self._bodies = {body: self._uncaptured(body) for bodies in self._wanted for body in bodies}
+            self.sizes = _tokens_of(self._bodies)
+        elif self._backend.builder.captures_prompts:
+            self._capture_on_gpu(recorder or Recorder(self._device), progress)
+        else:
+            _log.info("%s has no CUDA graphs of prompts: their steps run without them", self._backend.capabilities.name)
+
+    @property
+    def _wanted(self) -> tuple[list[BodySize], list[BodySize]]:
+        """Smallest first: bodies that serve any step, and then, if there is memory, others."""
+        sizes = token_sizes(self.buffers.max_tokens)
+        without = [BodySize(size, 0) for size in sizes if size <= _MOST_WITHOUT_DECODES]
+        return [self._with_decodes(size) for size in sizes], without
+
+    def _with_decodes(self, size: int) -> BodySize:
+        return BodySize(size, self.buffers.most_decodes(size))
+
+    def _capture_on_gpu(self, recorder: Recorder, progress: Progress | None) -> None:
+        start_s = time.perf_counter()
+        first = len(recorder.taken)
+        self._fill_for_capture()
+        heads = thin(capture_sizes(self._settings.most_rows), self._affordable(recorder))
+        for size in reversed(heads):
+            self._heads[size] = recorder.record(lambda size=size: self._sample(size))  # type: ignore[misc]
+        self.head_sizes = heads
+        first_body = len(recorder.taken)
+        planned = sum(map(len, self._wanted))
+        for wanted in self._wanted:
+            bodies = thin(wanted, self._affordable(recorder, first_body))
+            while bodies:
+                *bodies, body = bodies
+                self._bodies[body] = self._captured(body, recorder)
+                bodies = thin(bodies, self._affordable(recorder, first_body))
+                if progress is not None:
+                    progress(len(self._bodies), planned)
+        self.sizes = _tokens_of(self._bodies)
+        _log.info(
+            "captured steps of %s tokens with prompts in %.1f s, %.0f MiB",
+            ", ".join(map(str, self.sizes)),
+            time.perf_counter() - start_s,
+            sum(recorder.taken[first:]) / (1 << 20),
+        )
+        if missing := planned - len(self._bodies):
+            _log.warning(
+                "%d of %d sizes of steps with prompts are not captured, because graphs may take %.0f MiB",
+                missing,
+                planned,
+                (self._settings.memory_bytes or 0) / (1 << 20),
+            )
+
+    def _affordable(self, recorder: Recorder, first: int | None = None) -> int:
+        """How many more graphs memory allows, the same number on all ranks.
+
+        Args:
+            first: the first of the graphs from which the size of the next ones is estimated; None: there is none yet.
+        """
+        bound, taken = self._settings.memory_bytes, recorder.taken
+        if bound is not None:
+            bound -= sum(taken[:first])
+        return self._model.parallel.smallest(affordable(() if first is None else taken[first:], bound), self._device)
+
+    def _uncaptured(self, body: BodySize) -> Body:
+        builder, buffers = self._backend.builder, self.buffers
+
+        def build() -> AttentionMetadata:
+            return builder.build(0, buffers.common(self._num_decodes, self._num_prompts, body.tokens))
+
+        return lambda: self._run(body, build)
+
+    def _captured(self, body: BodySize, recorder: Recorder) -> Body:
+        builder, batch = self._backend.builder, self.buffers.padded(*body)
+        self.buffers.pad_all(body.tokens)
+        parts = recorder.record_parts(lambda: self._run(body, lambda: builder.build_padded(batch)), self._marks.cutting)
+
+        def replay() -> None:
+            for graph, layer_stop in parts:
+                graph.replay()
+                if layer_stop is not None:
+                    self._marks.passed(layer_stop)
+
+        return replay
+
+    def _run(self, body: BodySize, build: Callable[[], AttentionMetadata]) -> None:
+        """Everything but the head. On a GPU it reads no memory of the host."""
+        buffers, size = self.buffers, body.tokens
+        buffers.decodes.place_new_blocks(body.decodes)
+        metadata = build()
+        # NOTE: this must begin with a kernel of torch, for the reason given in `decode_step`.
+        token_ids_T = buffers.look_tokens_up(*body)
+        hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)
+        buffers.hidden[:size].copy_(hidden_TD)
+
+    def _sample(self, size: int) -> Tensor:
+        """The head: samples the rows' next tokens. Returns logits [R, V]."""
+        buffers, decodes = self.buffers, self.buffers.decodes
+        last_R = buffers.last[:size]
+        torch.index_select(buffers.token_ids, 0, last_R, out=decodes.token_ids[:size])
+        logits_RV = self._model.compute_logits(buffers.hidden.index_select(0, last_R))
+        choose_tokens(logits_RV, decodes.sampling, out_R=decodes.sampled[:size])
+        return logits_RV
+
+    def _fill_for_capture(self) -> None:
+        """Makes every decode padding."""
+        decodes = self.buffers.decodes
+        decodes.fill((), step=0, slot=StepSlot(self._device, input_bytes=len(decodes.host.memory), max_rows=0))
+        decodes.host.copied()
+
+
+def _count_decodes(rows: Sequence[BatchRow]) -> int:
+    """Rows of a single token at the front."""
+    for place, row in enumerate(rows):
+        if len(row.token_ids) > 1:
+            return place
+    return len(rows)
+
+
+def _tokens_of(bodies: Iterable[BodySize]) -> list[int]:
+    """The numbers of tokens for which a body serves any step, smallest first."""
+    return sorted(body.tokens for body in bodies if body.decodes)

@@ -54,6 +54,7 @@ WITHOUT_TORCH_MODULES = {
 # Modules without clock, task, thread, socket, randomness or torch: events go in, commands come out.
 PURE_MODULES = {
     "engine.events",
+    "engine.launch_pace",
     "engine.scheduling.block_manager",
     "engine.scheduling.scheduler",
     "gateway.router",

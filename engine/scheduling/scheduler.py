@@ -24,6 +24,7 @@ from engine.request import (
 )
 from engine.scheduling.costs import Costs, NoCosts
 from engine.scheduling.deadlines import place_of
+from engine.scheduling.load import engine_load
 from engine.scheduling.prompts import RETRY_AFTER_S, Prompts
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.roster import Roster
@@ -166,8 +167,9 @@ class Scheduler:
         """
         state = self._reserved_state(request_id)
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
-        if received_tokens:
-            self._check_received(state, received_tokens)
+        multiple = self._blocks.split_multiple
+        check_received(state.request, received_tokens, stop=state.num_tokens, multiple=multiple)
+        if received_tokens > state.num_cached:
             self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)
         state.score_prompt()
@@ -300,22 +302,7 @@ class Scheduler:
         return StepEvents(step.number, seconds, failed=events)
 
     def load(self) -> EngineLoad:
-        roster = self._roster
-        decoding = roster.decoding()
-        return EngineLoad(
-            blocks_total=self._blocks.num_blocks,
-            blocks_free=self._blocks.num_free,
-            blocks_leased=roster.num_leased,
-            requests_running=len(roster.running),
-            requests_waiting=len(roster.waiting) + len(roster.ready),
-            tokens_waiting=sum(state.prompt_remaining for state in roster.in_prompt()),
-            requests_total=roster.arrivals,
-            preemptions=self._preemptions,
-            backlog_s=self._prompts.backlog_s,
-            decode_rows=len(decoding),
-            context_tokens=sum(state.num_tokens for state in decoding),
-            refused_late=self._prompts.num_refused,
-        )
+        return engine_load(self._roster, self._blocks, self._prompts, preemptions=self._preemptions)
 
     # ---- room
 
@@ -389,15 +376,6 @@ class Scheduler:
         if state is None or state.phase is not Phase.RESERVED:
             raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
         return state
-
-    def _check_received(self, state: RequestState, received_tokens: int) -> None:
-        check_received(
-            state.request,
-            received_tokens,
-            first=state.num_cached,
-            stop=state.num_tokens,
-            multiple=self._blocks.split_multiple,
-        )
 
     def _preempt(self, state: RequestState, now: float) -> None:
         """Takes the blocks of a request. Its tokens stay, and their KV is recomputed when there is room."""

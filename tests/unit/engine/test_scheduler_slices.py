@@ -118,20 +118,15 @@ def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:
     assert prompt_tokens(scheduler) == 100 + 2000 - 1  # 300 ms
 
 
-def test_a_recomputed_request_counts_as_waiting_since_its_preemption() -> None:
-    limits = EngineLimits(max_batch_tokens=8192, max_batch_requests=8, max_waiting=8, prefix_cache=False)
-    facts = ModelFacts(50, 16, vocab_size=1000, max_context_tokens=700, eos_token_ids=(), identity="m")
-    scheduler = Scheduler(limits, facts, Meter(StepCosts(((1, 0.005), (100, 0.005), (300, 0.045)))))
-    scheduler.submit(request("a", 380), 0.0)
-    scheduler.submit(request("b", 380), 0.0)
-    now = 0.0
-    while not scheduler.load().preemptions:
-        now += 100.0
-        assert prompt_tokens(scheduler, now) in (0, 760)
-    scheduler.abort("a")
-    scheduler.submit(request("d", 2), now)
-    slices = [prompt_tokens(scheduler, now)]
-    assert slices[0] > 380  # nothing decodes
+def test_prompts_that_fit_do_not_keep_the_first_one_waiting_for_ever() -> None:
+    scheduler = decoding(Meter(COSTS), 0.00567)
+    scheduler.submit(request("long", 4000, priority=-1), 0.0)
+    for index in range(4):
+        name = f"s{index}"
+        scheduler.reserve(request(name, 50, tpot_s=1.0), 0.0)
+        scheduler.prefill_here(name, (), 0.0)
+        prompt_tokens(scheduler)
+    assert scheduler.load().tokens_waiting == 4000 - MIN_SLICE_TOKENS
 
 
 @pytest.mark.parametrize("seconds", [0.01, 5.0])

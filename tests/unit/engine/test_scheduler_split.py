@@ -61,7 +61,7 @@ def test_where_chunks_are_aligned_so_is_a_split() -> None:
     with pytest.raises(InvalidRequest, match="stop_tokens is 12"):
         scheduler.submit(request("a", 20, prefill_only=True, stop_tokens=12), 0.0)
     scheduler.reserve(request("b", 20), 0.0)
-    with pytest.raises(InvalidRequest, match="KV of 12 tokens"):
+    with pytest.raises(InvalidRequest, match="KV of 12 of 20 tokens"):
         scheduler.prefill_here("b", (), 0.0, received_tokens=12)
     scheduler.prefill_here("b", (), 0.0, received_tokens=8)
     assert step(scheduler)[0] == {"b": 8}
@@ -95,13 +95,22 @@ def test_received_kv_may_follow_cached_kv() -> None:
     assert events.started[0].cached_tokens == 8
 
 
-@pytest.mark.parametrize("received", [4, 10, 20, -4])
+def test_received_kv_that_was_cached_changes_nothing() -> None:
+    scheduler = make()
+    scheduler.submit(request("a", range(12), prefill_only=True), 0.0)
+    step(scheduler)
+    assert scheduler.reserve(request("b", range(18)), 0.0).cached_tokens == 12
+    scheduler.prefill_here("b", (), 0.0, received_tokens=8)
+    assert step(scheduler)[0] == {"b": 6}
+
+
+@pytest.mark.parametrize("received", [10, 20, -4])
 def test_tokens_that_cannot_have_been_received_are_refused_and_the_reservation_stays(received: int) -> None:
     scheduler = make()
     scheduler.submit(request("a", range(8), prefill_only=True), 0.0)
     step(scheduler)
     scheduler.reserve(request("b", range(20)), 0.0)
-    with pytest.raises(InvalidRequest, match="a multiple of 4 from 8 to 19"):
+    with pytest.raises(InvalidRequest, match="a multiple of 4 from 0 to 19"):
         scheduler.prefill_here("b", (), 0.0, received_tokens=received)
     scheduler.prefill_here("b", (), 0.0, received_tokens=12)
 

@@ -99,7 +99,7 @@ class EngineLimits:
     Args:
         max_batch_tokens: tokens of one step; prompts are cut to what the decodes leave.
         max_batch_requests: requests of one step, also called seats. A request takes one when it can be computed, not
-            while its KV is on the way.
+            while its KV is on the way; as many more may be on the way.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
         chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the known

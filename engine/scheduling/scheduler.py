@@ -38,9 +38,10 @@ class Scheduler:
     """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
     Every running request has a seat, and there are no more seats than a step has tokens. So all decodes fit into every
-    step, and a request in its prompt always finds budget. Reserved requests take none: only blocks bound them. One that
-    finds no free seat when its KV has arrived keeps its blocks and runs on the next seat that becomes free; while any
-    does, nothing new is reserved.
+    step, and a request in its prompt always finds budget. Reserved requests take none. One that finds no free seat when
+    its KV has arrived keeps its blocks and runs on the next seat that becomes free. A stream that stalls after its
+    first token is worse than one that starts late, so nothing new is reserved while any waits for a seat, or while as
+    many requests as there are seats are reserved.
     A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the running
     request of the last place, which is recomputed later; prefill-only requests are never preempted.
 
@@ -104,13 +105,14 @@ class Scheduler:
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room next to the running requests and those that wait before it, or requests whose KV is here
-                wait for seats.
+            Overloaded: no room next to the running requests and those that wait before it, or too few seats for those
+                that are reserved.
         """
         assert not request.prefill_only, "a reserved request decodes here"
         state = self._new_state(request, now)
-        if self._roster.ready:
-            raise self._overloaded(f"{len(self._roster.ready)} requests with all their KV wait for a seat")
+        if not self._roster.may_reserve:
+            ready, reserved = len(self._roster.ready), self._roster.num_reserved
+            raise self._overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
         if not self._has_blocks(state):
             raise self._overloaded("no room for the request's blocks")
         self._blocks.take(state, self._blocks.cached(state))

@@ -173,6 +173,8 @@ class Engine:
         except Exception as error:  # noqa: BLE001  every request fails with it below
             _log.exception("the engine's loop failed")
             self._over = _internal("the engine failed", error)
+        if self._timer is not None:
+            self._timer.cancel()
         await self._device.close()
         assert self._over is not None, "the loop ends only when this is set"
         last = self._scheduler.fail_all(self._over)

@@ -99,7 +99,7 @@ class EngineLimits:
     Args:
         max_batch_tokens: tokens of one step; prompts are cut to what the decodes leave.
         max_batch_requests: requests of one step, also called seats. A request takes one when it can be computed, not
-            while its KV is on the way.
+            while its KV is on the way; as many more may be on the way.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
         chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the known
@@ -232,22 +232,21 @@ def _check_stop(request: EngineRequest, stop_tokens: int, *, multiple: int) -> N
         raise _split_scores("stop_tokens", stop_tokens)
 
 
-def check_received(request: EngineRequest, tokens: int, *, first: int, stop: int, multiple: int) -> None:
+def check_received(request: EngineRequest, tokens: int, *, stop: int, multiple: int) -> None:
     """Raises InvalidRequest when the KV of the tokens before `tokens` cannot have been received.
 
     Args:
-        first: tokens before this one were here already.
         stop: length of the sequence, whose last token is always computed here.
         multiple: of tokens at which a sequence may be split.
     """
-    if tokens % multiple or not first <= tokens < stop:
+    if tokens % multiple or not 0 <= tokens < stop:
         raise InvalidRequest(
-            f"the KV of {tokens} tokens is said to have arrived",
+            f"the KV of {tokens} of {stop} tokens cannot have arrived",
             field="received_tokens",
             value=tokens,
-            allowed=(f"0, or a multiple of {multiple} from {first} to {stop - 1}",),
+            allowed=(f"a multiple of {multiple} from 0 to {stop - 1}",),
         )
-    if request.scores_prompt:
+    if tokens and request.scores_prompt:
         raise _split_scores("received_tokens", tokens)
 
 

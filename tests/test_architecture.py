@@ -55,6 +55,7 @@ WITHOUT_TORCH_MODULES = {
 PURE_MODULES = {
     "baton.block_keys",
     "engine.events",
+    "engine.launch_pace",
     "engine.scheduling.block_manager",
     "engine.scheduling.scheduler",
     "gateway.affinity",

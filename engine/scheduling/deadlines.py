@@ -2,8 +2,8 @@
 
 Requests are computed in the order of priority, then of the time when their first token is due. That order is best as
 long as every deadline can be met. Under overload it fails all of them, so a request that is late even if it is computed
-next goes after those that are not: it counts as due `PATIENCE_S` after its arrival, as does a request without a
-deadline. Each of these is therefore first in its priority after a bounded time.
+next goes after those that are not: it counts as due `PATIENCE_S` later than it was. A request without a deadline counts
+as due `PATIENCE_S` after its arrival. Each of these is therefore first in its priority after a bounded time.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def place_of(request: EngineRequest, *, arrival: int, now: float) -> QueuePlace:
 
 def place_of_late(state: RequestState) -> QueuePlace:
     """The place of a request that cannot meet its deadline."""
-    return state.place._replace(due_s=max(state.place.due_s, state.queued_at + PATIENCE_S))
+    return state.place._replace(due_s=state.place.due_s + PATIENCE_S)
 
 
 def is_late(state: RequestState, costs: StepCosts | None, *, start: int, step_tokens: int, now: float) -> bool:

@@ -75,7 +75,7 @@ class Prompts:
                 step.add_chunk(prompts.popleft())
             else:
                 break
-        self._slicer.launched(skipped=step.has_skipped and not step.work.prompt_tokens)
+        self._slicer.launched(skipped=step.has_skipped)
 
     def take_refused(self) -> tuple[RequestFailed, ...]:
         """The waiting requests that were refused since the last call, because they cannot meet their deadline."""

@@ -19,6 +19,7 @@ class Roster:
         running: running requests, sorted by place.
         tpots: of the running requests, with their number; None for those without.
         arrivals: number of all requests so far.
+        num_reserved: requests whose KV is on its way; no more than there are seats.
     """
 
     def __init__(self, *, seats: int) -> None:
@@ -27,12 +28,18 @@ class Roster:
         self.running: list[RequestState] = []
         self.tpots: Counter[float | None] = Counter()
         self.arrivals = 0
+        self.num_reserved = 0
         self._seats = seats
         self._by_id: dict[str, RequestState] = {}
 
     @property
     def free_seats(self) -> int:
         return self._seats - len(self.running)
+
+    @property
+    def may_reserve(self) -> bool:
+        """Whether one more request may be on its way: it should find a seat soon after it arrives."""
+        return not self.ready and self.num_reserved < self._seats
 
     @property
     def num_decoders(self) -> int:
@@ -123,6 +130,8 @@ class Roster:
             insort(self.waiting, state, key=_place_of)
         elif phase is Phase.READY:
             insort(self.ready, state, key=_place_of)
+        elif phase is Phase.RESERVED:
+            self.num_reserved += 1
 
     def _leave(self, state: RequestState) -> None:
         if state.phase is Phase.RUNNING:
@@ -134,3 +143,5 @@ class Roster:
             self.waiting.remove(state)
         elif state.phase is Phase.READY:
             self.ready.remove(state)
+        elif state.phase is Phase.RESERVED:
+            self.num_reserved -= 1

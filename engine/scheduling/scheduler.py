@@ -25,6 +25,7 @@ from engine.request import (
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.costs import Costs, NoCosts
 from engine.scheduling.deadlines import place_of
+from engine.scheduling.load import engine_load
 from engine.scheduling.prompts import RETRY_AFTER_S, Prompts
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.roster import Roster
@@ -38,9 +39,10 @@ class Scheduler:
     """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
     Every running request has a seat, and there are no more seats than a step has tokens. So all decodes fit into every
-    step, and a request in its prompt always finds budget. Reserved requests take none: only blocks bound them. One that
-    finds no free seat when its KV has arrived keeps its blocks and runs on the next seat that becomes free; while any
-    does, nothing new is reserved.
+    step, and a request in its prompt always finds budget. Reserved requests take none. One that finds no free seat when
+    its KV has arrived keeps its blocks and runs on the next seat that becomes free. A stream that stalls after its
+    first token is worse than one that starts late, so nothing new is reserved while any waits for a seat, or while as
+    many requests as there are seats are reserved.
     A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the running
     request of the last place, which is recomputed later; prefill-only requests are never preempted.
 
@@ -109,13 +111,14 @@ class Scheduler:
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room next to the running requests and those that wait before it, or requests whose KV is here
-                wait for seats.
+            Overloaded: no room next to the running requests and those that wait before it, or too few seats for those
+                that are reserved.
         """
         assert not request.prefill_only, "a reserved request decodes here"
         state = self._new_state(request, now)
-        if self._roster.ready:
-            raise self._overloaded(f"{len(self._roster.ready)} requests with all their KV wait for a seat")
+        if not self._roster.may_reserve:
+            ready, reserved = len(self._roster.ready), self._roster.num_reserved
+            raise self._overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
         if not self._has_blocks(state):
             raise self._overloaded("no room for the request's blocks")
         self._blocks.take(state, self._blocks.cached(state))
@@ -172,8 +175,9 @@ class Scheduler:
         """
         state = self._reserved_state(request_id)
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
-        if received_tokens:
-            self._check_received(state, received_tokens)
+        multiple = self._blocks.split_multiple
+        check_received(state.request, received_tokens, stop=state.num_tokens, multiple=multiple)
+        if received_tokens > state.num_cached:
             self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)
         state.score_prompt()
@@ -306,22 +310,7 @@ class Scheduler:
         return StepEvents(step.number, seconds, failed=events)
 
     def load(self) -> EngineLoad:
-        roster = self._roster
-        decoding = roster.decoding()
-        return EngineLoad(
-            blocks_total=self._blocks.num_blocks,
-            blocks_free=self._blocks.num_free,
-            blocks_leased=roster.num_leased,
-            requests_running=len(roster.running),
-            requests_waiting=len(roster.waiting) + len(roster.ready),
-            tokens_waiting=sum(state.prompt_remaining for state in roster.in_prompt()),
-            requests_total=roster.arrivals,
-            preemptions=self._preemptions,
-            backlog_s=self._prompts.backlog_s,
-            decode_rows=len(decoding),
-            context_tokens=sum(state.num_tokens for state in decoding),
-            refused_late=self._prompts.num_refused,
-        )
+        return engine_load(self._roster, self._blocks, self._prompts, preemptions=self._preemptions)
 
     # ---- room
 
@@ -395,15 +384,6 @@ class Scheduler:
         if state is None or state.phase is not Phase.RESERVED:
             raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
         return state
-
-    def _check_received(self, state: RequestState, received_tokens: int) -> None:
-        check_received(
-            state.request,
-            received_tokens,
-            first=state.num_cached,
-            stop=state.num_tokens,
-            multiple=self._blocks.split_multiple,
-        )
 
     def _preempt(self, state: RequestState, now: float) -> None:
         """Takes the blocks of a request. Its tokens stay, and their KV is recomputed when there is room."""

@@ -92,5 +92,5 @@ class Slicer:
         return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
 
     def launched(self, *, skipped: bool) -> None:
-        """A step is launched. `skipped`: prompts got nothing of it for lack of time."""
+        """A step is launched. `skipped`: the first prompt got nothing of it for lack of time."""
         self._skips = self._skips + 1 if skipped else 0

@@ -67,7 +67,7 @@ class NextStep:
         num_decodes: rows of `add_decodes`; they come before all others.
         work: what the step computes.
         bound: on the step's time; None: there is none.
-        has_skipped: a prompt got no token of this step for lack of room.
+        has_skipped: the first prompt got no token of this step for lack of room.
         layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
     """
 
@@ -110,7 +110,8 @@ class NextStep:
         if self.bound is not None and budget > 0:
             budget = min(budget, self.bound.tokens(self.work, start, min(stop, start + budget)))
         num_tokens = self._limits.chunk_tokens(start, stop, budget)
-        self.has_skipped |= not num_tokens
+        if not num_tokens and not self.work.prompt_tokens:
+            self.has_skipped = True
         return num_tokens
 
     def add_chunk(self, state: RequestState) -> None:

@@ -65,24 +65,27 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
 
 
 def test_a_reserved_request_takes_a_seat_only_when_its_kv_is_here() -> None:
-    scheduler = make(requests=1)
-    scheduler.reserve(request("a", 2), 0.0)
-    scheduler.reserve(request("b", 2), 0.0)
-    scheduler.submit(request("c", 2, sampling=SamplingParams(max_tokens=2)), 0.0)
-    assert set(step(scheduler)[0]) == {"c"}
+    scheduler = make(requests=2)
+    for name in "ab":
+        scheduler.reserve(request(name, 2), 0.0)
+    with pytest.raises(Overloaded, match="2 for their KV"):
+        scheduler.reserve(request("c", 2), 0.0)
+    for name, count in (("c", 2), ("d", 9)):
+        scheduler.submit(request(name, 2, sampling=SamplingParams(max_tokens=count)), 0.0)
+    assert step(scheduler)[0].keys() == {"c", "d"}
     for name in "ba":
         assert scheduler.admit(name, TokenOutput(7, 0)) is None
     load = scheduler.load()
-    assert (load.requests_running, load.requests_waiting, load.blocks_leased) == (1, 2, 0)
-    with pytest.raises(Overloaded, match="wait for a seat"):
-        scheduler.reserve(request("d", 2), 0.0)
-    assert set(step(scheduler)[0]) == {"c"}
+    assert (load.requests_running, load.requests_waiting, load.blocks_leased) == (2, 2, 0)
+    with pytest.raises(Overloaded, match="2 requests wait for a seat"):
+        scheduler.reserve(request("e", 2), 0.0)
+    assert step(scheduler)[0].keys() == {"c", "d"}
     computed, events = step(scheduler)
-    assert computed == {"a": 1}  # in order of arrival, without computing anything again
+    assert computed == {"a": 1, "d": 1}  # in order of arrival, without computing anything again
     assert events.chunks == ()
     assert not scheduler.abort("a")
-    assert step(scheduler)[0] == {"b": 1}
-    scheduler.reserve(request("d", 2), 0.0)
+    assert step(scheduler)[0] == {"b": 1, "d": 1}
+    scheduler.reserve(request("e", 2), 0.0)
 
 
 def test_a_prompt_prefilled_here_waits_with_its_blocks_for_a_seat() -> None:

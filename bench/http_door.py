@@ -1,8 +1,9 @@
 """What a streamed token costs the gateway: CPU seconds of all its processes over tokens, through HTTP and through gRPC.
 
-A scripted decode node sends each stream one token a step. At a slow pace every token is a message of its own; at a pace
-far above what the gateway can send, tokens merge, and the longest pause of a stream shows how fair it is. The gateway is
-a real one with default settings; node and clients run in other processes, and the clients parse next to nothing.
+A scripted decode node sends each stream one token a step. At a slow pace every token is a message of its own; at a
+pace far above what the gateway can send, tokens merge, and the longest pause of a stream shows how fair it is. The
+gateway is a real one with default settings; node and clients run in other processes, and the clients parse next to
+nothing.
 """
 
 import asyncio
@@ -364,9 +365,7 @@ async def _round(gateway: Process, door: "Door", pace: Pace) -> Cost:
 Door = Callable[[Process, Load], "asyncio.Future[Sequence[asyncio.Future[None]]]"]
 
 
-async def _http(
-    path: str, body: dict[str, object], gateway: Process, load: Load
-) -> "list[asyncio.Future[None]]":
+async def _http(path: str, body: dict[str, object], gateway: Process, load: Load) -> "list[asyncio.Future[None]]":
     where = urlsplit(gateway.http or "")
     body = {**body, "max_tokens": load.pace.output_tokens, "stream": True}
     loop = asyncio.get_running_loop()

@@ -22,10 +22,11 @@ _RELEASE_TIMEOUT_S = 30.0
 Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Receiver:
-    """Receives the node's messages about one request, and the end of the session."""
+    """Receives the node's messages about one request, its tokens apart, and the end of the session."""
 
+    token: Callable[[pb.StepToken], None]
     receive: Callable[[DecodeReply], None]
     lost: Callable[[str], None]
 
@@ -125,7 +126,7 @@ class DecodeSession:
             receivers = self._receivers
             for token in response.step.tokens:
                 if receiver := receivers.get(token.key):
-                    receiver.receive(token)
+                    receiver.token(token)
         elif kind is not None:
             message = getattr(response, kind)
             forget = kind == "released"

@@ -4,6 +4,7 @@
 events of earlier attempts and calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +28,17 @@ class Started:
 
 
 class DecodeReplied(NamedTuple):
-    """The decode node's message about this request. There is one per token, and a tuple is created in half the time."""
+    """The decode node's message about this request."""
 
     attempt: int
     message: DecodeReply
+
+
+class TokensCame(NamedTuple):
+    """Tokens that the decode node has sampled for this request, in their order."""
+
+    attempt: int
+    tokens: Sequence[decode_pb2.StepToken]
 
 
 @dataclass(frozen=True)
@@ -74,4 +82,14 @@ class Cancelled:
     error: BatonError
 
 
-Event = Started | DecodeReplied | SessionLost | PrefillReplied | PrefillEnded | FleetChanged | TimePassed | Cancelled
+Event = (
+    Started
+    | TokensCame
+    | DecodeReplied
+    | SessionLost
+    | PrefillReplied
+    | PrefillEnded
+    | FleetChanged
+    | TimePassed
+    | Cancelled
+)

@@ -1,5 +1,6 @@
 """The messages to the client of one request: text and tokens as they come, and the last message. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from protos.baton.v1 import generation_pb2 as pb
 class Detokenizing(Protocol):
     """Turns one output's tokens into text, as `gateway.detokenizer.Detokenizer` does."""
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, *token_ids: int) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -36,26 +37,25 @@ class Reply:
         self._detokenizer = detokenizer
         self._stops = StopStrings(sampling.stop, include_stop=sampling.include_stop) if sampling.stop else None
         self._stopped = False  # by a stop string: no text after it is shown
-        self._message: pb.GenerateResponse | None = None  # collects tokens until `take`
+        self._tokens: list[common_pb2.Token] = []  # until `take`, as are the next three
+        self._shown: list[int] = []  # tokens whose text is still to be made
         self._text = ""
+        self._prompt_logprobs: Sequence[common_pb2.PromptLogprob] = ()
 
     def add(self, step_token: decode_pb2.StepToken) -> OutputEnd | None:
         """Adds the next token to the message in progress; returns how the output ends if this token ends it."""
-        message = self._message
-        if message is None:
-            message = self._message = pb.GenerateResponse()
-            if not self.completion_tokens:
-                message.request_id = self._request_id
-                message.prompt_logprobs.extend(step_token.prompt_logprobs)
-        message.tokens.append(step_token.token)
+        token, reason = step_token.token, step_token.finish_reason
+        if not self.completion_tokens:
+            self._prompt_logprobs = step_token.prompt_logprobs
+        self._tokens.append(token)
         self.completion_tokens += 1
-        end = OutputEnd(step_token.finish_reason, step_token.stop_reason) if step_token.finish_reason else None
-        if step_token.finish_reason == common_pb2.FINISH_REASON_STOP and not self._sampling.include_stop:
+        end = OutputEnd(reason, step_token.stop_reason) if reason else None
+        if reason == common_pb2.FINISH_REASON_STOP and not self._sampling.include_stop:
             return end  # the token itself is the stop: it is not part of the text
-        text = self._detokenizer.push(step_token.token.token_id)
         if self._stops is None:
-            self._text += text
+            self._shown.append(token.token_id)
             return end
+        text = self._detokenizer.push(token.token_id)
         # As with stop tokens, a stop string counts only if it is complete once min_tokens tokens have come.
         passed = self._stops.push(text, may_stop=self.completion_tokens > self._sampling.min_tokens)
         self._text += passed.text
@@ -66,10 +66,16 @@ class Reply:
 
     def take(self) -> pb.GenerateResponse | None:
         """Returns the message with the tokens added since the last call; None: there are none."""
-        message = self._message
-        if message is not None:
-            message.text = self._text
-            self._message, self._text = None, ""
+        tokens = self._tokens
+        if not tokens:
+            return None
+        text = self._text if self._stops is not None else self._detokenizer.push(*self._shown)
+        message = pb.GenerateResponse(text=text, tokens=tokens)
+        if len(tokens) == self.completion_tokens:
+            message.request_id = self._request_id
+            message.prompt_logprobs.extend(self._prompt_logprobs)
+            self._prompt_logprobs = ()
+        self._tokens, self._shown, self._text = [], [], ""
         return message
 
     def last(self, end: OutputEnd, usage: Usage, receipt: Receipt) -> pb.GenerateResponse:

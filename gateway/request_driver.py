@@ -1,6 +1,7 @@
 """Runs the machine of one request: delivers events, executes its commands, and keeps its one timer.
 
-While a message to a slow client waits, events collect, and then reach the machine together.
+While a message to a slow client waits, events collect, and then reach the machine together; so do tokens until it is
+the stream's turn (`gateway.turns`).
 """
 
 import asyncio
@@ -33,11 +34,13 @@ from gateway.events import (
     SessionLost,
     Started,
     TimePassed,
+    TokensCame,
 )
 from gateway.node_clients import PrefillStream
 from gateway.request import Request, deadline_exceeded
 from gateway.request_machine import RequestMachine
-from protos.baton.v1 import generation_pb2, prefill_pb2
+from gateway.turns import Turns
+from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
 
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
 
@@ -45,14 +48,19 @@ Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
 class RequestDriver:
     """One request in the current task, from `run` to its return. Cancel the task to cancel the request."""
 
-    def __init__(self, request: Request, machine: RequestMachine, connections: Connections, write: Write) -> None:
+    def __init__(
+        self, request: Request, machine: RequestMachine, connections: Connections, turns: Turns, write: Write
+    ) -> None:
         self._request = request
         self._machine = machine
         self._connections = connections
         self._write_to_client = write
         self._loop = asyncio.get_running_loop()
+        self._turns = turns
         self._events: list[Event] = []
-        self._waiter: asyncio.Future[None] | None = None  # set while `run` waits for an event
+        self._tokens: list[decode_pb2.StepToken] | None = None  # of the last event, if tokens may still join it
+        self._hurries = False  # an event is there that waits for no turn
+        self._waiter: asyncio.Future[None] | None = None  # set while `run` waits for an event, and perhaps for its turn
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[object] | None = None  # the task that executes `run`
         self._writing = False  # while a message to the client waits
@@ -72,7 +80,7 @@ class RequestDriver:
         self._events.append(Started())
         try:
             while True:
-                events, self._events = self._events, []
+                events, self._events, self._tokens, self._hurries = self._events, [], None, False
                 commands = machine.handle(events, monotonic())  # the loop's clock, finer: uvloop's has milliseconds
                 if machine.waits_for_fleet is not self._listening:
                     self._listen(listening=machine.waits_for_fleet)
@@ -89,10 +97,13 @@ class RequestDriver:
                         return
                     else:
                         self._execute(command)
-                if not self._events:
+                if not self._hurries:
                     self._set_timer(machine.deadline_s)
-                    self._waiter = loop.create_future()
-                    await self._waiter
+                    self._waiter = waiter = loop.create_future()
+                    if self._events:
+                        self._turns.ask(waiter)
+                    await waiter
+                    self._waiter = None
         except asyncio.CancelledError:
             if self._ended_by is None or self._task is None or self._task.uncancel() > 0:
                 raise
@@ -115,7 +126,12 @@ class RequestDriver:
         match command:
             case SubmitToDecode(attempt, address, request):
                 session = self._connections.session(address)
-                receiver = Receiver(partial(self._decode_replied, attempt), partial(self._session_lost, attempt))
+                self._tokens = None
+                receiver = Receiver(
+                    partial(self._token_came, attempt),
+                    partial(self._decode_replied, attempt),
+                    partial(self._session_lost, attempt),
+                )
                 self._attempt = session, session.submit(request, receiver)
             case AskDecode(_, message):
                 assert self._attempt is not None
@@ -158,13 +174,21 @@ class RequestDriver:
 
     def _put(self, event: Event) -> None:
         self._events.append(event)
+        self._tokens, self._hurries = None, True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _token_came(self, attempt: int, step_token: decode_pb2.StepToken) -> None:
+        if self._tokens is not None:
+            self._tokens.append(step_token)
+            return
+        self._tokens = [step_token]
+        if self._waiter is not None and not self._events:
+            self._turns.ask(self._waiter)
+        self._events.append(TokensCame(attempt, self._tokens))
+
     def _decode_replied(self, attempt: int, message: DecodeReply) -> None:
-        self._events.append(DecodeReplied(attempt, message))
-        if self._waiter is not None and not self._waiter.done():  # as `_put`, once per token
-            self._waiter.set_result(None)
+        self._put(DecodeReplied(attempt, message))
 
     def _session_lost(self, attempt: int, reason: str) -> None:
         self._put(SessionLost(attempt, reason))

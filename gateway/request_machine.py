@@ -47,6 +47,7 @@ from gateway.events import (
     SessionLost,
     Started,
     TimePassed,
+    TokensCame,
 )
 from gateway.fleet import Fleet
 from gateway.node_choice import NodeChoice, prefill_failure
@@ -146,7 +147,11 @@ class RequestMachine:
 
     def _react(self, event: Event) -> None:
         attempt = self._attempt
-        if isinstance(event, DecodeReplied):  # first, and by itself: there is one for every token
+        if isinstance(event, TokensCame):  # first, and by itself: there is one for nearly every message
+            if attempt is not None and event.attempt == attempt.number:
+                self._tokens_came(attempt, event.tokens)
+            return
+        if isinstance(event, DecodeReplied):
             if attempt is not None and event.attempt == attempt.number:
                 self._decode_replied(attempt, event.message)
             return
@@ -169,14 +174,18 @@ class RequestMachine:
             case TimePassed():
                 pass  # `_check` looks at the time
 
+    def _tokens_came(self, attempt: Attempt, tokens: Sequence[decode_pb2.StepToken]) -> None:
+        attempt.waiting_since_s = self._now_s
+        for step_token in tokens:
+            if step_token.finish_reason:
+                attempt.ended_by_node = self._must_check = True
+            if step_token.HasField("prefill_s"):
+                self._receipt.prefilled(step_token.prefill_s)
+            self._pass_on(attempt, step_token)
+
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
         if isinstance(message, decode_pb2.StepToken):
-            attempt.waiting_since_s = self._now_s
-            if message.finish_reason:
-                attempt.ended_by_node = self._must_check = True
-            if message.HasField("prefill_s"):
-                self._receipt.prefilled(message.prefill_s)
-            self._pass_on(attempt, message)
+            self._tokens_came(attempt, (message,))
             return
         self._must_check = True
         match message:

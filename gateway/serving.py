@@ -5,15 +5,17 @@ Owns what all requests share: the limit on running requests, the counters, and t
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from typing import Protocol
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
 from baton.types import Path
+from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
 from gateway.chat_output import ChatOutput
 from gateway.connections import Connections
@@ -23,20 +25,49 @@ from gateway.preparation import Call, Prepared, prepare
 from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
+from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id, check_text
 from protos.baton.v1 import generation_pb2 as pb
 
 log = logging.getLogger("baton")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Counters:
-    """Since the start of the process; a cancelled request counts as failed, and each output as a request."""
+    """Since the start of the gateway; a cancelled request counts as failed, and each output as a request."""
 
-    finished: int = 0
-    failed: int = 0
-    remote: int = 0
-    local: int = 0
+    finished: int
+    failed: int
+    remote: int
+    local: int
+
+
+class Colleagues(Protocol):
+    """The processes that serve as one gateway; this one is among them."""
+
+    @property
+    def board(self) -> Board: ...
+
+    def join(self, serving: "Serving") -> None:
+        """From now on, the others' questions reach it."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> set[str]:
+        """Ends requests that run on the others; returns the ids of those that did."""
+        ...
+
+
+class Alone:
+    """A gateway of one process."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+
+    def join(self, serving: "Serving") -> None:
+        pass
+
+    async def abort(self, request_ids: Sequence[str]) -> set[str]:  # noqa: ARG002
+        return set()
 
 
 class _Running:
@@ -55,12 +86,23 @@ class _Running:
 
 
 class Serving:
-    """Serves requests until `drain`."""
+    """Serves requests until `drain`.
 
-    def __init__(self, settings: GatewaySettings, model: ServedModel, connections: Connections) -> None:
+    Args:
+        colleagues: further processes of the same gateway; counters and limits are those of all.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        model: ServedModel,
+        connections: Connections,
+        colleagues: Colleagues | None = None,
+    ) -> None:
         self.model = model
-        self.counters = Counters()
-        self.running = 0
+        self._colleagues = colleagues or Alone()
+        self._board = self._colleagues.board
+        self._running = 0  # here
         self._settings = settings
         self._rules = Rules(
             local_policy=settings.local_policy,
@@ -71,10 +113,22 @@ class Serving:
             failover_wait_s=settings.failover_wait_s,
         )
         self._connections = connections
+        self._turns = Turns()
         self._requests: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._colleagues.join(self)
+
+    @property
+    def running(self) -> int:
+        """Outputs of requests that run now in the whole gateway."""
+        return self._board.total(Count.RUNNING)
+
+    @property
+    def counters(self) -> Counters:
+        total = self._board.total
+        return Counters(total(Count.FINISHED), total(Count.FAILED), total(Count.REMOTE), total(Count.LOCAL))
 
     async def generate(
         self,
@@ -104,19 +158,24 @@ class Serving:
             log.log(level, "%s failed: %s", request_id, error)
             raise
 
-    def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Ends running requests; their callers get `Cancelled`. Several requests may have the same id.
+    async def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Ends running requests of the whole gateway; their callers get `Cancelled`. Several may have the same id.
 
         Returns:
             the ids that ran.
         """
-        wanted = dict.fromkeys(request_ids)
-        aborted = set()
+        wanted = list(dict.fromkeys(request_ids))
+        aborted = self.abort_here(wanted) | await self._colleagues.abort(wanted)
+        return [request_id for request_id in wanted if request_id in aborted]
+
+    def abort_here(self, request_ids: Iterable[str]) -> set[str]:
+        """As `abort`, in this process."""
+        wanted, aborted = set(request_ids), set()
         for running in self._requests:
             if running.request_id in wanted:
                 running.end(Cancelled("the request was aborted"))
                 aborted.add(running.request_id)
-        return [request_id for request_id in wanted if request_id in aborted]
+        return aborted
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""
@@ -125,7 +184,7 @@ class Serving:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("%d request(s) did not finish within the %.0f s of the drain", self.running, grace_s)
+            log.warning("%d request(s) did not finish within the %.0f s of the drain", self._running, grace_s)
         for running in self._requests:
             running.end(Draining("the gateway is shutting down", cure="send the request again"))
 
@@ -176,15 +235,14 @@ class Serving:
         machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer)
         if prepared.parser is not None:
             write = partial(_write_chat, ChatOutput(prepared.parser(f"{request.request_id}/{index}")), write)
-        driver = RequestDriver(request, machine, self._connections, write)
+        driver = RequestDriver(request, machine, self._connections, self._turns, write)
         running.drivers.add(driver)
         try:
             await driver.run()
         finally:
             running.drivers.discard(driver)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
-        self.counters.remote += machine.path is Path.REMOTE
-        self.counters.local += machine.path is Path.LOCAL
+        self._board.add(Count.REMOTE if machine.path is Path.REMOTE else Count.LOCAL, 1)
 
     @contextmanager
     def _admitted(self, request_id: str, outputs: Outputs) -> Iterator[_Running]:
@@ -203,7 +261,8 @@ class Serving:
             )
         running = _Running(request_id)
         self._requests.add(running)
-        self.running += count
+        self._running += count
+        self._board.add(Count.RUNNING, count)
         self._idle.clear()
         finished = False
         try:
@@ -211,11 +270,11 @@ class Serving:
             finished = True
         finally:
             self._requests.discard(running)
-            self.running -= count
-            if not self.running:
+            self._running -= count
+            self._board.add(Count.RUNNING, -count)
+            if not self._running:
                 self._idle.set()
-            self.counters.finished += count * finished
-            self.counters.failed += count * (not finished)
+            self._board.add(Count.FINISHED if finished else Count.FAILED, count)
 
 
 async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:

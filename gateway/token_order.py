@@ -24,8 +24,12 @@ class TokenOrder:
         Raises:
             InternalError: a token is missing, and no node will send it.
         """
-        index = step_token.token.index
+        token = step_token.token
+        index = token.index
         num_passed = len(self.token_ids)
+        if index == num_passed and not self._early:  # nearly every token
+            self.token_ids.append(token.token_id)
+            return [step_token]
         if index < num_passed:
             return []
         if index > num_passed:
@@ -34,7 +38,7 @@ class TokenOrder:
             self._early[index] = step_token
             return []
         ready = [step_token]
-        self.token_ids.append(step_token.token.token_id)
+        self.token_ids.append(token.token_id)
         while self._early:
             following = self._early.pop(len(self.token_ids), None)
             if following is None:

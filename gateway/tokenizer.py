@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from baton.config import tokenizer_file
 from baton.errors import ConfigError
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import Detokenizer, token_texts
 from gateway.text_pieces import PieceEncoder
 from gateway.token_pieces import TokenPieces
 
@@ -33,6 +33,7 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self._encoder = PieceEncoder(self._tokenizer)
         self._pieces = TokenPieces(self._tokenizer)
+        self._texts = {skip: token_texts(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.longest_token_bytes = self._pieces.longest_bytes
 
     def encode(self, text: str, *, add_special_tokens: bool = True, salt: str = "") -> list[int]:
@@ -51,7 +52,8 @@ class TextTokenizer:
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for the output that follows this prompt."""
-        return Detokenizer(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        texts = self._texts[skip_special_tokens]
+        return Detokenizer(self._tokenizer, prompt, skip_special_tokens=skip_special_tokens, texts=texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for in a text; of a special token those of its name; none for no token."""

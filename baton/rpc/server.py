@@ -32,9 +32,14 @@ _EVERYWHERE = ("0.0.0.0", "[::]")
 _PENDING_CALLS_MAX = 1 << 20
 
 
-def channel_options(*, keepalive_s: float) -> list[tuple[str, int]]:
-    """Options of servers and channels: large messages for long prompts, and pings that detect a silent peer."""
+def channel_options(*, keepalive_s: float, shared: bool = False) -> list[tuple[str, int]]:
+    """Options of servers and channels: large messages for long prompts, and pings that detect a silent peer.
+
+    Args:
+        shared: other servers may listen on the same port.
+    """
     return [
+        ("grpc.so_reuseport", int(shared)),
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
@@ -43,7 +48,6 @@ def channel_options(*, keepalive_s: float) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-        ("grpc.so_reuseport", 0),
         ("grpc.server.max_pending_requests", _PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS_MAX),
     ]
@@ -116,10 +120,16 @@ def why_taken(where: Address) -> str | None:
 
 
 class GrpcServer:
-    """The gRPC server of one process. `async with` does not start it: call `start` after adding the services."""
+    """The gRPC server of one process. `async with` does not start it: call `start` after adding the services.
 
-    def __init__(self, listen: str, *, advertise: str | None, keepalive_s: float = KEEPALIVE_S) -> None:
-        options = channel_options(keepalive_s=keepalive_s)
+    Args:
+        shared: other processes of this user may listen on the same port; the kernel gives each connection to one.
+    """
+
+    def __init__(
+        self, listen: str, *, advertise: str | None, keepalive_s: float = KEEPALIVE_S, shared: bool = False
+    ) -> None:
+        options = channel_options(keepalive_s=keepalive_s, shared=shared)
         self.grpc = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
         self.health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
@@ -128,7 +138,7 @@ class GrpcServer:
         check_advertised(advertise)
         cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
         # gRPC writes lines of its own about a port that it cannot have.
-        if (reason := why_taken(where)) is not None:
+        if not shared and (reason := why_taken(where)) is not None:
             raise ConfigError(f"cannot listen on {listen}: {reason}", field="listen", value=listen, cure=cure)
         try:
             port = self.grpc.add_insecure_port(listen)

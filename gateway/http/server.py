@@ -86,8 +86,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(listen: str) -> socket.socket | None:
+def bind(listen: str, *, shared: bool = False) -> socket.socket | None:
     """The listening socket for this setting; None: off.
+
+    Args:
+        shared: other processes of this user may listen on the same port.
 
     Raises:
         ConfigError: the address is none, or cannot be listened on.
@@ -100,6 +103,8 @@ def bind(listen: str) -> socket.socket | None:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind((host, where.port))
         bound.listen(_BACKLOG)  # so that another process cannot take the port any more
     except OSError as error:

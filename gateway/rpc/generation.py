@@ -54,7 +54,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> pb.AbortResponse:
         async with answering(context):
             check_ids("request_ids", request.request_ids)
-            return pb.AbortResponse(aborted=self._serving.abort(request.request_ids))
+            return pb.AbortResponse(aborted=await self._serving.abort(request.request_ids))
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]

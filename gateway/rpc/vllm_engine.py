@@ -119,7 +119,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         async with answering(context):
             check_ids("request_ids", request.request_ids)
-            self._serving.abort(request.request_ids)
+            await self._serving.abort(request.request_ids)
             return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:

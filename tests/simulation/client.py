@@ -111,8 +111,8 @@ def text_of(tokens: list[int], *, stopped: bool) -> str:
 class Detokenizer:
     """Every token's text is its number."""
 
-    def push(self, token_id: int) -> str:
-        return f"{token_id} "
+    def push(self, *token_ids: int) -> str:
+        return "".join(f"{token_id} " for token_id in token_ids)
 
     def finish(self) -> str:
         return ""

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import Detokenizer, token_texts
 from tests.unit.gateway.tokenizers import byte_fallback, byte_level, token_id
 
 BYTE_LEVEL = byte_level()
@@ -47,6 +47,24 @@ def test_no_piece_has_half_a_character(tokenizer: Tokenizer, after: str) -> None
 @given(output=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=80))
 def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(output: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, output, prompt=[])) == BYTE_LEVEL.decode(output)
+
+
+@settings(deadline=None)
+@given(
+    before=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=8),
+    batches=st.lists(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=40), max_size=4),
+)
+def test_known_texts_and_batches_change_no_text(before: list[int], batches: list[list[int]]) -> None:
+    one_by_one = Detokenizer(BYTE_LEVEL, before)
+    expected = "".join([*(one_by_one.push(each) for batch in batches for each in batch), one_by_one.finish()])
+    for texts in (None, token_texts(BYTE_LEVEL, skip_special_tokens=True)):
+        detokenizer = Detokenizer(BYTE_LEVEL, before, texts=texts)
+        assert "".join([*(detokenizer.push(*batch) for batch in batches), detokenizer.finish()]) == expected
+
+
+def test_only_byte_level_tokens_have_texts_of_their_own() -> None:
+    assert token_texts(BYTE_LEVEL, skip_special_tokens=True) is not None
+    assert token_texts(BYTE_FALLBACK, skip_special_tokens=True) is None
 
 
 @settings(deadline=None)

@@ -347,13 +347,13 @@ async def test_an_abort_ends_all_requests_of_that_id(running: Running, caplog: p
     for _ in requests:
         await running.decode.submission()
     with caplog.at_level(logging.INFO):
-        assert running.serving.abort(["mine", "other", "mine"]) == ["mine"]
+        assert await running.serving.abort(["mine", "other", "mine"]) == ["mine"]
         for request in requests:
             with pytest.raises(Cancelled, match="aborted") as raised:
                 await asyncio.wait_for(request, BOUND_S)
             assert raised.value.request_id == "mine"
     assert [record.getMessage() for record in caplog.records] == ["mine failed: the request was aborted"] * 2
-    assert running.serving.abort(["mine"]) == []
+    assert await running.serving.abort(["mine"]) == []
 
 
 async def test_an_abort_ends_all_outputs(running: Running) -> None:
@@ -365,7 +365,7 @@ async def test_an_abort_ends_all_outputs(running: Running) -> None:
     running.answer(accepted=answer)
     running.decode.send_tokens(token(0), token(1), key=submission.key)
     await running.decode.submission()  # the other output
-    assert running.serving.abort(["mine"]) == ["mine"]
+    assert await running.serving.abort(["mine"]) == ["mine"]
     with pytest.raises(Cancelled):
         await asyncio.wait_for(request, BOUND_S)
     assert running.serving.running == 0
@@ -374,7 +374,7 @@ async def test_an_abort_ends_all_outputs(running: Running) -> None:
 async def test_a_request_is_aborted_before_it_reaches_a_node(running: Running) -> None:
     request = start(running, Client(), text="some text", request_id="mine")
     await asyncio.sleep(0)
-    assert running.serving.abort(["mine"]) == ["mine"]
+    assert await running.serving.abort(["mine"]) == ["mine"]
     with pytest.raises(Cancelled):
         await asyncio.wait_for(request, BOUND_S)
     assert running.decode.received.empty()

@@ -106,7 +106,7 @@ async def test_a_stream_that_fails_midway_ends_with_its_apis_event(door: Door, p
     door.decode.send_tokens(step_token(0))
     await wire.head()
     await wire.chunk()
-    assert door.serving.abort(["r1"]) == ["r1"]
+    assert await door.serving.abort(["r1"]) == ["r1"]
     last = events(await wire.chunks())[-1]
     if path == "/v1/responses":
         assert last.name == "response.failed"

@@ -304,7 +304,7 @@ async def test_an_aborted_stream_says_so(door: Door) -> None:
     wire = await door.stream({}, x_request_id="r1")
     await wire.head()
     await wire.chunk()
-    assert door.serving.abort(["r1"]) == ["r1"]
+    assert await door.serving.abort(["r1"]) == ["r1"]
     assert b'"code":"cancelled"' in await wire.chunks()
 
 

@@ -1,0 +1,54 @@
+"""What the processes of one gateway have counted: a row of numbers for each process, in memory that all of them share.
+
+Only the owner of a row writes to it, so a sum is never older than the last write.
+"""
+
+import mmap
+import os
+from enum import IntEnum
+from typing import Self
+
+_NUMBER_BYTES = 8
+
+
+class Count(IntEnum):
+    """The columns. All count outputs of requests since the start of the gateway, but RUNNING those of now."""
+
+    RUNNING = 0
+    FINISHED = 1
+    FAILED = 2  # also cancelled ones
+    REMOTE = 3
+    LOCAL = 4
+
+
+class Board:
+    """The rows of all processes, and which one is this process's own.
+
+    Args:
+        fd: of the memory that `create_memory` made; None: for this process alone.
+    """
+
+    def __init__(self, rows: int = 1, own: int = 0, fd: int | None = None) -> None:
+        self._memory = mmap.mmap(-1 if fd is None else fd, rows * len(Count) * _NUMBER_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+        self._own = own * len(Count)
+
+    @classmethod
+    def create(cls, rows: int) -> "tuple[Self, int]":
+        """A board that other processes can share, and the file descriptor to give to them."""
+        fd = os.memfd_create("baton-gateway")
+        os.ftruncate(fd, rows * len(Count) * _NUMBER_BYTES)
+        return cls(rows, 0, fd), fd
+
+    def add(self, count: Count, number: int) -> None:
+        """Counts in the own row."""
+        self._numbers[self._own + count] += number
+
+    def total(self, count: Count) -> int:
+        return sum(self._numbers[count :: len(Count)])
+
+    def bury(self, row: int) -> None:
+        """The process of this row is gone: what ran there has failed."""
+        first = row * len(Count)
+        self._numbers[first + Count.FAILED] += self._numbers[first + Count.RUNNING]
+        self._numbers[first + Count.RUNNING] = 0

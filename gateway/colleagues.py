@@ -1,0 +1,77 @@
+"""Questions and answers between a gateway's worker and its parent: lines of JSON on a pair of sockets.
+
+Each side may ask at any time; answers may come in another order.
+"""
+
+import asyncio
+import itertools
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Message = dict[str, Any]
+
+_LINE_BYTES_MAX = 16 << 20
+_ANSWER_TIMEOUT_S = 2.0
+
+
+class Line:
+    """One end of the pair. `run` reads until the other end is closed.
+
+    Args:
+        answer: answers what the other side asks.
+    """
+
+    def __init__(self, end: socket.socket, answer: Callable[[Message], Awaitable[Message]]) -> None:
+        self._end = end
+        self._answer = answer
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._writer: asyncio.StreamWriter | None = None
+        self._unsent: list[bytes] = []  # what was asked before `run`
+
+    async def run(self) -> None:
+        """Serves until the other side is gone."""
+        reader, self._writer = await asyncio.open_connection(sock=self._end, limit=_LINE_BYTES_MAX)
+        self._writer.writelines(self._unsent)
+        try:
+            while line := await reader.readline():
+                self._received(json.loads(line))
+        except ConnectionError:
+            pass
+        finally:
+            self._writer.close()
+            self._writer = None
+            for asked in self._asked.values():
+                asked.cancel()
+            for task in self._answering:
+                task.cancel()
+
+    async def ask(self, question: Message) -> Message | None:
+        """The other side's answer; None: it is gone, or has not answered in time."""
+        number = next(self._numbers)
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._send({"ask": number, **question})
+        done, _ = await asyncio.wait([asked], timeout=_ANSWER_TIMEOUT_S)
+        del self._asked[number]
+        return asked.result() if done and not asked.cancelled() else None
+
+    def _received(self, message: Message) -> None:
+        if "ask" in message:
+            task = asyncio.create_task(self._reply(message.pop("ask"), message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        elif (asked := self._asked.get(message.pop("to"))) is not None and not asked.done():
+            asked.set_result(message)
+
+    async def _reply(self, number: int, question: Message) -> None:
+        self._send({"to": number, **await self._answer(question)})
+
+    def _send(self, message: Message) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        if self._writer is None:
+            self._unsent.append(line)
+        else:
+            self._writer.write(line)

@@ -1,0 +1,127 @@
+"""One process that serves requests, from its connections to its drain: the whole gateway, or one of its workers."""
+
+import asyncio
+import gc
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+
+from baton.config import GatewaySettings
+from baton.rpc.server import GrpcServer, stop_on_signals
+from gateway.connections import Connections
+from gateway.http.server import HttpServer, bind
+from gateway.model import ServedModel
+from gateway.rpc.services import SERVICE_NAMES, add_services
+from gateway.serving import Colleagues, Serving
+
+log = logging.getLogger("baton")
+
+# A worker takes no connections until it can serve, but for longer than that the client shall learn why it cannot.
+_NODES_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The ports of one process; `http` is None where there is no HTTP server."""
+
+    server: GrpcServer
+    http: socket.socket | None
+
+
+def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
+    """Binds both ports; needs a running event loop.
+
+    Args:
+        shared: with the other workers, at addresses that their parent has reserved.
+
+    Raises:
+        ConfigError: an address cannot be listened on.
+    """
+    server = GrpcServer(settings.listen, advertise=settings.advertise, shared=shared)
+    return Bound(server, bind(settings.http_listen, shared=shared))
+
+
+async def run(
+    settings: GatewaySettings,
+    model: ServedModel,
+    bound: Bound | None,
+    on_ready: Callable[[str, str | None], None],
+    *,
+    colleagues: Colleagues | None = None,
+) -> None:
+    """Serves until SIGTERM, and then until requests have ended.
+
+    Args:
+        bound: the ports; None: those of a worker, bound once it can serve.
+        on_ready: called once with the addresses of gRPC and HTTP, when nodes can serve.
+        colleagues: the other workers.
+
+    Raises:
+        ConfigError: an address of a node is malformed.
+    """
+    stop = stop_on_signals()
+    async with AsyncExitStack() as stack:
+        if bound is not None:
+            await stack.enter_async_context(bound.server)
+        connections = await stack.enter_async_context(Connections(settings, model))
+        if bound is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_NODES_TIMEOUT_S):
+                    await connections.until_serves()
+            bound = bind_ports(settings, shared=True)
+            await stack.enter_async_context(bound.server)
+        server = bound.server
+        serving = Serving(settings, model, connections, colleagues)
+        name = settings.name or f"gateway@{server.address}"
+        http = None
+        if bound.http is not None:
+            http = HttpServer(settings, serving, connections.fleet, name, bound.http)
+            await stack.enter_async_context(http)
+        add_services(server, settings, serving, connections)
+        await server.start(SERVICE_NAMES)
+        gc.freeze()  # what the start has made is never garbage, and a look through all of it would be a pause
+        if http is not None:
+            log.info("HTTP on http://%s", http.address)
+        log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
+        http_address = None if http is None else f"http://{http.address}"
+        readiness = asyncio.create_task(_report_readiness(server, connections, on_ready, http_address))
+        await _until_stopped(stop, readiness, connections.upkeep)
+        log.info("draining, for at most %.0f s", settings.drain_grace_s)
+        readiness.cancel()
+        await asyncio.wait([readiness])
+        await server.set_ready(ready=False)
+        if http is not None:
+            http.drain()
+        await serving.drain(settings.drain_grace_s)
+    log.info("drained")
+
+
+async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> None:
+    """Waits for the stop signal, or raises the error that ended one of the tasks that the process needs.
+
+    It is no TaskGroup: that would raise a ConfigError as part of a group, and the process needs `needed` afterwards.
+    """
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait([stopping, *needed], return_when=asyncio.FIRST_COMPLETED)
+        for task in needed:
+            if task.done():
+                await task
+    finally:
+        stopping.cancel()
+
+
+async def _report_readiness(
+    server: GrpcServer, connections: Connections, on_ready: Callable[[str, str | None], None], http: str | None
+) -> None:
+    """Ready as long as the fleet can serve a request. `http` is the address of the HTTP server."""
+    await connections.until_serves()
+    on_ready(server.address, http)
+    fleet = connections.fleet
+    while True:
+        await connections.until(fleet.serves)
+        await server.set_ready(ready=True)
+        await connections.until(lambda: not fleet.serves())
+        await server.set_ready(ready=False)

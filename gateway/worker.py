@@ -1,0 +1,87 @@
+"""`python -m gateway.worker`: one of several processes that serve one gateway's ports. Only its parent starts it."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from baton.config import GatewaySettings, fail
+from baton.errors import ConfigError
+from baton.rpc.server import set_up_logging
+from gateway import process
+from gateway.board import Board
+from gateway.colleagues import Line, Message
+from gateway.model import read_served_model
+from gateway.serving import Serving
+
+log = logging.getLogger("baton")
+
+
+def main(line_fd: int, board_fd: int, row: int) -> None:
+    """Serves until SIGTERM or the end of the parent.
+
+    Args:
+        line_fd: of the socket to the parent, which first sends the settings.
+        board_fd: of the memory that all workers share.
+        row: the own one on the board.
+    """
+    end = socket.socket(fileno=line_fd)
+    with end.dup().makefile("rb", buffering=0) as first:
+        settings = GatewaySettings(**json.loads(first.readline()))
+    program = f"gateway/{row}"
+    set_up_logging(settings.log_level, program)
+    try:
+        uvloop.run(_run(settings, end, Board(settings.workers, row, board_fd)))
+    except ConfigError as error:
+        fail(program, error)
+    except KeyboardInterrupt:
+        log.info("interrupted")
+
+
+async def _run(settings: GatewaySettings, end: socket.socket, board: Board) -> None:
+    model = read_served_model(settings.model, settings.model_name, settings.chat_template)
+    colleagues = _Colleagues(end, board)
+    following = asyncio.create_task(colleagues.follow(), name="colleagues")
+    await process.run(settings, model, None, colleagues.ready, colleagues=colleagues)
+    following.cancel()
+
+
+class _Colleagues:
+    """The other workers, through the parent."""
+
+    def __init__(self, end: socket.socket, board: Board) -> None:
+        self.board = board
+        self._line = Line(end, self._answer)
+        self._serving: Serving | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    async def follow(self) -> None:
+        await self._line.run()
+        log.warning("the parent of this worker has ended: ending")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def join(self, serving: Serving) -> None:
+        self._serving = serving
+
+    def ready(self, address: str, http: str | None) -> None:
+        task = asyncio.create_task(self._line.ask({"ready": {"address": address, "http": http}}))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def abort(self, request_ids: Sequence[str]) -> set[str]:
+        answer = await self._line.ask({"abort": list(request_ids)})
+        return set(answer["aborted"]) if answer else set()
+
+    async def _answer(self, question: Message) -> Message:
+        serving = self._serving
+        return {"aborted": [] if serving is None else list(serving.abort_here(question["abort"]))}
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

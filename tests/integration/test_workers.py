@@ -1,0 +1,125 @@
+"""`gateway --workers`: several processes on one port answer as one gateway, and one that crashes is replaced."""
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import psutil
+import pytest
+
+from baton.cli.processes import Process
+from baton.rpc.server import connect
+from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1.generation_pb2_grpc import GenerationStub
+from tests.integration.cluster import DEADLINE_S, Machines
+
+pytestmark = pytest.mark.slow
+
+
+class Workers:
+    """A channel to each worker of a gateway."""
+
+    def __init__(self, gateway: Process, channels: AsyncExitStack) -> None:
+        self.gateway = gateway
+        self.stubs: dict[int, GenerationStub] = {}  # by pid
+        self._channels = channels
+
+    @property
+    def pids(self) -> set[int]:
+        return {child.pid for child in psutil.Process(self.gateway.pid).children()}
+
+    async def reach(self, pids: set[int]) -> None:
+        """Connects until there is a channel to each of these; the kernel chooses where a connection goes."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not pids <= self.stubs.keys():
+                channel = await self._channels.enter_async_context(connect(self.gateway.address))
+                stub = GenerationStub(channel)
+                before = {pid: _connections(pid, self.gateway.address) for pid in pids}
+                await stub.ListModels(pb.ListModelsRequest(), wait_for_ready=True)
+                for pid, count in before.items():
+                    if _connections(pid, self.gateway.address) > count:
+                        self.stubs[pid] = stub
+
+    async def until(self, pid: int, condition: Callable[[pb.ClusterStatusResponse], bool]) -> pb.ClusterStatusResponse:
+        """Asks this worker until what it knows of the gateway fulfils the condition."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                status = await self.stubs[pid].ClusterStatus(pb.ClusterStatusRequest())
+                if condition(status):
+                    return status
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def workers(start: Machines, **flags: object) -> AsyncIterator[tuple[Workers, Process]]:
+    (decode,) = start.nodes(("decode", {}), held=("decode",))
+    gateway = start.gateway([], [decode], workers=2, local_policy="local", **flags)
+    async with AsyncExitStack() as channels:
+        found = Workers(gateway, channels)
+        await found.reach(found.pids)
+        yield found, decode
+
+
+def _connections(pid: int, address: str) -> int:
+    """How many clients this process has at the address."""
+    port = int(address.rpartition(":")[2])
+    sockets = psutil.Process(pid).net_connections(kind="tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in sockets)
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url) as answer:
+        return str(answer.read().decode())
+
+
+def generate(stub: GenerationStub, request_id: str) -> "asyncio.Task[list[pb.GenerateResponse]]":
+    request = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=range(1, 20)))
+    request.sampling.max_tokens = 4
+
+    async def collect() -> list[pb.GenerateResponse]:
+        return [message async for message in stub.Generate(request)]
+
+    return asyncio.create_task(collect())
+
+
+async def test_any_worker_answers_for_the_whole_gateway(start: Machines) -> None:
+    async with workers(start, max_concurrent_requests=1) as (found, _):
+        one, other = found.stubs
+        running = generate(found.stubs[one], "r1")
+        await found.until(other, lambda status: status.requests_running == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await generate(found.stubs[other], "r2")
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        loads = await found.stubs[other].GetLoads(pb.GetLoadsRequest())
+        assert loads.requests_running == 1
+        metrics = await asyncio.to_thread(_read, f"{found.gateway.http}/metrics")
+        assert "baton_gateway_requests_running 1\n" in metrics
+        aborted = await found.stubs[other].Abort(pb.AbortRequest(request_ids=["r1", "unknown"]))
+        assert list(aborted.aborted) == ["r1"]
+        with pytest.raises(grpc.aio.AioRpcError) as cancelled:
+            await running
+        assert cancelled.value.code() == grpc.StatusCode.CANCELLED
+        for pid in found.stubs:
+            await found.until(pid, lambda status: status.requests_failed == 1 and status.requests_running == 0)
+
+
+async def test_a_crashed_worker_is_replaced_and_the_others_drain(start: Machines) -> None:
+    async with workers(start) as (found, decode):
+        one, other = found.stubs
+        lost, kept = generate(found.stubs[one], "lost"), generate(found.stubs[other], "kept")
+        await found.until(other, lambda status: status.requests_running == 2)
+        psutil.Process(one).kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await lost
+        await found.until(other, lambda status: status.requests_failed == 1 and status.requests_running == 1)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(found.pids) < 2 or one in found.pids:
+                await asyncio.sleep(0.01)
+        await found.reach(found.pids)
+        psutil.Process(found.gateway.pid).terminate()
+        start.let_go(decode)
+        messages = await kept
+        assert sum(len(message.tokens) for message in messages) == 4
+        assert await asyncio.to_thread(found.gateway.popen.wait, DEADLINE_S) == 0

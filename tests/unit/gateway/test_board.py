@@ -1,0 +1,28 @@
+"""All processes of a gateway see the same sums, whatever becomes of one of them."""
+
+import os
+
+from gateway.board import Board, Count
+
+
+def test_every_process_sees_the_sum_of_all_rows() -> None:
+    parent, fd = Board.create(2)
+    workers = [Board(2, row, fd) for row in range(2)]
+    os.close(fd)
+    workers[0].add(Count.RUNNING, 3)
+    workers[1].add(Count.RUNNING, 2)
+    workers[1].add(Count.FINISHED, 1)
+    for board in (parent, *workers):
+        assert board.total(Count.RUNNING) == 5
+        assert board.total(Count.FINISHED) == 1
+        assert board.total(Count.REMOTE) == 0
+
+
+def test_what_ran_in_a_process_that_is_gone_has_failed_and_its_counts_stay() -> None:
+    parent, fd = Board.create(2)
+    worker = Board(2, 1, fd)
+    os.close(fd)
+    worker.add(Count.RUNNING, 3)
+    worker.add(Count.FINISHED, 4)
+    parent.bury(1)
+    assert [parent.total(count) for count in (Count.RUNNING, Count.FAILED, Count.FINISHED)] == [0, 3, 4]

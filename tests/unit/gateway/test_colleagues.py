@@ -1,0 +1,53 @@
+"""Both ends of a line ask and answer at any time; an end that is gone answers nothing."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from gateway.colleagues import Line, Message
+
+
+@asynccontextmanager
+async def lines(count: int = 2) -> AsyncIterator[tuple[list[Line], list["asyncio.Task[None]"]]]:
+    """Two ends, each of which answers with its own number and what it was asked."""
+
+    def answering(number: int) -> Line:
+        async def answer(question: Message) -> Message:
+            if question.get("slow"):
+                await asyncio.sleep(0)
+            return {"from": number, "asked": question["what"]}
+
+        return Line(ends[number], answer)
+
+    ends = socket.socketpair()
+    both = [answering(number) for number in range(count)]
+    running = [asyncio.create_task(line.run()) for line in both]
+    yield both, running
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+
+
+async def test_each_end_gets_the_answer_to_its_own_question() -> None:
+    async with lines() as ((first, second), _):
+        answers = await asyncio.gather(
+            first.ask({"what": "a", "slow": True}), first.ask({"what": "b"}), second.ask({"what": "c"})
+        )
+    assert answers == [{"from": 1, "asked": "a"}, {"from": 1, "asked": "b"}, {"from": 0, "asked": "c"}]
+
+
+async def test_a_question_to_an_end_that_goes_away_has_no_answer() -> None:
+    async with lines() as ((first, _), (_, other)):
+        await first.ask({"what": "are you there"})
+        asked = asyncio.create_task(first.ask({"what": "a", "slow": True}))
+        await asyncio.sleep(0)
+        other.cancel()
+        assert await asked is None
+
+
+async def test_a_line_ends_with_its_other_end() -> None:
+    async with lines() as (_, (one, other)):
+        await asyncio.sleep(0)
+        other.cancel()
+        await one

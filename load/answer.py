@@ -31,7 +31,6 @@ class Answer:
     counts: list[int] = field(default_factory=list)
     exact: bool = True
     usage: Mapping[str, int] = field(default_factory=dict)
-    request_id: str = ""
     receipt: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, tokens: int) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from baton.client import Client, Finished, Notice
+from baton.client import Client, Finished, Notice, Options
 from baton.errors import BatonError, Draining, NoNode, Overloaded
 from baton.types import Slo
 from load.answer import Answer, AskError
@@ -37,9 +37,14 @@ class GrpcAsker:
         self._next += 1
         client = self.clients[self._next % len(self.clients)]
         sampling = {"max_tokens": request.output_tokens, "ignore_eos": True, **self.sampling}
+        options = Options(request_id=self.prompts.contents.request_id(request.index))
+        if request.session >= 0:
+            options["session_id"] = f"bench-{request.session}"
+        if self.slo is not None:
+            options["slo"] = self.slo
         finished = False
         try:
-            async for event in client.generate(token_ids, sampling):
+            async for event in client.generate(token_ids, sampling, **options):
                 if isinstance(event, Notice):
                     continue
                 if event.tokens:

@@ -1,7 +1,7 @@
 """HTTP/1.1 for many streams at little cost: connections that are kept, requests as bytes, bodies as callbacks.
 
-Why our own: a load client spends its time on chunks. httptools' parser calls `on_body` from the socket's own callback, so a
-chunk costs no task switch; docs/benchmarking.md has the measured cost per token next to that of a common client.
+Why our own: a load client spends its time on chunks. httptools' parser calls `on_body` from the socket's own callback,
+so a chunk costs no task switch; docs/benchmarking.md has the measured cost per token next to that of common clients.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class _Connection(asyncio.Protocol):
         self.keeps = False  # usable for another request
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._on_body: Callable[[bytes], None] | None = None
+        self._on_body: Callable[[bytes, int], None] | None = None
         self._done: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
 
@@ -78,7 +78,7 @@ class _Connection(asyncio.Protocol):
         # An answer without length ends with its connection.
         self._end(AskError("BrokenStream", f"the connection broke: {exc or 'closed by the server'}"))
 
-    def send(self, request: bytes, on_body: Callable[[bytes], None]) -> asyncio.Future[None]:
+    def send(self, request: bytes, on_body: Callable[[bytes, int], None]) -> asyncio.Future[None]:
         """The future ends with the answer."""
         assert self._transport is not None
         self.status, self.keeps, self._failure = 0, False, None
@@ -96,7 +96,7 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         assert self._on_body is not None
         try:
-            self._on_body(body)
+            self._on_body(body, self.status)
         except Exception as error:
             self._failure = error
             raise
@@ -161,7 +161,7 @@ class HttpStreams:
         while True:
             connection = await self._connect()
             try:
-                await connection.send(request, lambda body, using=connection: on_body(body, using.status))
+                await connection.send(request, on_body)
             except AskError:
                 # The server may close a kept connection at the moment when a request is sent on it.
                 if connection.reused and connection.status == 0:

@@ -29,7 +29,7 @@ class Summary:
     """Of the counted requests of a run.
 
     Args:
-        window_s: from when the first one was due to the last end of any.
+        window_s: from when the first one was due to the last end of any; the sum of several runs.
         ttft, tpot, e2e: one value for each answered request; None: there is none.
         gap: one value for each token after the first of its request, of all requests.
         gap_p99: one value for each request, the 99th percentile of its own gaps.
@@ -72,13 +72,12 @@ def spread(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]
     return Spread(int(found.size), float(found.mean()), p50, p90, p95, p99, float(found.max()))
 
 
-def summarize(records: Sequence[Record]) -> Summary:
-    """Warm-up requests are left out."""
-    counted = [record for record in records if record.counted]
+def summarize(*runs: Sequence[Record]) -> Summary:
+    """Of one run, or of several together, one after the other. Warm-up requests are left out."""
+    counted = [record for run in runs for record in run if record.counted]
     ok = [record for record in counted if record.outcome is Outcome.OK]
     by_outcome = Counter(record.outcome for record in counted)
-    first = min((record.due_s for record in counted), default=0.0)
-    window_s = max((record.due_s + record.end_s for record in counted), default=0.0) - first
+    window_s = sum(map(_window_s, runs))
     tokens = sum(record.tokens for record in counted)
     gaps = [record.gaps_s() for record in ok]
     in_messages = [count for record in ok for count in record.counts]
@@ -106,6 +105,12 @@ def summarize(records: Sequence[Record]) -> Summary:
         exact=all(record.exact for record in ok),
         merged=sum(count for count in in_messages if count > 1) / max(1, sum(in_messages)),
     )
+
+
+def _window_s(run: Sequence[Record]) -> float:
+    counted = [record for record in run if record.counted]
+    first = min((record.due_s for record in counted), default=0.0)
+    return max((record.due_s + record.end_s for record in counted), default=0.0) - first
 
 
 def _types(records: Sequence[Record], outcomes: set[Outcome]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from baton.types import Slo
+from baton.types import NO_SLO, Slo
 from load.answer import Answer, AskError
 from load.http_stream import HttpStreams
 from load.prompts import PromptMaker
@@ -40,16 +40,20 @@ class OpenAiAsker:
     prompts: PromptMaker
     model: str
     chat: bool
-    dialect: Dialect = Dialect()
+    dialect: Dialect = field(default_factory=Dialect)
     slo: Slo | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, request: Planned) -> bytes:
         as_ids = self.dialect.token_ids and not self.chat
         prompt: Any = self.prompts.token_ids(request) if as_ids else self.prompts.text(request)
-        return self.request(prompt, request.output_tokens, request.session)
+        headers = {"x-request-id": self.prompts.contents.request_id(request.index)}
+        if request.session >= 0:
+            headers["x-session-id"] = f"bench-{request.session}"
+        return self.request(prompt, request.output_tokens, headers)
 
-    def request(self, prompt: Any, max_tokens: int, session: int = -1) -> bytes:
+    def request(self, prompt: Any, max_tokens: int, headers: Mapping[str, str] | None = None) -> bytes:
+        """The bytes of a request for a stream."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "stream": True, **self.extra}
         if self.chat:
             body["messages"] = [{"role": "user", "content": prompt}]
@@ -62,7 +66,7 @@ class OpenAiAsker:
         if self.dialect.ignore_eos:
             body["ignore_eos"] = True
         endpoint = "/v1/chat/completions" if self.chat else "/v1/completions"
-        return self.streams.request("POST", endpoint, orjson.dumps(body), self._headers(session))
+        return self.streams.request("POST", endpoint, orjson.dumps(body), {**self._headers(), **(headers or {})})
 
     async def ask(self, prepared: bytes, answer: Answer) -> None:
         reading = _Reading(answer, running_usage=self.dialect.usage and self.dialect.running_usage)
@@ -75,11 +79,10 @@ class OpenAiAsker:
     async def close(self) -> None:
         await self.streams.close()
 
-    def _headers(self, session: int) -> dict[str, str]:
+    def _headers(self) -> dict[str, str]:
         headers = {"x-baton-receipt": "1"}
-        if session >= 0:
-            headers["x-session-id"] = f"bench-{session}"
-        for name, value in (("ttft", self.slo and self.slo.ttft_s), ("tpot", self.slo and self.slo.tpot_s)):
+        slo = self.slo or NO_SLO
+        for name, value in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)):
             if value is not None:
                 headers[f"x-baton-{name}-ms"] = f"{value * 1e3:g}"
         return headers

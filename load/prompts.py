@@ -42,6 +42,10 @@ class Contents:
     tokens_per_word: float = 1.0
     extra_tokens: int = 0
 
+    def request_id(self, index: int) -> str:
+        """Of a request of the plan, in logs of the server."""
+        return f"bench-{self.seed:x}-{index}"
+
 
 @dataclass
 class PromptMaker:

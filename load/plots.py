@@ -70,8 +70,9 @@ def _distributions(results: Results) -> Any:
         (ttft, {goal.ttft_s for goal in results.goals}),
         (tpot, {goal.tpot_s for goal in results.goals}),
     ):
-        for bound in bounds - {None}:
-            axis.axvline(1e3 * bound, color="0.6", linestyle="--", linewidth=1)
+        for bound in bounds:
+            if bound is not None:
+                axis.axvline(1e3 * bound, color="0.6", linestyle="--", linewidth=1)
     gap.set_xscale("symlog", linthresh=1.0)
     course.set(title="TTFT in the course of the run", xlabel="s after the start", ylabel="ms")
     for axis in axes.flat:

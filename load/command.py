@@ -43,8 +43,8 @@ def bench(
         typer.Argument(
             metavar="ADDRESS",
             help="host:port of a Baton gateway (gRPC), or http://host:port of any server with OpenAI's API; "
-            "LABEL=ADDRESS gives it a name. Without one, a local cluster with a demo model is started. After the word `compare`: "
-            "several addresses, which take turns under the same load, or JSON files of earlier runs.",
+            "LABEL=ADDRESS gives it a name. Without one, a local cluster with a demo model is started. After the word "
+            "`compare`: several addresses, which take turns under the same load, or JSON files of earlier runs.",
             show_default=False,
         ),
     ] = None,
@@ -131,8 +131,8 @@ def bench(
         list[str] | None,
         typer.Option(
             help="What a good request keeps to: ttft, tpot (mean per token after the first), gap (p99 of its gaps "
-            "between tokens), e2e; and the share of good requests, 90 % by default. ttft=400ms,tpot=10/15/20ms is three goals. "
-            "May be repeated.",
+            "between tokens), e2e; and the share of good requests, 90 % by default. ttft=400ms,tpot=10/15/20ms is "
+            "three goals. May be repeated.",
             rich_help_panel=_GOALS,
         ),
     ] = None,

@@ -79,7 +79,8 @@ def _distributions(results: Results) -> Any:
     course.set(title="TTFT in the course of the run", xlabel="s after the start", ylabel="ms")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    ttft.legend(loc="lower right")
+    if ttft.get_legend_handles_labels()[0]:
+        ttft.legend(loc="lower right")
     run = results.runs[0]
     figure.suptitle(f"{run.workload}, {run.rate:g} requests/s")
     return figure

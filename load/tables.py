@@ -191,4 +191,4 @@ def _ms(seconds: float) -> str:
 def _shown(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.0f}" if float(value).is_integer() or value >= 1000 else f"{value:.2f}"
+    return f"{value:.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.2f}"

@@ -52,6 +52,7 @@ def test_a_rate_that_fails_its_confirmation_is_given_up() -> None:
         assert rate is not None
         found.observe(rate, [good], 100)
     lucky = found.next_rate()
+    assert lucky is not None
     assert lucky == pytest.approx(2 * 2**0.5)
     found.observe(lucky, [91], 100)
     assert found.next_rate() == lucky  # once more

@@ -337,6 +337,11 @@ def _from_files(names: Sequence[str], goals: Sequence[Goal]) -> Results:
             )  # fmt: skip
     runs = [run for results in every for run in results.runs]
     searched = [found for results in every for found in results.found]
+    of_files = {tuple(results.goals) for results in every}
+    if searched and (goals or len(of_files) > 1):
+        raise InvalidRequest(
+            "searches keep what they searched for", field="slo", cure="compare files of equal --slo, and give none"
+        )
     return Results(runs, goals or every[0].goals, searched, every[0].command, every[0].version)
 
 

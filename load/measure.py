@@ -43,7 +43,10 @@ class Measurement:
     def search(
         self, servers: Sequence[Server], goals: Sequence[Goal], *, start: float, precision: float, runs_max: int
     ) -> tuple[list[Run], list[Found]]:
-        """The highest rate that meets each goal, for each server. The servers take turns."""
+        """The highest rate that meets each goal, for each server. The servers take turns.
+
+        Only runs at rates that may be the answer keep their records.
+        """
         searches = [
             RateSearch.of([goal.share for goal in goals], start=start, precision=precision, runs_max=runs_max)
             for _ in servers
@@ -55,9 +58,10 @@ class Measurement:
                 if rate is None:
                     continue
                 run = self._run(server, rate, self.seed + len(made), f"{server.target.label} {rate:.3g}/s")
-                counted = run.counted
-                search.observe(rate, [goal.count(counted) for goal in goals], len(counted))
+                search.observe(rate, run.good(goals), len(run.counted))
                 made.append(run)
+                best = {of_goal.low for of_goal in search.goals}
+                made[:] = [each if each.rate in best or each.kept else each.without_records(goals) for each in made]
         found = [
             _found(server, search, goals, made) for server, search, made in zip(servers, searches, runs, strict=True)
         ]

@@ -9,6 +9,7 @@ import numpy as np
 from load.records import Outcome, Record
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
+SPREADS = ("ttft", "tpot", "gap", "gap_p99", "e2e", "late")  # fields of Summary that are distributions
 
 
 @dataclass(frozen=True)

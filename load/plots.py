@@ -112,7 +112,8 @@ def _rates(found: Sequence[Found], results: Results) -> Any:
         bars.bar_label(bars.bar(lefts, rates, width, label=label), fmt="%.3g")
         runs = sorted((run for run in results.runs if run.label == label), key=lambda run: run.rate)
         for goal, marker in zip(goals, _MARKERS * len(goals), strict=False):
-            points = [(run.rate, 100 * goal.count(run.counted) / len(run.counted)) for run in runs]
+            place_of_goal = results.goals.index(goal)
+            points = [(run.rate, 100 * run.good(results.goals)[place_of_goal] / run.summary.requests) for run in runs]
             name = f"{label}: {goal}" if len(found) > 1 else str(goal)
             shares.plot(*zip(*points, strict=True), marker=marker, color=f"C{place}", label=name, linewidth=1)
     bars.set_xticks(range(len(goals)), [str(goal).replace(", ", "\n") for goal in goals], fontsize=8)

@@ -9,7 +9,7 @@ from typing import Any
 from baton import __version__
 from baton.errors import InvalidRequest
 from load.goals import Goal
-from load.metrics import Summary, summarize
+from load.metrics import SPREADS, Spread, Summary, summarize
 from load.records import Outcome, Record
 
 SCHEMA = "baton-bench/1"
@@ -50,6 +50,14 @@ class ClientReport:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What is kept of a run without its records. `good`: for each goal of the results."""
+
+    summary: Summary
+    good: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """One run against one target.
 
@@ -57,6 +65,7 @@ class Run:
         api: how it was asked.
         rate: requests per second as planned.
         notes: what the reader should know.
+        kept: in place of `records`, which then are empty: those of a search are too many to keep.
     """
 
     label: str
@@ -70,6 +79,7 @@ class Run:
     client: ClientReport
     records: Sequence[Record]
     notes: tuple[str, ...] = ()
+    kept: Kept | None = None
 
     @property
     def counted(self) -> list[Record]:
@@ -77,7 +87,14 @@ class Run:
 
     @property
     def summary(self) -> Summary:
-        return summarize(self.records)
+        return summarize(self.records) if self.kept is None else self.kept.summary
+
+    def good(self, goals: Sequence[Goal]) -> list[int]:
+        """For each goal, how many requests met it; without records, `goals` are those of the results."""
+        return [goal.count(self.counted) for goal in goals] if self.kept is None else list(self.kept.good)
+
+    def without_records(self, goals: Sequence[Goal]) -> "Run":
+        return replace(self, records=(), kept=Kept(self.summary, tuple(self.good(goals))))
 
 
 @dataclass(frozen=True)
@@ -173,13 +190,12 @@ _RUN = ("label", "address", "api", "model", "workload", "rate", "seed", "started
 
 
 def _run_to_json(run: Run, goals: Sequence[Goal]) -> dict[str, Any]:
-    counted = run.counted
     return {
         **{name: getattr(run, name) for name in _RUN},
         "notes": list(run.notes),
         "client": {**asdict(run.client), "was_the_limit": run.client.was_the_limit},
         "summary": asdict(run.summary),
-        "good": [goal.count(counted) for goal in goals],
+        "good": run.good(goals),
         "requests": [_record_to_json(record) for record in run.records],
     }
 
@@ -190,8 +206,14 @@ def _run_from_json(found: Mapping[str, Any]) -> Run:
         **{name: found[name] for name in _RUN},
         notes=tuple(found["notes"]),
         client=ClientReport(**client),
-        records=[_record_from_json(each) for each in found["requests"]],
+        records=tuple(_record_from_json(each) for each in found["requests"]),
+        kept=None if found["requests"] else Kept(_summary_from_json(found["summary"]), tuple(found["good"])),
     )
+
+
+def _summary_from_json(found: Mapping[str, Any]) -> Summary:
+    spreads = {name: None if found[name] is None else Spread(**found[name]) for name in SPREADS}
+    return Summary(**{**found, **spreads})
 
 
 def _record_to_json(record: Record) -> dict[str, Any]:

@@ -46,16 +46,14 @@ def run_report(run: Run, goals: Sequence[Goal]) -> str:
     ]
     if summary.merged:
         lines.append(f"- {100 * summary.merged:.1f} % of tokens came together with others: their gaps count as 0")
-    lines += [f"- {goal_line(goal, run)}" for goal in goals]
+    lines += [f"- {goal_line(goal, good, summary)}" for goal, good in zip(goals, run.good(goals), strict=True)]
     return "\n".join(lines)
 
 
-def goal_line(goal: Goal, run: Run) -> str:
-    counted = run.counted
-    good = goal.count(counted)
-    met = "met" if good >= goal.share * len(counted) else "missed"
-    per_s = good / run.summary.window_s
-    return f"{goal}: {met}, {good} of {len(counted)} good ({100 * good / len(counted):.1f} %), goodput {per_s:.2f}/s"
+def goal_line(goal: Goal, good: int, summary: Summary) -> str:
+    met = "met" if good >= goal.share * summary.requests else "missed"
+    share, per_s = 100 * good / summary.requests, good / summary.window_s
+    return f"{goal}: {met}, {good} of {summary.requests} good ({share:.1f} %), goodput {per_s:.2f}/s"
 
 
 def comparison_table(results: Results) -> str:

@@ -53,6 +53,20 @@ def test_json_has_every_request_and_reads_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b.json").read_text())["runs"][0]["requests"] == found["runs"][0]["requests"]
 
 
+def test_a_run_without_its_records_keeps_its_numbers(tmp_path: Path) -> None:
+    whole = run("a", 0.2, 0.01, failed=5)
+    slim = whole.without_records([GOAL])
+    assert slim.records == ()
+    assert (slim.summary, slim.good([GOAL])) == (whole.summary, whole.good([GOAL]))
+    results = Results([slim], [GOAL])
+    assert markdown(results) == markdown(Results([whole], [GOAL]))
+    results.write(tmp_path / "a.json")
+    again = read_results(tmp_path / "a.json")
+    assert again.runs[0] == slim
+    found = Found("a", GOAL, 10.0, 1.0, 20, complete=True, at_most=True)
+    plot(Results([slim], [GOAL], [found]), tmp_path / "a.png")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "baton-bench/0"}', f'{{"schema": "{SCHEMA}"}}'])
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"

@@ -104,9 +104,6 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
     ) -> AsyncIterator[decode_pb2.PairResponse]:
         raise NotImplementedError
 
-    def WatchCache(self, request: object, context: object) -> AsyncIterator[Any]:
-        raise NotImplementedError
-
     async def Session(
         self, requests: AsyncIterator[decode_pb2.SessionRequest], context: object
     ) -> AsyncIterator[decode_pb2.SessionResponse]:

@@ -1,7 +1,9 @@
 """One cluster for all clients, started as a user starts it."""
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,5 +25,5 @@ def cluster() -> Iterator[Up]:
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """The environment of a client's process: other people's programs first on PATH."""
-    places = [str(CLIENTS / name / "bin") for name in ("python", "smg", "aiperf")]
+    places = [*(str(CLIENTS / name / "bin") for name in ("python", "smg", "aiperf")), str(Path(sys.executable).parent)]
     return {**os.environ, "PATH": os.pathsep.join([*places, os.environ["PATH"]]), "OTEL_SDK_DISABLED": "true"}

@@ -1,4 +1,4 @@
-"""The blocks of docs/clients.md, and the commands that run them."""
+"""The blocks of docs/clients.md and docs/benchmarking.md, and the commands that run them."""
 
 import re
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.clients.install import CLIENTS, ROOT
 
-PAGE = ROOT / "docs" / "clients.md"
+PAGES = (ROOT / "docs" / "clients.md", ROOT / "docs" / "benchmarking.md")
 _BLOCK = re.compile(r"<!-- run: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _OTHER_PORTS = ("30000", "29000")
@@ -16,7 +16,7 @@ _OTHER_PORTS = ("30000", "29000")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of the page.
+    """One block of a page.
 
     Attributes:
         title: the heading above it.
@@ -36,7 +36,10 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    text = PAGE.read_text()
+    return [block for page in PAGES for block in _blocks(page.read_text())]
+
+
+def _blocks(text: str) -> list[Block]:
     headings = [(match.start(), match[1]) for match in _HEADING.finditer(text)]
     return [
         Block([title for start, title in headings if start < match.start()][-1], match[1], match[2])

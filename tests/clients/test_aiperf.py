@@ -1,7 +1,10 @@
-"""AIPerf's latencies and goodput of an open-loop load agree with the receipts of the same requests."""
+"""AIPerf's latencies and goodput of an open-loop load agree with the receipts of the same requests, and with what
+`baton bench` reads from the same streams.
+"""
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,9 @@ import numpy as np
 import pytest
 
 from baton.config import DEMO_MODELS
+from load.goals import Goal
+from load.records import Outcome, Record
+from load.sse import DONE, read_chunk
 from tests.clients.install import CLIENTS
 from tests.integration.up import Up
 
@@ -119,3 +125,55 @@ def test_goodput_of_the_receipts_is_aiperfs(
     assert abs(sum(theirs) - sum(ours)) <= 0.2 * REQUESTS
     goodput = summary["goodput"]["avg"]
     print(f"goodput {goodput:.2f} requests/s, {summary['request_throughput']['avg']:.2f} in all")
+
+
+def record(line: dict[str, Any]) -> Record:
+    """What `baton bench` would have recorded of one raw stream of AIPerf's."""
+    start, times = line["start_perf_ns"], []
+    usage: dict[str, int] = {}
+    for event in line["responses"]:
+        for packet in event["packets"]:
+            if packet["name"] != "data" or packet["value"].encode() == DONE:
+                continue
+            chunk = read_chunk(packet["value"].encode())
+            times += [(event["perf_ns"] - start) / 1e9] * chunk.content
+            usage.update(chunk.usage)
+    return Record(
+        0, 0.0, 0.0, 64, OUTPUT_TOKENS, Outcome.OK, times[-1], times_s=tuple(times), counts=(1,) * len(times),
+        usage=usage, exact=False,
+    )  # fmt: skip
+
+
+def test_baton_bench_reads_aiperfs_streams_as_aiperf_does(artifacts: Path) -> None:
+    measured = {line["metadata"]["x_request_id"]: metrics(line) for line in lines(artifacts, "profile_export.jsonl")}
+    records = {line["metadata"]["x_request_id"]: record(line) for line in lines(artifacts, "profile_export_raw.jsonl")}
+    assert len(records) == REQUESTS
+    for name, ours in records.items():
+        theirs = measured[name]
+        assert ours.first_token_s is not None
+        assert ours.tpot_s is not None
+        assert 1e3 * ours.first_token_s == pytest.approx(theirs["time_to_first_token"], abs=1e-3)
+        assert 1e3 * ours.tpot_s == pytest.approx(theirs["inter_token_latency"], abs=1e-3)
+        assert 1e3 * ours.end_s == pytest.approx(theirs["request_latency"], abs=1e-3)
+    good_by_us = Goal(FIRST_TOKEN_MS / 1e3, TOKEN_MS / 1e3).count(records.values())
+    summary = json.loads((artifacts / "profile_export_aiperf.json").read_text())
+    assert good_by_us == summary["good_request_count"]["avg"]
+
+
+def test_baton_bench_measures_the_same_load_next_to_aiperf(
+    cluster: Up, artifacts: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Another run of the same load. Only whole answers are required: two runs on a shared machine differ."""
+    load = ["--api", "chat", "--rate", "8", "--requests", str(REQUESTS), "--warmup", "0", "--input", "64"]
+    goal = ["--output", str(OUTPUT_TOKENS), "--slo", f"ttft={FIRST_TOKEN_MS}ms,tpot={TOKEN_MS}ms"]
+    done = subprocess.run(
+        [sys.executable, "-m", "load", str(cluster.line["http"]), *load, *goal, "--json", str(tmp_path / "run.json")],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())["runs"][0]
+    assert (run["summary"]["ok"], run["summary"]["output_tokens"]) == (REQUESTS, REQUESTS * OUTPUT_TOKENS)
+    theirs = json.loads((artifacts / "profile_export_aiperf.json").read_text())
+    for ours, name in (("ttft", "time_to_first_token"), ("tpot", "inter_token_latency")):
+        print(f"{name}: p50 {1e3 * run['summary'][ours]['p50']:.1f} ms, {theirs[name]['p50']:.1f} ms by AIPerf")
+    print(f"good: {run['good'][0]} of {REQUESTS}, {theirs['good_request_count']['avg']:.0f} by AIPerf")

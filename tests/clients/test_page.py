@@ -1,4 +1,6 @@
-"""Every block of docs/clients.md runs as it stands, with a client that nobody here wrote."""
+"""Every block of docs/clients.md runs as it stands, with a client that nobody here wrote; so do those of
+docs/benchmarking.md, with `baton bench`.
+"""
 
 import subprocess
 from pathlib import Path

@@ -374,6 +374,7 @@ class DecodeTask:
             token_start=self._reservation.cached_tokens,
             token_stop=self._lease_stop,
             resume_at=self._resume_at,
+            first_part=self._split_tokens > 0,
         )
         return pb.Reserved(
             key=self.key, ticket=ticket, cached_tokens=self._reservation.cached_tokens, queue_s=self._queued_s

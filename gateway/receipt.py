@@ -46,16 +46,16 @@ class ReceiptDraft:
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
 
-    def calling(self, prefill_node: str, transport: str, kv_converted: str, *, split: bool) -> None:
+    def calling(self, prefill_node: str, transport: str, kv_converted: str) -> None:
         """Records the next Prefill call. `transport` and `kv_converted` (how KV is converted) are the pair's."""
         self.attempts += 1
-        if split:
+        if self._ticket.first_part:
             stop, why = self._ticket.token_stop, f": {self._placement_why}" if self._placement_why else ""
             self._path = Path.SPLIT
             self._path_why = f"first {stop} tokens prefilled on {prefill_node}, the rest on {self._decode_node}{why}"
         else:
             self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
-        self._split_tokens = self._ticket.token_stop if split else 0
+        self._split_tokens = self._ticket.token_stop if self._ticket.first_part else 0
         self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
         self._forget_prefill()
 

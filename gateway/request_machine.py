@@ -337,11 +337,10 @@ class RequestMachine:
             return
         attempt.excluded.add(node.incarnation)
         pair = node.peers[attempt.node.incarnation]
-        split = ticket.token_stop < self._num_tokens
-        self._receipt.calling(node.name, pair.transport, pair.kv_converted, split=split)
+        self._receipt.calling(node.name, pair.transport, pair.kv_converted)
         self._num_calls += 1
         attempt.call = PrefillCall(self._num_calls, node, self._now_s)
-        attempt.first_token_passed = split  # the decode node draws it
+        attempt.first_token_passed = ticket.first_part  # the decode node draws it
         refuse_late = self._refuses_late
         request = self._messages.prefill(self._order.token_ids, ticket, due=self._due, refuse_late=refuse_late)
         node.note_sent(self._num_tokens)

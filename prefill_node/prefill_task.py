@@ -48,7 +48,7 @@ class PrefillTask:
         self.peer = called.peer
         self.ticket = request.ticket
         self.phase = Phase.RUNNING
-        self._split = is_split(request)
+        self._split = request.ticket.first_part  # the decode node computes the rest and draws all tokens
         sampling = sampling_from_proto(request.sampling)
         self._request = EngineRequest(
             request_id=str(called.call),
@@ -232,11 +232,6 @@ class PrefillTask:
         return [EndCall(self.call, self._error)]
 
 
-def is_split(request: pb.PrefillRequest) -> bool:
-    """Whether the ticket asks for the first part only: the decode node computes the rest and draws all tokens."""
-    return 0 < request.ticket.token_stop < len(request.prompt_token_ids) + len(request.output_token_ids)
-
-
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
     """Raises: InvalidRequest: the ticket cannot be for a sequence of that length."""
     if ticket.lease.number >= 1 << LEASE_BITS:
@@ -247,8 +242,9 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
             allowed=(f"0 to {(1 << LEASE_BITS) - 1}",),
             cure="ask for a new ticket",
         )
-    in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop <= num_tokens
-    if ticket.token_start >= ticket.token_stop or not in_order:
+    in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop
+    fits = ticket.token_stop < num_tokens if ticket.first_part else ticket.token_stop == num_tokens
+    if not fits or ticket.token_start >= ticket.token_stop or not in_order:
         tokens = f"{ticket.token_start}..{ticket.token_stop}"
         raise InvalidRequest(
             f"the ticket asks for tokens {tokens}, to resume at {ticket.resume_at}, of {num_tokens}",

@@ -197,7 +197,7 @@ class Device:
             self._life.after(0.0, self._launch)
 
     def _launch(self) -> None:
-        while (batch := self.scheduler.schedule(0.0)) is not None:
+        while (batch := self.scheduler.schedule(self._life.now_s)) is not None:
             self._launched.append(batch)
             if len(self._launched) == 1:
                 self._run(batch)

@@ -70,11 +70,11 @@ class _DrawingFleet(Fleet):
         placement, random = super().place(wanted, now_s), self._world.random
         if placement is None or placement.way is not Way.REMOTE or wanted.policy is not LocalPolicy.PREFER:
             return placement
-        way = random.choice((Way.REMOTE, Way.REMOTE, Way.LOCAL, Way.SPLIT, Way.SPLIT))
+        way = random.choice((Way.REMOTE,) * 5 + (Way.LOCAL,) + (Way.SPLIT,) * 5)
         if way is Way.SPLIT and not wanted.splittable:
             return placement
         # Now and then the decode node is asked for the impossible.
-        split = random.randint(0, wanted.num_tokens + 1) if way is Way.SPLIT else 0
+        split = random.randint(1, wanted.num_tokens + 2) if way is Way.SPLIT else 0
         return replace(placement, way=way, split_tokens=split, why="it was drawn")
 
 

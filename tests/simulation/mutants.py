@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.errors import BatonError
+from baton.types import TokenOutput
 from decode_node.commands import Abort as AbortDecode
-from decode_node.commands import CloseLease
+from decode_node.commands import CloseLease, PrefillHere
 from decode_node.commands import Command as DecodeCommand
 from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import Event as DecodeEvent
@@ -148,6 +149,18 @@ def _renewal_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeTask, "lease_closed", mutated)
 
 
+def _split_counts_a_block_too_many(patch: pytest.MonkeyPatch) -> None:
+    admit = DecodeTask._admit
+
+    def mutated(self: DecodeTask, first: TokenOutput | None, now_s: float) -> DecodeCommand:
+        command = admit(self, first, now_s)
+        if isinstance(command, PrefillHere):
+            return replace(command, received_tokens=command.received_tokens + self._rules.block_size)
+        return command
+
+    patch.setattr(DecodeTask, "_admit", mutated)
+
+
 # ---- the prefill node
 
 
@@ -281,6 +294,9 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "renewal_forgets_tokens": Mutant(
         "A new ticket is for the prompt alone, without the tokens that the client has.", _renewal_forgets_tokens
+    ),
+    "split_counts_a_block_too_many": Mutant(
+        "The decode node computes the rest of a split prompt from one block too late.", _split_counts_a_block_too_many
     ),
     "frees_while_sending": Mutant(
         "A prefill node frees the blocks of a call that ends while segments are read from them.", _frees_while_sending

@@ -9,6 +9,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import TypeAlias
 
@@ -164,7 +165,7 @@ class Model:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._left = len(jobs)
         for job in jobs:
-            self._at(job.arrived_s, lambda now_s, job=job: self._arrive(job, now_s))
+            self._at(job.arrived_s, partial(self._arrive, job))
         self._report(0.0)
 
     def run(self, until_s: float) -> None:
@@ -216,7 +217,7 @@ class Model:
         seconds, slices = node.next_step()
         node.running = True
         node.busy_s += seconds
-        self._at(now_s + seconds, lambda at_s: self._step_done(node, slices, at_s))
+        self._at(now_s + seconds, partial(self._step_done, node, slices))
 
     def _step_done(self, node: Node, slices: list[tuple[Job, int]], now_s: float) -> None:
         node.running = False
@@ -236,10 +237,10 @@ class Model:
             sent_s = _HAND_OVER_S + job.stop * _KV_BYTES / _LINK
             if job.stop < job.prompt:
                 job.stop = job.prompt
-                self._at(now_s + sent_s, lambda at_s, job=job: self._enqueue(job.decode, job, at_s))
+                self._at(now_s + sent_s, partial(self._enqueue, job.decode, job))
                 continue
             job.first_s = now_s
-            self._at(now_s + (0.0 if node is job.decode else sent_s), lambda at_s, job=job: self._decode(job, at_s))
+            self._at(now_s + (0.0 if node is job.decode else sent_s), partial(self._decode, job))
         self._go(node, now_s)
 
     def _decode(self, job: Job, now_s: float) -> None:

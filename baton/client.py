@@ -43,13 +43,17 @@ _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at o
 
 
 class Options(TypedDict, total=False):
-    """What every request takes; `GenerateRequest` on the wire describes the fields. `timeout_s`: None: no deadline."""
+    """What every request takes; `GenerateRequest` on the wire describes the fields. `timeout_s`: None: no deadline;
+    `ttft_s`, `tpot_s`: see `baton.types.Slo`; None: the gateway's."""
 
     model: str
     request_id: str
     cache_salt: str
     timeout_s: float | None
     priority: int
+    ttft_s: float | None
+    tpot_s: float | None
+    session_id: str
     n: int
     best_of: int
     truncate_prompt_tokens: int
@@ -327,9 +331,9 @@ def _request(sampling: Sampling, options: Options) -> pb.GenerateRequest:
     for name, value in options.items():
         if isinstance(value, str):
             _set_text(request, **{name: value})
-        elif name != "timeout_s":
+        elif name != "timeout_s" and value is not None:
             try:
-                setattr(request, name, value)
+                setattr(request.slo if name in ("ttft_s", "tpot_s") else request, name, value)
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(f"{name} is {value!r}: {error}", field=name, value=value) from None
     return request

@@ -17,7 +17,9 @@ from baton.errors import BatonError, Cancelled, InternalError
 from baton.types import FinishReason, Grammar, TokenOutput
 from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepDone, StepRunner
 from engine.events import StepEvents
+from engine.launch_pace import LaunchPace
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
+from engine.scheduling.costs import Costs
 from engine.scheduling.scheduler import Scheduler
 from grammar.compiler import GrammarCompiler
 
@@ -30,9 +32,10 @@ class Engine:
     On exit the steps in flight end, and every remaining request fails with Cancelled.
 
     Args:
-        on_step: called on the event loop after each step, and during a step at each of its marks. It must not raise: if
-            it does, the engine ends.
+        on_step: called on the event loop after each step, during a step at each of its marks, and when waiting
+            requests are refused. It must not raise: if it does, the engine ends.
         grammars: compiles the grammars of requests.
+        meter: what steps cost; None: that is never known.
     """
 
     def __init__(
@@ -43,12 +46,15 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepEvents], None],
         grammars: GrammarCompiler,
+        meter: Costs | None = None,
     ) -> None:
         self._grammars = grammars
-        self._scheduler = Scheduler(limits, runner.facts)
+        self._scheduler = Scheduler(limits, runner.facts, meter)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock
         self._on_step = on_step
+        self._pace = LaunchPace()
+        self._timer: asyncio.TimerHandle | None = None  # wakes the loop when the next launch is due
         self._outcomes: deque[Outcome] = deque()  # not processed yet
         self._wake = asyncio.Event()
         self._step_over = asyncio.Event()  # a new one for each step
@@ -76,11 +82,12 @@ class Engine:
     def submit(self, request: EngineRequest) -> None:
         """Takes a request whose prompt is computed here.
 
-        A `prefill_only` request ends with its first token, and its blocks stay held until `abort`.
+        A `prefill_only` request ends with its first token, or at its `stop_tokens`, and its blocks stay held until
+        `abort`.
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: too many requests wait already.
+            Overloaded: too many requests wait already, or it cannot meet its deadline and is to be refused then.
         """
         self._check_alive()
         self._prepare_grammar(request)
@@ -109,7 +116,8 @@ class Engine:
         return self._scheduler.extend_reserved(request_id, output)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
-        """All KV before `first`, the next token, is in the reserved blocks: the request decodes from now on.
+        """All KV before `first`, the next token, is in the reserved blocks: the request joins the next step that is not
+        launched yet and has a seat for it.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -125,12 +133,13 @@ class Engine:
         """The reserved request computes the rest of its sequence here. `output` is its whole output so far.
 
         Args:
-            received_tokens: the KV of the tokens before this one, a multiple of the block size, has arrived in the
-                reserved blocks.
+            received_tokens: the KV of the tokens before this one has arrived in the reserved blocks, sent with the
+                reservation's `resume_at`, or with this number where that is less. A multiple of the block size, and of
+                `EngineLimits.chunk_align_tokens`; 0: none has arrived.
 
         Raises:
             UnknownLease: no such reservation.
-            InvalidRequest: `output` does not continue what the request had.
+            InvalidRequest: `output` does not continue what the request had, or `received_tokens` cannot be right.
         """
         self._scheduler.prefill_here(request_id, output, self._clock(), received_tokens=received_tokens)
         self._wake.set()
@@ -166,21 +175,42 @@ class Engine:
             self._on_step(last)
 
     async def _steps(self) -> None:
-        """Schedules, launches, completes. The next step is launched while one runs, so the device never waits."""
+        """Schedules, launches, completes. The next step is launched before the running one ends, so the device never
+        waits."""
         while self._over is None or self._scheduler.steps_in_flight:
             self._wake.clear()
             events = self._next_events()
-            launched = self._over is None and self._launch_next()
+            launched = self._over is None and self._is_due() and self._launch_next()
+            refused = self._scheduler.take_refused()
             if events is not None:
                 self._on_step(events)
-            elif not launched:
+            if refused is not None:
+                self._on_step(refused)
+            if not launched and events is None:
                 await self._wake.wait()
 
+    def _is_due(self) -> bool:
+        """Whether the next step should be launched now. If not, the loop wakes when it should."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._pace.due_s
+        if due_s is None or self._scheduler.steps_in_flight != 1 or (delay_s := due_s - self._clock()) <= 0:
+            return True
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
+        return False
+
     def _launch_next(self) -> bool:
-        batch = self._scheduler.schedule(self._clock())
-        if batch is not None:
-            self._device.launch(batch)
-        return batch is not None
+        now = self._clock()
+        begun_s = self._pace.begin(now=now) if self._scheduler.steps_in_flight else now
+        batch = self._scheduler.schedule(now)
+        if batch is None:
+            return False
+        self._device.launch(batch)
+        self._pace.launched(begun_s)
+        if self._scheduler.steps_in_flight == 1:
+            self._pace.started(now, self._scheduler.predicted_s, now=now)
+        return True
 
     def _next_events(self) -> StepEvents | None:
         """The next events of the oldest step in flight; None: the device has reported nothing new."""
@@ -189,11 +219,14 @@ class Engine:
         outcome = self._outcomes.popleft()
         if isinstance(outcome, LayersDone):
             return self._scheduler.layers_computed(outcome.layer_stop)
+        self._pace.ended(launched_s=outcome.launched_s, ended_s=outcome.ended_s)
         if isinstance(outcome, StepDone):
             events = self._scheduler.complete(outcome.tokens, outcome.seconds, outcome.scores)
         else:
             _log.error("an engine step failed", exc_info=outcome.error)
             events = self._scheduler.fail(_internal("an engine step failed", outcome.error), outcome.seconds)
+        if self._scheduler.steps_in_flight:
+            self._pace.started(outcome.ended_s, self._scheduler.predicted_s, now=self._clock())
         self._step_over.set()
         self._step_over = asyncio.Event()
         return events
@@ -204,7 +237,7 @@ class Engine:
 
     def _prepare_grammar(self, request: EngineRequest) -> None:
         """Begins to compile the request's grammar. A step waits for it only if it draws the request's next token."""
-        if (grammar := request.sampling.grammar) is not None:
+        if (grammar := request.sampling.grammar) is not None and request.stop_tokens is None:
             self._grammars.prepare(grammar)
 
     def _check_alive(self) -> None:

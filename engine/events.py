@@ -18,8 +18,10 @@ class RequestStarted:
     """The first chunk of a request's prompt was in this step. Sent once, also when the prompt is recomputed later.
 
     Args:
-        cached_tokens: leading tokens whose KV was in the cache; no `ChunkComputed` covers them.
-        queue_s: from submit (or from `prefill_here`) to this step.
+        cached_tokens: leading tokens whose KV was in the cache. No `ChunkComputed` covers them, nor the tokens whose KV
+            came from elsewhere.
+        queue_s: from submit (or from `prefill_here`) to when this step was scheduled, with any wait for a seat. The
+            rest of the time to the first token is that of computing.
     """
 
     request_id: str
@@ -77,7 +79,8 @@ token_sampled: Callable[[tuple[str, TokenOutput, FinishReason | None, str]], Tok
 
 @dataclass(frozen=True)
 class RequestFailed:
-    """The request has ended. Its blocks are free; those of a prefill-only request are held until it is aborted."""
+    """The request has ended, or was refused. Its blocks are free; those of a prefill-only request that has run are held
+    until it is aborted."""
 
     request_id: str
     error: BatonError

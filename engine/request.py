@@ -22,7 +22,7 @@ class QueuePlace(NamedTuple):
     All queues of a node sort by this alone.
 
     Args:
-        due_s: when the first token is due; infinite where it has no bound.
+        due_s: when the request's first token is due; infinite: never.
         arrival: number in order of arrival.
     """
 
@@ -44,12 +44,14 @@ class EngineRequest:
             computes the next layers; 0: only when the chunk is complete. Events may come more often when another
             request of the step asks for smaller groups.
         decode_context_tokens: longest prompt plus output on the node that decodes the request; None: this engine.
-        priority: among waiting requests lower values go first, then by `due_s`, then in order of arrival.
-        due_s: on the engine's clock, when the first token is due; None: no bound.
-        tpot_s: expected mean time per further token; None: no bound.
-        stop_tokens: prefill-only: compute only the tokens before this one and sample nothing; the request ends with its
-            last `ChunkComputed`, and is held as any other.
-        refuse_late: prefill-only: refuse the request if its first token would be late even if it went next.
+        priority: among waiting requests lower values go first, and equal ones by `due_s`, then in order of arrival.
+        due_s: when its first token is due, on the engine's clock. Late requests go after those that can still be in
+            time; None: see `engine.scheduling.deadlines`.
+        refuse_late: fail a `prefill_only` request that cannot meet `due_s` before anything of it is computed.
+        tpot_s: the mean time per further token that is expected; bounds the prompts in steps with this request. None:
+            see `engine.scheduling.slices`.
+        stop_tokens: compute only the tokens before this one and sample nothing; the request ends with its last
+            `ChunkComputed`, and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
     """
 
     request_id: str
@@ -62,9 +64,9 @@ class EngineRequest:
     decode_context_tokens: int | None = None
     priority: int = 0
     due_s: float | None = None
+    refuse_late: bool = False
     tpot_s: float | None = None
     stop_tokens: int | None = None
-    refuse_late: bool = False
 
     @property
     def scores_prompt(self) -> bool:
@@ -96,8 +98,8 @@ class EngineLimits:
 
     Args:
         max_batch_tokens: tokens of one step; prompts are cut to what the decodes leave.
-        max_batch_requests: requests of one step. Reserved requests count, so a request whose KV has arrived decodes in
-            the next step.
+        max_batch_requests: requests of one step, also called seats. A request takes one when it can be computed, not
+            while its KV is on the way.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
         chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the known
@@ -175,6 +177,10 @@ class EngineLoad:
         tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
         requests_total: number of all requests so far.
         preemptions: how often a request gave its blocks back to be recomputed later.
+        backlog_s: predicted time to compute `tokens_waiting` if nothing else ran; 0 while step costs are unknown.
+        decode_rows: requests that decode.
+        context_tokens: keys that one token of each of these reads, the sum of their contexts.
+        refused_late: how many requests were refused because they could not meet their deadline.
     """
 
     blocks_total: int
@@ -185,6 +191,10 @@ class EngineLoad:
     tokens_waiting: int
     requests_total: int
     preemptions: int
+    backlog_s: float = 0.0
+    decode_rows: int = 0
+    context_tokens: int = 0
+    refused_late: int = 0
 
 
 def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:
@@ -193,7 +203,7 @@ def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:
     return limit if limits.max_context_tokens is None else min(limit, limits.max_context_tokens)
 
 
-def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int) -> None:
+def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens: int, align_tokens: int = 1) -> None:
     """Raises InvalidRequest when the request could never run."""
     if not request.prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", allowed=("at least 1 token",))
@@ -201,6 +211,53 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_context_tokens
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
     _check_ids("logit_bias", tuple(request.sampling.logit_bias), vocab_size)
     check_output(request, request.output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+    if request.stop_tokens is not None:
+        _check_stop(request, request.stop_tokens, multiple=align_tokens)
+
+
+def _check_stop(request: EngineRequest, stop_tokens: int, *, multiple: int) -> None:
+    length = len(request.prompt) + len(request.output)
+    if not 0 < stop_tokens < length or stop_tokens % multiple:
+        raise InvalidRequest(
+            f"stop_tokens is {stop_tokens} of {length} tokens",
+            field="stop_tokens",
+            value=stop_tokens,
+            allowed=(f"a multiple of {multiple} from 1 to {length - 1}",),
+        )
+    if not request.prefill_only:
+        raise InvalidRequest(
+            "a request that stops within its prompt must be prefill_only", field="stop_tokens", value=stop_tokens
+        )
+    if request.scores_prompt:
+        raise _split_scores("stop_tokens", stop_tokens)
+
+
+def check_received(request: EngineRequest, tokens: int, *, first: int, stop: int, multiple: int) -> None:
+    """Raises InvalidRequest when the KV of the tokens before `tokens` cannot have been received.
+
+    Args:
+        first: tokens before this one were here already.
+        stop: length of the sequence, whose last token is always computed here.
+        multiple: of tokens at which a sequence may be split.
+    """
+    if tokens % multiple or not first <= tokens < stop:
+        raise InvalidRequest(
+            f"the KV of {tokens} tokens is said to have arrived",
+            field="received_tokens",
+            value=tokens,
+            allowed=(f"0, or a multiple of {multiple} from {first} to {stop - 1}",),
+        )
+    if request.scores_prompt:
+        raise _split_scores("received_tokens", tokens)
+
+
+def _split_scores(field: str, tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        "a prompt whose logprobs are wanted cannot be split",
+        field=field,
+        value=tokens,
+        cure="prefill it on one node",
+    )
 
 
 def check_output(request: EngineRequest, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:

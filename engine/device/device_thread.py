@@ -49,19 +49,24 @@ class LayersDone:
 
 @dataclass(frozen=True)
 class StepDone:
-    """`tokens` has one entry per row of the batch, None where nothing was sampled; `scores` is by row."""
+    """`tokens` has one entry per row of the batch, None where nothing was sampled; `scores` is by row. `launched_s` and
+    `ended_s` are when the step was queued on the device, and when its end was seen."""
 
     tokens: list[RowResult]
     seconds: float
     scores: Mapping[int, Sequence[PromptLogprob]]
+    launched_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True)
 class StepRaised:
-    """`seconds` since the step's launch began."""
+    """`seconds` since the step's launch began; times as in `StepDone`."""
 
     error: Exception
     seconds: float
+    launched_s: float
+    ended_s: float
 
 
 Outcome = LayersDone | StepDone | StepRaised
@@ -72,6 +77,7 @@ class _Launched(NamedTuple):
 
     step: Launched | Exception
     since_s: float
+    launched_s: float
 
 
 class DeviceThread:
@@ -123,10 +129,12 @@ class DeviceThread:
         loop.call_soon_threadsafe(_settle, prepared, error)
         while (batch := self._batches.get()) is not None:
             since_s = self._clock()
+            step: Launched | Exception
             try:
-                self._launched.put(_Launched(self._runner.launch(batch, self._launched.put), since_s))
+                step = self._runner.launch(batch, self._launched.put)
             except Exception as error:  # noqa: BLE001  the step's requests fail with it; the thread serves the others
-                self._launched.put(_Launched(error, since_s))
+                step = error
+            self._launched.put(_Launched(step, since_s, self._clock()))
         self._launched.put(None)
 
     def _await_steps(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -137,14 +145,16 @@ class DeviceThread:
                 loop.call_soon_threadsafe(self._on_outcome, LayersDone(launched.layer_stop))
 
     def _outcome(self, launched: _Launched) -> Outcome:
-        step, since_s = launched
+        step, since_s, launched_s = launched
         try:
             if isinstance(step, Exception):
                 raise step
             tokens = step.wait()
         except Exception as error:  # noqa: BLE001  as above
-            return StepRaised(error, self._clock() - since_s)
-        return StepDone(tokens, step.seconds, step.scores)
+            ended_s = self._clock()
+            return StepRaised(error, ended_s - since_s, launched_s, ended_s)
+        ended_s = self._clock()
+        return StepDone(tokens, step.seconds, step.scores, launched_s, ended_s)
 
 
 def _raised(call: Callable[[], None]) -> Exception | None:

@@ -52,34 +52,40 @@ class RequestBlocks:
             multiple=self._align_blocks,
         )
 
+    def tokens_in(self, blocks: list[int]) -> int:
+        return len(blocks) * self._block_size
+
+    def num_cached(self, state: RequestState) -> int:
+        """Leading tokens of the request that need not be computed."""
+        return self.tokens_in(self.cached(state))
+
     def reservation(self, state: RequestState) -> Reservation:
         """Which KV the request's blocks expect from elsewhere."""
-        resume_at = self._resume_at(state, state.num_tokens)
+        resume_at = state.num_tokens
+        if self._prefix_cache:
+            # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
+            # sliding window must begin at a block.
+            unit = self._align_blocks * self._block_size
+            resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
         return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at)
-
-    def _resume_at(self, state: RequestState, num_tokens: int) -> int:
-        """The first position that may still be computed once the KV of so many tokens has arrived."""
-        if not self._prefix_cache:
-            return num_tokens
-        # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
-        # sliding window must begin at a block.
-        unit = self._align_blocks * self._block_size
-        return max(state.num_cached, num_tokens // unit * unit - self._block_size + 1)
 
     def fill(self, state: RequestState) -> None:
         """The KV of all the request's tokens has arrived, as its reservation asks."""
+        self._received(state, state.num_tokens)
         state.fill()
-        self._register_received(state, state.num_tokens)
-
-    def receive(self, state: RequestState, num_tokens: int) -> None:
-        """The KV of the request's first tokens has arrived; it computes the rest."""
-        state.num_computed = state.num_scheduled = num_tokens
-        self._register_received(state, num_tokens)
-
-    def _register_received(self, state: RequestState, num_tokens: int) -> None:
-        if self._window_tokens:
-            state.windows_from = max(0, self._resume_at(state, num_tokens) - self._window_tokens + 1)
         self.register(state)
+
+    def fill_part(self, state: RequestState, num_tokens: int) -> None:
+        """The KV of this many leading tokens has arrived, where `resume_at` was that of the reservation or
+        `num_tokens`, whichever is less."""
+        self._received(state, num_tokens)
+        state.receive(num_tokens)
+        self.register(state)
+
+    def _received(self, state: RequestState, num_tokens: int) -> None:
+        if self._window_tokens:
+            resume_at = min(self.reservation(state).resume_at, num_tokens)
+            state.windows_from = max(0, resume_at - self._window_tokens + 1)
 
     def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:
         """Whether the request's blocks fit and leave `spare` blocks free."""
@@ -111,6 +117,11 @@ class RequestBlocks:
                 windowless=index * self._block_size < state.windows_from,
             )
             state.num_registered = index + 1
+
+    @property
+    def split_multiple(self) -> int:
+        """Of how many tokens a part of a prompt that is computed elsewhere must be a multiple."""
+        return self._align_blocks * self._block_size
 
     def give_back(self, state: RequestState) -> None:
         self._blocks.give_back(state.drop_blocks())

@@ -1,7 +1,7 @@
-"""All live requests of one engine by phase: waiting, running, reserved, held. Pure."""
+"""All live requests of one engine by phase: waiting, ready, running, reserved, held. Pure."""
 
-import math
 from bisect import bisect_left, insort
+from collections import Counter
 from operator import attrgetter
 
 from engine.request import QueuePlace
@@ -11,34 +11,38 @@ _place_of = attrgetter("place")
 
 
 class Roster:
-    """A request has a seat while it runs or is reserved.
+    """A request has a seat while it runs.
 
     Attributes:
         waiting: waiting requests, sorted by place.
+        ready: requests that have their blocks and wait for a seat, sorted by place.
         running: running requests, sorted by place.
+        tpots: of the running requests, with their number; None for those without.
         arrivals: number of all requests so far.
     """
 
     def __init__(self, *, seats: int) -> None:
         self.waiting: list[RequestState] = []
+        self.ready: list[RequestState] = []
         self.running: list[RequestState] = []
+        self.tpots: Counter[float | None] = Counter()
         self.arrivals = 0
         self._seats = seats
-        self._num_reserved = 0
         self._by_id: dict[str, RequestState] = {}
 
     @property
     def free_seats(self) -> int:
-        return self._seats - len(self.running) - self._num_reserved
+        return self._seats - len(self.running)
 
     @property
     def num_decoders(self) -> int:
-        """Running requests that decode now or later. A newcomer leaves each of them a free block."""
-        return sum(1 for state in self.running if not state.prefill_only)
+        """Requests with a seat, or waiting for one, that decode now or later. A newcomer leaves each of them a free
+        block."""
+        return sum(1 for state in self.running if not state.prefill_only) + len(self.ready)
 
     @property
     def last_decoder(self) -> RequestState:
-        """The first to give way: the latest of those with the worst priority."""
+        """The first to give way: the last place of those that run."""
         return next(state for state in reversed(self.running) if not state.prefill_only)
 
     @property
@@ -50,20 +54,20 @@ class Roster:
                 leased.update(state.blocks)
         return len(leased)
 
-    @property
-    def tokens_waiting(self) -> int:
-        """Prompt tokens that are not computed yet."""
-        return sum(state.prompt_remaining for states in (self.waiting, self.running) for state in states)
+    def decoding(self) -> list[RequestState]:
+        """The running requests whose prompts are computed, without those that end with it."""
+        return [state for state in self.running if not state.prefill_only and not state.prompt_remaining]
+
+    def in_prompt(self) -> list[RequestState]:
+        """The requests whose prompts are not computed yet."""
+        parts = (self.waiting, self.ready, self.running)
+        return [state for states in parts for state in states if state.prompt_remaining]
 
     def find(self, request_id: str) -> RequestState | None:
         return self._by_id.get(request_id)
 
     def everyone(self) -> list[RequestState]:
         return list(self._by_id.values())
-
-    def next_place(self, priority: int, due_s: float | None) -> QueuePlace:
-        """The place of a request that arrives now."""
-        return QueuePlace(priority, math.inf if due_s is None else due_s, self.arrivals)
 
     def waiting_before(self, place: QueuePlace) -> list[RequestState]:
         return self.waiting[: bisect_left(self.waiting, place, key=_place_of)]
@@ -78,12 +82,29 @@ class Roster:
         self._leave(state)
         self._join(state, Phase.RUNNING)
 
+    def make_ready(self, state: RequestState) -> None:
+        """The request has its blocks and may run on the next free seat."""
+        self._leave(state)
+        self._join(state, Phase.READY)
+
+    def fill_seats(self) -> None:
+        """Lets the first ready requests run, as many as there are free seats."""
+        for state in self.ready[: self.free_seats]:
+            self.run(state)
+
+    def move(self, state: RequestState, place: QueuePlace) -> None:
+        """Changes the request's place."""
+        phase = state.phase
+        self._leave(state)
+        state.place = place
+        self._join(state, phase)
+
     def hold(self, state: RequestState) -> None:
         self._leave(state)
         self._join(state, Phase.HELD)
 
     def wait(self, state: RequestState) -> None:
-        """A preempted request waits at its place, before all later requests of its priority."""
+        """A preempted request waits at its place, before all later ones."""
         self._leave(state)
         self._join(state, Phase.WAITING)
 
@@ -97,15 +118,19 @@ class Roster:
         state.phase = phase
         if phase is Phase.RUNNING:
             insort(self.running, state, key=_place_of)
+            self.tpots[state.request.tpot_s] += 1
         elif phase is Phase.WAITING:
             insort(self.waiting, state, key=_place_of)
-        elif phase is Phase.RESERVED:
-            self._num_reserved += 1
+        elif phase is Phase.READY:
+            insort(self.ready, state, key=_place_of)
 
     def _leave(self, state: RequestState) -> None:
         if state.phase is Phase.RUNNING:
             self.running.remove(state)
+            self.tpots[state.request.tpot_s] -= 1
+            if not self.tpots[state.request.tpot_s]:
+                del self.tpots[state.request.tpot_s]
         elif state.phase is Phase.WAITING:
             self.waiting.remove(state)
-        elif state.phase is Phase.RESERVED:
-            self._num_reserved -= 1
+        elif state.phase is Phase.READY:
+            self.ready.remove(state)

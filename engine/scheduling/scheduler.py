@@ -10,7 +10,7 @@ from types import MappingProxyType
 from baton.errors import BatonError, InvalidRequest, Overloaded, UnknownLease
 from baton.types import FinishReason, PromptLogprob, TokenOutput
 from engine.batch import Batch, RowResult
-from engine.events import ChunkComputed, PromptScored, RequestFailed, RequestStarted, StepEvents, token_sampled
+from engine.events import ChunkComputed, RequestFailed, RequestStarted, StepEvents, token_sampled
 from engine.request import (
     EngineLimits,
     EngineLoad,
@@ -18,29 +18,35 @@ from engine.request import (
     ModelFacts,
     Reservation,
     check_first_token,
+    check_received,
     check_request,
     context_limit,
 )
+from engine.scheduling.costs import Costs, NoCosts
+from engine.scheduling.deadlines import place_of
+from engine.scheduling.prompts import RETRY_AFTER_S, Prompts
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.roster import Roster
 from engine.scheduling.state import NO_END, Phase, RequestState
 from engine.scheduling.steps import DecodeOrder, NextStep, Step, StepsInFlight
 
-# Hint to clients whose request is refused for lack of room.
-_RETRY_AFTER_S = 1.0
 _NO_SCORES: Mapping[int, Sequence[PromptLogprob]] = MappingProxyType({})
 
 
 class Scheduler:
     """Continuous batching with chunked prefill over one cache, one step ahead of the device.
 
-    Every running or reserved request has a seat, and there are no more seats than a step has tokens. So all decodes
-    fit into every step, and a request in its prompt always finds budget.
-    A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the latest
-    request of the worst priority, which is recomputed later; prefill-only requests are never preempted.
+    Every running request has a seat, and there are no more seats than a step has tokens. So all decodes fit into every
+    step, and a request in its prompt always finds budget. Reserved requests take none: only blocks bound them. One that
+    finds no free seat when its KV has arrived keeps its blocks and runs on the next seat that becomes free; while any
+    does, nothing new is reserved.
+    A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the running
+    request of the last place, which is recomputed later; prefill-only requests are never preempted.
 
-    Waiting requests run in the order of their places, and none overtakes another. Priority moves a request in the
-    queue only: no running request gives way to a waiting one, and a request waits as long as better ones keep coming.
+    Waiting requests run in the order of their places, and none overtakes another, except that one that cannot meet its
+    deadline falls back (`deadlines`). Prompts share a step in the same order, whether they run already or not; but no
+    running request loses its blocks to a waiting one. A request waits as long as ones of better priority keep coming.
+    A step that decodes takes only as much of prompts as its bound allows (`slices`).
 
     The step after one in flight continues where that one will end: with the next chunk of a prompt, or with a token
     that is still being drawn. A request that is certain to end with the step in flight gets no row in the next one. A
@@ -48,22 +54,32 @@ class Scheduler:
     event, but it writes KV, so its blocks stay held until no step in flight has a row of the request.
     """
 
-    def __init__(self, limits: EngineLimits, facts: ModelFacts) -> None:
+    def __init__(self, limits: EngineLimits, facts: ModelFacts, meter: Costs | None = None) -> None:
         self.max_context_tokens = context_limit(limits, facts)
         self._limits = limits
         self._facts = facts
+        self._meter = meter or NoCosts()
         self._block_size = facts.block_size
         align_tokens = limits.chunk_align_tokens or 1
         self._blocks = RequestBlocks(facts, prefix_cache=limits.prefix_cache, align_tokens=align_tokens)
         self._roster = Roster(seats=min(limits.max_batch_requests, limits.max_batch_tokens))
         self._in_flight = StepsInFlight()
         self._decode_order = DecodeOrder()
+        self._prompts = Prompts(self._roster, self._blocks, limits, self._meter)
         self._void: list[RequestState] = []  # ended requests that still have a row in a step in flight
         self._preemptions = 0
 
     @property
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def predicted_s(self) -> float | None:
+        """The predicted time of the oldest step in flight; None: there is none, or costs are unknown."""
+        costs = self._meter.costs
+        if costs is None or not self._in_flight:
+            return None
+        return costs.seconds(self._in_flight.oldest.work)
 
     # ---- requests arrive
 
@@ -72,24 +88,29 @@ class Scheduler:
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room now, and `max_waiting` requests wait already.
+            Overloaded: no room now, and `max_waiting` requests wait already; or it would be refused for being late even
+                if it were computed next.
         """
         state = self._new_state(request, now)
         state.score_prompt()
+        self._prompts.check_in_time(state, now)
         if len(self._roster.waiting) >= self._limits.max_waiting and not self._has_room(state):
             raise self._overloaded(f"{len(self._roster.waiting)} requests wait for room already")
         self._roster.enter(state, Phase.WAITING)
 
     def reserve(self, request: EngineRequest, now: float) -> Reservation:
-        """Holds a seat and all blocks for a request whose KV comes from elsewhere. No other request matches them.
+        """Holds all blocks for a request whose KV comes from elsewhere. No other request matches them.
 
         Raises:
             InvalidRequest: it could never run.
-            Overloaded: no room next to the running requests and those that wait before it.
+            Overloaded: no room next to the running requests and those that wait before it, or requests whose KV is here
+                wait for seats.
         """
         assert not request.prefill_only, "a reserved request decodes here"
         state = self._new_state(request, now)
-        if not self._has_room(state):
+        if self._roster.ready:
+            raise self._overloaded(f"{len(self._roster.ready)} requests with all their KV wait for a seat")
+        if not self._has_blocks(state):
             raise self._overloaded("no room for the request's blocks")
         self._blocks.take(state, self._blocks.cached(state))
         self._roster.enter(state, Phase.RESERVED)
@@ -111,7 +132,8 @@ class Scheduler:
         return self._blocks.reservation(state)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
-        """The KV of all known tokens of a reserved request is in its blocks: it decodes after `first` from now on.
+        """The KV of all known tokens of a reserved request is in its blocks: it decodes after `first`, from now on or
+        from when a seat is free.
 
         Returns the reason when `first` is also the last token; then the request has ended and its blocks are free.
 
@@ -122,33 +144,40 @@ class Scheduler:
         state = self._reserved_state(request_id)
         check_first_token(first, index=state.num_output, vocab_size=self._facts.vocab_size)
         self._blocks.fill(state)
-        self._roster.run(state)
         if (end := state.append(first.token_id)) is not NO_END:
             self._end(state)
+        else:
+            self._roster.make_ready(state)
+            self._roster.fill_seats()
         return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
         """A reserved request computes all but its cached tokens here. `output` is its whole output so far.
 
         Args:
-            received_tokens: the KV of the tokens before this one, a multiple of the block size, has arrived in the
-                reserved blocks.
+            received_tokens: the KV of the tokens before this one has arrived in the request's blocks, as far as it was
+                not cached; layers with a sliding window may lack what a computation from `Reservation.resume_at`, or
+                from here if that is less, does not read. A multiple of the block size; 0: none has arrived.
 
         Raises:
             UnknownLease: no such reservation.
-            InvalidRequest: `output` does not continue what the request had, or leaves nothing to decode.
+            InvalidRequest: `output` does not continue what the request had, or leaves nothing to decode;
+                `received_tokens` cannot be right.
         """
         state = self._reserved_state(request_id)
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
+        if received_tokens:
+            self._check_received(state, received_tokens)
+            self._blocks.fill_part(state, received_tokens)
         state.replace_output(output)
         state.score_prompt()
-        if received_tokens > state.num_computed:
-            self._blocks.receive(state, received_tokens)
         state.queued_at = now
-        self._roster.run(state)
         # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others.
         if state.num_computed > state.reusable_tokens or not self._blocks.extend(state, state.num_tokens + 1):
-            self._preempt(state)
+            self._preempt(state, now)
+        else:
+            self._roster.make_ready(state)
+            self._roster.fill_seats()
 
     # ---- requests leave
 
@@ -156,6 +185,7 @@ class Scheduler:
         """Ends the request in any phase. Returns True while a step in flight still writes to its blocks."""
         if (state := self._roster.find(request_id)) is not None:
             self._end(state)
+            self._roster.fill_seats()
         return self._in_flight.has_row_with_id(request_id)
 
     def fail_all(self, error: BatonError) -> StepEvents:
@@ -177,21 +207,24 @@ class Scheduler:
         """
         if self._in_flight.full:
             return None
+        self._roster.fill_seats()
         preemptions = self._preemptions
         # All other requests decode as before. Passes over all requests cost time in every step, so there is only one.
         unsteady = [state for state in self._roster.running if state.num_scheduled >= state.steady_stop]
-        decoding = self._decoding(unsteady)
+        decoding = self._decoding(unsteady, now)
         if decoding is None:
             return None
         step = NextStep(self._in_flight.launched + 1, self._limits, block_size=self._block_size, now=now)
-        step.add_decodes(self._decode_order.place(decoding))
-        for state in unsteady:
-            if state.prefilling and state.phase is Phase.RUNNING:
-                step.add_chunk(state)
+        step.add_decodes(self._decode_order.place(decoding), self._decode_order.work)
+        prompts = [state for state in unsteady if state.prefilling and state.phase is Phase.RUNNING]
         # A step that preempted a request admits no new ones.
-        while self._preemptions == preemptions and (admitted := self._admit_waiting(step.budget)) is not None:
-            step.add_chunk(admitted)
+        self._prompts.add_to(step, prompts, now, admit=self._preemptions == preemptions)
         return self._in_flight.launch(step) if step.rows else None
+
+    def take_refused(self) -> StepEvents | None:
+        """The waiting requests that `schedule` refused since the last call, because they cannot meet their deadline."""
+        refused = self._prompts.take_refused()
+        return StepEvents(self._in_flight.launched, 0.0, failed=refused) if refused else None
 
     def layers_computed(self, layer_stop: int) -> StepEvents:
         """The oldest step in flight has computed its first layers. Returns events for requests that ask for marks."""
@@ -216,7 +249,7 @@ class Scheduler:
         failed: list[RequestFailed] = []
         block_size, running = self._block_size, Phase.RUNNING  # locals are looked up faster for every row
         step = self._end_oldest_step()
-        scored = _collect(step, results, scores) if scores else ()
+        scored = step.collect_scores(results, scores) if scores else ()
         for state, row, token in zip(step.states, step.rows, results, strict=True):
             if state.phase is not running:  # a void row
                 continue
@@ -226,11 +259,11 @@ class Scheduler:
                 chunks.append(ChunkComputed(state.request_id, start, stop, tuple(state.blocks)))
                 if state.request_id in step.started:
                     started.append(step.started[state.request_id])
+                if state.splits and stop == state.prefill_stop:
+                    self._stop_running(state)
             if stop // block_size > start // block_size:
                 self._blocks.register(state)
             if token is None:
-                if stop == state.stop_tokens:
-                    self._stop_running(state)
                 continue
             if isinstance(token, BatonError):
                 self._stop_running(state)
@@ -244,6 +277,10 @@ class Scheduler:
                 if reason is not None or state.prefill_only:
                     self._stop_running(state)
             sampled.append((state.request_id, token, reason, stop_reason))
+        if self._roster.ready:
+            self._roster.fill_seats()
+        if not step.scores:
+            self._meter.observe(step.work, seconds)
         tokens = tuple(map(token_sampled, sampled))
         return StepEvents(
             step.number, seconds, tuple(started), tuple(chunks), tokens, failed=tuple(failed), scored=scored
@@ -258,46 +295,43 @@ class Scheduler:
         failed = [state for state in step.states if state.phase is Phase.RUNNING]
         for state in failed:
             self._stop_running(state)
+        self._roster.fill_seats()
         events = tuple(RequestFailed(state.request_id, error) for state in failed)
         return StepEvents(step.number, seconds, failed=events)
 
     def load(self) -> EngineLoad:
+        roster = self._roster
+        decoding = roster.decoding()
         return EngineLoad(
             blocks_total=self._blocks.num_blocks,
             blocks_free=self._blocks.num_free,
-            blocks_leased=self._roster.num_leased,
-            requests_running=len(self._roster.running),
-            requests_waiting=len(self._roster.waiting),
-            tokens_waiting=self._roster.tokens_waiting,
-            requests_total=self._roster.arrivals,
+            blocks_leased=roster.num_leased,
+            requests_running=len(roster.running),
+            requests_waiting=len(roster.waiting) + len(roster.ready),
+            tokens_waiting=sum(state.prompt_remaining for state in roster.in_prompt()),
+            requests_total=roster.arrivals,
             preemptions=self._preemptions,
+            backlog_s=self._prompts.backlog_s,
+            decode_rows=len(decoding),
+            context_tokens=sum(state.num_tokens for state in decoding),
+            refused_late=self._prompts.num_refused,
         )
 
     # ---- room
 
     def _has_room(self, state: RequestState) -> bool:
-        """Whether `state` fits next to the running and reserved requests and those that wait before it."""
+        """Whether `state` could run at once, with a seat and blocks."""
+        before = len(self._roster.waiting_before(state.place)) + len(self._roster.ready)
+        return self._roster.free_seats > before and self._has_blocks(state)
+
+    def _has_blocks(self, state: RequestState) -> bool:
+        """Whether the blocks of `state` are free next to those of the running and reserved requests and of those that
+        wait before it."""
         before = self._roster.waiting_before(state.place)
-        if self._roster.free_seats <= len(before):
-            return False
         waiting = sum(map(self._blocks.needed, before))
         return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)
 
-    def _admit_waiting(self, budget: int) -> RequestState | None:
-        """Lets the first waiting request run if it and its chunk fit. Later requests never overtake it."""
-        if not self._roster.waiting or not self._roster.free_seats:
-            return None
-        state = self._roster.waiting[0]
-        cached = self._blocks.cached(state)
-        if not self._blocks.fits(state, cached, spare=self._roster.num_decoders):
-            return None
-        if not self._limits.chunk_tokens(len(cached) * self._block_size, state.num_tokens, budget):
-            return None
-        self._blocks.take(state, cached)
-        self._roster.run(state)
-        return state
-
-    def _decoding(self, unsteady: list[RequestState]) -> list[RequestState] | None:
+    def _decoding(self, unsteady: list[RequestState], now: float) -> list[RequestState] | None:
         """The requests that decode in the next step, each with a slot for its token. Preempts the last requests where
         no block is free.
 
@@ -310,7 +344,7 @@ class Scheduler:
             return None
         for state in full:
             while state.phase is Phase.RUNNING and not self._blocks.extend(state, state.num_scheduled + 1):
-                self._preempt(self._roster.last_decoder)
+                self._preempt(self._roster.last_decoder, now)
         for state in decoding:
             if state.phase is Phase.RUNNING:
                 state.steady_stop = min(state.decode_stop, len(state.blocks) * block_size)
@@ -335,10 +369,15 @@ class Scheduler:
             raise InvalidRequest(
                 f"request {request.request_id} is here already", field="request_id", value=request.request_id
             )
-        check_request(request, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
+        check_request(
+            request,
+            vocab_size=self._facts.vocab_size,
+            max_context_tokens=self.max_context_tokens,
+            align_tokens=self._limits.chunk_align_tokens or 1,
+        )
         return RequestState(
             request,
-            place=self._roster.next_place(request.priority, request.due_s),
+            place=place_of(request, arrival=self._roster.arrivals, now=now),
             queued_at=now,
             keys=self._blocks.keys(request),
             eos_token_ids=self._facts.eos_token_ids,
@@ -351,9 +390,20 @@ class Scheduler:
             raise UnknownLease(f"request {request_id} holds no reservation", field="request_id", value=request_id)
         return state
 
-    def _preempt(self, state: RequestState) -> None:
-        """Takes the blocks of a running request. Its tokens stay, and their KV is recomputed when there is room."""
+    def _check_received(self, state: RequestState, received_tokens: int) -> None:
+        check_received(
+            state.request,
+            received_tokens,
+            first=state.num_cached,
+            stop=state.num_tokens,
+            multiple=self._blocks.split_multiple,
+        )
+
+    def _preempt(self, state: RequestState, now: float) -> None:
+        """Takes the blocks of a request. Its tokens stay, and their KV is recomputed when there is room."""
         assert not self._in_flight.has_row_of(state), "a step in flight writes to its blocks"
+        if state.started:  # its first token is no longer due
+            state.due_s, state.queued_at = None, now
         self._roster.wait(state)
         self._blocks.give_back(state)
         self._preemptions += 1
@@ -378,20 +428,4 @@ class Scheduler:
             self._blocks.give_back(ended)
 
     def _overloaded(self, message: str) -> Overloaded:
-        return Overloaded(message, cure="try again later", retry_after_s=_RETRY_AFTER_S)
-
-
-def _collect(
-    step: Step, results: Sequence[RowResult], scores: Mapping[int, Sequence[PromptLogprob]]
-) -> tuple[PromptScored, ...]:
-    """Adds the prompt logprobs of a step to its requests; returns those of the prompts that are complete."""
-    complete: list[PromptScored] = []
-    for index, logprobs in scores.items():
-        state = step.states[index]
-        if state.phase is not Phase.RUNNING:
-            continue
-        assert state.scored is not None, "prompt logprobs are computed only for requests that collect them"
-        state.scored += logprobs
-        if isinstance(results[index], TokenOutput):
-            complete.append(PromptScored(state.request_id, state.take_scores()))
-    return tuple(complete)
+        return Overloaded(message, cure="try again later", retry_after_s=RETRY_AFTER_S)

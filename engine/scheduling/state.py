@@ -14,7 +14,8 @@ _UNKNOWN_TOKEN = int_array([0])
 
 
 class Phase(Enum):
-    """WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, HELD for its release; both keep blocks.
+    """WAITING holds no blocks. RUNNING is scheduled. RESERVED waits for KV, READY for a seat, HELD for its release; all
+    three keep blocks.
 
     ENDED keeps blocks only while a step in flight has a row of the request.
     """
@@ -22,6 +23,7 @@ class Phase(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     RESERVED = "reserved"
+    READY = "ready"
     HELD = "held"
     ENDED = "ended"
 
@@ -41,6 +43,8 @@ class RequestState:
 
     Attributes:
         place: among the waiting requests, and among the running ones.
+        queued_at: since when it waits to be computed here.
+        due_s: when its first token is due; None: never, or it is late already.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
         num_computed: leading tokens whose KV is in `blocks`.
@@ -48,8 +52,8 @@ class RequestState:
         num_pending: tokens after `tokens` that steps in flight are drawing.
         row_index: place of the request's row in the last step that has one.
         shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
-        stop_tokens: the request ends once these are computed; None: it draws tokens.
-        prefill_stop: tokens that are computed as prompt; later ones are decoded one by one.
+        prefill_stop: tokens that are computed as prompt; later ones are decoded one by one, or elsewhere.
+        splits: the request ends before its last known token, without a sampled one.
         decode_stop: tokens that are computed in all, if the request decodes; else 0.
         steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for it; 0: not known.
         end_token_ids: token ids that may end the request.
@@ -74,6 +78,8 @@ class RequestState:
         self.prefill_only = request.prefill_only
         self.place = place
         self.queued_at = queued_at
+        self.due_s = request.due_s
+        self.splits = request.stop_tokens is not None
         self.keys = keys
         self.phase = Phase.WAITING
         self.tokens = int_array([*request.prompt, *request.output])
@@ -87,7 +93,6 @@ class RequestState:
         self.steady_stop = 0
         self.num_registered = 0
         self.windows_from = 0
-        self.stop_tokens = request.stop_tokens
         self.prefill_stop = self._prompt_stop
         self.started = False
         self.scored: list[PromptLogprob] | None = None
@@ -116,6 +121,10 @@ class RequestState:
         return len(self.tokens) - self._prompt_tokens
 
     @property
+    def _prompt_stop(self) -> int:
+        return self.request.stop_tokens or len(self.tokens)
+
+    @property
     def prefilling(self) -> bool:
         """Part of its prompt is not in any step yet."""
         return self.num_scheduled < self.prefill_stop
@@ -134,12 +143,7 @@ class RequestState:
     def reusable_tokens(self) -> int:
         """How many leading tokens may have their KV from the prefix cache: all but one, or those that need no more
         logprobs, because these come from the hidden states of the tokens before."""
-        return self._prompt_stop - 1 if self.scored is None else len(self.scored)
-
-    @property
-    def _prompt_stop(self) -> int:
-        """How many tokens are computed as prompt."""
-        return len(self.tokens) if self.stop_tokens is None else min(len(self.tokens), self.stop_tokens)
+        return self.prefill_stop - 1 if self.scored is None else len(self.scored)
 
     def hold(self, blocks: list[int], *, num_cached_blocks: int, block_size: int) -> None:
         """Gives it these blocks; the first `num_cached_blocks` come from the prefix cache."""
@@ -165,6 +169,10 @@ class RequestState:
         """The KV of all its tokens has arrived in its blocks."""
         self.num_computed = self.num_scheduled = self.prefill_stop = len(self.tokens)
         self.started = True
+
+    def receive(self, num_tokens: int) -> None:
+        """The KV of this many leading tokens is in its blocks: what was cached, and what has arrived."""
+        self.num_computed = self.num_scheduled = num_tokens
 
     def replace_output(self, output: tuple[int, ...]) -> None:
         self.tokens = int_array([*self.request.prompt, *output])

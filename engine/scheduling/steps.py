@@ -4,11 +4,15 @@ The oldest step in flight runs while the next one is prepared, so there are at m
 """
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from engine.batch import Batch, BatchRow, ScoreRow
-from engine.events import LayersComputed, RequestStarted, StepEvents
+from baton.costs import StepWork, chunk_pairs
+from baton.types import PromptLogprob, TokenOutput
+from engine.batch import Batch, BatchRow, RowResult, ScoreRow
+from engine.events import LayersComputed, PromptScored, RequestStarted, StepEvents
 from engine.request import EngineLimits
+from engine.scheduling.slices import StepBound
 from engine.scheduling.state import Phase, RequestState
 
 STEPS_MAX = 2
@@ -18,18 +22,26 @@ class DecodeOrder:
     """Which place each decoding request has in a step: the one of the previous step, wherever possible.
 
     A row that keeps its place is neither made nor copied to the device again.
+
+    Attributes:
+        work: the decodes of the step that was placed last.
     """
 
     def __init__(self) -> None:
+        self.work = StepWork()
         self._decoding: list[RequestState] = []
         self._placed: list[RequestState] = []
 
     def place(self, decoding: list[RequestState]) -> list[RequestState]:
         """The same requests in the order of their places. Newcomers take free places first, then requests that lost
-        their place because the step has fewer rows."""
+        their place because the step has fewer rows. All of them must then be scheduled."""
+        num_rows = len(decoding)
         if decoding != self._decoding:
             self._decoding = decoding
             self._placed = _kept_places(self._placed, decoding)
+            self.work = StepWork(num_rows, sum([state.num_scheduled for state in decoding]) + num_rows)
+        elif num_rows:  # each context has grown by one token
+            self.work = StepWork(num_rows, self.work.keys + num_rows)
         return self._placed
 
 
@@ -53,6 +65,9 @@ class NextStep:
         started: the requests whose first row is in this step, by id.
         scores: the requests whose prompt logprobs this step computes.
         num_decodes: rows of `add_decodes`; they come before all others.
+        work: what the step computes.
+        bound: on the step's time; None: there is none.
+        has_skipped: a prompt got no token of this step for lack of room.
         layers_per_group: the smallest that a prompt of the step asks for; 0: none asks for marks.
     """
 
@@ -64,14 +79,17 @@ class NextStep:
         self.scores: list[tuple[RequestState, ScoreRow]] = []
         self.budget = limits.max_batch_tokens
         self.num_decodes = 0
+        self.work = StepWork()
+        self.bound: StepBound | None = None
+        self.has_skipped = False
         self.layers_per_group = 0
         self._num_single = 0
         self._limits = limits
         self._block_size = block_size
         self._now = now
 
-    def add_decodes(self, states: list[RequestState]) -> None:
-        """Adds the next token of each request, in this order. Call it before `add_chunk`."""
+    def add_decodes(self, states: list[RequestState], work: StepWork) -> None:
+        """Adds the next token of each request, in this order; `work` is theirs. Call it before `add_chunk`."""
         rows = self.rows
         for place, state in enumerate(states):
             row = state.shared_row
@@ -84,10 +102,21 @@ class NextStep:
         self.states += states
         self.num_decodes = self._num_single = len(states)
         self.budget -= len(states)
+        self.work = work
+
+    def chunk_tokens(self, start: int, stop: int) -> int:
+        """How many tokens of a prompt from `start` to `stop` still fit; 0: the prompt waits."""
+        budget = self.budget
+        if self.bound is not None and budget > 0:
+            budget = min(budget, self.bound.tokens(self.work, start, min(stop, start + budget)))
+        num_tokens = self._limits.chunk_tokens(start, stop, budget)
+        self.has_skipped |= not num_tokens
+        return num_tokens
 
     def add_chunk(self, state: RequestState) -> None:
         """Adds as much of the request's prompt as fits, which may be nothing."""
-        num_tokens = self._limits.chunk_tokens(state.num_scheduled, state.prefill_stop, self.budget)
+        start = state.num_scheduled
+        num_tokens = self.chunk_tokens(start, state.prefill_stop)
         if not num_tokens:
             return
         if not state.started:
@@ -102,6 +131,9 @@ class NextStep:
             self.scores.append((state, score))
         self.budget -= num_tokens
         self._num_single += num_tokens == 1
+        work = self.work
+        pairs = work.pairs + chunk_pairs(start, start + num_tokens)
+        self.work = StepWork(work.decode_rows, work.keys, work.prompt_tokens + num_tokens, pairs)
         if wanted := state.request.layers_per_group:
             self.layers_per_group = min(wanted, self.layers_per_group or wanted)
 
@@ -112,12 +144,16 @@ class Step(NamedTuple):
     Attributes:
         states: the requests of the rows, in the order of the rows.
         started: the requests whose first row is in this step, by id.
+        work: what the step computes.
+        scores: it computes prompt logprobs too.
     """
 
     number: int
     states: list[RequestState]
     rows: tuple[BatchRow, ...]
     started: dict[str, RequestStarted]
+    work: StepWork
+    scores: bool
 
     def layers_computed(self, layer_stop: int) -> StepEvents:
         """The events of the running step when its first layers are computed, for requests that ask for marks."""
@@ -128,6 +164,21 @@ class Step(NamedTuple):
                 stop = start + len(row.token_ids)
                 layers.append(LayersComputed(state.request_id, start, stop, layer_stop, tuple(state.blocks)))
         return StepEvents(self.number, 0.0, layers=tuple(layers))
+
+    def collect_scores(
+        self, results: Sequence[RowResult], scores: Mapping[int, Sequence[PromptLogprob]]
+    ) -> tuple[PromptScored, ...]:
+        """Adds the prompt logprobs of the step to its requests; returns those of the prompts that are complete."""
+        complete: list[PromptScored] = []
+        for index, logprobs in scores.items():
+            state = self.states[index]
+            if state.phase is not Phase.RUNNING:
+                continue
+            assert state.scored is not None, "prompt logprobs are computed only for requests that collect them"
+            state.scored += logprobs
+            if isinstance(results[index], TokenOutput):
+                complete.append(PromptScored(state.request_id, state.take_scores()))
+        return tuple(complete)
 
 
 class StepsInFlight:
@@ -157,7 +208,7 @@ class StepsInFlight:
         # `next_decode` has set the places of the decodes.
         for index in range(step.num_decodes, len(step.states)):
             step.states[index].row_index = index
-        launched = Step(number, step.states, tuple(step.rows), step.started)
+        launched = Step(number, step.states, tuple(step.rows), step.started, step.work, bool(step.scores))
         self._steps.append(launched)
         scores = tuple(sorted((state.row_index, score) for state, score in step.scores))
         return Batch(number, launched.rows, step.layers_per_group, scores)

@@ -1,7 +1,9 @@
 """A small scheduler, requests for it, and steps that draw what a test says."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from baton.costs import StepCosts, StepWork
 from baton.types import PromptLogprob, SamplingParams, TokenOutput
 from engine.batch import Batch
 from engine.events import StepEvents
@@ -13,6 +15,17 @@ VOCAB_SIZE = 1000
 EOS = 999
 
 
+class Meter:
+    """Step costs that do not change; keeps what was observed."""
+
+    def __init__(self, costs: StepCosts | None) -> None:
+        self.costs = costs
+        self.observed: list[tuple[StepWork, float]] = []
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        self.observed.append((work, seconds))
+
+
 def make(
     *,
     num_blocks: int = 32,
@@ -21,6 +34,8 @@ def make(
     waiting: int = 8,
     prefix_cache: bool = True,
     align: int | None = None,
+    window: int = 0,
+    costs: StepCosts | None = None,
 ) -> Scheduler:
     limits = EngineLimits(
         max_batch_tokens=tokens,
@@ -36,8 +51,9 @@ def make(
         max_context_tokens=100,
         eos_token_ids=(EOS,),
         identity="m",
+        window_tokens=window,
     )
-    return Scheduler(limits, facts)
+    return Scheduler(limits, facts, Meter(costs))
 
 
 def request(
@@ -48,8 +64,13 @@ def request(
     prefill_only: bool = False,
     sampling: SamplingParams | None = None,
     priority: int = 0,
+    **slo: Any,
 ) -> EngineRequest:
-    """`prompt` as a number means this many tokens; no other request begins with them."""
+    """`prompt` as a number means this many tokens; no other request begins with them.
+
+    Args:
+        slo: further fields of the request.
+    """
     tokens = tuple([ord(name[0]) + 100] * prompt) if isinstance(prompt, int) else tuple(prompt)
     return EngineRequest(
         name,
@@ -58,6 +79,7 @@ def request(
         output=output,
         prefill_only=prefill_only,
         priority=priority,
+        **slo,
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,36 @@ async def test_a_reservation_whose_hand_over_failed_is_prefilled_here(llama: Lla
         await events.finished("d")
     assert events.ids("d") == expected[2:]
     assert events.tokens["d"][0].index == 2
+
+
+async def test_a_prompt_is_computed_in_two_parts_by_two_requests(llama: Llama, built: Built) -> None:
+    prompt = prompt_of(30)
+    async with running(built, prefix_cache=False, max_batch_tokens=7) as (engine, events):
+        engine.submit(replace(request("p", prompt, greedy(8), prefill_only=True), stop_tokens=16))
+        await events.until(lambda: any(chunk.token_stop == 16 for chunk in events.chunks.get("p", ())))
+        reservation = engine.reserve(request("d", prompt, greedy(8)))
+        built.cache.view[:, :, list(reservation.block_ids)] = torch.nan
+        copy_kv(built, events.chunks["p"][-1].block_ids, reservation.block_ids, 0, 16)
+        await engine.abort("p")
+        engine.prefill_here("d", (), received_tokens=16)
+        await events.finished("d")
+    assert events.ids("d") == transformers_greedy(llama[1], prompt, 8)
+    assert [chunk.token_start for chunk in events.chunks["d"]] == [16, 23]
+    assert "p" not in events.tokens
+
+
+async def test_a_request_that_is_late_while_it_waits_is_refused(built: Built) -> None:
+    now = [0.0]
+    events = EventRecorder()
+    async with Engine(built.runner, limits(), on_step=events, grammars=built.grammars, clock=lambda: now[0]) as engine:
+        late = replace(request("a", prompt_of(9), greedy(2), prefill_only=True), due_s=1.0, refuse_late=True)
+        engine.submit(late)
+        now[0] = 2.0
+        await events.finished("a")
+        with pytest.raises(Overloaded):
+            engine.submit(replace(late, request_id="b"))
+        assert engine.load().refused_late == 2
+    assert isinstance(events.errors["a"], Overloaded)
 
 
 # ---- arrivals and aborts while steps run

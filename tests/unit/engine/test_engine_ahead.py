@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from baton.costs import StepCosts, StepWork
 from baton.errors import InternalError
-from baton.types import FinishReason, SamplingParams
+from baton.types import FinishReason, SamplingParams, TokenOutput
 from engine.batch import Batch, RowResult
 from engine.build import Built
 from engine.device.layer_marks import OnMark
@@ -176,6 +177,68 @@ async def test_a_prompt_that_arrives_while_a_last_step_runs_is_launched_after_it
         assert events.steps == []
         hold.set()
         await events.finished("a", "b")
+
+
+# ---- launches just in time
+
+
+class KnownCosts:
+    """Every step is known to take a thousand seconds."""
+
+    costs = StepCosts(((1, 1000.0), (2, 1000.0)))
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learns nothing."""
+
+
+async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands still, so the next step is not due before the running one ends or the clock is set."""
+    watched = Watched(built, monkeypatch)
+    now = [0.0]
+    ended = threading.Semaphore(0)
+    real_wait = LaunchedStep.wait
+
+    def wait(step: LaunchedStep) -> list[RowResult]:
+        assert ended.acquire(timeout=20)
+        return real_wait(step)
+
+    async def launched() -> list[set[str]]:
+        assert await asyncio.to_thread(watched.launched.acquire, timeout=60)
+        return [{row.request_id for row in batch.rows} for batch in watched.batches]
+
+    monkeypatch.setattr(LaunchedStep, "wait", wait)
+    events = EventRecorder()
+    async with Engine(
+        built.runner,
+        limits(),
+        on_step=events,
+        grammars=built.grammars,
+        meter=KnownCosts(),
+        clock=lambda: now[0],
+    ) as engine:
+        for _ in range(20):  # earlier steps that took as long as predicted, with launches that took no time
+            engine._pace.launched(0.0)
+            engine._pace.started(0.0, 1000.0, now=0.0)
+            engine._pace.ended(launched_s=0.0, ended_s=1000.0)
+        engine.submit(request("a", prompt_of(5), greedy(3)))
+        assert await launched() == [{"a"}]
+        engine.reserve(request("b", prompt_of(6, seed=1), greedy(9)))
+        assert engine.admit("b", TokenOutput(5, 0)) is None
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(watched.batches) == 1
+        now[0] = 1000.0
+        ended.release()  # nothing was launched in time: that step follows at once
+        assert await launched() == [{"a"}, {"a", "b"}]
+        engine.submit(request("c", prompt_of(4, seed=2), greedy(9)))
+        now[0] = 1990.0  # that step nears its predicted end
+        engine._wake.set()
+        assert await launched() == [{"a"}, {"a", "b"}, {"a", "b", "c"}]
+        assert len(events.steps) == 1
+        ended.release(50)
+        await events.finished("a", "b", "c")
 
 
 # ---- failures

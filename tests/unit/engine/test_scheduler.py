@@ -64,15 +64,41 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
     assert set(step(scheduler)[0]) == {"c"}
 
 
-def test_a_reserved_request_has_its_seat() -> None:
+def test_a_reserved_request_takes_a_seat_only_when_its_kv_is_here() -> None:
     scheduler = make(requests=1)
     scheduler.reserve(request("a", 2), 0.0)
-    with pytest.raises(Overloaded):
-        scheduler.reserve(request("b", 2), 0.0)
-    scheduler.submit(request("c", 2), 0.0)
-    assert scheduler.schedule(0.0) is None
-    scheduler.abort("a")
+    scheduler.reserve(request("b", 2), 0.0)
+    scheduler.submit(request("c", 2, sampling=SamplingParams(max_tokens=2)), 0.0)
     assert set(step(scheduler)[0]) == {"c"}
+    for name in "ba":
+        assert scheduler.admit(name, TokenOutput(7, 0)) is None
+    load = scheduler.load()
+    assert (load.requests_running, load.requests_waiting, load.blocks_leased) == (1, 2, 0)
+    with pytest.raises(Overloaded, match="wait for a seat"):
+        scheduler.reserve(request("d", 2), 0.0)
+    assert set(step(scheduler)[0]) == {"c"}
+    computed, events = step(scheduler)
+    assert computed == {"a": 1}  # in order of arrival, without computing anything again
+    assert events.chunks == ()
+    assert not scheduler.abort("a")
+    assert step(scheduler)[0] == {"b": 1}
+    scheduler.reserve(request("d", 2), 0.0)
+
+
+def test_a_prompt_prefilled_here_waits_with_its_blocks_for_a_seat() -> None:
+    scheduler = make(requests=1)
+    scheduler.submit(request("a", 2), 0.0)
+    step(scheduler)
+    blocks = scheduler.reserve(request("b", 9), 0.0).block_ids
+    scheduler.prefill_here("b", (), 1.0)
+    assert set(step(scheduler)[0]) == {"a"}
+    scheduler.abort("a")
+    batch = scheduler.schedule(4.0)
+    assert batch is not None
+    events = finish(scheduler, batch)
+    assert events.started[0].queue_s == 3.0
+    assert events.chunks[0].block_ids == blocks
+    assert scheduler.load().preemptions == 0
 
 
 def test_a_prompt_waits_until_all_its_blocks_are_free_and_no_request_overtakes_it() -> None:

@@ -7,12 +7,14 @@ exactly its own sequence, and no other request may hold a slot that a step in fl
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.costs import StepCosts, StepWork
 from baton.errors import InternalError, Overloaded
 from baton.types import PromptLogprob, SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow
@@ -31,6 +33,7 @@ TOKENS = st.integers(0, EOS)
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 PRIORITIES = st.integers(-1, 1)
 ALTERNATIVES = st.sampled_from([None, None, 0, 2])
+TPOTS = st.sampled_from([None, 1.0, 3.0])
 
 Tokens = tuple[int, ...]
 
@@ -43,9 +46,25 @@ class Running:
     drawn: list[int] | None = None
 
 
+class KnownCosts:
+    """A second for each token."""
+
+    costs = StepCosts(((1, 1.0), (100, 100.0)))
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        assert work.tokens > 0
+
+
 class SchedulerMachine(RuleBasedStateMachine):
+    """Each scheduled step takes a second.
+
+    Attributes:
+        meter: None: step costs are not known.
+    """
+
     budget = 5
     align: int | None = None
+    meter: KnownCosts | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         facts = ModelFacts(
             NUM_BLOCKS, BLOCK_SIZE, vocab_size=4, max_context_tokens=MAX_CONTEXT, eos_token_ids=(EOS,), identity=""
         )
-        self.scheduler = Scheduler(limits, facts)
+        self.scheduler = Scheduler(limits, facts, self.meter)
+        self.now = 0.0
         self.written: dict[int, Tokens] = {}
         self.in_flight: deque[Running] = deque()
         self.front: tuple[int, list[int]] = (0, [])  # the last step that the device ran, and the tokens that it drew
@@ -80,6 +100,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_only=st.booleans(),
         priority=PRIORITIES,
         alternatives=ALTERNATIVES,
+        due_in_s=st.sampled_from([None, 1.0, 5.0, 20.0]),
+        refuse_late=st.booleans(),
+        tpot_s=TPOTS,
+        part=st.integers(0, 12),
     )
     def submit(
         self,
@@ -88,12 +112,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_only: bool,
         priority: int = 0,
         alternatives: int | None = None,
+        due_in_s: float | None = None,
+        refuse_late: bool = False,
+        tpot_s: float | None = None,
+        part: int = 0,
     ) -> None:
         request = self.request(
             prompt, max_tokens, prefill_only=prefill_only, priority=priority, alternatives=alternatives
         )
+        part -= part % (self.align or 1)
+        request = replace(
+            request,
+            due_s=None if due_in_s is None else self.now + due_in_s,
+            refuse_late=refuse_late and prefill_only,
+            tpot_s=tpot_s,
+            stop_tokens=part if prefill_only and 0 < part < len(prompt) and alternatives is None else None,
+        )
         try:
-            self.scheduler.submit(request, 0.0)
+            self.scheduler.submit(request, self.now)
         except Overloaded:
             return
         self.live.add(request.request_id)
@@ -104,11 +140,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         output=st.sampled_from([(), (), (1,), (1, 0)]),
         priority=PRIORITIES,
         alternatives=ALTERNATIVES,
+        tpot_s=TPOTS,
     )
-    def reserve(self, prompt: Tokens, max_tokens: int, output: Tokens, priority: int, alternatives: int | None) -> None:
+    def reserve(
+        self,
+        prompt: Tokens,
+        max_tokens: int,
+        output: Tokens,
+        priority: int,
+        alternatives: int | None,
+        tpot_s: float | None,
+    ) -> None:
         request = self.request(prompt, max_tokens, output=output, priority=priority, alternatives=alternatives)
         try:
-            reservation = self.scheduler.reserve(request, 0.0)
+            reservation = self.scheduler.reserve(replace(request, tpot_s=tpot_s), self.now)
         except Overloaded:
             return
         assert reservation.cached_tokens % BLOCK_SIZE == 0
@@ -130,8 +175,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.live.remove(name)
 
     @precondition(lambda self: self.reserved)
-    @rule(data=st.data(), here=st.booleans(), count=st.integers(0, 1))
-    def more_output(self, data: st.DataObject, here: bool, count: int) -> None:
+    @rule(data=st.data(), here=st.booleans(), count=st.integers(0, 1), part=st.integers(0, 12))
+    def more_output(self, data: st.DataObject, here: bool, count: int, part: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         state = self.states()[name]
         sequence = self.sequences[name] + (1,) * count
@@ -139,8 +184,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(output) >= state.request.sampling.max_tokens or len(sequence) >= MAX_CONTEXT:
             return
         if here:
-            self.scheduler.prefill_here(name, output, 0.0)
-            del self.reserved[name]
+            reservation = self.reserved.pop(name)
+            part -= part % lcm(BLOCK_SIZE, self.align or 1)
+            if not reservation.cached_tokens <= part < len(self.sequences[name]) or state.request.scores_prompt:
+                part = 0
+            self.write(self.sequences[name], reservation.block_ids, reservation.cached_tokens, part)
+            self.scheduler.prefill_here(name, output, self.now, received_tokens=part)
         else:
             try:
                 self.reserved[name] = self.scheduler.extend_reserved(name, output)
@@ -175,7 +224,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefilling = [state for state in running if state.prefilling]
         waiting = [state for state in self.states().values() if state.phase is Phase.WAITING]
         before = self.scheduler.load()
-        batch = self.scheduler.schedule(0.0)
+        self.now += 1
+        batch = self.scheduler.schedule(self.now)
+        if (refused := self.scheduler.take_refused()) is not None:
+            for failed in refused.failed:
+                assert isinstance(failed.error, Overloaded)
+                self.live.remove(failed.request_id)
         left = [state.place for state in waiting if state.phase is Phase.WAITING]
         assert not any(state.place > min(left) for state in waiting if left and state.phase is Phase.RUNNING)
         sent_back = self.scheduler.load().preemptions - before.preemptions
@@ -193,9 +247,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(lengths) <= SEATS
         assert min(lengths) > 0
         assert [length > 1 for length in lengths] == sorted(length > 1 for length in lengths)
-        if prefilling and not sent_back:
-            first = min(prefilling, key=lambda state: state.place)
-            assert any(row.request_id == first.request_id for row in batch.rows)
+        if prefilling and not sent_back and self.meter is None:
+            last = min(state.place for state in prefilling)
+            first = {state.request_id for state in (*prefilling, *waiting) if state.place <= last}
+            assert any(row.request_id in first for row in batch.rows)
         self.in_flight.append(Running(batch))
 
     @precondition(lambda self: any(step.drawn is None for step in self.in_flight))
@@ -343,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for row, _ in rows
             if row.sample and row.sample.output_index == 0 and row.request_id in self.live and self.scored(row)
         ]
-        events = self.scheduler.complete(results, 0.0, scores)
+        events = self.scheduler.complete(results, 1.0, scores)
         assert [(each.request_id, each.logprobs) for each in events.scored] == scored
         assert events.step == step.batch.step
         assert [
@@ -352,6 +407,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.record(events)
 
     def record(self, events: StepEvents) -> None:
+        for chunk in events.chunks:
+            part = self.states().get(chunk.request_id)
+            if part is not None and chunk.token_stop == part.request.stop_tokens:
+                assert part.phase is Phase.HELD
+                assert chunk.block_ids == tuple(part.blocks)
+                self.live.remove(chunk.request_id)
+                self.held.add(chunk.request_id)
         for sampled in events.tokens:
             self.given[sampled.request_id] += 1
             state = self.states().get(sampled.request_id)
@@ -427,7 +489,13 @@ class AlignedSchedulerMachine(SchedulerMachine):
     align = 3
 
 
+class BoundedSchedulerMachine(SchedulerMachine):
+    meter = KnownCosts()
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestAlignedSchedulerMachine = AlignedSchedulerMachine.TestCase
 TestAlignedSchedulerMachine.settings = settings(max_examples=20, stateful_step_count=50, deadline=None)
+TestBoundedSchedulerMachine = BoundedSchedulerMachine.TestCase
+TestBoundedSchedulerMachine.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)

@@ -1,0 +1,123 @@
+"""Which prompts a step computes, and how much of each: earliest deadline first, within the step's bound. Pure."""
+
+from collections import deque
+from operator import attrgetter
+
+from baton.errors import Overloaded
+from engine.events import RequestFailed
+from engine.request import EngineLimits
+from engine.scheduling.costs import Costs
+from engine.scheduling.deadlines import backlog_s, is_late, place_of_late
+from engine.scheduling.request_blocks import RequestBlocks
+from engine.scheduling.roster import Roster
+from engine.scheduling.slices import Slicer
+from engine.scheduling.state import Phase, RequestState
+from engine.scheduling.steps import NextStep
+
+# Hint to clients whose request is refused for lack of room or time.
+RETRY_AFTER_S = 1.0
+_place_of = attrgetter("place")
+
+
+class Prompts:
+    """The prompts of one engine, of waiting and of running requests.
+
+    Attributes:
+        num_refused: how many requests were refused for being late.
+    """
+
+    def __init__(self, roster: Roster, blocks: RequestBlocks, limits: EngineLimits, meter: Costs) -> None:
+        self.num_refused = 0
+        self._roster = roster
+        self._blocks = blocks
+        self._limits = limits
+        self._meter = meter
+        self._slicer = Slicer(limits.chunk_align_tokens or 1)
+        self._refused: list[RequestFailed] = []
+
+    @property
+    def backlog_s(self) -> float:
+        """The predicted time for all prompts that are not computed yet; 0 while costs are unknown."""
+        costs = self._meter.costs
+        prompts = self._roster.in_prompt()
+        if costs is None or not prompts:
+            return 0.0
+        return backlog_s(costs, prompts, step_tokens=self._limits.max_batch_tokens)
+
+    def check_in_time(self, state: RequestState, now: float) -> None:
+        """Raises:
+        Overloaded: a new request is to be refused if it is late, and is.
+        """
+        if state.request.refuse_late and self._is_late(state, self._blocks.num_cached(state), now):
+            self.num_refused += 1
+            raise self._too_late()
+
+    def add_to(self, step: NextStep, running: list[RequestState], now: float, *, admit: bool) -> None:
+        """Adds chunks of prompts in the order of their requests' places, and lets waiting requests run.
+
+        Args:
+            running: the running requests whose prompt is not whole in a step yet.
+            admit: False: waiting requests wait.
+        """
+        roster = self._roster
+        if not running and not (admit and roster.waiting and roster.free_seats):
+            return
+        for state in [state for state in running if self._is_late(state, state.num_scheduled, now)]:
+            self._fall_back(state)
+        prompts = deque(sorted(running, key=_place_of))
+        waited_s = now - (prompts[0] if prompts else roster.waiting[0]).queued_at
+        step.bound = self._slicer.bound(self._meter.costs, step.work, roster.tpots, waited_s=waited_s)
+        while step.budget > 0:
+            waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
+            if waiting is not None and (not prompts or waiting.place < prompts[0].place):
+                admit = self._try_to_run(waiting, step, now)
+            elif prompts:
+                step.add_chunk(prompts.popleft())
+            else:
+                break
+        self._slicer.launched(skipped=step.has_skipped and not step.work.prompt_tokens)
+
+    def take_refused(self) -> tuple[RequestFailed, ...]:
+        """The waiting requests that were refused since the last call, because they cannot meet their deadline."""
+        refused, self._refused = tuple(self._refused), []
+        return refused
+
+    def _try_to_run(self, state: RequestState, step: NextStep, now: float) -> bool:
+        """Lets the first waiting request run if its blocks and its chunk fit. False: it waits, and so do all others."""
+        cached = self._blocks.cached(state)
+        start = self._blocks.tokens_in(cached)
+        if self._is_late(state, start, now):
+            self._fall_back(state)
+            return True  # with the next one
+        if not self._blocks.fits(state, cached, spare=self._roster.num_decoders):
+            return False
+        if not step.chunk_tokens(start, state.prefill_stop):
+            return False
+        self._blocks.take(state, cached)
+        self._roster.run(state)
+        step.add_chunk(state)
+        return True
+
+    def _is_late(self, state: RequestState, start: int, now: float) -> bool:
+        if state.due_s is None:
+            return False
+        step_tokens = self._limits.max_batch_tokens
+        return is_late(state, self._meter.costs, start=start, step_tokens=step_tokens, now=now)
+
+    def _fall_back(self, state: RequestState) -> None:
+        """A request that cannot meet its deadline goes after those that can, or is refused while nothing of it is
+        computed."""
+        state.due_s = None
+        if not state.request.refuse_late or state.phase is not Phase.WAITING:
+            self._roster.move(state, place_of_late(state))
+            return
+        self._roster.end(state)
+        self.num_refused += 1
+        self._refused.append(RequestFailed(state.request_id, self._too_late()))
+
+    def _too_late(self) -> Overloaded:
+        return Overloaded(
+            "the first token cannot come before it is due",
+            cure="expect it later, send a shorter prompt, or try again when fewer prompts wait",
+            retry_after_s=max(RETRY_AFTER_S, self.backlog_s),
+        )

@@ -1,0 +1,96 @@
+"""How much of a prompt a step takes that also decodes, so that the streams of the decoding requests do not stall. Pure.
+
+With a TPOT, such a step takes at most `_TPOT_SHARE` of the tightest one among the requests that run. A mean of tokens
+in time is then kept by every single step, so bursts of prompts never use up what streams are ahead. This also bounds
+the gap between two tokens.
+
+Requests without a TPOT get steps of at most `_MOST_DECODES` times a plain decode step, or `_STEADY_S` where that is
+more: text arrives smoothly at 40 tokens a second, and most of a GPU's prompt speed is reached. A node that gets more
+prompts than these steps can compute must not answer later and later, so the bound grows with the time for which the
+first prompt has waited.
+
+Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for a step with more room. After
+`_SKIPS_MAX` steps without any it gets such a slice in any case. Steps without decodes are not bounded.
+"""
+
+from collections.abc import Collection
+
+from baton.costs import StepCosts, StepWork, chunk_pairs
+
+MIN_SLICE_TOKENS = 128
+_TPOT_SHARE = 0.9
+_MOST_DECODES = 3.0
+_STEADY_S = 0.025
+_DOUBLING_S = 0.5  # a prompt that has waited so long gets twice the time
+_SKIPS_MAX = 3
+
+
+class StepBound:
+    """The bound on one step's time.
+
+    Args:
+        seconds: the longest that the step should take.
+        least_tokens: of a slice that is not the rest of its prompt.
+        forced: the first slice may have so many whatever they cost.
+    """
+
+    def __init__(self, costs: StepCosts, seconds: float, *, least_tokens: int, forced: bool) -> None:
+        self._costs = costs
+        self._seconds = seconds
+        self._least_tokens = least_tokens
+        self._forced = forced
+
+    def tokens(self, work: StepWork, start: int, stop: int) -> int:
+        """How many tokens of a prompt from `start` to `stop` may be added to a step with this work; may be 0."""
+        if self._fits(work, start, stop):
+            return stop - start
+        low, high = 0, stop - start  # `low` fits, `high` does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(work, start, start + middle):
+                low = middle
+            else:
+                high = middle
+        if low >= self._least_tokens:
+            return low
+        return min(self._least_tokens, stop - start) if self._forced and not work.prompt_tokens else 0
+
+    def _fits(self, work: StepWork, start: int, stop: int) -> bool:
+        pairs = work.pairs + chunk_pairs(start, stop)
+        whole = StepWork(work.decode_rows, work.keys, work.prompt_tokens + stop - start, pairs)
+        return self._costs.seconds(whole) <= self._seconds
+
+
+class Slicer:
+    """Makes the bound of each step; keeps count of steps without a slice.
+
+    Args:
+        align_tokens: prompts are cut at multiples of it, so no slice is smaller.
+    """
+
+    def __init__(self, align_tokens: int = 1) -> None:
+        self._least_tokens = max(MIN_SLICE_TOKENS, align_tokens)
+        self._skips = 0
+
+    def bound(
+        self, costs: StepCosts | None, work: StepWork, tpots: Collection[float | None], *, waited_s: float
+    ) -> StepBound | None:
+        """The bound of a step with prompts; None: there is none.
+
+        Args:
+            work: the decodes of the step.
+            tpots: of the requests that run; None for those without.
+            waited_s: for how long the first prompt has waited.
+        """
+        if costs is None or not work.decode_rows:
+            return None
+        bounds = [tpot * _TPOT_SHARE for tpot in tpots if tpot is not None]
+        if None in tpots:
+            steady_s = max(_MOST_DECODES * costs.seconds(work), _STEADY_S)
+            bounds.append(steady_s * (1 + max(0.0, waited_s) / _DOUBLING_S))
+        forced = self._skips >= _SKIPS_MAX
+        return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
+
+    def launched(self, *, skipped: bool) -> None:
+        """A step is launched. `skipped`: prompts got nothing of it for lack of time."""
+        self._skips = self._skips + 1 if skipped else 0

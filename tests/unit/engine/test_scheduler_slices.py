@@ -1,0 +1,183 @@
+"""How much of a prompt a step takes that also decodes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.costs import StepCosts, StepWork, chunk_pairs
+from engine.batch import Batch
+from engine.request import EngineLimits, ModelFacts
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.slices import MIN_SLICE_TOKENS, Slicer, StepBound
+from tests.unit.engine.scheduling import Meter, finish, request
+
+# 5 ms for up to 100 tokens, then 10 us for each.
+COSTS = StepCosts(((1, 0.005), (100, 0.005), (1100, 0.015)))
+
+
+def make(meter: Meter, *, align: int | None = None) -> Scheduler:
+    limits = EngineLimits(
+        max_batch_tokens=8192, max_batch_requests=8, max_waiting=8, prefix_cache=False, chunk_align_tokens=align
+    )
+    facts = ModelFacts(2000, 16, vocab_size=1000, max_context_tokens=20000, eos_token_ids=(), identity="m")
+    return Scheduler(limits, facts, meter)
+
+
+def prompt_tokens(scheduler: Scheduler, now: float = 0.0) -> int:
+    """Prompt tokens of one step, which ends."""
+    batch = scheduler.schedule(now)
+    assert batch is not None
+    finish(scheduler, batch)
+    return sum(len(row.token_ids) for row in batch.rows if len(row.token_ids) > 1)
+
+
+def decoding(meter: Meter, *tpots: float | None, align: int | None = None) -> Scheduler:
+    """One request decodes for each TPOT."""
+    scheduler = make(meter, align=align)
+    for index, tpot_s in enumerate(tpots):
+        scheduler.submit(request(f"d{index}", 4, tpot_s=tpot_s), 0.0)
+    prompt_tokens(scheduler)
+    return scheduler
+
+
+def test_a_step_that_also_decodes_keeps_the_tightest_tpot() -> None:
+    scheduler = decoding(Meter(COSTS), 0.02, 0.01, None)
+    scheduler.submit(request("p", 4000), 0.0)
+    assert prompt_tokens(scheduler) == 100 + 400 - 3  # 9 of 10 ms
+
+
+def test_the_tightest_tpot_leaves_with_its_request() -> None:
+    scheduler = decoding(Meter(COSTS), 0.02, 0.01)
+    scheduler.submit(request("p", 4000), 0.0)
+    scheduler.abort("d1")
+    assert prompt_tokens(scheduler) == 100 + 1300 - 1
+
+
+def test_keys_of_decodes_and_pairs_of_prompts_count() -> None:
+    costs = StepCosts(COSTS.points, key_s=0.0002, pair_s=1e-8)
+    meter = Meter(costs)
+    scheduler = decoding(meter, 0.01, 0.01)
+    scheduler.submit(request("p", 4000), 0.0)
+    first, second = prompt_tokens(scheduler), prompt_tokens(scheduler)
+    work = StepWork(2, 12, second, chunk_pairs(first, first + second))
+    assert meter.observed[-1][0] == work
+    assert costs.seconds(work) <= 0.009 < costs.seconds(StepWork(2, 12, second + 1, work.pairs + first + second + 1))
+    assert second < first
+
+
+def test_a_step_without_decodes_is_not_bounded() -> None:
+    scheduler = make(Meter(COSTS))
+    scheduler.submit(request("p", 9000, prefill_only=True, tpot_s=0.01), 0.0)
+    assert prompt_tokens(scheduler) == 8192
+
+
+def test_without_costs_a_prompt_takes_the_whole_budget() -> None:
+    scheduler = decoding(Meter(None), 0.01)
+    scheduler.submit(request("p", 9000), 0.0)
+    assert prompt_tokens(scheduler) == 8191
+
+
+def test_where_no_slice_is_worth_its_step_a_prompt_gets_one_now_and_then() -> None:
+    scheduler = decoding(Meter(COSTS), 0.005)
+    scheduler.submit(request("p", 4000), 0.0)
+    slices = [prompt_tokens(scheduler) for _ in range(8)]
+    assert slices == [0, 0, 0, MIN_SLICE_TOKENS, 0, 0, 0, MIN_SLICE_TOKENS]
+
+
+def test_aligned_slices_are_whole_and_come_now_and_then_too() -> None:
+    scheduler = decoding(Meter(COSTS), 0.01, align=1024)
+    scheduler.submit(request("p", 4000), 0.0)
+    assert [prompt_tokens(scheduler) for _ in range(4)] == [0, 0, 0, 1024]
+
+
+def test_the_rest_of_a_prompt_that_fits_is_taken_however_short() -> None:
+    scheduler = decoding(Meter(COSTS), 0.01)
+    scheduler.submit(request("p", 20), 0.0)
+    assert prompt_tokens(scheduler) == 20
+
+
+def test_several_prompts_share_the_time_of_one_step() -> None:
+    scheduler = decoding(Meter(COSTS), 0.01)
+    for name in ("p", "q", "r"):
+        scheduler.submit(request(name, 240), 0.0)
+    assert prompt_tokens(scheduler) == 480  # the last one's 19 are not worth it
+    assert prompt_tokens(scheduler) == 240
+
+
+def test_without_a_tpot_steps_stay_short_until_prompts_wait() -> None:
+    scheduler = decoding(Meter(COSTS), None)
+    scheduler.submit(request("p", 19000), 0.0)
+    assert prompt_tokens(scheduler) == 100 + 2000 - 1  # 25 ms
+    assert prompt_tokens(scheduler, 0.5) == 100 + 4500 - 1  # 50 ms
+    assert prompt_tokens(scheduler, 5.0) == 8191
+
+
+def test_without_a_tpot_slow_decodes_get_slow_steps() -> None:
+    scheduler = decoding(Meter(StepCosts(((1, 0.1), (100, 0.1), (1100, 0.2)))), None)
+    scheduler.submit(request("p", 9000), 0.0)
+    assert prompt_tokens(scheduler) == 100 + 2000 - 1  # 300 ms
+
+
+def test_a_recomputed_request_counts_as_waiting_since_its_preemption() -> None:
+    limits = EngineLimits(max_batch_tokens=8192, max_batch_requests=8, max_waiting=8, prefix_cache=False)
+    facts = ModelFacts(50, 16, vocab_size=1000, max_context_tokens=700, eos_token_ids=(), identity="m")
+    scheduler = Scheduler(limits, facts, Meter(StepCosts(((1, 0.005), (100, 0.005), (300, 0.045)))))
+    scheduler.submit(request("a", 380), 0.0)
+    scheduler.submit(request("b", 380), 0.0)
+    now = 0.0
+    while not scheduler.load().preemptions:
+        now += 100.0
+        assert prompt_tokens(scheduler, now) in (0, 760)
+    scheduler.abort("a")
+    scheduler.submit(request("d", 2), now)
+    slices = [prompt_tokens(scheduler, now)]
+    assert slices[0] > 380  # nothing decodes
+
+
+@pytest.mark.parametrize("seconds", [0.01, 5.0])
+def test_observed_work_is_that_of_the_ended_step(seconds: float) -> None:
+    meter = Meter(COSTS)
+    scheduler = decoding(meter, None, None)
+    scheduler.submit(request("p", 20), 0.0)
+    first = scheduler.schedule(0.0)
+    second = scheduler.schedule(0.0)
+    assert isinstance(first, Batch)
+    assert isinstance(second, Batch)
+    finish(scheduler, first)
+    finish(scheduler, second)
+    assert [work for work, _ in meter.observed] == [
+        StepWork(0, 0, 8, 20),
+        StepWork(2, 10, 20, chunk_pairs(0, 20)),
+        StepWork(3, 12 + 21, 0, 0),
+    ]
+
+
+@given(
+    base=st.integers(0, 400),
+    start=st.integers(0, 5000),
+    length=st.integers(1, 5000),
+    bound_ms=st.floats(1.0, 60.0),
+    pair_ns=st.floats(0.0, 100.0),
+)
+def test_a_slice_is_the_longest_that_fits(base: int, start: int, length: int, bound_ms: float, pair_ns: float) -> None:
+    costs = StepCosts(COSTS.points, pair_s=pair_ns * 1e-9)
+    bound = StepBound(costs, bound_ms * 1e-3, least_tokens=1, forced=False)
+    work = StepWork(1, 100, base, 0)
+
+    def fits(tokens: int) -> bool:
+        pairs = chunk_pairs(start, start + tokens)
+        return costs.seconds(StepWork(1, 100, base + tokens, pairs)) <= bound_ms * 1e-3
+
+    tokens = bound.tokens(work, start, start + length)
+    assert tokens == 0 or fits(tokens)
+    assert tokens == length or not fits(tokens + 1)
+
+
+def test_a_skipped_step_counts_only_while_prompts_want_one() -> None:
+    slicer = Slicer()
+    work = StepWork(1, 10)
+    for skipped in (True, True, True, False):
+        slicer.launched(skipped=skipped)
+    bound = slicer.bound(COSTS, work, [0.001], waited_s=0.0)
+    assert bound is not None
+    assert bound.tokens(work, 0, 1000) == 0

@@ -42,7 +42,7 @@ class AttentionMetadataBuilder(ABC, Generic[M_co]):
         return self.build(0, common)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
-        """Whether this batch may run as a replayed graph."""
+        """Whether this batch may run as a replay of the graph that was captured for as many requests."""
         del common
         return False
 

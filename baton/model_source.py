@@ -75,7 +75,7 @@ def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
         cure = "check the name, or set HF_TOKEN if the repository is private"
         raise _refuse(name, "is neither a directory nor a repository of the hub", cure) from None
     except errors.LocalEntryNotFoundError as error:
-        # Its cause tells an unreachable hub from one that must not be asked.
+        # Its cause says whether the hub could not be reached or must not be asked.
         why = (
             "HF_HUB_OFFLINE is set" if isinstance(error.__cause__, errors.OfflineModeIsEnabled) else _first_line(error)
         )

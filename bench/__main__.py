@@ -29,7 +29,7 @@ BENCHMARKS = (
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
-    ("structured", "Structured output", "bench.structured"),
+    ("structured", "Structured output", "bench.structured_output.run"),
 )
 # On a machine with a GPU these run on the GPU and have their own pages.
 EITHER = frozenset({"exposed", "receiving", "loading", "latency", "structured"})

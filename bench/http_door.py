@@ -10,6 +10,7 @@ import statistics
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -55,6 +56,12 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
 
     async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainResponse:
         raise NotImplementedError
+
+    async def WatchCache(
+        self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.WatchCacheResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this node publishes no cache events")
+        yield node_pb2.WatchCacheResponse()  # makes it a generator, as gRPC expects of a streaming method
 
     def Pair(
         self, requests: AsyncIterator[decode_pb2.PairRequest], context: object

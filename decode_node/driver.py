@@ -75,6 +75,7 @@ class DecodeDriver:
         self.peers = PrefillPeers(node, self.deliver)
         self._engine = node.engine
         self._transfer = node.transfer
+        self._meter = node.meter
         self._local_prefill_tokens = settings.local_prefill_tokens
         self._max_batch_tokens = node.limits.max_batch_tokens
         self._timer: asyncio.TimerHandle | None = None
@@ -107,7 +108,8 @@ class DecodeDriver:
         self.peers.close()
 
     def _why_local(self, uncached: int, cached: int) -> str:
-        streams = Streams(costs=None, rows=0, keys=0, step_tokens=self._max_batch_tokens)
+        load = self._engine.load()
+        streams = Streams(self._meter.costs, load.decode_rows, load.context_tokens, self._max_batch_tokens)
         return why_here(self._local_prefill_tokens, uncached, cached, streams=streams)
 
     # ---- events

@@ -19,6 +19,7 @@ from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepD
 from engine.events import StepEvents
 from engine.launch_pace import LaunchPace
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.costs import Costs
 from engine.scheduling.scheduler import Scheduler
 from grammar.compiler import GrammarCompiler
@@ -78,6 +79,11 @@ class Engine:
     def max_context_tokens(self) -> int:
         """Longest prompt plus output."""
         return self._scheduler.max_context_tokens
+
+    @property
+    def prefix_cache(self) -> BlockManager:
+        """For those who follow what it has."""
+        return self._scheduler.prefix_cache
 
     def submit(self, request: EngineRequest) -> None:
         """Takes a request whose prompt is computed here.

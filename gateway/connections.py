@@ -151,7 +151,11 @@ class Connections:
 
     def _add(self, role: Role, address: str) -> None:
         self.fleet.add(role, address)
-        callbacks = WatchCallbacks(partial(self._status_received, role, address), partial(self._lost, role, address))
+        callbacks = WatchCallbacks(
+            partial(self._status_received, role, address),
+            partial(self._lost, role, address),
+            partial(self.fleet.cache_changed, role, address),
+        )
         client: NodeClient
         if role == _PREFILL:
             client = self._prefills[address] = PrefillClient(address, callbacks)

@@ -4,15 +4,18 @@ A node is reachable from its first status until its connection is lost. Methods 
 for the shell.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from baton.convert import costs_from_proto
 from baton.types import LocalPolicy
+from gateway.affinity import Affinity
 from gateway.backlog import Backlog
+from gateway.cache_position import CachePosition
 from gateway.placement import Placement, place
 from gateway.prediction import prompt_s
+from gateway.prefix_index import PrefixIndex
 from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
@@ -54,7 +57,9 @@ class FleetNode:
         self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
         self.last_message_at_s = 0.0  # last message on any connection
         self.retired = False  # no longer listed: removed once its requests are done
-        self._view = _UNKNOWN
+        self.cache = CachePosition()
+        self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
+        self._view: NodeView | None = _UNKNOWN  # None: something has changed since
         self._picks = self._requests_since = self._tokens_since = 0
         self._backlog = Backlog()
 
@@ -69,7 +74,12 @@ class FleetNode:
     @property
     def model(self) -> tuple[str, ...]:
         """Architecture and digests: requests continue only on nodes that are equal in all of them."""
-        return self._view.model
+        return _model(self.status.info)
+
+    @property
+    def cache_kind(self) -> tuple[str, int]:
+        """Nodes that are equal in it name equal blocks equally."""
+        return self.status.info.cache_identity, self.status.info.cache_shape.block_size
 
     @property
     def open(self) -> bool:
@@ -81,40 +91,45 @@ class FleetNode:
         return self.detail == _NEVER_CONNECTED
 
     def view(self) -> NodeView:
-        return replace(
-            self._view,
-            open=self.open,
-            requests_since=self._requests_since,
-            tokens_since=self._tokens_since,
-            picks=self._picks,
-        )
+        view = self._view
+        if view is None or view.open != self.open:
+            view = self._view = replace(
+                _to_view(self.address, self.status, self.peers),
+                open=self.open,
+                requests_since=self._requests_since,
+                tokens_since=self._tokens_since,
+                picks=self._picks,
+            )
+            _ = view.queue_s  # computed once, not in each copy of the view
+        return view
 
-    def view_at(self, now_s: float) -> NodeView:
-        """A view with the prompts that wait now."""
-        return replace(self.view(), waiting_s=self._backlog.at(now_s))
+    def queue_s(self, now_s: float) -> float:
+        """Predicted time until a prompt that is sent now would be computed."""
+        return self._backlog.at(now_s)
 
     def note_prompt(self, start: int, stop: int, now_s: float) -> None:
         """It will compute these tokens of a prompt."""
-        self._backlog.add(prompt_s(self._view, start, stop), now_s)
+        self._backlog.add(prompt_s(self.view(), start, stop), now_s)
 
-    def note_sent(self, num_tokens: int) -> None:
-        """A request has been sent to it."""
+    def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
+        """A request has been sent to it, of which it has `cached_tokens` already."""
         self._picks += 1
         self._requests_since += 1
-        self._tokens_since += num_tokens
+        self._tokens_since += num_tokens - cached_tokens
+        self._view = None
 
     def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
         self.status = status
         self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
         self.reachable, self.detail = True, detail
         self._requests_since = self._tokens_since = 0
-        self._view = _to_view(self.address, status, self.peers)
+        self._view = None
         self._backlog.reported(status.backlog_s, self.last_message_at_s)
 
     def take_peer(self, state: common_pb2.PeerState) -> None:
         if state.incarnation:
             self.peers[state.incarnation] = state
-            self._view = _to_view(self.address, self.status, self.peers)
+            self._view = None
 
     def explain(self) -> str:
         """Why it is not chosen for a request."""
@@ -145,6 +160,8 @@ class Fleet:
         self._model = model
         self._max_context_tokens = max_context_tokens
         self._policy = policy
+        self._index = PrefixIndex()
+        self._affinity = Affinity()
 
     # ---- recording
 
@@ -155,6 +172,7 @@ class Fleet:
 
     def remove(self, role: Role, address: str) -> None:
         del self._of(role)[address]
+        self._index.forget(address)
 
     def status_received(
         self, role: Role, address: str, status: node_pb2.NodeStatus, now_s: float
@@ -175,6 +193,7 @@ class Fleet:
                 commands.append(LogLine(f"{info.name} gets no requests: {foreign}", warning=True))
         if restarted:
             commands += _drop_session(node, "it was restarted")
+            self._forget_cache(node)
         node.take_status(status, foreign)
         return commands
 
@@ -187,11 +206,25 @@ class Fleet:
         elif node.never_connected:
             commands.append(LogLine(f"{address}: unreachable, retrying: {reason}", warning=True))
         node.reachable, node.detail = False, reason
+        self._forget_cache(node)
         return [*commands, *_drop_session(node, reason)]
 
     def message_received(self, role: Role, address: str, now_s: float) -> None:
         """Records a sign of life: a message on any connection of the node."""
         self._of(role)[address].last_message_at_s = now_s
+
+    def cache_changed(self, role: Role, address: str, batch: node_pb2.WatchCacheResponse) -> bool:
+        """Records a change of the node's prefix cache. False: batches before it are lost; the node's cache is unknown
+        until its next snapshot."""
+        node = self._of(role)[address]
+        if batch.incarnation != node.incarnation or not node.cache.follows(batch):
+            self._forget_cache(node)
+            return False
+        if batch.snapshot:
+            self._index.forget(address)
+        self._index.store(address, batch.stored)
+        self._index.remove(address, batch.removed)
+        return True
 
     def node(self, role: Role, address: str) -> FleetNode:
         return self._of(role)[address]
@@ -200,19 +233,66 @@ class Fleet:
 
     def pick_decode(self, wanted: Wanted) -> FleetNode | None:
         """The decode node that fits the request best, or None."""
+        role = common_pb2.ROLE_DECODE
         prefills = [node.view() for node in self.prefills.values()]
-        picked = pick_decode([node.view() for node in self.decodes.values()], prefills, wanted)
-        return None if picked is None else self.decodes[picked.address]
+        picked = pick_decode(self.views(role, wanted), prefills, self._of_session(wanted, role))
+        return None if picked is None else self._picked(role, picked, wanted)
 
     def place(self, wanted: Wanted, now_s: float) -> Placement | None:
         """The decode node for a request, and where its prompt is prefilled; None: no decode node can take it."""
-        decodes = [node.view_at(now_s) for node in self.decodes.values()]
-        return place(decodes, [node.view_at(now_s) for node in self.prefills.values()], wanted)
+        role = common_pb2.ROLE_DECODE
+        decodes = self._views_at(role, wanted, now_s)
+        prefills = self._views_at(common_pb2.ROLE_PREFILL, wanted, now_s)
+        placement = place(decodes, prefills, self._of_session(wanted, role))
+        if placement is not None:
+            self._picked(role, placement.decode, wanted)
+        return placement
 
     def pick_prefill(self, decode: FleetNode, wanted: Wanted) -> FleetNode | None:
         """The prefill node, paired with the decode node, that fits the request best, or None."""
-        picked = pick_prefill([node.view() for node in self.prefills.values()], decode.view(), wanted)
-        return None if picked is None else self.prefills[picked.address]
+        role = common_pb2.ROLE_PREFILL
+        picked = pick_prefill(self.views(role, wanted), decode.view(), self._of_session(wanted, role))
+        return None if picked is None else self._picked(role, picked, wanted)
+
+    def views(self, role: Role, wanted: Wanted) -> list[NodeView]:
+        """All nodes of a role, with how much of the request's prompt their caches have."""
+        nodes = self._of(role)
+        cached = self._cached_tokens(nodes.values(), wanted)
+        return [
+            node.view().with_cached(cached[address]) if address in cached else node.view()
+            for address, node in nodes.items()
+        ]
+
+    def _views_at(self, role: Role, wanted: Wanted, now_s: float) -> list[NodeView]:
+        views = zip(self._of(role).values(), self.views(role, wanted), strict=True)
+        return [view.with_queue(node.queue_s(now_s)) for node, view in views]
+
+    def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: Wanted) -> dict[str, int]:
+        """By address; nodes that have nothing are left out."""
+        if wanted.prompt is None:
+            return {}
+        kinds: dict[tuple[str, int], list[str]] = {}
+        for node in nodes:
+            if node.cache.known:
+                kinds.setdefault(node.cache_kind, []).append(node.address)
+        cached: dict[str, int] = {}
+        for (identity, block_size), addresses in kinds.items():
+            found = self._index.cached_blocks(wanted.prompt.numbers(identity, block_size), addresses)
+            # The last token is computed in any case.
+            most = (wanted.num_tokens - 1) // block_size
+            cached.update((address, min(blocks, most) * block_size) for address, blocks in found.items())
+        return cached
+
+    def _of_session(self, wanted: Wanted, role: Role) -> Wanted:
+        if not wanted.session_id:
+            return wanted
+        return replace(wanted, session_node=self._affinity.node(wanted.session_id, role))
+
+    def _picked(self, role: Role, view: NodeView, wanted: Wanted) -> FleetNode:
+        self._affinity.note(wanted.session_id, role, view.address)
+        node = self._of(role)[view.address]
+        node.cached_tokens = view.cached_tokens
+        return node
 
     # ---- the whole
 
@@ -277,11 +357,16 @@ class Fleet:
     def _of(self, role: Role) -> dict[str, FleetNode]:
         return self.prefills if role == common_pb2.ROLE_PREFILL else self.decodes
 
+    def _forget_cache(self, node: FleetNode) -> None:
+        node.cache = CachePosition()
+        self._index.forget(node.address)
+
     def _wrong_role(self, node: FleetNode, role: Role) -> list[FleetCommand]:
         wrong = f"it is a {_role_name(role)} node, not a {_role_name(node.role)} node"
         if node.detail == wrong:
             return []
         node.reachable, node.detail = False, wrong
+        self._forget_cache(node)
         return [LogLine(f"{node.address} is not used: {wrong}", warning=True), *_drop_session(node, wrong)]
 
     def _foreign(self, theirs: common_pb2.ModelIdentity) -> str:
@@ -305,13 +390,17 @@ def _role_name(role: Role) -> str:
     return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
 
 
+def _model(info: common_pb2.NodeInfo) -> tuple[str, ...]:
+    return (info.model.architecture, info.model.config_digest, info.model.weights_digest)
+
+
 def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:
     info = status.info
     ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
     return NodeView(
         address=address,
         incarnation=info.incarnation,
-        model=(info.model.architecture, info.model.config_digest, info.model.weights_digest),
+        model=_model(info),
         open=True,
         max_context_tokens=info.max_context_tokens,
         block_size=info.cache_shape.block_size,

@@ -8,6 +8,7 @@ from baton.types import NO_SLO, LocalPolicy, Slo
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet, FleetNode
 from gateway.placement import Placement, Way
+from gateway.prefix_index import PromptBlocks
 from gateway.request import Rules
 from gateway.router import Wanted
 
@@ -15,8 +16,10 @@ from gateway.router import Wanted
 class NodeChoice:
     """The choices of one request, from its first node to its last."""
 
-    def __init__(self, rules: Rules, fleet: Fleet) -> None:
+    def __init__(self, rules: Rules, fleet: Fleet, *, prompt: PromptBlocks | None = None, session_id: str = "") -> None:
         self._fleet = fleet
+        self._prompt = prompt
+        self._session_id = session_id
         self._policy = rules.local_policy
         # A decode node that prefills itself is the last attempt under `prefer`.
         self._max_calls = {
@@ -64,13 +67,14 @@ class NodeChoice:
         """The request is sent to the decode node: counts what the nodes will compute. Returns the incarnation of the
         prefill node that counts a part."""
         decode.note_sent(num_tokens)
-        here_from = {Way.REMOTE: num_tokens, Way.LOCAL: 0, Way.SPLIT: placement.split_tokens}[placement.way]
+        cached = placement.decode.cached_tokens
+        here_from = {Way.REMOTE: num_tokens, Way.LOCAL: cached, Way.SPLIT: placement.split_tokens}[placement.way]
         if here_from < num_tokens:
             decode.note_prompt(here_from, num_tokens, now_s)
-        if placement.prefill is None or not here_from:
+        if placement.prefill is None:
             return None
         prefill = self._fleet.prefills[placement.prefill.address]
-        prefill.note_prompt(0, here_from, now_s)
+        prefill.note_prompt(placement.prefill.cached_tokens, here_from, now_s)
         return prefill.incarnation
 
     def no_prefill_node(self) -> NoNode:
@@ -100,6 +104,8 @@ class NodeChoice:
             model=self._model,
             excluded_decode=self._refusals.keys() | self._losing,
             excluded_prefill=excluded_prefill | self._losing,
+            prompt=self._prompt,
+            session_id=self._session_id,
         )
 
 

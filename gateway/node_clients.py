@@ -25,10 +25,15 @@ _CLOSED = "the gateway has closed the connection"
 
 @dataclass(frozen=True)
 class WatchCallbacks:
-    """Callbacks for a node's statuses and for the loss of its connection."""
+    """Callbacks for a node's statuses, for the loss of its connection, and for changes of its prefix cache.
+
+    Args:
+        cache: returns False if changes before this one are lost, so that a snapshot is needed.
+    """
 
     status: Callable[[node_pb2.NodeStatus], None]
     lost: Callable[[str], None]
+    cache: Callable[[node_pb2.WatchCacheResponse], bool]
 
 
 class NodeClient:
@@ -62,10 +67,12 @@ class NodeClient:
         await self._channel.close()
 
     async def _watch_once(self) -> str:
-        """Receives statuses until the stream ends; returns why it did."""
+        """Receives statuses until the stream ends, and with them what its cache has; returns why it did."""
         call = self._stub.Watch(node_pb2.WatchRequest(interval_s=_WATCH_INTERVAL_S))
+        following: asyncio.Task[None] | None = None
         try:
             status = await asyncio.wait_for(call.read(), _FIRST_STATUS_TIMEOUT_S)
+            following = asyncio.create_task(self._follow_cache(), name="follow-cache")
             while isinstance(status, node_pb2.NodeStatus):
                 self._status_received = True
                 self._callbacks.status(status)
@@ -76,7 +83,30 @@ class NodeClient:
             return f"connected, but no status for {_FIRST_STATUS_TIMEOUT_S:g} s"
         finally:
             call.cancel()
+            if following is not None:
+                following.cancel()
         return "it ended the stream"
+
+    async def _follow_cache(self) -> None:
+        """Receives changes of the prefix cache until it is cancelled, or until the node turns out to publish none."""
+        last = node_pb2.WatchCacheResponse()
+        while True:
+            call = self._stub.WatchCache(
+                node_pb2.WatchCacheRequest(after_sequence=last.sequence, incarnation=last.incarnation)
+            )
+            try:
+                async for batch in call:
+                    if not self._callbacks.cache(batch):
+                        last = node_pb2.WatchCacheResponse()
+                        break
+                    if not batch.more:
+                        last = batch
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # of an older version
+            finally:
+                call.cancel()
+            await asyncio.sleep(_RETRY_S_MAX)
 
 
 class PrefillStream:

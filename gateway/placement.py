@@ -111,7 +111,7 @@ def _best_local(decodes: Sequence[NodeView], decode: NodeView, wanted: Wanted) -
         steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s)
         if steps is None:
             continue
-        first_s = steps.first_token_s(node.waiting_s, node.cached_tokens, wanted.num_tokens)
+        first_s = steps.first_token_s(node.queue_s, node.cached_tokens, wanted.num_tokens)
         if found is None or first_s < found.first_token_s:
             delay_s = 0.0 if steps.bounded else steps.extra_s(node.cached_tokens, wanted.num_tokens)
             found = _Local(node, steps, first_s, delay_s if steps.rows else 0.0)
@@ -132,7 +132,7 @@ def _split(local: _Local | None, prefill: NodeView, remote_s: float, ttft_s: flo
     if local is None or not wanted.splittable or local.node.incarnation not in prefill.ready_peers:
         return None
     node, steps, tokens = local.node, local.steps, wanted.num_tokens
-    if steps.stretch * node.waiting_s > _PRESSED * ttft_s:  # the decode node is no less busy
+    if steps.stretch * node.queue_s > _PRESSED * ttft_s:  # the decode node is no less busy
         return None
     unit = math.lcm(node.block_size, prefill.block_size)
     least = max(node.cached_tokens + _SPLIT_LEAST_TOKENS, prefill.cached_tokens)
@@ -144,7 +144,7 @@ def _split(local: _Local | None, prefill: NodeView, remote_s: float, ttft_s: flo
         part_s = prefill_s(prefill, prefill.cached_tokens, split)
         assert part_s is not None, "the prefill node has costs"
         sent_s = part_s + transfer_s(prefill, node, split - node.cached_tokens)
-        waiting_s = max(0.0, node.waiting_s - sent_s / steps.stretch)
+        waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
         first_s = sent_s + steps.first_token_s(waiting_s, split, tokens)
         if first_s <= _PLANNED * ttft_s:
             why = f"{prefill.address} alone would take {_ms(remote_s)} of the {_ms(ttft_s)} to the first token"
@@ -156,7 +156,7 @@ def _local_by_policy(decode: NodeView, why: str, wanted: Wanted) -> Placement:
     steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
     first_s = None
     if steps is not None:
-        first_s = steps.first_token_s(decode.waiting_s, decode.cached_tokens, wanted.num_tokens)
+        first_s = steps.first_token_s(decode.queue_s, decode.cached_tokens, wanted.num_tokens)
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
     return Placement(Way.LOCAL, decode, None, 0, why, first_s, meets)
 

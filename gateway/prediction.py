@@ -18,14 +18,14 @@ def prefill_s(node: NodeView, start: int, stop: int) -> float | None:
     """From now until a prefill node has computed a prompt's tokens from `start` to `stop`; None: no costs are known."""
     if node.costs is None:
         return None
-    return node.waiting_s + prompt_s(node, start, stop)
+    return node.queue_s + prompt_s(node, start, stop)
 
 
 def prompt_s(node: NodeView, start: int, stop: int) -> float:
     """The node's time for a prompt's tokens, alone; 0 where no costs are known."""
     if node.costs is None:
         return 0.0
-    return node.costs.prompt_s(start, stop, step_tokens=_step_tokens(node, node.costs))
+    return node.costs.prompt_s(start, stop, step_tokens=node.step_tokens)
 
 
 def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
@@ -77,7 +77,7 @@ def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None) -> Loc
     rows = node.decode_rows + node.requests_since
     context = node.context_tokens / node.decode_rows if node.decode_rows else prompt_tokens
     keys = int(rows * context)
-    most = _step_tokens(node, costs) - rows
+    most = node.step_tokens - rows
     if most < _LEAST_SLICE:
         return None
     middle = prompt_tokens // 2
@@ -103,7 +103,3 @@ def _slice_tokens(costs: StepCosts, rows: int, keys: int, start: int, *, most: i
         work = StepWork(rows, keys, tokens, chunk_pairs(start, start + tokens))
         low, high = (tokens, high) if costs.seconds(work) <= step_s else (low, tokens)
     return low
-
-
-def _step_tokens(node: NodeView, costs: StepCosts) -> int:
-    return node.max_batch_tokens or costs.points[-1][0]

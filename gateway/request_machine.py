@@ -51,6 +51,7 @@ from gateway.events import (
 from gateway.fleet import Fleet
 from gateway.node_choice import NodeChoice, prefill_failure
 from gateway.node_messages import Due, NodeMessages
+from gateway.prefix_index import PromptBlocks
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing, OutputEnd, Reply
 from gateway.request import Request, Rules, deadline_exceeded
@@ -69,7 +70,10 @@ class RequestMachine:
     def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
         self._request = request
         self._rules = rules
-        self._choice = NodeChoice(rules, fleet)
+        # A prompt whose logprobs are wanted is computed as a whole.
+        scored = request.sampling.prompt_logprobs is not None
+        prompt = None if scored else PromptBlocks(request.prompt, cache_salt=request.cache_salt)
+        self._choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id)
         self._messages = NodeMessages(request, rules.local_policy)
         self._slo = request.slo.over(rules.slo)
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
@@ -343,9 +347,9 @@ class RequestMachine:
         attempt.first_token_passed = ticket.first_part  # the decode node draws it
         refuse_late = self._refuses_late
         request = self._messages.prefill(self._order.token_ids, ticket, due=self._due, refuse_late=refuse_late)
-        node.note_sent(self._num_tokens)
+        node.note_sent(self._num_tokens, cached_tokens=node.cached_tokens)
         if attempt.prefill_noted != node.incarnation:
-            node.note_prompt(0, ticket.token_stop, self._now_s)
+            node.note_prompt(node.cached_tokens, ticket.token_stop, self._now_s)
         attempt.prefill_noted = None
         self._commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=self._remaining_s))
 

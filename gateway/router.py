@@ -1,13 +1,26 @@
 """Picks a decode node and a prefill node for one request. Pure: reports of nodes in, a choice out.
 
-Nodes report at intervals. What this gateway has sent since the last report is added, so that a burst spreads.
+Nodes report at intervals. What this gateway has sent since the last report is added, so that a burst spreads. Where
+all nodes have measured what their steps cost, times are compared; else counts of tokens and requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
 
-from baton.costs import StepCosts
+from baton.costs import StepCosts, chunk_pairs
 from baton.types import NO_SLO, LocalPolicy, Slo
+from gateway.prefix_index import PromptBlocks
+
+_STEP_TOKENS = 2048  # of a node that does not report its step size
+# Times this close count as equal: measured costs of equal nodes differ a little, and the fastest shall not get all.
+_EQUAL_FACTOR, _EQUAL_S = 1.05, 1e-3
+# A session stays on its node while that takes at most so much longer.
+_SESSION_FACTOR, _SESSION_S = 1.15, 5e-3
+# To weigh a decode node's steps against KV that it has already: a typical output, and a fast network's transfer.
+_OUTPUT_TOKENS = 200
+_TRANSFER_TOKEN_S = 5e-6
 
 
 @dataclass(frozen=True)
@@ -25,11 +38,10 @@ class NodeView:
     tokens_waiting: int
     ready_peers: frozenset[int]  # incarnations
     requests_since: int = 0  # sent by this gateway since the report
-    tokens_since: int = 0
+    tokens_since: int = 0  # that it must compute or hold, of these requests
     picks: int = 0  # by this gateway, ever: spreads requests over idle nodes
     costs: StepCosts | None = None  # None: not measured yet
     backlog_s: float = 0.0  # predicted time for all prompt tokens that wait
-    waiting_s: float = 0.0  # the same now: with what this gateway has sent since, less the time that has passed
     decode_rows: int = 0
     context_tokens: int = 0  # keys that one token of every decoding request reads
     max_batch_requests: int = 0  # 0: not known
@@ -43,8 +55,38 @@ class NodeView:
     def load(self) -> int:
         return self.requests + self.requests_since
 
+    @cached_property
+    def step_tokens(self) -> int:
+        """Tokens of a prompt that one step computes."""
+        return self.max_batch_tokens or _STEP_TOKENS
+
+    @cached_property
+    def step_s(self) -> float:
+        """Predicted time of a whole step of a prompt, without attention; infinite without costs."""
+        return inf if self.costs is None else self.costs.dense_s(self.step_tokens)
+
+    @cached_property
+    def queue_s(self) -> float:
+        """Predicted time until a prompt that is sent now would be computed; infinite without costs."""
+        return self.backlog_s + self.step_s / self.step_tokens * self.tokens_since if self.costs is not None else inf
+
     def has_room(self, num_tokens: int) -> bool:
         return self.blocks_free * self.block_size >= num_tokens + self.tokens_since
+
+    def with_cached(self, cached_tokens: int) -> "NodeView":
+        """The same node for a prompt of which it has so many tokens. One of these is made for each node and request, so
+        it copies the fields without checking them."""
+        view = object.__new__(NodeView)
+        view.__dict__.update(self.__dict__)
+        view.__dict__["cached_tokens"] = cached_tokens
+        return view
+
+    def with_queue(self, queue_s: float) -> "NodeView":
+        """The same node at a time after the report, when a prompt that is sent waits for so long."""
+        view = object.__new__(NodeView)
+        view.__dict__.update(self.__dict__)
+        view.__dict__["queue_s"] = queue_s
+        return view
 
 
 @dataclass(frozen=True)
@@ -57,6 +99,9 @@ class Wanted:
         excluded_decode, excluded_prefill: incarnations that may not be chosen.
         slo: `ttft_s` is the time left until the first token is due.
         splittable: the prompt may be computed in two parts.
+        prompt: for `NodeView.cached_tokens`; None: nothing of the request may come from a prefix cache.
+        session_id: empty where the client named none.
+        session_node: address of the node that served the session last, of the role that is chosen.
     """
 
     num_tokens: int
@@ -66,49 +111,117 @@ class Wanted:
     excluded_prefill: Set[int] = frozenset()
     slo: Slo = NO_SLO
     splittable: bool = True
+    prompt: PromptBlocks | None = None
+    session_id: str = ""
+    session_node: str | None = None
+
+
+def prefill_s(view: NodeView, wanted: Wanted) -> float:
+    """Predicted time until this node would have computed the request's prompt: what waits there, then the tokens that
+    its cache lacks. Infinite while its costs are not known."""
+    costs, stop = view.costs, wanted.num_tokens
+    if costs is None:
+        return inf
+    # As `StepCosts.prompt_s`, with what is equal for all requests computed once for each view.
+    start = min(view.cached_tokens, stop - 1)
+    whole, rest = divmod(stop - start, view.step_tokens)
+    dense_s = whole * view.step_s + (costs.dense_s(rest) if rest else 0.0)
+    return view.queue_s + dense_s + costs.pair_s * chunk_pairs(start, stop)
+
+
+def decode_s(view: NodeView, wanted: Wanted) -> float:
+    """Predicted time of one decode step of this node with the request as one more row. Infinite while its costs are not
+    known."""
+    costs = view.costs
+    if costs is None:
+        return inf
+    # As `StepCosts.seconds`, without the making of a StepWork for each node.
+    rows = view.requests + view.requests_since + 1
+    keys = view.context_tokens + view.tokens_since + wanted.num_tokens
+    return costs.dense_s(rows) + costs.key_s * keys + costs.decode_row_s * rows
 
 
 def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
-    """The decode node for the request: with room, with a prefill node where that matters, then the least loaded."""
-
-    def paired(node: NodeView) -> bool:
-        return pick_prefill(prefills, node, wanted) is not None
-
-    def cost(node: NodeView) -> tuple[object, ...]:
-        unpaired = wanted.policy is LocalPolicy.PREFER and not paired(node)
-        return (not node.has_room(wanted.num_tokens + 1), unpaired, node.load, node.picks, node.address)
+    """The decode node for the request: with room and a seat, with a prefill node where that matters, then the one that
+    would serve it soonest, or the least loaded one."""
+    partners = _usable(prefills, wanted, wanted.excluded_prefill)
 
     usable = usable_decodes(decodes, wanted)
     if wanted.policy is LocalPolicy.STRICT:
-        usable = [node for node in usable if paired(node)]
-    return _cheapest(usable, cost)
+        usable = _paired(usable, partners)
+    usable = [node for node in usable if node.has_room(wanted.num_tokens + 1)] or usable
+    if wanted.policy is LocalPolicy.PREFER:
+        usable = _paired(usable, partners) or usable
+    usable = [node for node in usable if not 0 < node.max_batch_requests <= node.load] or usable
+    if all(node.costs is not None for node in usable):
+        return _soonest(usable, lambda node: _decode_whole_s(node, wanted), wanted)
+
+    def cost(node: NodeView) -> tuple[object, ...]:
+        return node.load, node.address != wanted.session_node, -node.cached_tokens, node.picks, node.address
+
+    return min(usable, key=cost, default=None)
 
 
 def usable_decodes(decodes: Sequence[NodeView], wanted: Wanted) -> list[NodeView]:
     """The decode nodes that could take the request, with or without room."""
-    return [node for node in decodes if _can_take(node, wanted) and node.incarnation not in wanted.excluded_decode]
+    return _usable(decodes, wanted, wanted.excluded_decode)
 
 
 def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> NodeView | None:
-    """The prefill node with the least to compute, of the nodes whose pair with the decode node is ready."""
+    """The prefill node that would have the prompt computed soonest, of the nodes whose pair with the decode node is
+    ready. Without costs: the node with the least to compute."""
+    usable = [
+        node for node in _usable(prefills, wanted, wanted.excluded_prefill) if decode.incarnation in node.ready_peers
+    ]
+    if all(node.costs is not None for node in usable):
+        return _soonest(usable, lambda node: prefill_s(node, wanted), wanted)
 
     def cost(node: NodeView) -> tuple[object, ...]:
-        return (node.tokens_waiting + node.tokens_since, node.load, node.picks, node.address)
+        tokens = node.tokens_waiting + node.tokens_since - node.cached_tokens
+        return tokens, node.address != wanted.session_node, node.load, node.picks, node.address
 
-    usable = [
+    return min(usable, key=cost, default=None)
+
+
+def _usable(nodes: Sequence[NodeView], wanted: Wanted, excluded: Set[int]) -> list[NodeView]:
+    return [
         node
-        for node in prefills
-        if _can_take(node, wanted)
-        and node.incarnation not in wanted.excluded_prefill
-        and decode.incarnation in node.ready_peers
+        for node in nodes
+        if node.open
+        and node.max_context_tokens > wanted.num_tokens
+        and (wanted.model is None or wanted.model == node.model)
+        and node.incarnation not in excluded
     ]
-    return _cheapest(usable, cost)
 
 
-def _can_take(node: NodeView, wanted: Wanted) -> bool:
-    fits = node.max_context_tokens > wanted.num_tokens
-    return node.open and fits and wanted.model in (None, node.model)
+def _paired(decodes: list[NodeView], partners: list[NodeView]) -> list[NodeView]:
+    """The decode nodes that some of the prefill nodes can send to."""
+    first = partners[0].ready_peers if partners else frozenset()  # mostly of all decode nodes
+    return [
+        node
+        for node in decodes
+        if node.incarnation in first or any(node.incarnation in each.ready_peers for each in partners)
+    ]
 
 
-def _cheapest(nodes: Sequence[NodeView], cost: Callable[[NodeView], tuple[object, ...]]) -> NodeView | None:
-    return min(nodes, key=cost, default=None)
+def _decode_whole_s(node: NodeView, wanted: Wanted) -> float:
+    """A measure of how long the request takes at a decode node once its prompt is computed."""
+    missing = wanted.num_tokens - node.cached_tokens
+    return _OUTPUT_TOKENS * decode_s(node, wanted) + _TRANSFER_TOKEN_S * missing
+
+
+def _soonest(nodes: Sequence[NodeView], predicted_s: Callable[[NodeView], float], wanted: Wanted) -> NodeView | None:
+    """The session's node if it is nearly as soon as the soonest one; else, of those that count as equal to the soonest,
+    the least loaded."""
+    if not nodes:
+        return None
+    times_s = [predicted_s(node) for node in nodes]
+    best_s = min(times_s)
+    equal_s, session_s = best_s * _EQUAL_FACTOR + _EQUAL_S, best_s * _SESSION_FACTOR + _SESSION_S
+    equal = []
+    for node, its_s in zip(nodes, times_s, strict=True):
+        if its_s <= session_s and node.address == wanted.session_node:
+            return node
+        if its_s <= equal_s:
+            equal.append(node)
+    return min(equal, key=lambda node: (node.load, node.picks, node.address))

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+from baton.convert import costs_to_proto
+from baton.costs import StepCosts
 from baton.errors import PeerRefused
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -24,6 +26,7 @@ def to_info(
     incarnation: int,
     model_name: str,
     max_context_tokens: int,
+    cache_identity: str = "",
 ) -> pb.NodeInfo:
     """A node's description for its peers and gateways."""
     spec, shape = description.spec, description.shape
@@ -53,6 +56,7 @@ def to_info(
         batch_invariant=description.batch_invariant,
         tensor_parallel_size=description.tensor_parallel_size,
         converted_kv_dtypes=description.converted_kv_dtypes,
+        cache_identity=cache_identity,
     )
 
 
@@ -87,6 +91,11 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         tensor_parallel_size=info.tensor_parallel_size or 1,
         converted_kv_dtypes=tuple(info.converted_kv_dtypes),
     )
+
+
+def to_step_costs(costs: StepCosts | None) -> pb.StepCosts | None:
+    """None: nothing is known yet, and the status has no costs."""
+    return None if costs is None else costs_to_proto(costs)
 
 
 def from_addresses(addresses: Mapping[RankPair, bytes]) -> list[decode_pb2.WorkerAddress]:

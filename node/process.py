@@ -32,6 +32,7 @@ from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
 from models.parallel import SINGLE
 from node.assembly import Node, load
+from node.cache_events import CacheEvents
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.join import join, leave
 from node.service import SERVICE_NAME, NodeService
@@ -136,8 +137,7 @@ async def _run(
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
         its_role = make_role(node, settings)
-        captures = settings.cuda_graphs and built.cache.view.is_cuda
-        supervisor.report("capturing graphs" if captures else "starting engine")
+        supervisor.report("starting engine")
         async with node:
             # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
             gc.collect()
@@ -196,7 +196,8 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
         role.fill_status(message)
         return message
 
-    service = NodeService(status=status, drain=drain)
+    events = CacheEvents(node.engine.prefix_cache, incarnation=node.incarnation)
+    service = NodeService(status=status, drain=drain, cache=events)
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     role.add_to(server.grpc)
     services: Sequence[str] = (SERVICE_NAME, role.service_name)

@@ -1,4 +1,4 @@
-"""The Node service: describe, watch, drain. Its messages come ready-made from callbacks."""
+"""The Node service: describe, watch, watch the cache, drain. Its messages come ready-made from callbacks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import grpc
 
+from node.cache_events import CacheEvents
 from protos.baton.v1 import node_pb2 as pb
 from protos.baton.v1 import node_pb2_grpc
 
@@ -20,15 +21,20 @@ class NodeService(node_pb2_grpc.NodeServicer):
     Args:
         status: returns the node's current status.
         drain: begins a drain and returns at once; None means the configured grace.
+        cache: what the node's prefix cache has.
     """
 
-    def __init__(self, *, status: Callable[[], pb.NodeStatus], drain: Callable[[float | None], None]) -> None:
+    def __init__(
+        self, *, status: Callable[[], pb.NodeStatus], drain: Callable[[float | None], None], cache: CacheEvents
+    ) -> None:
         self._status = status
+        self._cache = cache
         self._drain = drain
         self._closed = asyncio.Event()
 
     def close(self) -> None:
-        """Ends every Watch stream."""
+        """Ends every stream."""
+        self._cache.close()
         self._closed.set()
 
     async def Describe(
@@ -54,3 +60,11 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> pb.DrainResponse:
         self._drain(request.grace_s if request.HasField("grace_s") else None)
         return pb.DrainResponse()
+
+    async def WatchCache(
+        self,
+        request: pb.WatchCacheRequest,
+        context: grpc.aio.ServicerContext[pb.WatchCacheRequest, pb.WatchCacheResponse],
+    ) -> AsyncIterator[pb.WatchCacheResponse]:
+        async for batch in self._cache.watch(request):
+            yield batch

@@ -53,9 +53,12 @@ WITHOUT_TORCH_MODULES = {
 
 # Modules without clock, task, thread, socket, randomness or torch: events go in, commands come out.
 PURE_MODULES = {
+    "baton.block_keys",
     "engine.events",
     "engine.scheduling.block_manager",
     "engine.scheduling.scheduler",
+    "gateway.affinity",
+    "gateway.prefix_index",
     "gateway.router",
     "kvtransfer.leases",
     "kvtransfer.plan",

@@ -79,7 +79,7 @@ def _wrap(handler: Any, method: str) -> Handler:
 
 
 def _guard_message(behavior: Any, method: str) -> Any:
-    """The handler, for calls with one message. gRPC tells the two kinds of handlers apart by their function's kind."""
+    """The handler, for calls with one message. It is a generator where it answers with a stream."""
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(request: Any, context: Context) -> AsyncIterator[Any]:

@@ -3,48 +3,17 @@
 A block is free, or held as often as its reference count says (I1). Free blocks keep their content until they are
 taken; blocks without reusable content are taken first, then the least recently used. A block may lack KV in layers
 with a sliding window; it then serves only sequences that continue so far after it that these layers do not read it.
+
+Who follows the cache takes its changes now and then; only blocks that serve every sequence count as cached there.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
-from typing import NamedTuple
 
-from engine.request import IntArray
+from baton.block_keys import BlockKey, IntArray, KeyChain
 
-DIGEST_BYTES = 16
-
-
-class BlockKey(NamedTuple):
-    """Key of a full block: a digest over its tokens and all tokens before them, and the block's tokens."""
-
-    digest: bytes
-    tokens: bytes
-
-
-class KeyChain:
-    """Keys of one sequence's full blocks, each computed once and on demand.
-
-    Each digest covers the block's tokens and its parent's digest; the first parent covers model identity and salt.
-    """
-
-    def __init__(self, *, identity: str, cache_salt: str, block_size: int) -> None:
-        self._block_size = block_size
-        self._root = _digest(b"", b"%d:%b%b" % (len(identity.encode()), identity.encode(), cache_salt.encode()))
-        self._keys: list[BlockKey] = []
-
-    def key(self, index: int, tokens: IntArray) -> BlockKey:
-        """Key of the sequence's block `index`; `tokens` is the sequence, which may only have grown between calls."""
-        while len(self._keys) <= index:
-            parent = self._keys[-1].digest if self._keys else self._root
-            start = len(self._keys) * self._block_size
-            content = tokens[start : start + self._block_size].tobytes()
-            self._keys.append(BlockKey(_digest(parent, content), content))
-        return self._keys[index]
-
-
-def _digest(parent: bytes, content: bytes) -> bytes:
-    return blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
+CacheChanges = dict[bytes, BlockKey | None]  # by digest, the key of a block that is cached now, None where it is not
+_CHANGES_MIN = 1024
 
 
 class BlockManager:
@@ -55,6 +24,7 @@ class BlockManager:
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
         self._windowless: set[int] = set()
+        self._changes: CacheChanges | None = None
         # NOTE: an OrderedDict, because taking the first key of a plain dict gets slower with every key that was taken.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
@@ -138,6 +108,37 @@ class BlockManager:
         self._by_digest[key.digest] = block_id
         if windowless:
             self._windowless.add(block_id)
+        elif self._changes is not None:
+            self._note(key.digest, key)
+
+    # ---- following the cache
+
+    def cached_keys(self) -> list[BlockKey]:
+        """The keys of all blocks that are cached now, in no order."""
+        if self._windowless:
+            keys = enumerate(self._keys)
+            return [key for block_id, key in keys if key is not None and block_id not in self._windowless]
+        return [key for key in self._keys if key is not None]
+
+    def follow(self) -> None:
+        """Collects changes from now on."""
+        self._changes = {}
+
+    def take_changes(self) -> CacheChanges | None:
+        """The changes since the last call, the last one of each digest. None: nobody followed the cache, or there were
+        too many to keep, and none are collected any more."""
+        changes = self._changes
+        if changes:
+            self._changes = {}
+        return changes
+
+    # ----
+
+    def _note(self, digest: bytes, key: BlockKey | None) -> None:
+        assert self._changes is not None
+        self._changes[digest] = key
+        if len(self._changes) > self.num_blocks // 2 + _CHANGES_MIN:  # then reading all keys costs less
+            self._changes = None
 
     def _take_free(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -150,4 +151,6 @@ class BlockManager:
         if key is not None:
             del self._by_digest[key.digest]
             self._keys[block_id] = None
+            if self._changes is not None:
+                self._note(key.digest, None)
             self._windowless.discard(block_id)

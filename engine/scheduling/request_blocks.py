@@ -2,8 +2,9 @@
 
 import math
 
+from baton.block_keys import KeyChain
 from engine.request import EngineRequest, ModelFacts, Reservation
-from engine.scheduling.block_manager import BlockManager, KeyChain
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.state import RequestState
 
 
@@ -24,6 +25,11 @@ class RequestBlocks:
         self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
         self._window_tokens = facts.window_tokens
         self._blocks = BlockManager(facts.num_blocks)
+
+    @property
+    def manager(self) -> BlockManager:
+        """For those who follow the prefix cache."""
+        return self._blocks
 
     @property
     def num_blocks(self) -> int:

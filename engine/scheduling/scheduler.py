@@ -22,6 +22,7 @@ from engine.request import (
     check_request,
     context_limit,
 )
+from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.costs import Costs, NoCosts
 from engine.scheduling.deadlines import place_of
 from engine.scheduling.prompts import RETRY_AFTER_S, Prompts
@@ -68,6 +69,11 @@ class Scheduler:
         self._prompts = Prompts(self._roster, self._blocks, limits, self._meter)
         self._void: list[RequestState] = []  # ended requests that still have a row in a step in flight
         self._preemptions = 0
+
+    @property
+    def prefix_cache(self) -> BlockManager:
+        """For those who follow what it has."""
+        return self._blocks.manager
 
     @property
     def steps_in_flight(self) -> int:

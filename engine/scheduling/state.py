@@ -3,11 +3,11 @@
 from enum import Enum
 from typing import NamedTuple
 
+from baton.block_keys import KeyChain
 from baton.types import FinishReason, PromptLogprob
 from engine.batch import BatchRow, ScoreRow
 from engine.request import EngineRequest, IntArray, QueuePlace, check_continuation, check_output, int_array
 from engine.sampling.row import SampleRows
-from engine.scheduling.block_manager import KeyChain
 
 # Shared by all rows whose token the host does not know yet; nobody writes to it.
 _UNKNOWN_TOKEN = int_array([0])

@@ -25,7 +25,7 @@ class Family:
         force: the grammar of forced calls.
         marks: texts that the reader looks for.
         end_tokens: special tokens that end an answer.
-        bare: calls have no marker, so that text is told from calls by the tools' names.
+        bare: calls have no marker; a text is a call if it has the name of a tool.
         short_ids: ids of calls have nine letters and digits, which the template demands.
     """
 

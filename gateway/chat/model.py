@@ -92,7 +92,7 @@ class ChatModel:
 
         Args:
             seed: ids of tool calls are made from it and the prompt, so give each output of a request its own. The
-                prompt tells turns apart whose clients give them the same request id.
+                prompt makes them differ between turns that have the same request id.
         """
         dialect = self._dialect(request)
 

@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from baton.config import MIB, GatewaySettings
 from baton.errors import BatonError, InternalError, InvalidRequest
 from gateway.chat.types import ChatRequest
+from gateway.collected import Collector
 from gateway.fleet import Fleet
 from gateway.http.body import AnyBody, check, parse_object, read_body, shown
-from gateway.http.collected import Collected, Collector
 from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
 from gateway.http.extras import set_slo
 from gateway.serving import Serving
@@ -150,24 +150,24 @@ class Call:
         except TimeoutError:
             raise Refused(408, "request_timeout", "the body took too long", headers={"connection": "close"}) from None
 
-    async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> list[Collected]:
-        """The request's whole outputs, by index. A client that leaves cancels the request.
+    async def collect(self, message: pb.GenerateRequest, chat: ChatRequest | None = None) -> pb.CompleteResponse:
+        """The request's whole outputs. A client that leaves cancels the request.
 
         Raises:
             BatonError: why it cannot be finished.
             ClientLeft: nobody waits for it any more.
         """
-        (outputs,) = await self.collect_all([message], chat)
-        return outputs
+        (whole,) = await self.collect_all([message], chat)
+        return whole
 
     async def collect_all(
         self, messages: Sequence[pb.GenerateRequest], chat: ChatRequest | None = None
-    ) -> list[list[Collected]]:
+    ) -> list[pb.CompleteResponse]:
         """As `collect`, for several requests at the same time."""
         collectors = [Collector() for _ in messages]
         jobs = [Job(message, collector.push, chat) for message, collector in zip(messages, collectors, strict=True)]
         await self.serve(jobs)
-        return [collector.outputs() for collector in collectors]
+        return [collector.response() for collector in collectors]
 
     async def serve(self, jobs: Sequence[Job]) -> None:
         """Serves jobs for an answer in one piece, which their `push` collect; raises as `collect`."""

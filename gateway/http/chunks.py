@@ -9,9 +9,8 @@ from typing import Any
 
 import orjson
 
-from baton.convert import receipt_from_proto
+from baton.convert import finish_reason_from_proto, receipt_from_proto
 from baton.errors import BatonError
-from gateway.http.collected import finish_name
 from gateway.http.errors import openai_error
 from gateway.http.logprobs import CompletionLogprobs, LogprobWriter
 from protos.baton.v1 import common_pb2
@@ -228,6 +227,11 @@ def add_usage(total: common_pb2.Usage, more: common_pb2.Usage) -> None:
 
 def receipt_json(receipt: common_pb2.Receipt) -> dict[str, Any]:
     return asdict(receipt_from_proto(receipt))
+
+
+def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
+    """ "stop" or "length", as OpenAI calls them; empty while the output goes on."""
+    return finish_reason_from_proto(reason) or ""
 
 
 def stop_reason_json(stop_reason: str) -> str | int | None:

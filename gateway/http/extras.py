@@ -1,5 +1,5 @@
-"""Parameters that Baton adds to the Responses and the Messages API, with the names that vLLM and SGLang gave them, and
-the way of those that all APIs share to a request."""
+"""Parameters that Baton adds to the Responses and the Messages API, named as in vLLM and SGLang, and
+what those that all APIs share become in a request."""
 
 from typing import Annotated
 

@@ -1,6 +1,7 @@
 """Handlers of OpenAI's endpoints that generate: chat completions and completions."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,11 @@ from gateway.http.chunks import (
     CompletionChunks,
     StreamShape,
     add_usage,
+    finish_name,
     receipt_json,
     stop_reason_json,
     usage_json,
 )
-from gateway.http.collected import Collected, ToolCall
 from gateway.http.counting import encode_chat
 from gateway.http.logprobs import CompletionLogprobs, LogprobWriter
 from gateway.http.translate import chat_message, chat_request, completion_messages, grammar_of
@@ -37,10 +38,10 @@ async def chat_completions(call: Call) -> Response:
         if body.continuous_usage:
             shape = replace(shape, prompt_tokens=await _count(call, message, chat))
         return call.stream(message, ChatChunks(shape), chat)
-    outputs = await call.collect(message, chat)
-    answer = _answer(shape, "chat.completion", [_chat_choice(shape, output) for output in outputs], outputs)
+    whole = await call.collect(message, chat)
+    answer = _answer(shape, "chat.completion", [_chat_choice(shape, output) for output in whole.outputs], whole)
     if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = _writer(call, body).prompt(outputs[0].prompt_logprobs)
+        answer["prompt_logprobs"] = _writer(call, body).prompt(whole.prompt_logprobs)
     return _json(answer)
 
 
@@ -60,15 +61,16 @@ async def completions(call: Call) -> Response:
         encoder = CompletionChunks(shape, echoes=echoes, hides_tokens=body.max_tokens == 0)
         jobs = [Job(message, encoder.for_prompt(number)) for number, message in enumerate(messages)]
         return call.stream_all(jobs, encoder)
-    groups = await call.collect_all(messages)
+    answers = await call.collect_all(messages)
     choices: list[dict[str, Any]] = []
-    for number, outputs in enumerate(groups):
-        for output in outputs:
-            echo = echoes[number] if body.echo else ""
-            choices.append(_completion_choice(shape, body, len(choices), echo, output))
+    for number, whole in enumerate(answers):
+        echo = echoes[number] if body.echo else ""
+        echoed = whole.prompt_logprobs if body.echo else ()
+        for output in whole.outputs:
+            choices.append(_completion_choice(shape, body, len(choices), output, echo, echoed))
             if body.prompt_logprobs is not None:
-                choices[-1]["prompt_logprobs"] = _writer(call, body).prompt(output.prompt_logprobs)
-    return _json(_answer(shape, "text_completion", choices, *groups))
+                choices[-1]["prompt_logprobs"] = _writer(call, body).prompt(whole.prompt_logprobs)
+    return _json(_answer(shape, "text_completion", choices, *answers))
 
 
 def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_logprobs: bool) -> StreamShape:
@@ -111,14 +113,15 @@ async def _echo(call: Call, prompt: str | list[int]) -> str:
     return await call.serving.decode(prompt)
 
 
-def _chat_choice(shape: StreamShape, output: Collected) -> dict[str, Any]:
-    answer: dict[str, Any] = {"role": "assistant", "content": output.content, "refusal": None}
-    if output.reasoning and shape.reasoning:
-        answer["reasoning_content"] = output.reasoning
-    finish = output.finish_reason
-    if output.tool_calls:
-        answer["content"] = output.content or None
-        answer["tool_calls"] = [_tool_call(tool_call) for tool_call in output.tool_calls]
+def _chat_choice(shape: StreamShape, output: pb.Output) -> dict[str, Any]:
+    chat = output.chat
+    answer: dict[str, Any] = {"role": "assistant", "content": chat.content, "refusal": None}
+    if chat.reasoning and shape.reasoning:
+        answer["reasoning_content"] = chat.reasoning
+    finish = finish_name(output.finish_reason)
+    if chat.tool_calls:
+        answer["content"] = chat.content or None
+        answer["tool_calls"] = [_tool_call(tool_call) for tool_call in chat.tool_calls]
         finish = "tool_calls" if finish == "stop" else finish
     logprobs = shape.logprobs.chat(output.tokens) if shape.logprobs is not None else None
     return {
@@ -130,36 +133,42 @@ def _chat_choice(shape: StreamShape, output: Collected) -> dict[str, Any]:
 
 
 def _completion_choice(
-    shape: StreamShape, body: CompletionBody, index: int, echo: str, output: Collected
+    shape: StreamShape,
+    body: CompletionBody,
+    index: int,
+    output: pb.Output,
+    echo: str,
+    echoed: Sequence[common_pb2.PromptLogprob],
 ) -> dict[str, Any]:
+    """`echo` is the prompt in front of the output, `echoed` the logprobs of its tokens."""
     hidden = body.max_tokens == 0
-    tokens: list[common_pb2.Token | common_pb2.PromptLogprob] = [] if hidden else list(output.tokens)
-    if body.echo:
-        tokens = [*output.prompt_logprobs, *tokens]
+    tokens: list[common_pb2.Token | common_pb2.PromptLogprob] = [*echoed, *(() if hidden else output.tokens)]
     logprobs = CompletionLogprobs(shape.logprobs).write(tokens) if shape.logprobs is not None else None
     return {
         "index": index,
         "text": echo + ("" if hidden else output.text),
         "logprobs": logprobs,
-        **_ending(shape, output.finish_reason, output),
+        **_ending(shape, finish_name(output.finish_reason), output),
     }
 
 
-def _ending(shape: StreamShape, finish: str, output: Collected) -> dict[str, Any]:
+def _ending(shape: StreamShape, finish: str, output: pb.Output) -> dict[str, Any]:
     ending: dict[str, Any] = {"finish_reason": finish, "stop_reason": stop_reason_json(output.stop_reason)}
     if shape.token_ids:
         ending["token_ids"] = [token.token_id for token in output.tokens]
     return ending
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _tool_call(call: pb.ToolCallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _answer(shape: StreamShape, name: str, choices: list[dict[str, Any]], *groups: list[Collected]) -> dict[str, Any]:
+def _answer(
+    shape: StreamShape, name: str, choices: list[dict[str, Any]], *answers: pb.CompleteResponse
+) -> dict[str, Any]:
     usage = common_pb2.Usage()
-    for outputs in groups:
-        add_usage(usage, outputs[0].usage)
+    for whole in answers:
+        add_usage(usage, whole.usage)
     answer: dict[str, Any] = {
         "id": shape.id,
         "object": name,
@@ -169,7 +178,7 @@ def _answer(shape: StreamShape, name: str, choices: list[dict[str, Any]], *group
         "usage": usage_json(usage),
     }
     if shape.receipt:
-        receipts = [receipt_json(output.receipt) for outputs in groups for output in outputs]
+        receipts = [receipt_json(output.receipt) for whole in answers for output in whole.outputs]
         answer["baton"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
     return answer
 

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Awaitable
 import grpc
 
 from baton.types import GrammarKind
+from gateway.collected import Collector
 from gateway.fleet import Fleet
 from gateway.rpc.call import answering, check_ids
-from gateway.rpc.collect import Collector
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb

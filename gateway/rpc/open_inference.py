@@ -10,9 +10,9 @@ import grpc
 
 import baton
 from baton.errors import BatonError, InternalError, InvalidRequest
+from gateway.collected import Collector
 from gateway.fleet import Fleet
 from gateway.rpc.call import Call, answering, check_ids
-from gateway.rpc.collect import Collector
 from gateway.rpc.open_inference_messages import (
     INPUTS,
     OUTPUTS,

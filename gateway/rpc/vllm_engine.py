@@ -16,9 +16,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 import baton
+from gateway.collected import Collector
 from gateway.fleet import Fleet
 from gateway.rpc.call import Call, answering, check_ids
-from gateway.rpc.collect import Collector
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.rpc.vllm_messages import to_chunk, to_complete, to_generate
 from gateway.serving import Serving

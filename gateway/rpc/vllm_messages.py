@@ -148,7 +148,7 @@ def to_complete(
     sampling: vllm.SamplingParams,
     last_token_id: int | None,
 ) -> vllm.GenerateResponse:
-    """The end of one output; `last_token_id` tells a stop token from a stop string that looks like its number."""
+    """The end of one output. `last_token_id` shows whether a stop token ended it, or a stop string like its number."""
     complete = vllm.GenerateComplete(
         output_ids=[token.token_id for token in output.tokens],
         finish_reason=finish_reason_from_proto(output.finish_reason),

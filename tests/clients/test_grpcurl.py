@@ -1,4 +1,4 @@
-"""grpcurl knows nothing of Baton but its address: reflection tells it the rest."""
+"""grpcurl gets nothing but an address; everything else comes from reflection."""
 
 import json
 import subprocess

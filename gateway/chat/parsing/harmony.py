@@ -22,7 +22,7 @@ FUNCTIONS = "functions."
 def harmony(header: str | None, *, tools: bool) -> Callable[[Cursor, Collector], Reading[None]]:
     """
     Args:
-        header: of the message that the prompt has opened, with `<|message|>` behind it; None: the prompt ends before.
+        header: of the message that the prompt has opened, and `<|message|>` after it; None: the prompt ends before.
         tools: whether calls are allowed; otherwise they are content.
     """
 

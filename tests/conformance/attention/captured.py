@@ -14,8 +14,10 @@ DECODES, OTHER_DECODES, WITH_A_PREFILL = [(1, 12), (1, 3)], [(1, 40), (1, 0)], [
 
 
 def check_which_batches_replay(backend: AttentionBackend | MLABackend, block_size: int) -> None:
-    """Decodes do where the backend declares CUDA graphs, batches with prefills never."""
+    """Decodes do once they are captured, where the backend declares CUDA graphs; batches with prefills never."""
     decodes, mixed = (make_batch(sizes, block_size, DEVICE).common for sizes in (DECODES, WITH_A_PREFILL))
+    if backend.capabilities.cudagraph:
+        backend.builder.build_for_cudagraph_capture(decodes)
     assert backend.builder.can_run_in_cudagraph(decodes) is backend.capabilities.cudagraph
     assert not backend.builder.can_run_in_cudagraph(mixed)
 

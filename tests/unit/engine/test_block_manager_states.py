@@ -6,8 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.block_keys import KeyChain
 from engine.request import IntArray, int_array
-from engine.scheduling.block_manager import BlockManager, KeyChain
+from engine.scheduling.block_manager import BlockManager
 
 NUM_BLOCKS = 7
 BLOCK_SIZE = 2
@@ -31,6 +32,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.holders: list[Holder] = []
         # The registered content of each block: the salt, and the whole sequence up to the block's end.
         self.content: dict[int, tuple[str, bytes]] = {}
+        self.followed: set[bytes] = set()
+        self.blocks.follow()
 
     @rule(tokens=SEQUENCES, salt=SALTS)
     def hold(self, tokens: list[int], salt: str) -> None:
@@ -50,12 +53,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.holders.append(holder)
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def register(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), windowless=st.booleans())
+    def register(self, data: st.DataObject, windowless: bool) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         for index in range(len(holder.tokens) // BLOCK_SIZE):
             content = (holder.salt, holder.tokens[: (index + 1) * BLOCK_SIZE].tobytes())
-            self.blocks.register(holder.blocks[index], holder.keys.key(index, holder.tokens))
+            self.blocks.register(holder.blocks[index], holder.keys.key(index, holder.tokens), windowless=windowless)
             self.content.setdefault(holder.blocks[index], content)
 
     @precondition(lambda self: self.holders)
@@ -71,6 +74,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
             held[block_id] for block_id in range(NUM_BLOCKS)
         ]
         assert self.blocks.num_free == NUM_BLOCKS - len(held)
+
+    @invariant()
+    def changes_lead_to_what_is_cached(self) -> None:
+        changes = self.blocks.take_changes()
+        assert changes is not None
+        for digest, key in changes.items():
+            if key is None:
+                self.followed.discard(digest)
+            else:
+                self.followed.add(digest)
+        assert self.followed == {key.digest for key in self.blocks.cached_keys()}
 
     def teardown(self) -> None:
         for holder in self.holders:

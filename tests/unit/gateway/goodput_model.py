@@ -114,13 +114,8 @@ class Node:
 
     def view(self, peers: frozenset[int], now_s: float) -> NodeView:
         assert self.reported is not None
-        return replace(
-            self.reported,
-            waiting_s=self.backlog.at(now_s),
-            requests_since=self.since,
-            picks=self.picks,
-            ready_peers=peers,
-        )
+        view = replace(self.reported, requests_since=self.since, picks=self.picks, ready_peers=peers)
+        return view.with_queue(self.backlog.at(now_s))
 
     def report(self, now_s: float) -> None:
         waiting_s = [COSTS.prompt_s(job.at, job.stop, step_tokens=self.step_tokens) for job in self.queue]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -80,6 +81,12 @@ class ScriptedNode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer, p
 
     async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainResponse:  # noqa: N802
         raise NotImplementedError
+
+    async def WatchCache(  # noqa: N802
+        self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[node_pb2.WatchCacheResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this node publishes no cache events")
+        yield node_pb2.WatchCacheResponse()  # makes it a generator, as gRPC expects of a streaming method
 
     def Pair(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.PairRequest], context: object

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from baton.convert import sampling_from_proto
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
-from gateway.rpc.collect import Collector
+from gateway.collected import Collector
 from gateway.rpc.open_inference_messages import read_request, to_response
 from gateway.rpc.vllm_messages import to_chunk, to_complete, to_generate
 from protos.baton.v1 import common_pb2

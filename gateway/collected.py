@@ -43,11 +43,15 @@ class Collector:
         self._prompt_logprobs: list[common_pb2.PromptLogprob] = []
 
     async def write(self, message: pb.GenerateResponse) -> None:
-        """Adds a message; the signature is that of `Serving.generate`'s `write`."""
+        """As `push`; the signature is that of `Serving.generate`'s `write`."""
+        self.push(message)
+
+    def push(self, message: pb.GenerateResponse) -> bytes:
+        """Adds a message. Nothing is to be sent yet."""
         if message.HasField("usage"):
             self._usage = message.usage
         if message.notice:
-            return
+            return b""
         if message.prompt_logprobs and not self._prompt_logprobs:
             self._prompt_logprobs = list(message.prompt_logprobs)
         output = self._outputs.get(message.index)
@@ -61,6 +65,7 @@ class Collector:
             output.message.finish_reason = message.finish_reason
             output.message.stop_reason = message.stop_reason
             output.message.receipt.CopyFrom(message.receipt)
+        return b""
 
     def response(self, request_id: str = "") -> pb.CompleteResponse:
         """Everything, once the request has finished; call it once."""

@@ -1,0 +1,124 @@
+"""The fleet knows what its nodes' prefix caches have, and forgets what may be wrong."""
+
+from dataclasses import replace
+
+from baton.types import LocalPolicy
+from gateway.prefix_index import PromptBlocks
+from gateway.router import Wanted
+from protos.baton.v1 import node_pb2
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet
+
+PROMPT = list(range(100))
+BLOCKS = PromptBlocks(PROMPT, cache_salt="").numbers("", 16).up_to(6)
+
+
+def wanted(salt: str = "", **changes: object) -> Wanted:
+    prompt = PromptBlocks(PROMPT, cache_salt=salt)
+    return replace(Wanted(len(PROMPT), LocalPolicy.PREFER, prompt=prompt), **changes)  # type: ignore[arg-type]
+
+
+def changed(fleet: SmallFleet, address: str, sequence: int, **fields: object) -> bool:
+    """The node's cache stream brings this batch."""
+    role = DECODE if address.startswith("d") else PREFILL
+    incarnation = fleet.node(role, address).incarnation
+    batch = node_pb2.WatchCacheResponse(sequence=sequence, incarnation=incarnation, **fields)  # type: ignore[arg-type]
+    return fleet.cache_changed(role, address, batch)
+
+
+def cached(fleet: SmallFleet, request: Wanted | None = None) -> dict[str, int]:
+    return {view.address: view.cached_tokens for view in fleet.views(PREFILL, request or wanted())}
+
+
+def test_a_prompt_goes_to_the_prefill_node_that_has_most_of_it() -> None:
+    fleet = SmallFleet(3, 1)
+    assert changed(fleet, "p2", 1, snapshot=True, stored=BLOCKS[:2])
+    assert changed(fleet, "p3", 1, snapshot=True, stored=BLOCKS)
+    assert cached(fleet) == {"p1": 0, "p2": 32, "p3": 96}
+    picked = fleet.pick_prefill(fleet.decodes["d1"], wanted())
+    assert picked is fleet.prefills["p3"]
+    assert picked.cached_tokens == 96
+    assert changed(fleet, "p3", 2, removed=BLOCKS[1:])
+    assert fleet.pick_prefill(fleet.decodes["d1"], wanted()) is fleet.prefills["p2"]
+
+
+def test_the_last_token_is_computed_in_any_case() -> None:
+    fleet = SmallFleet(1, 1)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS)
+    assert cached(fleet, wanted(num_tokens=96)) == {"p1": 80}
+
+
+def test_another_salt_and_another_model_have_nothing() -> None:
+    fleet = SmallFleet(2, 1)
+    for address in ("p1", "p2"):
+        assert changed(fleet, address, 1, snapshot=True, stored=BLOCKS)
+    assert cached(fleet, wanted(salt="mine")) == {"p1": 0, "p2": 0}
+    fleet.prefills["p2"].status.info.cache_identity = "another"
+    assert cached(fleet) == {"p1": 96, "p2": 0}
+
+
+def test_nodes_with_blocks_of_another_size_are_compared_by_tokens() -> None:
+    fleet = SmallFleet(2, 1)
+    fleet.prefills["p2"].status.info.cache_shape.block_size = 32
+    large = PromptBlocks(PROMPT, cache_salt="").numbers("", 32).up_to(3)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS[:5])
+    assert changed(fleet, "p2", 1, snapshot=True, stored=large)
+    assert cached(fleet) == {"p1": 80, "p2": 96}
+
+
+def test_a_gap_forgets_the_node_until_its_next_snapshot() -> None:
+    fleet = SmallFleet(1, 1)
+    assert changed(fleet, "p1", 4, snapshot=True, stored=BLOCKS)
+    assert not changed(fleet, "p1", 6, removed=BLOCKS[3:])
+    assert cached(fleet) == {"p1": 0}
+    assert not changed(fleet, "p1", 7, stored=BLOCKS)
+    assert changed(fleet, "p1", 7, snapshot=True, more=True, stored=BLOCKS[:1])
+    assert changed(fleet, "p1", 7, stored=BLOCKS[1:2])
+    assert changed(fleet, "p1", 8, stored=BLOCKS[2:3])
+    assert cached(fleet) == {"p1": 48}
+
+
+def test_a_snapshot_replaces_what_was_known() -> None:
+    fleet = SmallFleet(1, 1)
+    assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS)
+    assert changed(fleet, "p1", 9, snapshot=True, stored=BLOCKS[:1])
+    assert cached(fleet) == {"p1": 16}
+
+
+def test_a_lost_or_restarted_node_is_forgotten() -> None:
+    for end in ("lost", "restarted"):
+        fleet = SmallFleet(1, 1)
+        assert changed(fleet, "p1", 1, snapshot=True, stored=BLOCKS)
+        if end == "lost":
+            fleet.lose("p1")
+        fleet.connect("p1", 1.0, restarts=end == "restarted")
+        assert cached(fleet) == {"p1": 0}
+
+
+def test_changes_of_an_earlier_incarnation_are_not_taken() -> None:
+    fleet = SmallFleet(1, 1)
+    old = node_pb2.WatchCacheResponse(sequence=1, incarnation=11, snapshot=True, stored=BLOCKS)
+    fleet.connect("p1", 1.0, restarts=1)
+    assert not fleet.cache_changed(PREFILL, "p1", old)
+    assert cached(fleet) == {"p1": 0}
+
+
+def test_a_session_stays_on_its_nodes() -> None:
+    fleet = SmallFleet(3, 3)
+    request = wanted(prompt=None, session_id="s")
+    decode = fleet.pick_decode(request)
+    assert decode is not None
+    prefill = fleet.pick_prefill(decode, request)
+    assert prefill is not None
+    other = wanted(prompt=None)
+    for node in (decode, prefill):
+        node.note_sent(100)  # other nodes have had fewer requests by now
+    for address in list(fleet.prefills):
+        fleet.connect(address, 1.0)
+    for address in list(fleet.decodes):
+        fleet.connect(address, 1.0)
+    assert fleet.pick_decode(other) is not decode
+    assert fleet.pick_prefill(decode, other) is not prefill
+    assert fleet.pick_decode(request) is decode
+    assert fleet.pick_prefill(decode, request) is prefill
+    fleet.lose(prefill.address)
+    assert fleet.pick_prefill(decode, request) not in (prefill, None)

@@ -1,0 +1,115 @@
+"""The index finds what a plain set of blocks per node would find, within its bound."""
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from baton.block_keys import BlockNumbers, KeyChain, number_of
+from gateway import prefix_index
+from gateway.prefix_index import PrefixIndex, PromptBlocks
+
+NODES = ("a", "b", "c", "d")
+
+
+class Prompt(BlockNumbers):
+    """A prompt whose block numbers are given."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__([0] * len(numbers), identity="", cache_salt="", block_size=1)
+        self._numbers = numbers
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Few blocks and nodes, so that they meet. The model is a set of blocks per node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swept_at_once, prefix_index._SWEPT_AT_ONCE = prefix_index._SWEPT_AT_ONCE, 2
+        self.index = PrefixIndex()
+        self.blocks: dict[str, set[int]] = {}
+
+    @rule(node=st.sampled_from(NODES), blocks=st.lists(st.integers(0, 12), max_size=6))
+    def store(self, node: str, blocks: list[int]) -> None:
+        self.index.store(node, blocks)
+        self.blocks.setdefault(node, set()).update(blocks)
+
+    @rule(node=st.sampled_from(NODES), blocks=st.lists(st.integers(0, 12), max_size=6))
+    def remove(self, node: str, blocks: list[int]) -> None:
+        self.index.remove(node, blocks)
+        self.blocks.setdefault(node, set()).difference_update(blocks)
+
+    @rule(node=st.sampled_from(NODES))
+    def forget(self, node: str) -> None:
+        self.index.forget(node)
+        self.blocks.pop(node, None)
+
+    @rule(prompt=st.lists(st.integers(0, 12), max_size=8), nodes=st.sets(st.sampled_from(NODES)))
+    def look_up(self, prompt: list[int], nodes: set[str]) -> None:
+        expected = {}
+        for node in nodes & self.blocks.keys():
+            length = next((at for at, block in enumerate(prompt) if block not in self.blocks[node]), len(prompt))
+            if length:
+                expected[node] = length
+        assert self.index.cached_blocks(Prompt(prompt), nodes) == expected
+
+    @invariant()
+    def there_is_no_entry_that_no_node_ever_had(self) -> None:
+        assert len(self.index) <= 13
+
+    def teardown(self) -> None:
+        prefix_index._SWEPT_AT_ONCE = self.swept_at_once
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.lists(st.tuples(st.sampled_from(NODES), st.lists(st.integers(0, 30), max_size=8)), max_size=30))
+def test_beyond_its_bound_the_least_recently_used_blocks_go(changes: list[tuple[str, list[int]]]) -> None:
+    index, recent = PrefixIndex(max_blocks=10), dict[int, None]()
+    for node, blocks in changes:
+        index.store(node, blocks)
+        for block in blocks:
+            recent.pop(block, None)
+            recent[block] = None
+        assert len(index) <= 10
+    kept = list(recent)[-10:]
+    assert all(index.cached_blocks(Prompt([block]), NODES) for block in kept)
+    assert not any(index.cached_blocks(Prompt([block]), NODES) for block in recent if block not in kept)
+
+
+def test_the_start_of_a_prompt_outlives_its_end() -> None:
+    index = PrefixIndex(max_blocks=4)
+    index.store("a", [1, 2, 3, 4])
+    assert index.cached_blocks(Prompt([1, 2, 3, 4]), NODES) == {"a": 4}
+    index.store("a", [5, 6])
+    assert index.cached_blocks(Prompt([1, 2, 3, 4]), NODES) == {"a": 2}
+
+
+def test_bits_of_lost_nodes_are_used_again() -> None:
+    index = PrefixIndex()
+    for number in range(1000):
+        index.store(f"node-{number}", range(10))
+        index.forget(f"node-{number}")
+    index.store("last", [1])
+    assert max(index._bits.values()) < 1 << 4
+    assert len(index) == 1
+
+
+def test_numbers_are_those_of_the_nodes_blocks() -> None:
+    prompt = [7, 8, 9, 10, 11] * 60
+    for salt, identity, size in (("", "m", 4), ("s", "m", 4), ("", "n", 4), ("", "m", 16)):
+        chain = KeyChain(identity=identity, cache_salt=salt, block_size=size)
+        expected = [number_of(chain.key(at, array("i", prompt)).digest) for at in range(len(prompt) // size)]
+        numbers = PromptBlocks(prompt, cache_salt=salt).numbers(identity, size)
+        assert numbers.up_to(2)[:2] == expected[:2]
+        assert numbers.up_to(1000) == expected
+
+
+def test_a_prompt_that_no_node_has_is_not_hashed_to_its_end() -> None:
+    index, numbers = PrefixIndex(), BlockNumbers(range(16000), identity="m", cache_salt="", block_size=16)
+    index.store("a", [1])
+    assert index.cached_blocks(numbers, ["a"]) == {}
+    assert len(numbers.up_to(0)) == 1

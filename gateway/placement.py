@@ -19,7 +19,7 @@ from gateway.router import NodeView, Wanted, pick_decode, pick_prefill, usable_d
 # within which a first token from a decode node is planned. Chosen by `tests/unit/gateway/test_goodput.py`'s model.
 _PRESSED = 0.25
 _PLANNED = 0.7
-# Without a TTFT a decode node takes a prompt only if that saves this much.
+# Without a TTFT a decode node takes a prompt only from a queue longer than that, and if that saves as much.
 _SAVES_S = 0.05
 _SAVES_PART = 0.2
 _SPLIT_LEAST_TOKENS = 512  # a smaller part is not worth a transfer
@@ -120,9 +120,10 @@ def _best_local(decodes: Sequence[NodeView], decode: NodeView, wanted: Wanted) -
 
 def _fewer_delays(remote: Placement, remote_s: float, local: _Local | None) -> Placement:
     """Without a TTFT: the prompt goes where it, and the streams that wait for it, lose the least time."""
-    if local is None or local.first_token_s + local.delay_s + _SAVES_S > (1 - _SAVES_PART) * remote_s:
-        return remote
     assert remote.prefill is not None
+    queues = remote.prefill.queue_s > _SAVES_S
+    if not queues or local is None or local.first_token_s + local.delay_s + _SAVES_S > (1 - _SAVES_PART) * remote_s:
+        return remote
     why = f"first token in {_ms(local.first_token_s)} instead of {_ms(remote_s)} on {remote.prefill.address}"
     return Placement(Way.LOCAL, local.node, None, 0, why, local.first_token_s)
 

@@ -27,7 +27,7 @@ from baton.convert import (
 from baton.errors import DataLoss, DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
-from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, Slo, TokenOutput, Usage
+from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -43,19 +43,21 @@ _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at o
 
 
 class Options(TypedDict, total=False):
-    """What every request takes; `GenerateRequest` on the wire describes the fields. `timeout_s`: None: no deadline."""
+    """What every request takes; `GenerateRequest` on the wire describes the fields. `timeout_s`: None: no deadline;
+    `ttft_s`, `tpot_s`: see `baton.types.Slo`; None: the gateway's."""
 
     model: str
     request_id: str
     cache_salt: str
     timeout_s: float | None
     priority: int
+    ttft_s: float | None
+    tpot_s: float | None
+    session_id: str
     n: int
     best_of: int
     truncate_prompt_tokens: int
     add_special_tokens: bool
-    slo: Slo
-    session_id: str
 
 
 @dataclass(frozen=True)
@@ -329,11 +331,9 @@ def _request(sampling: Sampling, options: Options) -> pb.GenerateRequest:
     for name, value in options.items():
         if isinstance(value, str):
             _set_text(request, **{name: value})
-        elif isinstance(value, Slo):
-            request.slo.CopyFrom(common_pb2.Slo(ttft_s=value.ttft_s, tpot_s=value.tpot_s))
-        elif name != "timeout_s":
+        elif name != "timeout_s" and value is not None:
             try:
-                setattr(request, name, value)
+                setattr(request.slo if name in ("ttft_s", "tpot_s") else request, name, value)
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(f"{name} is {value!r}: {error}", field=name, value=value) from None
     return request

@@ -11,13 +11,17 @@ from typing import TypeAlias
 from baton.convert import costs_from_proto
 from baton.types import LocalPolicy
 from gateway.affinity import Affinity
+from gateway.backlog import Backlog
 from gateway.cache_position import CachePosition
+from gateway.placement import Placement, place
+from gateway.prediction import prompt_s
 from gateway.prefix_index import PrefixIndex
 from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 Role: TypeAlias = common_pb2.Role.ValueType
 
+_DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
 
@@ -57,6 +61,7 @@ class FleetNode:
         self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
         self._view: NodeView | None = _UNKNOWN  # None: something has changed since
         self._picks = self._requests_since = self._tokens_since = 0
+        self._backlog = Backlog()
 
     @property
     def name(self) -> str:
@@ -98,6 +103,14 @@ class FleetNode:
             _ = view.queue_s  # computed once, not in each copy of the view
         return view
 
+    def queue_s(self, now_s: float) -> float:
+        """Predicted time until a prompt that is sent now would be computed."""
+        return self._backlog.at(now_s)
+
+    def note_prompt(self, start: int, stop: int, now_s: float) -> None:
+        """It will compute these tokens of a prompt."""
+        self._backlog.add(prompt_s(self.view(), start, stop), now_s)
+
     def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
         """A request has been sent to it, of which it has `cached_tokens` already."""
         self._picks += 1
@@ -111,6 +124,7 @@ class FleetNode:
         self.reachable, self.detail = True, detail
         self._requests_since = self._tokens_since = 0
         self._view = None
+        self._backlog.reported(status.backlog_s, self.last_message_at_s)
 
     def take_peer(self, state: common_pb2.PeerState) -> None:
         if state.incarnation:
@@ -224,6 +238,16 @@ class Fleet:
         picked = pick_decode(self.views(role, wanted), prefills, self._of_session(wanted, role))
         return None if picked is None else self._picked(role, picked, wanted)
 
+    def place(self, wanted: Wanted, now_s: float) -> Placement | None:
+        """The decode node for a request, and where its prompt is prefilled; None: no decode node can take it."""
+        role = common_pb2.ROLE_DECODE
+        decodes = self._views_at(role, wanted, now_s)
+        prefills = self._views_at(common_pb2.ROLE_PREFILL, wanted, now_s)
+        placement = place(decodes, prefills, self._of_session(wanted, role))
+        if placement is not None:
+            self._picked(role, placement.decode, wanted)
+        return placement
+
     def pick_prefill(self, decode: FleetNode, wanted: Wanted) -> FleetNode | None:
         """The prefill node, paired with the decode node, that fits the request best, or None."""
         role = common_pb2.ROLE_PREFILL
@@ -238,6 +262,10 @@ class Fleet:
             node.view().with_cached(cached[address]) if address in cached else node.view()
             for address, node in nodes.items()
         ]
+
+    def _views_at(self, role: Role, wanted: Wanted, now_s: float) -> list[NodeView]:
+        views = zip(self._of(role).values(), self.views(role, wanted), strict=True)
+        return [view.with_queue(node.queue_s(now_s)) for node, view in views]
 
     def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: Wanted) -> dict[str, int]:
         """By address; nodes that have nothing are left out."""
@@ -391,4 +419,12 @@ def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, comm
         context_tokens=status.context_tokens,
         max_batch_requests=status.max_batch_requests,
         max_batch_tokens=status.max_batch_tokens,
+        kv_bytes_per_token=_kv_bytes_per_token(info.cache_spec),
+        peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
     )
+
+
+def _kv_bytes_per_token(spec: common_pb2.CacheSpec) -> int:
+    """Of all layers, as if none had a sliding window."""
+    per_head = spec.head_dim * _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind == common_pb2.KV_KIND_MLA else 2)
+    return spec.num_layers * spec.num_kv_heads * per_head

@@ -4,8 +4,8 @@ Nodes report at intervals. What this gateway has sent since the last report is a
 all nodes have measured what their steps cost, times are compared; else counts of tokens and requests.
 """
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
@@ -54,6 +54,9 @@ class NodeView:
     max_batch_requests: int = 0  # 0: not known
     max_batch_tokens: int = 0
     cached_tokens: int = 0  # of this request's prompt, as far as this gateway knows the node's cache
+    kv_bytes_per_token: int = 0
+    # Of a prefill node: measured speeds of its pairs, by the decode node's incarnation.
+    peer_bytes_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     @property
     def load(self) -> int:
@@ -85,6 +88,13 @@ class NodeView:
         view.__dict__["cached_tokens"] = cached_tokens
         return view
 
+    def with_queue(self, queue_s: float) -> "NodeView":
+        """The same node at a time after the report, when a prompt that is sent waits for so long."""
+        view = object.__new__(NodeView)
+        view.__dict__.update(self.__dict__)
+        view.__dict__["queue_s"] = queue_s
+        return view
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -94,6 +104,8 @@ class Wanted:
         num_tokens: prompt and output so far.
         model: identity of the node that it began on; None before it began.
         excluded_decode, excluded_prefill: incarnations that may not be chosen.
+        slo: `ttft_s` is the time left until the first token is due.
+        splittable: the prompt may be computed in two parts.
         prompt: for `NodeView.cached_tokens`; None: nothing of the request may come from a prefix cache.
         session_id: empty where the client named none.
         session_node: address of the node that served the session last, of the role that is chosen.
@@ -105,6 +117,7 @@ class Wanted:
     excluded_decode: Set[int] = frozenset()
     excluded_prefill: Set[int] = frozenset()
     slo: Slo = NO_SLO
+    splittable: bool = True
     prompt: PromptBlocks | None = None
     session_id: str = ""
     session_node: str | None = None
@@ -139,7 +152,7 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
     """The decode node for the request: with room and a seat, with a prefill node where that matters, then the one that
     would serve it soonest, or the least loaded one."""
     partners = _usable(prefills, wanted, wanted.excluded_prefill)
-    usable = _usable(decodes, wanted, wanted.excluded_decode)
+    usable = usable_decodes(decodes, wanted)
     if wanted.policy is LocalPolicy.STRICT:
         usable = _paired(usable, partners)
     usable = [node for node in usable if node.has_room(wanted.num_tokens + 1)] or usable
@@ -154,6 +167,11 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
         return node.load, node.address != wanted.session_node, -node.cached_tokens, node.picks, node.address
 
     return min(usable, key=cost, default=None)
+
+
+def usable_decodes(decodes: Sequence[NodeView], wanted: Wanted) -> list[NodeView]:
+    """The decode nodes that could take the request, with or without room."""
+    return _usable(decodes, wanted, wanted.excluded_decode)
 
 
 def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> NodeView | None:

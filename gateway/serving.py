@@ -14,7 +14,7 @@ from typing import Protocol
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
-from baton.types import Path
+from baton.types import Path, Slo
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
 from gateway.chat_output import ChatOutput
@@ -111,6 +111,8 @@ class Serving:
             prefill_stall_s=settings.prefill_stall_s,
             decode_stall_s=settings.decode_stall_s,
             failover_wait_s=settings.failover_wait_s,
+            slo=Slo(_seconds(settings.ttft_ms), _seconds(settings.tpot_ms)),
+            refuse_late=settings.refuse_late,
         )
         self._connections = connections
         self._turns = Turns()
@@ -242,7 +244,8 @@ class Serving:
         finally:
             running.drivers.discard(driver)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
-        self._board.add(Count.REMOTE if machine.path is Path.REMOTE else Count.LOCAL, 1)
+        # The first part of a split prompt is remote.
+        self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
 
     @contextmanager
     def _admitted(self, request_id: str, outputs: Outputs) -> Iterator[_Running]:
@@ -280,3 +283,7 @@ class Serving:
 async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:
     for each in output.messages(message):
         await write(each)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

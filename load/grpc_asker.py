@@ -41,7 +41,7 @@ class GrpcAsker:
         if request.session >= 0:
             options["session_id"] = f"bench-{request.session}"
         if self.slo is not None:
-            options["slo"] = self.slo
+            options["ttft_s"], options["tpot_s"] = self.slo.ttft_s, self.slo.tpot_s
         finished = False
         try:
             async for event in client.generate(token_ids, sampling, **options):

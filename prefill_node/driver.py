@@ -78,7 +78,7 @@ class PrefillDriver:
         """
         if (refusal := self._machine.refusal()) is not None:
             raise refusal
-        if request.sampling.HasField("grammar"):
+        if request.sampling.HasField("grammar") and not request.ticket.first_part:
             await self._engine.compile_grammar(grammar_from_proto(request.sampling.grammar))
         peer = await self.peers.for_ticket(request.ticket)
         call = next(self._numbers)

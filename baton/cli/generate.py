@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Unpack
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
-from baton.client import DEFAULT_TARGET, Client, Completion, Finished, Notice, Sampling
+from baton.client import DEFAULT_TARGET, Client, Completion, Finished, Notice, Options, Sampling
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
@@ -37,6 +37,8 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object; with --file, one per line, in order.")
     ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds that each request may take.")] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Expected time to the first token.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Expected mean time per further token.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help=f"Most tokens of output. Default: {SamplingParams.max_tokens}.")
     ] = None,
@@ -82,24 +84,23 @@ def generate(
         raise typer.BadParameter("give exactly one of PROMPT, --token-ids and --file", param_hint="PROMPT")
     if timeout is not None and not timeout > 0:
         raise typer.BadParameter(f"{timeout:g} is not above 0", param_hint="--timeout")
+    options: Options = {"timeout_s": timeout, "ttft_s": _seconds(ttft_ms), "tpot_s": _seconds(tpot_ms)}
     if file is not None:
-        failed = asyncio.run(_all(target, read_records(file), sampling, timeout_s=timeout, as_json=as_json))
+        failed = asyncio.run(_all(target, read_records(file), sampling, options, as_json=as_json))
         raise typer.Exit(1 if failed else 0)
     if as_json:
-        asyncio.run(_print_json(target, _one_prompt(prompt, token_ids), sampling, timeout))
+        asyncio.run(_print_json(target, _one_prompt(prompt, token_ids), sampling, options))
     else:
-        asyncio.run(stream_to_terminal(target, _one_prompt(prompt, token_ids), sampling, timeout_s=timeout))
+        asyncio.run(stream_to_terminal(target, _one_prompt(prompt, token_ids), sampling, **options))
 
 
-async def stream_to_terminal(
-    target: str, prompt: Prompt, sampling: Sampling, *, timeout_s: float | None = None
-) -> Finished:
+async def stream_to_terminal(target: str, prompt: Prompt, sampling: Sampling, **options: Unpack[Options]) -> Finished:
     """Prints text as it arrives, then, if stderr is a terminal, a summary of the receipt to stderr."""
     finished: Finished | None = None
     shown = False
     try:
         async with Client(target) as client:
-            async for event in client.generate(prompt, sampling, timeout_s=timeout_s):
+            async for event in client.generate(prompt, sampling, **options):
                 if isinstance(event, Notice):
                     print(f"baton: {event.message}", file=sys.stderr)
                     continue
@@ -160,14 +161,16 @@ def _logprob(token: TokenOutput) -> dict[str, object]:
     return {"token_id": token.token_id, "logprob": token.logprob, "top": top}
 
 
-async def _print_json(target: str, prompt: Prompt, sampling: Sampling, timeout_s: float | None) -> None:
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+async def _print_json(target: str, prompt: Prompt, sampling: Sampling, options: Options) -> None:
     async with Client(target) as client:
-        print(json.dumps(to_json(await client.complete(prompt, sampling, timeout_s=timeout_s))))
+        print(json.dumps(to_json(await client.complete(prompt, sampling, **options))))
 
 
-async def _all(
-    target: str, records: Sequence[Record], sampling: Sampling, *, timeout_s: float | None, as_json: bool
-) -> bool:
+async def _all(target: str, records: Sequence[Record], sampling: Sampling, options: Options, *, as_json: bool) -> bool:
     """Runs the prompts at once and prints results in order, each once all before it are printed. Returns whether any
     prompt failed."""
     failed = False
@@ -179,7 +182,7 @@ async def _all(
             async def one(prompt: Prompt) -> Completion | BatonError:
                 async with free:
                     try:
-                        return await _retry_while_full(client, prompt, sampling, timeout_s)
+                        return await _retry_while_full(client, prompt, sampling, options)
                     except BatonError as error:
                         return error
                     finally:
@@ -215,11 +218,11 @@ def _record_to_json(record: Record, result: Completion | BatonError) -> dict[str
     return {**given, "error": {"reason": result.reason, "message": str(result)}}
 
 
-async def _retry_while_full(client: Client, prompt: Prompt, sampling: Sampling, timeout_s: float | None) -> Completion:
+async def _retry_while_full(client: Client, prompt: Prompt, sampling: Sampling, options: Options) -> Completion:
     """Completes one prompt; while the cluster is full, retries after the time that the gateway names."""
     while True:
         try:
-            return await client.complete(prompt, sampling, timeout_s=timeout_s)
+            return await client.complete(prompt, sampling, **options)
         except Overloaded as error:
             if error.retry_after_s is None:
                 raise

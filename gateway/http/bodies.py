@@ -93,6 +93,13 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="among waiting requests lower values go first")
     cache_salt: Text | None = Field(None, description="requests share cached prefixes only with the same salt")
+    ttft_ms: float | None = Field(None, gt=0, description="expected time to the first token; default: the gateway's")
+    tpot_ms: float | None = Field(
+        None, gt=0, description="expected mean time per further token; default: the gateway's"
+    )
+    session_id: Text | None = Field(
+        None, description="requests of one session go to the same nodes where that costs nothing"
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None

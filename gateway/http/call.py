@@ -20,6 +20,7 @@ from gateway.collected import Collector
 from gateway.fleet import Fleet
 from gateway.http.body import AnyBody, check, parse_object, read_body, shown
 from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
+from gateway.http.extras import set_slo
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -111,6 +112,9 @@ class Call:
         self.wants_receipt = request.headers.get("x-baton-receipt", "") in ("1", "true")
         self.field_names: dict[str, str] = {}
         self._limit_s = _limit_s(request)
+        self._ttft_ms = _milliseconds(request, "x-baton-ttft-ms")
+        self._tpot_ms = _milliseconds(request, "x-baton-tpot-ms")
+        self._session_id = request.headers.get("x-session-id", "")
         self._loop = asyncio.get_running_loop()
         self._started_at_s = self._loop.time()
 
@@ -184,6 +188,8 @@ class Call:
         Raises:
             BatonError: why one cannot be finished.
         """
+        for job in jobs:
+            self._add_headers(job.message)
         runs = [self.serving.generate(job.message, write(job), budget_s=self.budget_s, chat=job.chat) for job in jobs]
         if len(runs) == 1:
             await runs[0]
@@ -198,6 +204,11 @@ class Call:
             return
         assert isinstance(first, BatonError)
         raise first
+
+    def _add_headers(self, message: pb.GenerateRequest) -> None:
+        """What headers say about the request and its body does not."""
+        set_slo(message.slo, ttft_ms=self._ttft_ms, tpot_ms=self._tpot_ms)
+        message.session_id = message.session_id or self._session_id
 
     def in_own_words(self, error: BatonError) -> BatonError:
         """The error with the field's name as this API's clients know it."""
@@ -340,15 +351,20 @@ def _limit_s(request: Request) -> float | None:
     for name in _DEADLINES:
         given = request.headers.get(name)
         if given is not None:
-            return _positive(name, given)
+            return _positive(name, given, "seconds")
     return None
 
 
-def _positive(name: str, given: str) -> float:
+def _milliseconds(request: Request, name: str) -> float | None:
+    given = request.headers.get(name)
+    return None if given is None else _positive(name, given, "milliseconds")
+
+
+def _positive(name: str, given: str, unit: str) -> float:
     try:
-        seconds = float(given)
+        value = float(given)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise InvalidRequest(f"{name} is {shown(given)}", field=name, value=shown(given), allowed=("seconds above 0",))
-    return seconds
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InvalidRequest(f"{name} is {shown(given)}", field=name, value=shown(given), allowed=(f"{unit} above 0",))
+    return value

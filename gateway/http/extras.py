@@ -35,6 +35,9 @@ class Extras(Model):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    ttft_ms: Annotated[float, Field(gt=0)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0)] | None = None
+    session_id: str | None = None
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -56,7 +59,17 @@ def fill(message: pb.GenerateRequest, given: Extras | GenerationBody) -> common_
     sampling.stop_token_ids.extend(given.stop_token_ids or ())
     message.cache_salt = given.cache_salt or ""
     message.priority = given.priority or 0
+    message.session_id = given.session_id or ""
+    set_slo(message.slo, ttft_ms=given.ttft_ms, tpot_ms=given.tpot_ms)
     return sampling
+
+
+def set_slo(slo: common_pb2.Slo, *, ttft_ms: float | None, tpot_ms: float | None) -> None:
+    """Sets the bounds that the message does not have yet."""
+    if ttft_ms is not None and not slo.HasField("ttft_s"):
+        slo.ttft_s = ttft_ms / 1e3
+    if tpot_ms is not None and not slo.HasField("tpot_s"):
+        slo.tpot_s = tpot_ms / 1e3
 
 
 def reasoning_variables(*, effort: str | None, thinking: bool | None = None) -> dict[str, object]:

@@ -96,13 +96,24 @@ class Machines:
         for steps in self._steps.values():
             steps.allow_all()
 
-    def gateway(self, prefill: Sequence[Process], decode: Sequence[Process], **flags: object) -> Process:
-        """Starts a gateway in front of these nodes and waits until it is ready and every pair has settled."""
+    def gateway(
+        self,
+        prefill: Sequence[Process],
+        decode: Sequence[Process],
+        *,
+        prepare: Callable[[], None] | None = None,
+        **flags: object,
+    ) -> Process:
+        """Starts a gateway in front of these nodes and waits until it is ready and every pair has settled.
+
+        Args:
+            prepare: called in its process before it starts.
+        """
         joined = {
             "prefill": ",".join(node.address for node in prefill),
             "decode": ",".join(node.address for node in decode),
         }
-        self.processes.launch = partial(launch_warm, prepare=_wait_for_receipts)
+        self.processes.launch = partial(launch_warm, prepare=partial(_prepare_gateway, prepare))
         gateway = self.processes.start("gateway", arguments({**joined, **_PATIENT["gateway"], **flags}))
         self.processes.wait_ready([gateway])
         return gateway
@@ -124,9 +135,11 @@ class Machines:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def _wait_for_receipts() -> None:
+def _prepare_gateway(prepare: Callable[[], None] | None) -> None:
     """Makes gateways wait for the prefill node's count of sent bytes without a time limit."""
     request_machine._RECEIPT_WAIT_S = DEADLINE_S
+    if prepare is not None:
+        prepare()
 
 
 @contextmanager

@@ -152,8 +152,8 @@ class Device:
         self._extend(request_id, output)
         return reservation
 
-    def prefill_here(self, request_id: str, output: tuple[int, ...], now_s: float) -> None:
-        self.scheduler.prefill_here(request_id, output, now_s)
+    def prefill_here(self, request_id: str, output: tuple[int, ...], now_s: float, *, received_tokens: int) -> None:
+        self.scheduler.prefill_here(request_id, output, now_s, received_tokens=received_tokens)
         self._extend(request_id, output)
 
     def admit(self, request_id: str, first: TokenOutput) -> FinishReason | None:
@@ -197,7 +197,7 @@ class Device:
             self._life.after(0.0, self._launch)
 
     def _launch(self) -> None:
-        while (batch := self.scheduler.schedule(0.0)) is not None:
+        while (batch := self.scheduler.schedule(self._life.now_s)) is not None:
             self._launched.append(batch)
             if len(self._launched) == 1:
                 self._run(batch)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.errors import BatonError
+from baton.types import TokenOutput
 from decode_node.commands import Abort as AbortDecode
-from decode_node.commands import CloseLease
+from decode_node.commands import CloseLease, PrefillHere
 from decode_node.commands import Command as DecodeCommand
 from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import Event as DecodeEvent
@@ -21,7 +22,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.state import RequestState
 from gateway.attempt import Attempt
 from gateway.fleet import FleetNode
-from gateway.node_messages import NodeMessages
+from gateway.node_messages import Due, NodeMessages
+from gateway.placement import Placement
 from gateway.request_machine import RequestMachine
 from gateway.token_order import TokenOrder
 from kvtransfer.coverage import Coverage
@@ -147,6 +149,18 @@ def _renewal_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeTask, "lease_closed", mutated)
 
 
+def _split_counts_a_block_too_many(patch: pytest.MonkeyPatch) -> None:
+    admit = DecodeTask._admit
+
+    def mutated(self: DecodeTask, first: TokenOutput | None, now_s: float) -> DecodeCommand:
+        command = admit(self, first, now_s)
+        if isinstance(command, PrefillHere):
+            return replace(command, received_tokens=command.received_tokens + self._rules.block_size)
+        return command
+
+    patch.setattr(DecodeTask, "_admit", mutated)
+
+
 # ---- the prefill node
 
 
@@ -198,9 +212,9 @@ def _continuation_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
     submit = NodeMessages.submit
 
     def mutated(
-        self: NodeMessages, output: Sequence[int], *, prefill_available: bool, budget_s: float, queue_s: float
+        self: NodeMessages, output: Sequence[int], placement: Placement, *, due: Due, budget_s: float, queue_s: float
     ) -> decode_pb2.SubmitRequest:
-        return submit(self, (), prefill_available=prefill_available, budget_s=budget_s, queue_s=queue_s)
+        return submit(self, (), placement, due=due, budget_s=budget_s, queue_s=queue_s)
 
     patch.setattr(NodeMessages, "submit", mutated)
 
@@ -280,6 +294,9 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "renewal_forgets_tokens": Mutant(
         "A new ticket is for the prompt alone, without the tokens that the client has.", _renewal_forgets_tokens
+    ),
+    "split_counts_a_block_too_many": Mutant(
+        "The decode node computes the rest of a split prompt from one block too late.", _split_counts_a_block_too_many
     ),
     "frees_while_sending": Mutant(
         "A prefill node frees the blocks of a call that ends while segments are read from them.", _frees_while_sending

@@ -34,6 +34,10 @@ class Life:
     def frozen(self) -> bool:
         return self._held is not None
 
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
+
     def run(self, action: Action) -> None:
         if not self.alive:
             return

@@ -1,6 +1,7 @@
 """A decode node's machine with the messages around it, for tests that are lists of events."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from baton.errors import BatonError, DataLoss
 from baton.types import TokenOutput
@@ -20,6 +21,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
+from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from engine.events import StepEvents, TokenSampled
@@ -41,7 +43,9 @@ class Scene:
             address="127.0.0.1:7002",
             incarnation=77,
             lease_s=LEASE_S,
-            local_prefill_tokens=local_prefill_tokens,
+            why_local=partial(why_here, local_prefill_tokens, streams=UNKNOWN),
+            block_size=4,
+            split_unit=4,
             waiting_max=waiting_max,
         )
         self.machine = DecodeMachine(rules)

@@ -1,5 +1,7 @@
 """A decode node's machine under any order of events keeps the invariants I1, I3, I5 and I6 of the design."""
 
+from functools import partial
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,6 +20,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
+from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from engine.events import RequestFailed, StepEvents, TokenSampled
@@ -37,7 +40,16 @@ REFUSALS: st.SearchStrategy[BatonError] = st.sampled_from(
 class DecodeNode(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        rules = DecodeRules("decode-0", "a:1", incarnation=7, lease_s=10.0, local_prefill_tokens=20, waiting_max=4)
+        rules = DecodeRules(
+            "decode-0",
+            "a:1",
+            incarnation=7,
+            lease_s=10.0,
+            why_local=partial(why_here, 20, streams=UNKNOWN),
+            waiting_max=4,
+            block_size=4,
+            split_unit=4,
+        )
         self.machine = DecodeMachine(rules)
         self.env = Environment(self.machine, num_blocks=NUM_BLOCKS)
         self.open_sessions: list[int] = []

@@ -27,7 +27,7 @@ from baton.convert import (
 from baton.errors import DataLoss, DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
-from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
+from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, Slo, TokenOutput, Usage
 from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -54,6 +54,8 @@ class Options(TypedDict, total=False):
     best_of: int
     truncate_prompt_tokens: int
     add_special_tokens: bool
+    slo: Slo
+    session_id: str
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,8 @@ def _request(sampling: Sampling, options: Options) -> pb.GenerateRequest:
     for name, value in options.items():
         if isinstance(value, str):
             _set_text(request, **{name: value})
+        elif isinstance(value, Slo):
+            request.slo.CopyFrom(common_pb2.Slo(ttft_s=value.ttft_s, tpot_s=value.tpot_s))
         elif name != "timeout_s":
             try:
                 setattr(request, name, value)

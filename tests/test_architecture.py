@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "grammar": {"baton"},
     "engine": {"grammar"} | MODEL_SIDE,
     "kvtransfer": {"kvcache", "baton", "protos"},
+    "load": {"baton"},
     "node": {"engine", "kvtransfer", "grammar"} | MODEL_SIDE,
     "prefill_node": NODE_SIDE,
     "decode_node": NODE_SIDE,
@@ -42,7 +43,7 @@ GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 GRPC_IN_PACKAGES = {"node", "prefill_node", "decode_node", "gateway"}
 GRPC_IN_BATON = ("baton.client", "baton.rpc")
 
-WITHOUT_TORCH = ("baton", "gateway", "protos")
+WITHOUT_TORCH = ("baton", "gateway", "load", "protos")
 WITHOUT_TORCH_MODULES = {
     "kvcache.layout",
     "kvcache.spec",

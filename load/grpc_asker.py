@@ -1,0 +1,69 @@
+"""Requests to a Baton gateway over gRPC, with prompts as token ids."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from baton.client import Client, Finished, Notice, Options
+from baton.errors import BatonError, Draining, NoNode, Overloaded
+from baton.types import Slo
+from load.answer import Answer, AskError
+from load.prompts import PromptMaker
+from load.workload import Planned
+
+_REFUSALS = (Overloaded, Draining, NoNode)
+
+
+@dataclass
+class GrpcAsker:
+    """Streams from one gateway over several connections, which gateways with several workers share out."""
+
+    clients: list[Client]
+    prompts: PromptMaker
+    slo: Slo | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    _next: int = 0
+
+    @classmethod
+    def connect(
+        cls, address: str, connections: int, prompts: PromptMaker, slo: Slo | None, sampling: dict[str, Any]
+    ) -> Self:
+        return cls([Client(address) for _ in range(connections)], prompts, slo, sampling)
+
+    def prepare(self, request: Planned) -> tuple[Planned, list[int]]:
+        return request, self.prompts.token_ids(request)
+
+    async def ask(self, prepared: tuple[Planned, list[int]], answer: Answer) -> None:
+        request, token_ids = prepared
+        self._next += 1
+        client = self.clients[self._next % len(self.clients)]
+        sampling = {"max_tokens": request.output_tokens, "ignore_eos": True, **self.sampling}
+        options = Options(request_id=self.prompts.contents.request_id(request.index))
+        if request.session >= 0:
+            options["session_id"] = f"bench-{request.session}"
+        if self.slo is not None:
+            options["slo"] = self.slo
+        finished = False
+        try:
+            async for event in client.generate(token_ids, sampling, **options):
+                if isinstance(event, Notice):
+                    continue
+                if event.tokens:
+                    answer.add(len(event.tokens))
+                if isinstance(event, Finished):
+                    finished = True
+                    usage = event.usage
+                    answer.usage = {
+                        "prompt": usage.prompt_tokens,
+                        "cached": usage.cached_tokens,
+                        "output": usage.completion_tokens,
+                    }
+                    answer.receipt = asdict(event.receipt)
+        except BatonError as error:
+            kind = type(error).__name__
+            raise AskError(kind, error.message, refused=isinstance(error, _REFUSALS)) from None
+        if not finished:
+            raise AskError("BrokenStream", "the stream ended without its last message")
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.__aexit__(None, None, None)

@@ -1,0 +1,98 @@
+"""Where load goes: the address of a server as the command line gives it, and what was found out about the server."""
+
+import re
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Self
+
+from baton.errors import InvalidRequest
+from baton.types import Slo
+from load.answer import Asker
+from load.grpc_asker import GrpcAsker
+from load.http_stream import HttpStreams, Origin
+from load.openai_asker import Dialect, OpenAiAsker
+from load.prompts import Contents, PromptMaker
+
+
+class Api(StrEnum):
+    GRPC = "grpc"  # Baton's own
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One server.
+
+    Args:
+        label: its name in tables and plots.
+        model: name for requests; "": the server's first one, found by the probe.
+    """
+
+    address: str
+    label: str
+    api: Api
+    api_key: str = ""
+    model: str = ""
+
+    @classmethod
+    def parse(cls, text: str, *, api: Api | None = None, api_key: str = "", model: str = "") -> Self:
+        """Of `[LABEL=]host:port` for gRPC, or `[LABEL=]http://host:port[/v1]`.
+
+        Raises:
+            InvalidRequest: it is neither, or has no such API.
+        """
+        label, address = text.split("=", 1) if re.match(r"[^/:]+=", text) else (text, text)
+        is_http = "://" in address
+        api = api or (Api.COMPLETIONS if is_http else Api.GRPC)
+        if is_http == (api is Api.GRPC):
+            allowed = (Api.COMPLETIONS, Api.CHAT) if is_http else (Api.GRPC,)
+            raise InvalidRequest(
+                f"{address} does not serve {api}", field="api", value=api, allowed=allowed,
+                cure="gRPC addresses are host:port, HTTP ones start with http://",
+            )  # fmt: skip
+        if is_http:
+            Origin.parse(address)
+        elif not re.fullmatch(r"[^\s/]+:\d+|unix:.+", address):
+            raise InvalidRequest(
+                f"{address!r} is no address", field="target", value=address, cure="give host:port, or http://host:port"
+            )
+        return cls(address, label, api, api_key, model)
+
+    def streams(self) -> HttpStreams:
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return HttpStreams(Origin.parse(self.address), headers)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A target that has answered the probe.
+
+    Args:
+        tokens_max: of prompt and output together; None: the server does not say.
+        notes: what the run's reader should know, such as a missing `ignore_eos`.
+    """
+
+    target: Target
+    model: str
+    contents: Contents
+    dialect: Dialect = field(default_factory=Dialect)
+    tokens_max: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def with_seed(self, seed: int) -> Self:
+        """With other contents of prompts."""
+        return replace(self, contents=replace(self.contents, seed=seed))
+
+    def asker(self, *, connections: int, slo: Slo | None, temperature: float | None) -> Asker:
+        """For one client process.
+
+        Args:
+            connections: of gRPC; HTTP opens one for each request that runs.
+        """
+        prompts = PromptMaker(self.contents)
+        extra = {} if temperature is None else {"temperature": temperature}
+        if self.target.api is Api.GRPC:
+            return GrpcAsker.connect(self.target.address, connections, prompts, slo, extra)
+        chat = self.target.api is Api.CHAT
+        return OpenAiAsker(self.target.streams(), prompts, self.model, chat, self.dialect, slo, extra)

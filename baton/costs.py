@@ -9,7 +9,22 @@ prefilled, `baton plan` simulates clusters with it, and it travels in every node
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Steps of few tokens cost the same, however few, so the lowest groups of token counts are wide.
+_GROUPS = np.array([2, 8, 32, *(64 << power for power in range(16))])
+_KNOT_RATIO = 1.3
+# Where samples leave open which cost explains them: the tokens do, then keys and pairs, then decode rows.
+_RIDGE_TOKENS, _RIDGE_ATTENTION, _RIDGE_ROWS = 1e-6, 1e-5, 1e-4
+_ROUNDS = 4
+_LEAST_SPREAD = 0.02
+# Beyond the largest measured step, a token costs at least this share of the mean cost of the tokens before.
+_FURTHER_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +58,7 @@ class StepCosts:
     """The model of one node.
 
     Args:
-        points: tokens and seconds of steps without attention, ascending in both; at least one.
+        points: tokens and seconds of steps without attention; at least one. Tokens ascend, seconds never descend.
         key_s, pair_s, decode_row_s: seconds for each key that decodes read, for each pair of a prompt, and for each
             decode row in addition to its token.
     """
@@ -78,3 +93,104 @@ class StepCosts:
         whole, rest = divmod(tokens, step_tokens)
         dense_s = whole * self.dense_s(step_tokens) + (self.dense_s(rest) if rest else 0.0)
         return dense_s + self.pair_s * chunk_pairs(start, stop)
+
+
+def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCosts:
+    """The model that comes closest to measured steps, each with its seconds, and ignores outliers.
+
+    Raises:
+        ValueError: there is no sample, or one that took no time.
+    """
+    if not samples or min(seconds for _, seconds in samples) <= 0.0:
+        raise ValueError("step costs need at least one sample, and every sample a time above 0 s")
+    table = np.array([(w.decode_rows, w.keys, w.prompt_tokens, w.pairs, seconds) for w, seconds in samples], float)
+    return fit_table(table, np.ones(len(table)))
+
+
+def fit_table(table: NDArray[np.float64], weights: NDArray[np.float64]) -> StepCosts:
+    """As `fit`, for samples that are the rows of a table.
+
+    Args:
+        table: decode rows, keys, prompt tokens, pairs and seconds; at least one row, all seconds above 0.
+        weights: of the rows.
+    """
+    rows, keys, prompt_tokens, pairs, seconds = table.T
+    tokens = rows + prompt_tokens
+    knots = _knots(tokens)
+    terms = _terms(tokens, knots, keys, pairs, rows)
+    ridge = np.array([_RIDGE_TOKENS] * len(knots) + [_RIDGE_ATTENTION] * 2 + [_RIDGE_ROWS])
+    # Errors are relative. In the first round they are relative to the measured times, so slow outliers weigh nothing;
+    # then to the predicted ones, which are unbiased.
+    scale, trust, coefficients = seconds, weights, np.ones(terms.shape[1])
+    for _ in range(_ROUNDS):
+        coefficients = _nonnegative(terms / scale[:, None], seconds / scale, trust, ridge, coefficients)
+        scale = np.maximum(terms @ coefficients, seconds.min() * 1e-3)
+        errors = np.abs(seconds / scale - 1.0)
+        spread = max(_LEAST_SPREAD, float(np.median(errors)) * 1.5)
+        trust = weights / (1.0 + (errors / (2.4 * spread)) ** 2)
+    return _to_costs(knots, coefficients, least_s=float(seconds.min()) * 1e-2)
+
+
+def _knots(tokens: NDArray[np.float64]) -> list[int]:
+    """Token counts of the points: the smallest and the largest step, and one for each group of similar ones between."""
+    distinct = np.unique(tokens).astype(int)
+    groups = np.split(distinct, np.flatnonzero(np.diff(np.searchsorted(_GROUPS, distinct, "right"))) + 1)
+    first, last = int(distinct[0]), int(distinct[-1])
+    knots = [first]
+    for middle in [int(group[len(group) // 2]) for group in groups]:
+        if middle >= knots[-1] * _KNOT_RATIO and middle * _KNOT_RATIO <= last:
+            knots.append(middle)
+    return [*knots, last] if last > first else knots
+
+
+def _terms(tokens: NDArray[np.float64], knots: Sequence[int], *others: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One column for each coefficient: the first point's seconds, the rise to each further point, then the others."""
+    columns = [np.ones_like(tokens)]
+    columns += [np.clip((tokens - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)]
+    return np.stack([*columns, *others], axis=1)
+
+
+def _nonnegative(
+    terms: NDArray[np.float64],
+    target: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    ridge: NDArray[np.float64],
+    start: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Weighted least squares with coefficients of at least 0, by exchanging which of them are above 0, first those
+    of `start`."""
+    weighted = terms * weights[:, None]
+    norms = np.sqrt(np.maximum((weighted * terms).sum(0), 1e-300))
+    gram = weighted.T @ terms / np.outer(norms, norms) + np.diag(ridge)
+    wanted = weighted.T @ target / norms
+    free = ((norms > 1e-100) & (start > 0.0)).nonzero()[0]
+    solution = np.zeros(len(ridge))
+    for _ in range(2 * len(ridge)):
+        solution[:] = 0.0
+        solution[free] = np.linalg.solve(gram[np.ix_(free, free)], wanted[free])
+        if (solution < 0.0).any():
+            free = (solution > 0.0).nonzero()[0]
+            continue
+        missing = wanted - gram @ solution
+        missing[free] = 0.0
+        missing[norms <= 1e-100] = 0.0
+        best = int(missing.argmax())
+        if missing[best] <= 1e-9 * float(np.abs(wanted).max()):
+            break
+        free = np.sort(np.append(free, best))
+    coefficients: NDArray[np.float64] = np.maximum(solution, 0.0) / norms
+    return coefficients
+
+
+def _to_costs(knots: Sequence[int], coefficients: NDArray[np.float64], *, least_s: float) -> StepCosts:
+    first_s, *rises = coefficients[: len(knots)].tolist()
+    points = [(knots[0], max(first_s, least_s))]
+    for tokens, rise_s in zip(knots[1:], rises, strict=True):
+        points.append((tokens, points[-1][1] + rise_s))
+    tokens, seconds = points[-1]
+    least_rise_s = _FURTHER_SHARE * seconds
+    slope_s = rises[-1] / (tokens - knots[-2]) if rises else 0.0
+    if slope_s * tokens < least_rise_s:
+        points.append((2 * tokens, seconds + least_rise_s))
+    key_s, pair_s, decode_row_s = coefficients[len(knots) :].tolist()
+    return StepCosts(tuple(points), key_s=key_s, pair_s=pair_s, decode_row_s=decode_row_s)

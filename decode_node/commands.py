@@ -44,10 +44,15 @@ class ExtendReserved:
 
 @dataclass(frozen=True)
 class PrefillHere:
-    """Compute the rest of the reserved request here. Answered by `EngineRefused`, else only by tokens."""
+    """Compute the rest of the reserved request here. Answered by `EngineRefused`, else only by tokens.
+
+    Args:
+        received_tokens: the KV of the tokens before this one has arrived in the request's blocks.
+    """
 
     engine_id: str
     output: tuple[int, ...]
+    received_tokens: int = 0
 
 
 @dataclass(frozen=True)

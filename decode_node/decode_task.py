@@ -6,7 +6,8 @@
        └─ prefilled here ─────────────────────────┴─ PrefillHere ───────────────┘
     any of these ── finished, failed, cancelled ──► ending ──► over
 
-A lease is closed before its blocks are used or given back, and `Released` is the last message of every request.
+Decoding begins with what of the prompt is still to compute here: all of it, nothing, or, where the prompt is split, the
+part after the lease's tokens. A lease is closed before its blocks are used or given back, and `Released` is the last message of every request.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from dataclasses import replace
 from enum import Enum
 
 from baton.error_detail import to_detail
-from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.types import FinishReason
+from baton.errors import BatonError, DataLoss, DeadlineExceeded, Overloaded
+from baton.types import FinishReason, TokenOutput
 from decode_node.admission import no_room
 from decode_node.commands import (
     Abort,
@@ -75,9 +76,12 @@ class DecodeTask:
         self.engine_id = request.request_id
         self.phase = Phase.WAITING
         self.prefill_started_s: float | None = None  # set while a prefill here has sampled no token
+        self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
         self._policy = submit.policy
         self._prefill_available = submit.prefill_available
+        self._placement, self._placement_why = submit.placement, submit.placement_why
+        self._split_tokens = _split_tokens(submit, request, rules)
         self._rules = rules
         self._lease_numbers = lease_numbers
         self._submitted_s = now_s
@@ -138,11 +142,12 @@ class DecodeTask:
             return "the policy is local"
         if not self._prefill_available:
             return "no prefill node is available"
-        uncached = self._num_tokens - self._cached_tokens(reservation)
-        threshold = self._rules.local_prefill_tokens
-        if uncached < threshold:
-            return f"{uncached} uncached prompt tokens, under the threshold of {threshold}"
-        return ""
+        if self._placement == pb.PLACEMENT_LOCAL:
+            return self._placement_why
+        cached = self._cached_tokens(reservation)
+        if 0 < self._split_tokens <= cached:
+            return f"the first {cached} tokens, which a prefill node would compute, are cached"
+        return self._rules.why_local(self._num_tokens - cached, cached)
 
     # ---- receiving KV under a lease
 
@@ -155,8 +160,8 @@ class DecodeTask:
             number=self.lease,
             block_ids=self._reservation.block_ids,
             token_start=self._reservation.cached_tokens,
-            token_stop=self._num_tokens,
-            resume_at=self._reservation.resume_at,
+            token_stop=self._lease_stop,
+            resume_at=self._resume_at,
         )
         return [OpenLease(grant)]
 
@@ -182,7 +187,9 @@ class DecodeTask:
         if self.phase is not Phase.FILLING:
             return []
         match event:
-            case HandedOver():
+            case HandedOver(lease=lease, first=first):
+                if (first is None) != (self._split_tokens > 0):
+                    return self._report_loss(lease, DataLoss("the hand-over does not fit its ticket"))
                 self._handed_over, self._handed_over_s = event, now_s
             case Filled():
                 self._filled = True
@@ -190,11 +197,11 @@ class DecodeTask:
                 return self._report_loss(lease, error)
             case Renewal() | LocalPrefill():
                 return self._decide(event)
-        first = self._handed_over
-        if first is None or not (self._filled or first.finished):
+        sent = self._handed_over
+        if sent is None or not (self._filled or sent.finished):
             return []
         waited_s = now_s - self._handed_over_s
-        return self._decide(replace(first, sampled_ago_s=first.sampled_ago_s + waited_s))
+        return self._decide(replace(sent, sampled_ago_s=sent.sampled_ago_s + waited_s))
 
     def _report_loss(self, lease: int, error: BatonError) -> list[Command]:
         """The gateway decides: it renews the ticket, leaves the prompt to this node, or cancels."""
@@ -222,7 +229,7 @@ class DecodeTask:
                 admitted = pb.Admitted(
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
-                return [self._send(pb.SessionResponse(admitted=admitted)), Admit(self.engine_id, first)]
+                return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, now_s)]
             case Renewal(output=output):
                 self._enter(Phase.EXTENDING)
                 self._request = replace(self._request, output=output)
@@ -252,6 +259,13 @@ class DecodeTask:
         cached_tokens = self._cached_tokens(self._reservation)
         accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self._queued_s)
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
+
+    def _admit(self, first: TokenOutput | None, now_s: float) -> Command:
+        """Continues after the tokens of the lease, which have arrived."""
+        if first is not None:
+            return Admit(self.engine_id, first)
+        self.prefill_started_s = now_s
+        return PrefillHere(self.engine_id, self._request.output, received_tokens=self._lease_stop)
 
     def _cached_tokens(self, reservation: Reservation) -> int:
         """How many tokens need not be computed here."""
@@ -330,6 +344,19 @@ class DecodeTask:
     def _num_tokens(self) -> int:
         return len(self._request.prompt) + len(self._request.output)
 
+    @property
+    def _lease_stop(self) -> int:
+        """The tokens before this one come from a prefill node."""
+        return self._split_tokens or self._num_tokens
+
+    @property
+    def _resume_at(self) -> int:
+        """The first position that may still be computed: all full blocks of the lease may be shared."""
+        assert self._reservation is not None
+        if not self._split_tokens:
+            return self._reservation.resume_at
+        return max(self._reservation.cached_tokens, self._split_tokens - self._rules.block_size + 1)
+
     def _enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
         self.phase, self._phase_deadline_s = phase, deadline_s
 
@@ -343,8 +370,8 @@ class DecodeTask:
             decode_node=self._rules.name,
             decode_address=self._rules.address,
             token_start=self._reservation.cached_tokens,
-            token_stop=self._num_tokens,
-            resume_at=self._reservation.resume_at,
+            token_stop=self._lease_stop,
+            resume_at=self._resume_at,
         )
         return pb.Reserved(
             key=self.key, ticket=ticket, cached_tokens=self._reservation.cached_tokens, queue_s=self._queued_s
@@ -352,3 +379,12 @@ class DecodeTask:
 
     def _send(self, message: pb.SessionResponse) -> Send:
         return Send(self.session, message)
+
+
+def _split_tokens(submit: pb.SubmitRequest, request: EngineRequest, rules: DecodeRules) -> int:
+    """How many leading tokens a prefill node computes of a split prompt; 0: it is not split."""
+    asked = submit.placement == pb.PLACEMENT_SPLIT and submit.policy == pb.LOCAL_POLICY_PREFER
+    if not asked or request.scores_prompt:  # prompt logprobs come from one node
+        return 0
+    tokens = submit.split_tokens // rules.split_unit * rules.split_unit
+    return tokens if tokens < len(request.prompt) + len(request.output) else 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
@@ -39,6 +40,7 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.gateway_sessions import GatewaySessions
+from decode_node.local_prefill import Streams, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.rules import DecodeRules
@@ -63,14 +65,18 @@ class DecodeDriver:
                 address=node.address,
                 incarnation=node.incarnation,
                 lease_s=settings.lease_s,
-                local_prefill_tokens=32 if settings.local_prefill_tokens is None else settings.local_prefill_tokens,
+                why_local=self._why_local,
                 waiting_max=settings.max_waiting,
+                block_size=node.description.shape.block_size,
+                split_unit=math.lcm(node.description.shape.block_size, node.limits.chunk_align_tokens or 1),
             )
         )
         self.sessions = GatewaySessions(self.deliver)
         self.peers = PrefillPeers(node, self.deliver)
         self._engine = node.engine
         self._transfer = node.transfer
+        self._local_prefill_tokens = settings.local_prefill_tokens
+        self._max_batch_tokens = node.limits.max_batch_tokens
         self._timer: asyncio.TimerHandle | None = None
         # Not a TaskGroup: a call that fails must not cancel the others.
         self._calls: set[asyncio.Task[None]] = set()
@@ -99,6 +105,10 @@ class DecodeDriver:
         self.deliver(Closing())
         await self._idle.wait()
         self.peers.close()
+
+    def _why_local(self, uncached: int, cached: int) -> str:
+        streams = Streams(costs=None, rows=0, keys=0, step_tokens=self._max_batch_tokens)
+        return why_here(self._local_prefill_tokens, uncached, cached, streams=streams)
 
     # ---- events
 
@@ -157,8 +167,8 @@ class DecodeDriver:
                     return Reserved(engine_id, self._engine.extend_reserved(engine_id, output))
                 case Admit(first=first):
                     return Admitted(engine_id, self._engine.admit(engine_id, first))
-                case PrefillHere(output=output):
-                    self._engine.prefill_here(engine_id, output)
+                case PrefillHere(output=output, received_tokens=received_tokens):
+                    self._engine.prefill_here(engine_id, output, received_tokens=received_tokens)
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             return EngineRefused(engine_id, _typed(error, f"request {engine_id}"))
         return None

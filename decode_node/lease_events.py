@@ -14,12 +14,13 @@ class HandedOver:
     """The prefill node has sent all KV of the lease.
 
     Attributes:
+        first: None: the ticket asked for the first part of the prompt, and the rest is computed here.
         finished: the first token was also the last one, so no KV is needed.
-        sampled_ago_s: how long ago the first token was sampled.
+        sampled_ago_s: how long ago the first token was sampled, or the first part was computed.
     """
 
     lease: int
-    first: TokenOutput
+    first: TokenOutput | None
     finished: bool
     sampled_ago_s: float
 
@@ -62,7 +63,7 @@ def handed_over(message: pb.HandOver) -> HandedOver:
     """A prefill node's message as an event of its lease."""
     return HandedOver(
         lease=message.lease,
-        first=token_from_proto(message.first_token),
+        first=token_from_proto(message.first_token) if message.HasField("first_token") else None,
         finished=message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED,
         sampled_ago_s=message.sampled_ago_s,
     )

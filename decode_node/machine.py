@@ -145,8 +145,10 @@ class DecodeMachine:
 
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
         try:
-            request = self._new_request(session, submit)
-            self._queue.enter(request.request_id, queue_s=submit.queue_s, priority=request.priority)
+            request = self._new_request(session, submit, now_s)
+            self._queue.enter(
+                request.request_id, queue_s=submit.queue_s, priority=request.priority, due_s=request.due_s
+            )
         except BatonError as error:
             failed = pb.SessionResponse(failed=pb.Failed(key=submit.key, error=to_detail(error)))
             released = pb.SessionResponse(released=pb.Released(key=submit.key))
@@ -156,7 +158,7 @@ class DecodeMachine:
         commands = self._reserve_first() if self._queue.first == task.engine_id else []
         return self._after(task, commands)
 
-    def _new_request(self, session: int, submit: pb.SubmitRequest) -> EngineRequest:
+    def _new_request(self, session: int, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
         """Raises:
         Draining: this node takes no new request.
         InvalidRequest: the key is in use, or a sampling parameter is out of range.
@@ -172,6 +174,8 @@ class DecodeMachine:
             sampling=sampling_from_proto(submit.sampling),
             cache_salt=submit.cache_salt,
             priority=submit.priority,
+            due_s=now_s + submit.first_token_s if submit.HasField("first_token_s") else None,
+            tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
         )
 
     def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:
@@ -185,13 +189,17 @@ class DecodeMachine:
         steps: dict[int, pb.SessionResponse] = {}
         finished: list[DecodeTask] = []
         tasks, decoding = self._by_engine_id, Phase.DECODING  # looked up once, not for every token
+        for started in events.started:
+            if (task := tasks.get(started.request_id)) is not None:
+                task.prefill_queue_s = started.queue_s
         for request_id, token, finish_reason, stop_reason in events.tokens:
             task = tasks.get(request_id)
             if task is None or task.phase is not decoding:
                 continue
-            prefill_s = None
+            prefill_s = queue_s = None
             if task.prefill_started_s is not None:
-                prefill_s, task.prefill_started_s = now_s - task.prefill_started_s, None
+                queue_s = task.prefill_queue_s
+                prefill_s, task.prefill_started_s = max(0.0, now_s - task.prefill_started_s - queue_s), None
             message = steps.get(task.session)
             if message is None:
                 message = steps[task.session] = pb.SessionResponse(step=pb.Step())
@@ -201,6 +209,7 @@ class DecodeMachine:
                 finish_reason=finish_reason_to_proto(finish_reason),
                 stop_reason=stop_reason,
                 prefill_s=prefill_s,
+                queue_s=queue_s,
             )
             if finish_reason is not None:
                 finished.append(task)

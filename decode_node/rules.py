@@ -1,5 +1,6 @@
 """The facts about the node that its machine needs. Plain values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -9,13 +10,18 @@ class DecodeRules:
 
     Attributes:
         lease_s: how long a lease may wait for its KV.
-        local_prefill_tokens: a prompt with fewer uncached tokens is prefilled here.
+        why_local: why a prompt with so many uncached tokens after so many cached ones is prefilled here, although a
+            prefill node is available; empty: it is not.
         waiting_max: how many requests may wait for blocks.
+        block_size: tokens of one block of the cache.
+        split_unit: the first part of a split prompt is a multiple of so many tokens; itself a multiple of `block_size`.
     """
 
     name: str
     address: str
     incarnation: int
     lease_s: float
-    local_prefill_tokens: int
+    why_local: Callable[[int, int], str]
     waiting_max: int
+    block_size: int
+    split_unit: int

@@ -121,14 +121,18 @@ class Engine:
         self._wake.set()
         return reason
 
-    def prefill_here(self, request_id: str, output: tuple[int, ...]) -> None:
+    def prefill_here(self, request_id: str, output: tuple[int, ...], *, received_tokens: int = 0) -> None:
         """The reserved request computes the rest of its sequence here. `output` is its whole output so far.
+
+        Args:
+            received_tokens: the KV of the tokens before this one, a multiple of the block size, has arrived in the
+                reserved blocks.
 
         Raises:
             UnknownLease: no such reservation.
             InvalidRequest: `output` does not continue what the request had.
         """
-        self._scheduler.prefill_here(request_id, output, self._clock())
+        self._scheduler.prefill_here(request_id, output, self._clock(), received_tokens=received_tokens)
         self._wake.set()
 
     async def compile_grammar(self, grammar: Grammar) -> None:

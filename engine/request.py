@@ -19,13 +19,15 @@ def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
 class QueuePlace(NamedTuple):
     """Where a request stands among others: lower places go first and give way last.
 
-    All queues of a node sort by this alone, so a further rule, such as a deadline, is one more field.
+    All queues of a node sort by this alone.
 
     Args:
+        due_s: when the first token is due; infinite where it has no bound.
         arrival: number in order of arrival.
     """
 
     priority: int
+    due_s: float
     arrival: int
 
 
@@ -42,7 +44,12 @@ class EngineRequest:
             computes the next layers; 0: only when the chunk is complete. Events may come more often when another
             request of the step asks for smaller groups.
         decode_context_tokens: longest prompt plus output on the node that decodes the request; None: this engine.
-        priority: among waiting requests lower values go first, and equal ones in order of arrival.
+        priority: among waiting requests lower values go first, then by `due_s`, then in order of arrival.
+        due_s: on the engine's clock, when the first token is due; None: no bound.
+        tpot_s: expected mean time per further token; None: no bound.
+        stop_tokens: prefill-only: compute only the tokens before this one and sample nothing; the request ends with its
+            last `ChunkComputed`, and is held as any other.
+        refuse_late: prefill-only: refuse the request if its first token would be late even if it went next.
     """
 
     request_id: str
@@ -54,6 +61,10 @@ class EngineRequest:
     layers_per_group: int = 0
     decode_context_tokens: int | None = None
     priority: int = 0
+    due_s: float | None = None
+    tpot_s: float | None = None
+    stop_tokens: int | None = None
+    refuse_late: bool = False
 
     @property
     def scores_prompt(self) -> bool:

@@ -3,8 +3,8 @@
 Nodes report at intervals. What this gateway has sent since the last report is added, so that a burst spreads.
 """
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from baton.costs import StepCosts
 from baton.types import NO_SLO, LocalPolicy, Slo
@@ -28,12 +28,15 @@ class NodeView:
     tokens_since: int = 0
     picks: int = 0  # by this gateway, ever: spreads requests over idle nodes
     costs: StepCosts | None = None  # None: not measured yet
-    backlog_s: float = 0.0  # predicted time for all prompt tokens that wait
+    backlog_s: float = 0.0  # predicted time for all prompt tokens that wait, what was sent since included
     decode_rows: int = 0
     context_tokens: int = 0  # keys that one token of every decoding request reads
     max_batch_requests: int = 0  # 0: not known
     max_batch_tokens: int = 0
     cached_tokens: int = 0  # of this request's prompt, as far as this gateway knows the node's cache
+    kv_bytes_per_token: int = 0
+    # Of a prefill node: measured speeds of its pairs, by the decode node's incarnation.
+    peer_bytes_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     @property
     def load(self) -> int:
@@ -51,6 +54,8 @@ class Wanted:
         num_tokens: prompt and output so far.
         model: identity of the node that it began on; None before it began.
         excluded_decode, excluded_prefill: incarnations that may not be chosen.
+        slo: `ttft_s` is the time left until the first token is due.
+        splittable: the prompt may be computed in two parts.
     """
 
     num_tokens: int
@@ -59,6 +64,7 @@ class Wanted:
     excluded_decode: Set[int] = frozenset()
     excluded_prefill: Set[int] = frozenset()
     slo: Slo = NO_SLO
+    splittable: bool = True
 
 
 def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
@@ -71,10 +77,15 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
         unpaired = wanted.policy is LocalPolicy.PREFER and not paired(node)
         return (not node.has_room(wanted.num_tokens + 1), unpaired, node.load, node.picks, node.address)
 
-    usable = [node for node in decodes if _can_take(node, wanted) and node.incarnation not in wanted.excluded_decode]
+    usable = usable_decodes(decodes, wanted)
     if wanted.policy is LocalPolicy.STRICT:
         usable = [node for node in usable if paired(node)]
     return _cheapest(usable, cost)
+
+
+def usable_decodes(decodes: Sequence[NodeView], wanted: Wanted) -> list[NodeView]:
+    """The decode nodes that could take the request, with or without room."""
+    return [node for node in decodes if _can_take(node, wanted) and node.incarnation not in wanted.excluded_decode]
 
 
 def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> NodeView | None:

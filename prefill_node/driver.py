@@ -30,6 +30,7 @@ from prefill_node.events import (
     StopFailed,
 )
 from prefill_node.machine import PrefillMachine, PrefillRules
+from prefill_node.prefill_task import is_split
 from prefill_node.response_stream import ResponseStream, Write
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import prefill_pb2 as pb
@@ -78,7 +79,7 @@ class PrefillDriver:
         """
         if (refusal := self._machine.refusal()) is not None:
             raise refusal
-        if request.sampling.HasField("grammar"):
+        if request.sampling.HasField("grammar") and not is_split(request):
             await self._engine.compile_grammar(grammar_from_proto(request.sampling.grammar))
         peer = await self.peers.for_ticket(request.ticket)
         call = next(self._numbers)

@@ -85,11 +85,11 @@ class PrefillMachine:
         if (refusal := self.refusal()) is not None:
             return [EndCall(called.call, refusal)]
         try:
-            task = PrefillTask(called, num_layers=self._rules.num_layers)
+            task = PrefillTask(called, num_layers=self._rules.num_layers, now_s=now_s)
         except BatonError as error:
             return [EndCall(called.call, error)]
         self._tasks[called.call] = task
-        return task.start(now_s)
+        return task.start()
 
     def _step(self, step: StepEvents, now_s: float) -> list[Command]:
         # Chunks and prompt logprobs come before tokens: all of them are known when the first token is sampled.

@@ -5,6 +5,7 @@ The call's blocks are freed only when all its segments are sent, or when nothing
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
@@ -41,26 +42,31 @@ class PrefillTask:
         InvalidRequest: a sampling parameter is out of its range.
     """
 
-    def __init__(self, called: Called, *, num_layers: int) -> None:
+    def __init__(self, called: Called, *, num_layers: int, now_s: float) -> None:
         request = called.request
         self.call = called.call
         self.peer = called.peer
         self.ticket = request.ticket
         self.phase = Phase.RUNNING
+        self._split = is_split(request)
+        sampling = sampling_from_proto(request.sampling)
         self._request = EngineRequest(
             request_id=str(called.call),
             prompt=tuple(request.prompt_token_ids),
             output=tuple(request.output_token_ids),
-            sampling=sampling_from_proto(request.sampling),
+            sampling=replace(sampling, grammar=None, prompt_logprobs=None) if self._split else sampling,
             cache_salt=request.cache_salt,
             prefill_only=True,
+            stop_tokens=self.ticket.token_stop if self._split else None,
+            due_s=now_s + request.first_token_s if request.HasField("first_token_s") else None,
+            refuse_late=request.refuse_late,
             layers_per_group=called.layers_per_group if called.layers_per_group < num_layers else 0,
             # The first token is also the last one when the decode node's context ends there.
             decode_context_tokens=called.peer.max_context_tokens,
             priority=request.priority,
         )
         self._layer_groups = -(-num_layers // called.layers_per_group)
-        self._started_s = 0.0
+        self._started_s = now_s
         self._block_ids: tuple[int, ...] = ()
         self._unsent = Unsent(num_layers, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
         self._parts: deque[Part] = deque()  # taken from `_unsent`, and sent one after the other
@@ -68,16 +74,15 @@ class PrefillTask:
         self._segments: list[Segment] = []
         self._scored: PromptScored | None = None
         self._sampled: TokenSampled | None = None
-        self._sampled_s = 0.0
+        self._computed_s: float | None = None  # when the last thing that the engine computes for the call was there
         self._error: BatonError | None = None
 
     @property
     def lease(self) -> int:
         return self.ticket.lease.number
 
-    def start(self, now_s: float) -> list[Command]:
+    def start(self) -> list[Command]:
         """The first commands."""
-        self._started_s = now_s
         try:
             _check_ticket(self.ticket, len(self._request.prompt) + len(self._request.output))
         except InvalidRequest as error:
@@ -109,12 +114,16 @@ class PrefillTask:
                 return self._computed(token_stop, block_ids, layer_stop=layer_stop)
             case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
                 progress = pb.PrefillProgress(computed_tokens=token_stop)
-                return [*self._computed(token_stop, block_ids), self._respond(pb.PrefillEvent(progress=progress))]
+                commands = [*self._computed(token_stop, block_ids), self._respond(pb.PrefillEvent(progress=progress))]
+                if self._split and token_stop >= self.ticket.token_stop:
+                    self._computed_s = now_s
+                    commands += self._hand_over_if_sent(now_s)
+                return commands
             case PromptScored():
                 self._scored = event
                 return []
             case TokenSampled():
-                self._sampled, self._sampled_s = event, now_s
+                self._sampled, self._computed_s = event, now_s
                 first_token = _first_token(event, self._scored, prefill_s=now_s - self._started_s)
                 self._scored = None
                 return [self._respond(pb.PrefillEvent(first_token=first_token)), *self._hand_over_if_sent(now_s)]
@@ -163,22 +172,20 @@ class PrefillTask:
 
     def _hand_over_if_sent(self, now_s: float) -> list[Command]:
         """Completes the call: the first token is sampled after all KV is computed, so an idle sender has sent all."""
-        if self._sampled is None or self._send_under_way:
+        if self._computed_s is None or self._send_under_way:
             return []
-        hand_over = decode_pb2.HandOver(
-            lease=self.lease,
-            first_token=token_to_proto(self._sampled.token),
-            finish_reason=finish_reason_to_proto(self._sampled.finish_reason),
-            sampled_ago_s=now_s - self._sampled_s,
-        )
+        hand_over = decode_pb2.HandOver(lease=self.lease, sampled_ago_s=now_s - self._computed_s)
+        if self._sampled is not None:
+            hand_over.first_token.CopyFrom(token_to_proto(self._sampled.token))
+            hand_over.finish_reason = finish_reason_to_proto(self._sampled.finish_reason)
         self.phase = Phase.FREEING
         return [
             SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over)),
-            self._respond(pb.PrefillEvent(sent=self._sent_event())),
+            self._respond(pb.PrefillEvent(sent=self._sent_event(self._computed_s - self._started_s))),
             Abort(self.call),
         ]
 
-    def _sent_event(self) -> pb.PrefillSent:
+    def _sent_event(self, prefill_s: float) -> pb.PrefillSent:
         return pb.PrefillSent(
             tokens_sent=self.ticket.token_stop - self.ticket.token_start,
             bytes_sent=sum(segment.payload_bytes for segment in self._segments),
@@ -187,6 +194,7 @@ class PrefillTask:
             segment_bytes=max((segment.payload_bytes for segment in self._segments), default=0),
             kv_converted=self.peer.kv_converted,
             layer_groups=self._layer_groups,
+            prefill_s=prefill_s if self._split else None,
         )
 
     def _respond(self, event: pb.PrefillEvent) -> Respond:
@@ -224,6 +232,11 @@ class PrefillTask:
         return [EndCall(self.call, self._error)]
 
 
+def is_split(request: pb.PrefillRequest) -> bool:
+    """Whether the ticket asks for the first part only: the decode node computes the rest and draws all tokens."""
+    return 0 < request.ticket.token_stop < len(request.prompt_token_ids) + len(request.output_token_ids)
+
+
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
     """Raises: InvalidRequest: the ticket cannot be for a sequence of that length."""
     if ticket.lease.number >= 1 << LEASE_BITS:
@@ -234,8 +247,8 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
             allowed=(f"0 to {(1 << LEASE_BITS) - 1}",),
             cure="ask for a new ticket",
         )
-    in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop
-    if ticket.token_stop != num_tokens or ticket.token_start >= num_tokens or not in_order:
+    in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop <= num_tokens
+    if ticket.token_start >= ticket.token_stop or not in_order:
         tokens = f"{ticket.token_start}..{ticket.token_stop}"
         raise InvalidRequest(
             f"the ticket asks for tokens {tokens}, to resume at {ticket.resume_at}, of {num_tokens}",

@@ -38,7 +38,7 @@ class RequestBlocks:
 
     def needed(self, state: RequestState) -> int:
         """Blocks that the request must hold before it may run: for its known tokens and the first decoded one."""
-        return self._blocks_for(state.num_tokens + (0 if state.prefill_only else 1))
+        return self._blocks_for(state.prefill_stop if state.prefill_only else state.num_tokens + 1)
 
     def cached(self, state: RequestState) -> list[int]:
         """Cached blocks for the start of the request, up to `RequestState.reusable_tokens`."""
@@ -54,19 +54,31 @@ class RequestBlocks:
 
     def reservation(self, state: RequestState) -> Reservation:
         """Which KV the request's blocks expect from elsewhere."""
-        resume_at = state.num_tokens
-        if self._prefix_cache:
-            # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
-            # sliding window must begin at a block.
-            unit = self._align_blocks * self._block_size
-            resume_at = max(state.num_cached, resume_at // unit * unit - self._block_size + 1)
+        resume_at = self._resume_at(state, state.num_tokens)
         return Reservation(state.request_id, tuple(state.blocks), state.num_cached, resume_at)
+
+    def _resume_at(self, state: RequestState, num_tokens: int) -> int:
+        """The first position that may still be computed once the KV of so many tokens has arrived."""
+        if not self._prefix_cache:
+            return num_tokens
+        # A later sequence can share all full blocks of this one. Prefixes match in whole blocks, so the KV of a
+        # sliding window must begin at a block.
+        unit = self._align_blocks * self._block_size
+        return max(state.num_cached, num_tokens // unit * unit - self._block_size + 1)
 
     def fill(self, state: RequestState) -> None:
         """The KV of all the request's tokens has arrived, as its reservation asks."""
         state.fill()
+        self._register_received(state, state.num_tokens)
+
+    def receive(self, state: RequestState, num_tokens: int) -> None:
+        """The KV of the request's first tokens has arrived; it computes the rest."""
+        state.num_computed = state.num_scheduled = num_tokens
+        self._register_received(state, num_tokens)
+
+    def _register_received(self, state: RequestState, num_tokens: int) -> None:
         if self._window_tokens:
-            state.windows_from = max(0, self.reservation(state).resume_at - self._window_tokens + 1)
+            state.windows_from = max(0, self._resume_at(state, num_tokens) - self._window_tokens + 1)
         self.register(state)
 
     def fits(self, state: RequestState, cached: list[int], *, spare: int) -> bool:

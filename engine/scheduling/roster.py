@@ -1,5 +1,6 @@
 """All live requests of one engine by phase: waiting, running, reserved, held. Pure."""
 
+import math
 from bisect import bisect_left, insort
 from operator import attrgetter
 
@@ -60,9 +61,9 @@ class Roster:
     def everyone(self) -> list[RequestState]:
         return list(self._by_id.values())
 
-    def next_place(self, priority: int) -> QueuePlace:
+    def next_place(self, priority: int, due_s: float | None) -> QueuePlace:
         """The place of a request that arrives now."""
-        return QueuePlace(priority, self.arrivals)
+        return QueuePlace(priority, math.inf if due_s is None else due_s, self.arrivals)
 
     def waiting_before(self, place: QueuePlace) -> list[RequestState]:
         return self.waiting[: bisect_left(self.waiting, place, key=_place_of)]

@@ -127,8 +127,14 @@ class Scheduler:
             self._end(state)
         return end.reason
 
-    def prefill_here(self, request_id: str, output: tuple[int, ...], now: float) -> None:
+    def prefill_here(
+        self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0
+    ) -> None:
         """A reserved request computes all but its cached tokens here. `output` is its whole output so far.
+
+        Args:
+            received_tokens: the KV of the tokens before this one, a multiple of the block size, has arrived in the
+                reserved blocks.
 
         Raises:
             UnknownLease: no such reservation.
@@ -138,6 +144,8 @@ class Scheduler:
         state.check_continuation(output, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         state.replace_output(output)
         state.score_prompt()
+        if received_tokens > state.num_computed:
+            self._blocks.receive(state, received_tokens)
         state.queued_at = now
         self._roster.run(state)
         # NOTE: cached blocks are shared, so a prompt whose first tokens must be computed again needs others.
@@ -223,6 +231,8 @@ class Scheduler:
             if stop // block_size > start // block_size:
                 self._blocks.register(state)
             if token is None:
+                if stop == state.stop_tokens:
+                    self._stop_running(state)
                 continue
             if isinstance(token, BatonError):
                 self._stop_running(state)
@@ -330,7 +340,7 @@ class Scheduler:
         check_request(request, vocab_size=self._facts.vocab_size, max_context_tokens=self.max_context_tokens)
         return RequestState(
             request,
-            place=self._roster.next_place(request.priority),
+            place=self._roster.next_place(request.priority, request.due_s),
             queued_at=now,
             keys=self._blocks.keys(request),
             eos_token_ids=self._facts.eos_token_ids,

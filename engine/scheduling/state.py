@@ -48,6 +48,7 @@ class RequestState:
         num_pending: tokens after `tokens` that steps in flight are drawing.
         row_index: place of the request's row in the last step that has one.
         shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
+        stop_tokens: the request ends once these are computed; None: it draws tokens.
         prefill_stop: tokens that are computed as prompt; later ones are decoded one by one.
         decode_stop: tokens that are computed in all, if the request decodes; else 0.
         steady_stop: while fewer tokens are scheduled, the request decodes and has a slot for it; 0: not known.
@@ -86,7 +87,8 @@ class RequestState:
         self.steady_stop = 0
         self.num_registered = 0
         self.windows_from = 0
-        self.prefill_stop = len(self.tokens)
+        self.stop_tokens = request.stop_tokens
+        self.prefill_stop = self._prompt_stop
         self.started = False
         self.scored: list[PromptLogprob] | None = None
         sampling = request.sampling
@@ -132,7 +134,12 @@ class RequestState:
     def reusable_tokens(self) -> int:
         """How many leading tokens may have their KV from the prefix cache: all but one, or those that need no more
         logprobs, because these come from the hidden states of the tokens before."""
-        return self.num_tokens - 1 if self.scored is None else len(self.scored)
+        return self._prompt_stop - 1 if self.scored is None else len(self.scored)
+
+    @property
+    def _prompt_stop(self) -> int:
+        """How many tokens are computed as prompt."""
+        return len(self.tokens) if self.stop_tokens is None else min(len(self.tokens), self.stop_tokens)
 
     def hold(self, blocks: list[int], *, num_cached_blocks: int, block_size: int) -> None:
         """Gives it these blocks; the first `num_cached_blocks` come from the prefix cache."""
@@ -140,7 +147,7 @@ class RequestState:
         self._row_blocks = int_array()
         self.num_registered = num_cached_blocks
         self.num_computed = self.num_scheduled = num_cached_blocks * block_size
-        self.prefill_stop = len(self.tokens)
+        self.prefill_stop = self._prompt_stop
         if self.scored is not None:
             del self.scored[self.num_computed :]  # computed again
         if not self.started:
@@ -151,7 +158,7 @@ class RequestState:
         blocks, self.blocks = self.blocks, int_array()
         self.num_computed = self.num_scheduled = self.num_registered = self.windows_from = self.steady_stop = 0
         self.shared_row = None
-        self.prefill_stop = len(self.tokens)
+        self.prefill_stop = self._prompt_stop
         return blocks
 
     def fill(self) -> None:

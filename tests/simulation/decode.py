@@ -7,6 +7,7 @@ from functools import partial
 from baton.errors import BatonError
 from decode_node import commands as c
 from decode_node import events as e
+from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from decode_node.sender_numbers import SenderNumbers
@@ -54,8 +55,10 @@ class DecodeProcess(Node):
                 address=life.address,
                 incarnation=life.incarnation,
                 lease_s=world.scenario.lease_s,
-                local_prefill_tokens=world.scenario.local_prefill_tokens,
+                why_local=partial(why_here, world.scenario.local_prefill_tokens, streams=UNKNOWN),
                 waiting_max=world.scenario.waiting_max,
+                block_size=world.scenario.decode.block_size,
+                split_unit=world.scenario.decode.block_size,
             )
         )
         self._timer = Timer(world.clock, life.run, lambda: self.machine.deadline_s, self._time_passed)
@@ -110,9 +113,9 @@ class DecodeProcess(Node):
                     return e.Reserved(engine_id, self.device.reserve(request, now_s))
                 case c.ExtendReserved(_, output):
                     return e.Reserved(engine_id, self.device.extend_reserved(engine_id, output))
-                case c.PrefillHere(_, output):
+                case c.PrefillHere(_, output, received):
                     self.receiver.check_not_leased(self.device.blocks_of(engine_id), engine_id)
-                    self.device.prefill_here(engine_id, output, now_s)
+                    self.device.prefill_here(engine_id, output, now_s, received_tokens=received)
                     return None
                 case c.Admit(_, first):
                     self.receiver.check_not_leased(self.device.blocks_of(engine_id), engine_id)

@@ -41,7 +41,9 @@ class Scene:
             address="127.0.0.1:7002",
             incarnation=77,
             lease_s=LEASE_S,
-            local_prefill_tokens=local_prefill_tokens,
+            why_local=partial(why_here, local_prefill_tokens, streams=UNKNOWN),
+            block_size=4,
+            split_unit=4,
             waiting_max=waiting_max,
         )
         self.machine = DecodeMachine(rules)

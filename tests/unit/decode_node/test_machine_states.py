@@ -37,7 +37,16 @@ REFUSALS: st.SearchStrategy[BatonError] = st.sampled_from(
 class DecodeNode(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        rules = DecodeRules("decode-0", "a:1", incarnation=7, lease_s=10.0, local_prefill_tokens=20, waiting_max=4)
+        rules = DecodeRules(
+            "decode-0",
+            "a:1",
+            incarnation=7,
+            lease_s=10.0,
+            why_local=partial(why_here, 20, streams=UNKNOWN),
+            waiting_max=4,
+            block_size=4,
+            split_unit=4,
+        )
         self.machine = DecodeMachine(rules)
         self.env = Environment(self.machine, num_blocks=NUM_BLOCKS)
         self.open_sessions: list[int] = []

@@ -1,0 +1,111 @@
+"""When a prompt's first token would come, on a prefill node and on a decode node, by the nodes' reports. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from baton.costs import StepCosts, StepWork, chunk_pairs
+from gateway.router import NodeView
+
+# Steps that hold a prompt are planned to take this part of the streams' TPOT, and the streams' own work this part of it.
+_TPOT_USED = 0.9
+_DECODE_USED = 0.9
+_LEAST_SLICE = 32
+_SOLVER_ROUNDS = 10
+_DEFAULT_BYTES_PER_S = 10e9
+
+
+def prefill_s(node: NodeView, start: int, stop: int) -> float | None:
+    """From now until a prefill node has computed a prompt's tokens from `start` to `stop`; None: no costs are known."""
+    if node.costs is None:
+        return None
+    return node.backlog_s + prompt_s(node, start, stop)
+
+
+def prompt_s(node: NodeView, start: int, stop: int) -> float:
+    """The node's time for a prompt's tokens, alone; 0 where no costs are known."""
+    if node.costs is None:
+        return 0.0
+    return node.costs.prompt_s(start, stop, step_tokens=_step_tokens(node, node.costs))
+
+
+def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
+    """The time to send the KV of so many tokens over the pair's link."""
+    speed = prefill.peer_bytes_per_s.get(decode.incarnation) or _DEFAULT_BYTES_PER_S
+    return max(0, tokens) * prefill.kv_bytes_per_token / speed
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """The steps of a decode node while it computes prompts next to its streams.
+
+    Args:
+        rows, keys: the streams that decode then, and the sum of their contexts.
+        slice_tokens: tokens of prompts in one step.
+        step_s: the time of such a step.
+        bounded: the step was cut to the streams' TPOT.
+    """
+
+    costs: StepCosts
+    rows: int
+    keys: int
+    slice_tokens: int
+    step_s: float
+    bounded: bool
+
+    @property
+    def stretch(self) -> float:
+        """How much longer prompts take than alone."""
+        return self.step_s / self.costs.prompt_s(0, self.slice_tokens, step_tokens=self.slice_tokens)
+
+    def first_token_s(self, backlog_s: float, start: int, stop: int) -> float:
+        """From now to the first token, after a backlog of so many seconds of prompts alone."""
+        steps = math.ceil((stop - start) / self.slice_tokens)
+        # The step that runs now is half over on average.
+        return max(1.0, self.stretch) * backlog_s + (steps + 0.5 * (self.rows > 0)) * self.step_s
+
+    def extra_s(self, start: int, stop: int) -> float:
+        """By how much the prompt makes the node's steps longer, in all."""
+        plain_s = self.costs.seconds(StepWork(self.rows, self.keys))
+        return math.ceil((stop - start) / self.slice_tokens) * max(0.0, self.step_s - plain_s)
+
+
+def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None) -> LocalSteps | None:
+    """The steps of a decode node that computes a prompt; None: no costs are known, or its streams leave no time."""
+    costs = node.costs
+    if costs is None:
+        return None
+    rows = node.decode_rows + node.requests_since
+    context = node.context_tokens / node.decode_rows if node.decode_rows else prompt_tokens
+    keys = int(rows * context)
+    most = _step_tokens(node, costs) - rows
+    if most < _LEAST_SLICE:
+        return None
+    middle = prompt_tokens // 2
+    if tpot_s is None or not rows:
+        tokens = min(most, prompt_tokens)
+        work = StepWork(rows, keys, tokens, chunk_pairs(middle, middle + tokens))
+        return LocalSteps(costs, rows, keys, tokens, costs.seconds(work), bounded=not rows)
+    step_s = _TPOT_USED * tpot_s
+    # NOTE: longer steps keep streams longer, so there will be more of them. Prompts taken while only the present ones
+    # fit would make the decode steps alone exceed the TPOT.
+    plain_s = costs.seconds(StepWork(rows, keys))
+    later = max(1.0, step_s / plain_s)
+    rows, keys = math.ceil(later * rows), math.ceil(later * keys)
+    if costs.seconds(StepWork(rows, keys)) > _DECODE_USED * step_s:
+        return None
+    tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s)
+    return None if tokens < _LEAST_SLICE else LocalSteps(costs, rows, keys, tokens, step_s, bounded=True)
+
+
+def _slice_tokens(costs: StepCosts, rows: int, keys: int, start: int, *, most: int, step_s: float) -> int:
+    """The most prompt tokens, after `start` others, with which a step takes no longer than `step_s`."""
+    low, high = 0, most
+    for _ in range(_SOLVER_ROUNDS):
+        tokens = (low + high + 1) // 2
+        work = StepWork(rows, keys, tokens, chunk_pairs(start, start + tokens))
+        low, high = (tokens, high) if costs.seconds(work) <= step_s else (low, tokens)
+    return low
+
+
+def _step_tokens(node: NodeView, costs: StepCosts) -> int:
+    return node.max_batch_tokens or costs.points[-1][0]

@@ -31,7 +31,8 @@ class NodeSpec:
 
     Args:
         kv_tokens: of its cache.
-        prompt_floor_s: a step that holds a prompt takes at least so long: the time of a host that launches eagerly.
+        prompt_floor_s, mixed_floor_s: a step with prompts, and one with prompts and decodes, takes at least so long: the
+        time of a host that launches eagerly.
         bounded: steps with prompts next to streams are cut to the streams' TPOT; False: they take the whole budget.
         steps_ahead: steps that are launched already when a request arrives, besides the one that runs.
     """
@@ -41,6 +42,7 @@ class NodeSpec:
     seats: int = 512
     kv_tokens: int = 800_000
     prompt_floor_s: float = 0.0
+    mixed_floor_s: float = 0.0
     bounded: bool = True
     steps_ahead: int = 0
     kv_bytes_per_token: int = 131072
@@ -48,7 +50,9 @@ class NodeSpec:
 
     def seconds(self, work: StepWork) -> float:
         seconds = self.costs.seconds(work)
-        return max(seconds, self.prompt_floor_s) if work.prompt_tokens else seconds
+        if not work.prompt_tokens:
+            return seconds
+        return max(seconds, self.mixed_floor_s if work.decode_rows else self.prompt_floor_s)
 
     @cached_property
     def view_costs(self) -> StepCosts:

@@ -66,13 +66,16 @@ def _distributions(results: Results) -> Any:
     for axis, title in ((ttft, "TTFT"), (tpot, "TPOT, mean of a request"), (gap, "gaps between tokens")):
         axis.set(title=title, xlabel="ms", ylabel="share of requests" if axis is not gap else "share of gaps")
         axis.set_ylim(0, 1)
+        axis.set_xlim(left=0)
     for axis, bounds in (
         (ttft, {goal.ttft_s for goal in results.goals}),
         (tpot, {goal.tpot_s for goal in results.goals}),
     ):
-        for bound in bounds - {None}:
-            axis.axvline(1e3 * bound, color="0.6", linestyle="--", linewidth=1)
+        for bound in bounds:
+            if bound is not None:
+                axis.axvline(1e3 * bound, color="0.6", linestyle="--", linewidth=1)
     gap.set_xscale("symlog", linthresh=1.0)
+    gap.set_xlim(left=0)
     course.set(title="TTFT in the course of the run", xlabel="s after the start", ylabel="ms")
     for axis in axes.flat:
         axis.grid(alpha=0.3)

@@ -15,11 +15,12 @@ from load.http_stream import HttpStreams
 from load.openai_asker import Dialect, OpenAiAsker
 from load.prompts import WORDS, Contents, PromptMaker
 from load.target import Api, Server, Target
+from load.workload import Planned
 
 _TIMEOUT_S = 120.0
 # Ids of words in every vocabulary of a language model that we know: above the bytes, below special tokens.
 _VOCABULARY = Contents().vocabulary
-_SHORT_WORDS, _LONG_WORDS = 32, 160
+_SHORT_WORDS, _LONG_WORDS = 64, 512  # of the two texts that are counted
 
 _NO_IGNORE_EOS = "the server does not take ignore_eos: outputs may be shorter than asked for"
 _NO_COUNTS = "the server does not say how many tokens a message has: each message counts as one token between tokens"
@@ -124,7 +125,8 @@ async def _find_contents(asker: OpenAiAsker) -> tuple[Contents, list[str]]:
     found = []
     for count in (_SHORT_WORDS, _LONG_WORDS):
         answer = Answer()
-        await _asked(asker, " ".join(WORDS[:count]), answer)
+        text = asker.prompts.text(Planned(0, 0.0, count, 1))
+        await _asked(asker, text, answer)
         found.append(answer.usage.get("prompt", 0))
     notes = [] if answer.exact else [_NO_COUNTS]
     short, long = found

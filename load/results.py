@@ -37,8 +37,9 @@ class ClientReport:
 
     def __str__(self) -> str:
         line = (
-            f"{self.processes} client process{'es' if self.processes > 1 else ''}, requests sent "
-            f"{_ms(self.late_p99_s)} late (p99), event loops {_ms(self.lag_p99_s)} late (p99), busiest {100 * self.cpu_share:.0f} % of a core"
+            f"{self.processes} client process{'es' if self.processes > 1 else ''}, "
+            f"requests sent {_ms(self.late_p99_s)} late (p99), event loops {_ms(self.lag_p99_s)} late (p99), "
+            f"busiest {100 * self.cpu_share:.0f} % of a core"
         )
         if not self.was_the_limit:
             return line

@@ -11,25 +11,25 @@ from baton.config import child_environment
 # All of it goes to the role, which has its own parser and its own --help.
 PASS_ON: dict[str, object] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
-_Flags = Annotated[list[str] | None, typer.Argument(help="Settings of the role.", metavar="[FLAGS]")]
+Flags = Annotated[list[str] | None, typer.Argument(help="Settings of the role.", metavar="[FLAGS]")]
 
 
-def prefill_node(flags: _Flags = None) -> None:
+def prefill_node(flags: Flags = None) -> None:
     """Run one prefill node until SIGTERM; --help shows all settings."""
-    _become("prefill_node", flags)
+    become("prefill_node", flags)
 
 
-def decode_node(flags: _Flags = None) -> None:
+def decode_node(flags: Flags = None) -> None:
     """Run one decode node until SIGTERM; --help shows all settings."""
-    _become("decode_node", flags)
+    become("decode_node", flags)
 
 
-def gateway(flags: _Flags = None) -> None:
+def gateway(flags: Flags = None) -> None:
     """Run a gateway until SIGTERM; --help shows all settings."""
-    _become("gateway", flags)
+    become("gateway", flags)
 
 
-def _become(module: str, flags: list[str] | None) -> NoReturn:
+def become(module: str, flags: list[str] | None) -> NoReturn:
     """Replaces this process, so that signals and the exit code are the role's own."""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", module, *(flags or ())], child_environment())

@@ -1,0 +1,8 @@
+"""`baton bench`: the same as `python -m load`, flags included."""
+
+from baton.cli.roles import Flags, become
+
+
+def bench(flags: Flags = None) -> None:
+    """Load a server and report latency and goodput; --help shows all flags."""
+    become("load", flags)

@@ -1,0 +1,39 @@
+"""Runs a command line: its errors are one line on stderr each, and its exit code says what kind it was."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import typer
+
+from baton.errors import BatonError
+
+# Base class of the errors for wrong flags. typer exports only some of its subclasses.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+def new_app() -> typer.Typer:
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def run(app: typer.Typer, arguments: Sequence[str], program: str) -> NoReturn:
+    """Ends the process. Exit codes: 0, 1 for an error, 2 for a wrong flag, 130 after Ctrl-C.
+
+    Args:
+        program: its name in messages.
+    """
+    try:
+        code = app(list(arguments), prog_name=program, standalone_mode=False)
+    except _UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else program
+        code = _fail(f"{error.format_message().rstrip('.')}; see `{path} --help`", 2)
+    except BatonError as error:
+        code = _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    raise SystemExit(code)
+
+
+def _fail(line: str, code: int) -> int:
+    print(f"baton: {line}", file=sys.stderr)
+    return code

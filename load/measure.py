@@ -1,0 +1,90 @@
+"""Which runs a command makes, in which order: one, rounds over several targets, or searches for the highest rate."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from load.goals import Goal
+from load.results import Found, Run
+from load.runner import Clients, OnProgress, RunOptions
+from load.search import RateSearch
+from load.target import Server
+from load.workload import Planned, Span, Workload
+
+# Makes the display of one run: its title and number of requests to a function that is called with the progress.
+Display = Callable[[str, int], OnProgress]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What every run of a command has in common."""
+
+    clients: Clients
+    workload: Workload
+    span: Span
+    options: RunOptions
+    display: Display
+    seed: int
+
+    def rounds(self, servers: Sequence[Server], rate: float, count: int) -> list[Run]:
+        """`count` runs of each server.
+
+        The servers take turns, and another one goes first in each round, so that a drift of the machine meets all of
+        them alike. In a round all have the same times and lengths.
+        """
+        runs = []
+        for number in range(count):
+            turn = number % len(servers)
+            for server in (*servers[turn:], *servers[:turn]):
+                title = f"{server.target.label} {rate:g}/s" + (f", round {number + 1} of {count}" if count > 1 else "")
+                runs.append(self._run(server, rate, self.seed + number, title))
+        order = [server.target.label for server in servers]
+        return sorted(runs, key=lambda run: order.index(run.label))
+
+    def search(
+        self, servers: Sequence[Server], goals: Sequence[Goal], *, start: float, precision: float, runs_max: int
+    ) -> tuple[list[Run], list[Found]]:
+        """The highest rate that meets each goal, for each server. The servers take turns."""
+        searches = [
+            RateSearch.of([goal.share for goal in goals], start=start, precision=precision, runs_max=runs_max)
+            for _ in servers
+        ]
+        runs: list[list[Run]] = [[] for _ in servers]
+        while any(search.next_rate() is not None for search in searches):
+            for server, search, made in zip(servers, searches, runs, strict=True):
+                rate = search.next_rate()
+                if rate is None:
+                    continue
+                run = self._run(server, rate, self.seed + len(made), f"{server.target.label} {rate:.3g}/s")
+                counted = run.counted
+                search.observe(rate, [goal.count(counted) for goal in goals], len(counted))
+                made.append(run)
+        found = [
+            _found(server, search, goals, made) for server, search, made in zip(servers, searches, runs, strict=True)
+        ]
+        return [run for made in runs for run in made], [each for of_one in found for each in of_one]
+
+    def _run(self, server: Server, rate: float, seed: int, title: str) -> Run:
+        planned: list[Planned] = self.workload.plan(rate, self.span, seed)
+        on_progress = self.display(title, len(planned))
+        return self.clients.run(server, planned, self.options, rate=rate, seed=seed, on_progress=on_progress)
+
+
+def _found(server: Server, search: RateSearch, goals: Sequence[Goal], runs: Sequence[Run]) -> list[Found]:
+    found = []
+    limited = sum(run.client.was_the_limit for run in runs)
+    for goal, of_goal in zip(goals, search.goals, strict=True):
+        rate = of_goal.low
+        _, good, total = of_goal.counts.get(rate, (0, 0, 0))
+        found.append(
+            Found(
+                label=server.target.label,
+                goal=goal,
+                rate=rate,
+                good_share=good / total if total else 0.0,
+                requests=total,
+                complete=of_goal.next_rate() is None,
+                at_most=of_goal.high != float("inf"),
+                client_limited=limited,
+            )
+        )
+    return found

@@ -115,7 +115,7 @@ def fit_table(table: NDArray[np.float64], weights: NDArray[np.float64]) -> StepC
         weights: of the rows.
     """
     rows, keys, prompt_tokens, pairs, seconds = table.T
-    tokens = rows + prompt_tokens
+    tokens = np.maximum(rows + prompt_tokens, 1.0)
     knots = _knots(tokens)
     terms = _terms(tokens, knots, keys, pairs, rows)
     ridge = np.array([_RIDGE_TOKENS] * len(knots) + [_RIDGE_ATTENTION] * 2 + [_RIDGE_ROWS])

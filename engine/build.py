@@ -1,5 +1,6 @@
-"""Builds a runner from a node's settings: config, layout, backend, model, cache, in this order."""
+"""Builds a runner from a node's settings: config, layout, backend, model, cache, in this order; then measures it."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,15 +14,28 @@ from baton.config import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_MIB,
     GPU_BATCH_REQUESTS,
+    GPU_PREFILL_REQUESTS,
     MIB,
+    SMALL_GPU_BATCH_REQUESTS,
+    DecodeSettings,
     NodeSettings,
+    PrefillSettings,
     tokenizer_file,
 )
+from baton.costs import StepCosts
 from baton.errors import ConfigError
 from engine.device.graphs import GraphSettings
 from engine.device.out_of_memory import allocating
-from engine.device.profile import STEP_TOKENS, MemoryPlan, MemoryShare, size_on_gpu
+from engine.device.profile import MemoryPlan, MemoryShare, size_on_gpu
 from engine.device.runner import ModelRunner
+from engine.device.step_costs import (
+    DECODE_RULE,
+    PREFILL_RULE,
+    STEP_TOKENS,
+    choose_step_tokens,
+    measure_costs,
+    served_steps,
+)
 from engine.request import ModelFacts
 from grammar.compiler import GrammarCompiler
 from kvcache.cache import PagedKVCache
@@ -34,11 +48,17 @@ from models.needs import attention_needs, kv_cache_spec, resolve_dtype
 from models.parallel import SINGLE, TensorParallel, kv_heads, local_config, refuse_batch_invariance
 from models.weights.loader import load_model
 
+_log = logging.getLogger(__name__)
+
 # Values of --kv-cache-dtype, and the cache dtype that each means; "" is the dtype of the model.
 KV_CACHE_DTYPES = MappingProxyType({"auto": "", **dict(zip(("fp8_e4m3", "fp8_e5m2"), FP8_DTYPES, strict=True))})
 _DEVICES = ("auto", "cpu", "cuda", "cuda:<index>")
 # Bound of a profiled cache: with a tiny model it would have so many blocks that their tables take gigabytes.
 _MOST_BLOCKS = 1 << 20
+# A seat is of use where the cache holds so many tokens for each.
+_SEAT_TOKENS = 512
+# The cache's part of the memory that a node may use, as far as is known before the weights are loaded.
+_CACHE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,7 @@ class Built(NamedTuple):
         model_spec: the KV of one token on all ranks together.
         kv_heads: the model's KV heads on this rank; an MLA model has one, which every rank holds.
         grammars: for the model's tokenizer, which is read on first use.
+        costs: of steps as they are served; None before `measured`.
     """
 
     runner: ModelRunner
@@ -74,13 +95,14 @@ class Built(NamedTuple):
     parallel: TensorParallel
     kv_heads: range
     grammars: GrammarCompiler
+    costs: StepCosts | None = None
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of steps and cache; None: a profile on the GPU chooses it."""
+    """The sizes of steps and cache. `num_blocks` is None where a profile on the GPU chooses it."""
 
-    max_batch_tokens: int | None
+    max_batch_tokens: int
     max_batch_requests: int
     num_blocks: int | None
 
@@ -98,6 +120,8 @@ def build_runner(
         parallel: the rank of this process. All ranks call this at the same time with settings that differ at most in
             the device. Their caches get the same number of blocks, set by the rank with the least memory.
         progress: called while weights are read, with the bytes read so far and the bytes in all.
+
+    On a GPU, where the settings give no step size, the limit is the largest one until `measured` has chosen.
 
     Raises:
         ConfigError: a value is wrong, or model, backend and cache do not fit together.
@@ -152,10 +176,9 @@ def build_runner(
         return ModelRunner(model, backend, cache, known, graphs=graphs, grammars=grammars)
 
     memory: MemoryPlan | None = None
-    if sizes.max_batch_tokens is None or sizes.num_blocks is None:
+    if sizes.num_blocks is None:
         sizes, memory = _profiled_sizes(settings, sizes, make_runner, spec, shape, device)
     assert sizes.num_blocks is not None, "given or profiled"
-    assert sizes.max_batch_tokens is not None, "given or profiled"
     num_blocks = parallel.smallest(sizes.num_blocks, device)
     limits = StepLimits(parallel.smallest(sizes.max_batch_tokens, device), sizes.max_batch_requests)
     with allocating(f"the KV cache, {num_blocks} blocks of {settings.block_size} tokens"):
@@ -184,19 +207,57 @@ def build_runner(
     )
 
 
+def measured(built: Built, settings: NodeSettings) -> Built:
+    """Prepares the runner, measures what its steps cost as they are served, and chooses the step size if the settings
+    give none. All ranks call it together, while the cache is empty.
+    """
+    device = built.cache.view.device
+    runner, limits, parallel = built.runner, built.limits, built.parallel
+    runner.prepare()
+    steps = served_steps(
+        runner.facts,
+        most_tokens=limits.max_batch_tokens,
+        most_requests=min(limits.max_batch_requests, GPU_BATCH_REQUESTS),
+    )
+    with allocating("steps of the largest size"):
+        costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
+    if settings.max_batch_tokens is None:
+        rule = DECODE_RULE if isinstance(settings, DecodeSettings) else PREFILL_RULE
+        sizes = [size for size in STEP_TOKENS if size <= limits.max_batch_tokens]
+        limits = replace(limits, max_batch_tokens=parallel.smallest(choose_step_tokens(costs, sizes, rule), device))
+    rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in costs.points)
+    _log.info(
+        "%s: steps of up to %d tokens; tokens per second by step size: %s", device, limits.max_batch_tokens, rates
+    )
+    return built._replace(limits=limits, costs=costs)
+
+
 def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device) -> _Sizes:
-    """The sizes that the settings give, and on a CPU the defaults of the others."""
+    """The sizes that the settings give, and the defaults of the others."""
     on_gpu = device.type == "cuda"
     num_blocks, cache_bytes = settings.num_blocks, settings.kv_cache_bytes
     if cache_bytes is None and not on_gpu:
         cache_bytes = CPU_CACHE_MIB * MIB
     if num_blocks is None and cache_bytes is not None:
         num_blocks = _num_blocks(spec, block_size=settings.block_size, kv_cache_bytes=cache_bytes)
+    seats = settings.max_batch_requests
+    if seats is None and on_gpu:
+        known = None if num_blocks is None else num_blocks * settings.block_size
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        share_bytes = int(total_bytes * settings.gpu_memory_fraction * _CACHE_SHARE)
+        seats = gpu_seats(settings, share_bytes // spec.bytes_per_token if known is None else known)
     return _Sizes(
-        settings.max_batch_tokens or (None if on_gpu else CPU_BATCH_TOKENS),
-        settings.max_batch_requests or (GPU_BATCH_REQUESTS if on_gpu else CPU_BATCH_REQUESTS),
+        settings.max_batch_tokens or (max(STEP_TOKENS) if on_gpu else CPU_BATCH_TOKENS),
+        seats or CPU_BATCH_REQUESTS,
         num_blocks,
     )
+
+
+def gpu_seats(settings: NodeSettings, cache_tokens: int) -> int:
+    """Requests of a step on a GPU, by the role and the size that the cache is expected to have."""
+    if isinstance(settings, PrefillSettings):
+        return GPU_PREFILL_REQUESTS
+    return GPU_BATCH_REQUESTS if cache_tokens >= GPU_BATCH_REQUESTS * _SEAT_TOKENS else SMALL_GPU_BATCH_REQUESTS
 
 
 def _profiled_sizes(
@@ -206,25 +267,21 @@ def _profiled_sizes(
     spec: KVCacheSpec,
     shape: KVCacheShape,
     device: torch.device,
-) -> tuple[_Sizes, MemoryPlan | None]:
-    """Runs the model on the GPU to choose the sizes that are not given."""
+) -> tuple[_Sizes, MemoryPlan]:
+    """Runs the model on the GPU to choose the size of the cache."""
     share = MemoryShare(settings.gpu_memory_fraction, settings.staging_bytes(on_gpu=True), graphs=settings.cuda_graphs)
     with allocating("steps of the largest size"):
-        sizing = size_on_gpu(
+        memory = size_on_gpu(
             make_runner,
             spec,
             shape,
             device=device,
-            step_tokens=STEP_TOKENS if sizes.max_batch_tokens is None else (sizes.max_batch_tokens,),
+            step_tokens=sizes.max_batch_tokens,
             max_batch_requests=sizes.max_batch_requests,
-            share=share if sizes.num_blocks is None else None,
+            share=share,
         )
-    num_blocks = sizes.num_blocks
-    if sizing.memory is not None:
-        fitting = _num_blocks(spec, block_size=shape.block_size, kv_cache_bytes=sizing.memory.kv_cache)
-        num_blocks = min(fitting, _MOST_BLOCKS)
-    max_batch_tokens = sizes.max_batch_tokens or sizing.step_tokens
-    return _Sizes(max_batch_tokens, sizes.max_batch_requests, num_blocks), sizing.memory
+    fitting = _num_blocks(spec, block_size=shape.block_size, kv_cache_bytes=memory.kv_cache)
+    return replace(sizes, num_blocks=min(fitting, _MOST_BLOCKS)), memory
 
 
 def _facts(config: ModelConfig, spec: KVCacheSpec, shape: KVCacheShape, identity: str) -> ModelFacts:

@@ -19,6 +19,7 @@ from engine.device.device_thread import DeviceThread, LayersDone, Outcome, StepD
 from engine.events import StepEvents
 from engine.request import EngineLimits, EngineLoad, EngineRequest, Reservation
 from engine.scheduling.scheduler import Scheduler
+from engine.step_meter import StepMeter
 from grammar.compiler import GrammarCompiler
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Engine:
         on_step: called on the event loop after each step, and during a step at each of its marks. It must not raise: if
             it does, the engine ends.
         grammars: compiles the grammars of requests.
+        meter: knows what steps cost.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepEvents], None],
         grammars: GrammarCompiler,
+        meter: StepMeter | None = None,
     ) -> None:
         self._grammars = grammars
+        self._meter = meter
         self._scheduler = Scheduler(limits, runner.facts)
         self._device = DeviceThread(runner, clock=clock, on_outcome=self._receive)
         self._clock = clock

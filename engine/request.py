@@ -175,6 +175,9 @@ class EngineLoad:
         tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
         requests_total: number of all requests so far.
         preemptions: how often a request gave its blocks back to be recomputed later.
+        backlog_s: predicted time to compute `tokens_waiting` if nothing else ran; 0 while step costs are unknown.
+        decode_rows: requests that decode.
+        context_tokens: keys that one token of each of these reads, the sum of their contexts.
     """
 
     blocks_total: int
@@ -185,6 +188,9 @@ class EngineLoad:
     tokens_waiting: int
     requests_total: int
     preemptions: int
+    backlog_s: float = 0.0
+    decode_rows: int = 0
+    context_tokens: int = 0
 
 
 def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:

@@ -20,6 +20,8 @@ _LEAST_WEIGHT = 0.05
 # The only step of its kind may have compiled kernels.
 _SINGLE_WEIGHT = 0.25
 _START_WEIGHT = 0.02
+# Longer than any step: the device or its clock was disturbed.
+_LONGEST_S = 600.0
 _COLUMNS = 6
 _ROW = struct.Struct(f"{_COLUMNS}d")
 _CONTEXTS = (128, 2048)
@@ -51,7 +53,7 @@ class StepMeter:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step has ended that was not disturbed."""
-        if seconds <= 0.0:
+        if not 0.0 < seconds < _LONGEST_S:
             return
         rows, keys, prompt_tokens, pairs = work.decode_rows, work.keys, work.prompt_tokens, work.pairs
         kind = (

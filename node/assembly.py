@@ -13,11 +13,12 @@ import torch
 from baton import __version__
 from baton.config import NodeSettings
 from baton.supervisor import Supervisor
-from engine.build import Built, build_runner
+from engine.build import Built, build_runner, measured
 from engine.device.device_thread import StepRunner
 from engine.engine import Engine
 from engine.events import StepEvents
 from engine.request import EngineLimits
+from engine.step_meter import StepMeter
 from kvcache.spec import KVCacheShape
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
 from kvtransfer.rank_transfer import OnFilled, OnRefused
@@ -27,7 +28,7 @@ from kvtransfer.transfer import KVTransfer
 from models.identity import ModelIdentity
 from models.parallel import SINGLE, TensorParallel
 from models.weights.kv_scales import kv_scales
-from node.describe import to_info
+from node.describe import to_info, to_step_costs
 from node.progress import LoadingProgress, ReportedProgress
 from node.ranks.group import RankGroup
 from node.ranks.join import rank_device
@@ -95,7 +96,8 @@ class Node:
         if group is not None and self._workers:
             steps = StepWriter([worker.steps for worker in self._workers])
             runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
-        self.engine = Engine(runner, limits, on_step=self._on_step, grammars=built.grammars)
+        self.meter = StepMeter(built.costs)
+        self.engine = Engine(runner, limits, on_step=self._on_step, grammars=built.grammars, meter=self.meter)
         makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
         message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
@@ -155,6 +157,12 @@ class Node:
             segments_refused=counters.refused,
             segments_late=counters.late,
             segments_converted=counters.converted,
+            step_costs=to_step_costs(self.meter.costs),
+            backlog_s=load.backlog_s,
+            context_tokens=load.context_tokens,
+            decode_rows=load.decode_rows,
+            max_batch_requests=self.limits.max_batch_requests,
+            max_batch_tokens=self.limits.max_batch_tokens,
         )
 
 
@@ -184,7 +192,8 @@ def open_transfer(
 
 
 def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, supervisor: Supervisor | None = None) -> Built:
-    """Reads the checkpoint, or one rank's part of it, and allocates the cache; slow. All ranks call it together.
+    """Reads the checkpoint, or one rank's part of it, and allocates the cache; on a GPU, captures graphs and measures
+    steps. Slow. All ranks call it together.
 
     Args:
         supervisor: if it is present, it gets the progress, which a terminal or the log gets otherwise.
@@ -196,7 +205,12 @@ def load(settings: NodeSettings, parallel: TensorParallel = SINGLE, *, superviso
     # All ranks have equally much to read, so one of them shows the progress.
     with _progress(supervisor) if parallel.rank == 0 else nullcontext() as progress:
         device = settings.device if parallel.size == 1 else rank_device(settings.device, parallel.rank)
-        return build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
+        built = build_runner(settings.model_copy(update={"device": device}), parallel=parallel, progress=progress)
+    if not built.cache.view.is_cuda:
+        return built  # it learns what steps cost while it serves
+    if supervisor is not None:
+        supervisor.report("capturing graphs" if settings.cuda_graphs else "measuring steps")
+    return measured(built, settings)
 
 
 def _progress(supervisor: Supervisor | None) -> LoadingProgress | ReportedProgress:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+from baton.convert import costs_to_proto
+from baton.costs import StepCosts
 from baton.errors import PeerRefused
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
@@ -87,6 +89,11 @@ def from_info(info: pb.NodeInfo) -> NodeDescription:
         tensor_parallel_size=info.tensor_parallel_size or 1,
         converted_kv_dtypes=tuple(info.converted_kv_dtypes),
     )
+
+
+def to_step_costs(costs: StepCosts | None) -> pb.StepCosts | None:
+    """None: nothing is known yet, and the status has no costs."""
+    return None if costs is None else costs_to_proto(costs)
 
 
 def from_addresses(addresses: Mapping[RankPair, bytes]) -> list[decode_pb2.WorkerAddress]:

@@ -136,8 +136,7 @@ async def _run(
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
         its_role = make_role(node, settings)
-        captures = settings.cuda_graphs and built.cache.view.is_cuda
-        supervisor.report("capturing graphs" if captures else "starting engine")
+        supervisor.report("starting engine")
         async with node:
             # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
             gc.collect()

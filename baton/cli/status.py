@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
-from protos.baton.v1 import common_pb2, generation_pb2
+from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 # Where output goes to no terminal, long names do not wrap.
 _WIDTH_IN_FILES = 160
@@ -55,7 +55,8 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
         Text(),
     ]
     parts += [Text(f"{_name(node)}: {node.detail}", style="red") for node in nodes if not node.reachable]
-    parts += [Text(line) for line in _described(nodes)]
+    parts += [Text(line) for line in _described(nodes, _model)]
+    parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
         parts += [Text(), _pairs_table(pairs)]
@@ -142,11 +143,26 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "requests_waiting": status.requests_waiting,
         "requests_total": status.requests_total,
         "tokens_waiting": status.tokens_waiting,
+        "backlog_s": status.backlog_s,
+        "decode_rows": status.decode_rows,
+        "context_tokens": status.context_tokens,
+        "max_batch_tokens": status.max_batch_tokens,
+        "max_batch_requests": status.max_batch_requests,
+        "step_costs": _costs_to_json(status.step_costs) if status.HasField("step_costs") else None,
         "preemptions": status.preemptions,
         "segments_refused": status.segments_refused,
         "segments_late": status.segments_late,
         "segments_converted": status.segments_converted,
         "peers": [_peer_to_json(peer) for peer in status.peers],
+    }
+
+
+def _costs_to_json(costs: common_pb2.StepCosts) -> dict[str, object]:
+    return {
+        "points": [{"tokens": point.tokens, "seconds": point.seconds} for point in costs.points],
+        "key_s": costs.key_s,
+        "pair_s": costs.pair_s,
+        "decode_row_s": costs.decode_row_s,
     }
 
 
@@ -197,20 +213,30 @@ def _table() -> Table:
     return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _described(nodes: Sequence[generation_pb2.NodeReport]) -> list[str]:
+def _described(nodes: Sequence[generation_pb2.NodeReport], describe: Callable[[node_pb2.NodeStatus], str]) -> list[str]:
     """One line for all nodes that are alike."""
     alike: dict[str, list[str]] = {}
     for node in nodes:
-        info = node.status.info
-        if not info.model.name:  # it has never been reached
-            continue
-        ranks = info.tensor_parallel_size or 1
-        line = (
-            f"{info.model.name}, KV {info.cache_shape.layout} x {info.cache_shape.block_size} in "
-            f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}"
-        )
-        alike.setdefault(line, []).append(_name(node))
+        if node.status.info.model.name:  # otherwise it has never been reached
+            alike.setdefault(describe(node.status), []).append(_name(node))
     return [f"{', '.join(names)}: {line}" for line, names in alike.items()]
+
+
+def _model(status: node_pb2.NodeStatus) -> str:
+    info = status.info
+    ranks = info.tensor_parallel_size or 1
+    return (
+        f"{info.model.name}, KV {info.cache_shape.layout} x {info.cache_shape.block_size} in "
+        f"{info.cache_spec.dtype}, {ranks} rank{'s' if ranks > 1 else ''}"
+    )
+
+
+def _work(status: node_pb2.NodeStatus) -> str:
+    steps = f"steps of {status.max_batch_tokens} tokens, {status.max_batch_requests} requests"
+    waiting = f"{status.tokens_waiting} prompt tokens wait"
+    if status.backlog_s:
+        waiting = f"{status.backlog_s:.2f} s of prompts wait"
+    return f"{steps}; {status.decode_rows} decode; {waiting}"
 
 
 def _pairs_table(pairs: Sequence[tuple[generation_pb2.NodeReport, common_pb2.PeerState]]) -> Table:

@@ -14,7 +14,7 @@ from bench.engine import rivals
 from bench.engine.roofline import Weights, count_weights, decode_work, prefill_flops
 from bench.engine.steps import HOST_STEPS, decode_ms, host_cost, idle_share, prefill_ms
 from bench.table import Row
-from engine.build import Built, build_runner
+from engine.build import Built, build_runner, measured
 from models.products import use_library_products
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -167,7 +167,7 @@ def _decodes(
 def _prefills(
     model: Model, built: Built, weights: Weights, machine: Ceilings, prefix: str = "", *, few: bool = False
 ) -> Iterator[Row]:
-    chosen = built.limits.max_batch_tokens
+    chosen = built.limits.max_batch_tokens if few else measured(built, NodeSettings()).limits.max_batch_tokens
     cases: list[tuple[str, list[int], int | None]] = [("one step", [PROMPT], None)]
     if not few:
         cases += [(f"steps of {chosen} tokens", [PROMPT], chosen), ("8 prompts in one step", [PROMPT // 8] * 8, None)]

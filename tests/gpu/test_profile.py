@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from baton.config import DEMO_MODELS
-from engine.device.profile import prefill_steps, profile_runner
-from tests.gpu.demo import build_demo
+from baton.config import DEMO_MODELS, DecodeSettings
+from engine.build import measured
+from engine.device.profile import prefill_step, profile_runner
+from engine.device.step_costs import STEP_TOKENS
+from tests.gpu.demo import build_demo, generate
+from tests.unit.engine.tiny import greedy
 
 pytestmark = pytest.mark.gpu
 
@@ -13,14 +16,25 @@ pytestmark = pytest.mark.gpu
 def test_a_profile_reports_the_memory_that_its_largest_step_takes() -> None:
     runner = build_demo(DEMO_MODELS / "llama").runner
     device = torch.device("cuda", torch.cuda.current_device())
-    largest = prefill_steps((256,), runner.facts, max_batch_requests=4)[256]
+    largest = prefill_step(256, runner.facts, max_batch_requests=4)
     # The first run of a process allocates the libraries' workspaces, 33 MB, which later runs reuse.
     runner.run(largest)
-    profile = profile_runner(runner, (32, 256), max_batch_requests=4, device=device)
+    profile = profile_runner(runner, 256, max_batch_requests=4, device=device)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner.run(largest)
     assert profile.step_bytes == torch.cuda.max_memory_allocated(device) - before > 0
     assert 0 < profile.decode_bytes <= profile.step_bytes
-    assert list(profile.step_s) == [32, 256]
+
+
+def test_a_node_measures_its_captured_steps_and_then_serves_as_before() -> None:
+    prompts = [[3, 4, 5, 6], list(range(3, 80))]
+    expected = generate(build_demo(DEMO_MODELS / "llama"), prompts, greedy(16))
+    settings = DecodeSettings(model=DEMO_MODELS / "llama", device="cuda", num_blocks=2048)
+    built = measured(build_demo(DEMO_MODELS / "llama", num_blocks=2048, max_batch_tokens=None), settings)
+    assert built.costs is not None
+    assert built.limits.max_batch_tokens in STEP_TOKENS
+    # Launching even the smallest step takes the host microseconds, and no step of a demo model takes a second.
+    assert 1e-6 < built.costs.dense_s(1) <= built.costs.dense_s(max(STEP_TOKENS)) < 1.0
+    assert generate(built, prompts, greedy(16)) == expected

@@ -71,5 +71,5 @@ def test_up_gives_each_node_a_gpu_of_its_own() -> None:
 def test_a_profile_measures_the_gpu_of_the_model_while_another_one_is_current() -> None:
     runner = build_demo(MODELS[0], device="cuda:1").runner
     with torch.cuda.device(0):
-        profile = profile_runner(runner, (32, 256), max_batch_requests=4, device=torch.device("cuda", 1))
+        profile = profile_runner(runner, 256, max_batch_requests=4, device=torch.device("cuda", 1))
     assert profile.step_bytes > 0

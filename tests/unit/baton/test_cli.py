@@ -184,6 +184,22 @@ def test_json_of_a_status_has_why_a_pair_was_refused() -> None:
     ]
 
 
+def test_json_of_a_status_has_what_steps_cost() -> None:
+    costs = common_pb2.StepCosts(points=[common_pb2.TokensCost(tokens=16, seconds=0.25)], pair_s=0.5)
+    status = node_pb2.NodeStatus(backlog_s=1.5, decode_rows=3, context_tokens=700, step_costs=costs)
+    reports = [generation_pb2.NodeReport(status=each) for each in (status, node_pb2.NodeStatus())]
+    printed = json.loads(json.dumps(status_to_json(generation_pb2.ClusterStatusResponse(nodes=reports))))
+    known, unknown = printed["nodes"]
+    assert (known["backlog_s"], known["decode_rows"], known["context_tokens"]) == (1.5, 3, 700)
+    assert known["step_costs"] == {
+        "points": [{"tokens": 16, "seconds": 0.25}],
+        "key_s": 0.0,
+        "pair_s": 0.5,
+        "decode_row_s": 0.0,
+    }
+    assert unknown["step_costs"] is None
+
+
 def test_the_nodes_of_a_cluster_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert visible_gpus() == 2
@@ -209,6 +225,8 @@ def test_a_status_with_large_numbers_fits_80_columns() -> None:
         info = common_pb2.NodeInfo(name=name, role=role)
         info.model.name = "meta-llama/Llama-3.1-8B-Instruct"
         status = node_pb2.NodeStatus(info=info, blocks_total=123456, requests_running=256, peers=peers)
+        status.max_batch_tokens, status.max_batch_requests = 4096, 512
+        status.backlog_s, status.decode_rows = 12.35, 512
         nodes.append(generation_pb2.NodeReport(address="10.123.123.123:7001", reachable=True, status=status))
     written = io.StringIO()
     console = Console(file=written, width=80)
@@ -216,7 +234,10 @@ def test_a_status_with_large_numbers_fits_80_columns() -> None:
     shown = written.getvalue()
     for whole in ("123456/123456", "10.123.123.123:7001", "cuda_ipc", "142.31", "bfloat16 to float8_e4m3fn"):
         assert whole in shown
-    assert sum(line.startswith("prefill-0") for line in shown.splitlines()) == 4  # its rows are one line each
+    assert "prefill-0, decode-0: steps of 4096 tokens, 512 requests; 512 decode;" in shown
+    assert "12.35 s of prompts wait" in " ".join(shown.split())
+    # Its rows are one line each.
+    assert sum(line.startswith("prefill-0") for line in shown.splitlines()) == 5
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])

@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided and its step size chosen: the arithmetic, with the numbers of a profile."""
+"""How a GPU's memory is divided: the arithmetic, with the numbers of a profile."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +12,14 @@ from engine.device.profile import (
     MemoryPlan,
     MemoryShare,
     Profile,
-    choose_step_tokens,
     decode_step,
     plan_memory,
-    prefill_steps,
+    prefill_step,
 )
 from tests.unit.engine.tiny import build
 
 GIB = 1 << 30
-PROFILE = Profile({1024: 0.1}, step_bytes=2 * GIB, decode_bytes=GIB // 4)
+PROFILE = Profile(step_bytes=2 * GIB, decode_bytes=GIB // 4)
 MEMORY = DeviceMemory(total=100 * GIB, used=15 * GIB, free=84 * GIB)
 
 
@@ -28,12 +27,6 @@ def planned(
     memory: DeviceMemory = MEMORY, *, fraction: float = 0.9, graphs: bool = True, least_bytes: int = GIB
 ) -> MemoryPlan:
     return plan_memory(memory, PROFILE, MemoryShare(fraction, GIB, graphs=graphs), least_bytes=least_bytes)
-
-
-def test_the_smallest_step_that_is_nearly_as_fast_as_the_fastest_is_chosen() -> None:
-    assert choose_step_tokens({512: 0.020, 1024: 0.030, 2048: 0.058, 4096: 0.115}) == 1024
-    assert choose_step_tokens({512: 0.020, 1024: 0.021, 2048: 0.023}) == 2048
-    assert choose_step_tokens({300: 1.0}) == 300
 
 
 def test_the_parts_fill_the_fraction_exactly() -> None:
@@ -62,21 +55,20 @@ def test_too_little_memory_for_a_cache_is_an_error_with_a_cure() -> None:
 
 
 def test_a_plan_reads_as_a_list_of_its_parts() -> None:
-    assert str(planned()).startswith("weights 15.0 GiB, KV cache 71.0 GiB, steps 2.0 GiB")
+    assert str(planned()).startswith("weights 15.0 GiB, KV cache 70.8 GiB, steps 2.0 GiB")
 
 
-def test_a_profile_fills_its_steps_with_prompts_as_long_as_the_model_takes(llama: tuple[Path, Any]) -> None:
+def test_a_profile_fills_its_step_with_prompts_as_long_as_the_model_takes(llama: tuple[Path, Any]) -> None:
     runner = build(llama[0], num_blocks=32).runner
     facts = replace(runner.facts, max_context_tokens=16)
-    steps = prefill_steps((8, 64, 40), facts, max_batch_requests=3)
-    lengths = {tokens: [len(row.token_ids) for row in batch.rows] for tokens, batch in steps.items()}
-    assert lengths == {8: [8], 40: [16, 16, 8], 48: [16, 16, 16]}  # 64 tokens would need a fourth request
+    steps = [prefill_step(tokens, facts, max_batch_requests=3) for tokens in (8, 40, 64)]
+    lengths = [[len(row.token_ids) for row in batch.rows] for batch in steps]
+    assert lengths == [[8], [16, 16, 8], [16, 16, 16]]  # 64 tokens would need a fourth request
 
 
 def test_a_runner_can_run_every_step_of_a_profile(llama: tuple[Path, Any]) -> None:
     runner = build(llama[0], num_blocks=32).runner
-    steps = prefill_steps((8, 64), runner.facts, max_batch_requests=3)
-    for batch in (*steps.values(), decode_step(3)):
+    for batch in (prefill_step(64, runner.facts, max_batch_requests=3), decode_step(3)):
         blocks = [block for row in batch.rows for block in row.block_ids]
         assert len(set(blocks)) == len(blocks), "each request writes to blocks of its own"
         assert len(runner.run(batch)) == len(batch.rows)

@@ -1,5 +1,6 @@
 """How a node learns the costs of its steps while it serves."""
 
+import math
 import random
 
 import pytest
@@ -99,8 +100,8 @@ def test_many_kinds_of_steps_take_no_more_memory() -> None:
     assert worst(meter, COSTS, [prompt(512), prompt(4096)]) < 0.3
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_a_step_that_took_no_time_is_ignored(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_no_step_can_take_is_ignored(seconds: float) -> None:
     meter = StepMeter()
     for _ in range(20):
         meter.observe(decode(1), seconds)

@@ -1,0 +1,22 @@
+"""What a node's status has of its steps."""
+
+from baton.convert import costs_from_proto
+from node.assembly import Listener, Node, load
+from protos.baton.v1 import common_pb2
+from tests.unit.baton.test_costs import COSTS
+from tests.unit.prefill_node.nodes import prefill_settings
+
+
+async def test_a_status_has_the_limits_of_a_step_and_its_costs_once_they_are_known() -> None:
+    settings = prefill_settings(max_batch_tokens=48, max_batch_requests=7)
+    built = load(settings)
+    assert built.costs is None, "a CPU is not profiled"
+    for costs in (None, COSTS):
+        node = Node(settings, built._replace(costs=costs), role=common_pb2.ROLE_PREFILL, address="127.0.0.1:1")
+        node.listen(Listener(on_step=lambda _: None, on_filled=lambda _: None, on_refused=lambda _: None))
+        async with node:
+            status = node.status(draining=False)
+        assert (status.max_batch_tokens, status.max_batch_requests) == (48, 7)
+        assert (status.backlog_s, status.decode_rows, status.context_tokens) == (0.0, 0, 0)
+        assert status.HasField("step_costs") == (costs is not None)
+        assert costs_from_proto(status.step_costs) == costs

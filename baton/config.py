@@ -242,8 +242,8 @@ class GatewaySettings(CommonSettings):
     decode: str = Field("", description="decode nodes, in the same form")
     local_policy: LocalPolicy = Field(
         LocalPolicy.PREFER,
-        description="when decode nodes prefill. strict: never; prefer: short prompts, and those that no prefill node "
-        "can take; local: always",
+        description="where prompts are prefilled. strict: on prefill nodes; prefer: where the request's ttft_ms and "
+        "tpot_ms are met at least cost, on a prefill node, on the decode node or in two parts; local: on decode nodes",
     )
     model_name: str | None = Field(
         None, description="name of the model for clients; default: the model directory's name"
@@ -270,6 +270,9 @@ class GatewaySettings(CommonSettings):
     )
     tpot_ms: float | None = Field(
         None, gt=0, description="expected mean time per further token of requests that state none; default: no bound"
+    )
+    refuse_late: bool = Field(
+        False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
     )
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     prefill_stall_s: float = Field(

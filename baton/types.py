@@ -158,6 +158,11 @@ class Slo:
             if value is not None:
                 _require(f"slo.{name}", value, 0 < value < math.inf, "seconds above 0")
 
+    def over(self, defaults: "Slo") -> "Slo":
+        """These bounds, and those of `defaults` where this has none."""
+        ttft_s = defaults.ttft_s if self.ttft_s is None else self.ttft_s
+        return Slo(ttft_s, defaults.tpot_s if self.tpot_s is None else self.tpot_s)
+
 
 NO_SLO = Slo()
 

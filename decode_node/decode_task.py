@@ -6,8 +6,10 @@
        └─ prefilled here ─────────────────────────┴─ PrefillHere ───────────────┘
     any of these ── finished, failed, cancelled ──► ending ──► over
 
-Decoding begins with what of the prompt is still to compute here: all of it, nothing, or, where the prompt is split, the
-part after the lease's tokens. A lease is closed before its blocks are used or given back, and `Released` is the last message of every request.
+Decoding begins with what is still to compute of the prompt: all of it, nothing, or, where the prompt is split, the part
+after the lease's tokens.
+
+A lease is closed before its blocks are used or given back, and `Released` is the last message of every request.
 """
 
 from collections.abc import Iterator
@@ -140,10 +142,10 @@ class DecodeTask:
             return ""
         if self._policy == pb.LOCAL_POLICY_LOCAL:
             return "the policy is local"
+        if self._placement == pb.PLACEMENT_LOCAL:
+            return self._placement_why or "the gateway chose it"
         if not self._prefill_available:
             return "no prefill node is available"
-        if self._placement == pb.PLACEMENT_LOCAL:
-            return self._placement_why
         cached = self._cached_tokens(reservation)
         if 0 < self._split_tokens <= cached:
             return f"the first {cached} tokens, which a prefill node would compute, are cached"

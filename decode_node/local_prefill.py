@@ -52,4 +52,6 @@ def _by_costs(costs: StepCosts, uncached: int, cached: int, streams: Streams) ->
     extra_s = mixed_s - plain_s
     if extra_s >= max(_EXTRA_S, _EXTRA_PART * plain_s):
         return ""
-    return f"{uncached} uncached prompt tokens, which make one step of {1e3 * plain_s:.3g} ms {1e3 * extra_s:.2g} ms longer"
+    return (
+        f"{uncached} uncached prompt tokens, which make a step of {1e3 * plain_s:.3g} ms {1e3 * extra_s:.2g} ms longer"
+    )

@@ -31,7 +31,8 @@ class Attempt:
         answered: the decode node has answered the submission, or the last request for another ticket.
         admitted: the decode node decodes with KV from a prefill node.
         ended_by_node: the decode node has ended the request and needs no cancellation.
-        first_token_passed: the last call has sent its first token.
+        first_token_passed: the last call has sent its first token, or its ticket asks for none.
+        prefill_noted: incarnation of the prefill node whose backlog has the prompt; None: none has.
         failed_calls, last_error: hand-overs that failed, and why the last one did.
         excluded: incarnations of the prefill nodes called so far. Each gets one ticket only.
     """
@@ -45,6 +46,7 @@ class Attempt:
     admitted: bool = False
     ended_by_node: bool = False
     first_token_passed: bool = False
+    prefill_noted: int | None = None
     call: PrefillCall | None = None
     failed_calls: int = 0
     last_error: BatonError | None = None

@@ -1,4 +1,4 @@
-"""How much work a node has between two of its reports: what was sent is added, the time that passes is subtracted. Pure."""
+"""How much work a node has between two reports: what was sent is added, the time that passes is subtracted. Pure."""
 
 
 class Backlog:

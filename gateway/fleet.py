@@ -10,11 +10,15 @@ from typing import TypeAlias
 
 from baton.convert import costs_from_proto
 from baton.types import LocalPolicy
+from gateway.backlog import Backlog
+from gateway.placement import Placement, place
+from gateway.prediction import prompt_s
 from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 Role: TypeAlias = common_pb2.Role.ValueType
 
+_DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
 
@@ -52,6 +56,7 @@ class FleetNode:
         self.retired = False  # no longer listed: removed once its requests are done
         self._view = _UNKNOWN
         self._picks = self._requests_since = self._tokens_since = 0
+        self._backlog = Backlog()
 
     @property
     def name(self) -> str:
@@ -84,6 +89,14 @@ class FleetNode:
             picks=self._picks,
         )
 
+    def view_at(self, now_s: float) -> NodeView:
+        """A view with the prompts that wait now."""
+        return replace(self.view(), waiting_s=self._backlog.at(now_s))
+
+    def note_prompt(self, start: int, stop: int, now_s: float) -> None:
+        """It will compute these tokens of a prompt."""
+        self._backlog.add(prompt_s(self._view, start, stop), now_s)
+
     def note_sent(self, num_tokens: int) -> None:
         """A request has been sent to it."""
         self._picks += 1
@@ -96,6 +109,7 @@ class FleetNode:
         self.reachable, self.detail = True, detail
         self._requests_since = self._tokens_since = 0
         self._view = _to_view(self.address, status, self.peers)
+        self._backlog.reported(status.backlog_s, self.last_message_at_s)
 
     def take_peer(self, state: common_pb2.PeerState) -> None:
         if state.incarnation:
@@ -189,6 +203,11 @@ class Fleet:
         prefills = [node.view() for node in self.prefills.values()]
         picked = pick_decode([node.view() for node in self.decodes.values()], prefills, wanted)
         return None if picked is None else self.decodes[picked.address]
+
+    def place(self, wanted: Wanted, now_s: float) -> Placement | None:
+        """The decode node for a request, and where its prompt is prefilled; None: no decode node can take it."""
+        decodes = [node.view_at(now_s) for node in self.decodes.values()]
+        return place(decodes, [node.view_at(now_s) for node in self.prefills.values()], wanted)
 
     def pick_prefill(self, decode: FleetNode, wanted: Wanted) -> FleetNode | None:
         """The prefill node, paired with the decode node, that fits the request best, or None."""
@@ -306,4 +325,12 @@ def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, comm
         context_tokens=status.context_tokens,
         max_batch_requests=status.max_batch_requests,
         max_batch_tokens=status.max_batch_tokens,
+        kv_bytes_per_token=_kv_bytes_per_token(info.cache_spec),
+        peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
     )
+
+
+def _kv_bytes_per_token(spec: common_pb2.CacheSpec) -> int:
+    """Of all layers, as if none had a sliding window."""
+    per_head = spec.head_dim * _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind == common_pb2.KV_KIND_MLA else 2)
+    return spec.num_layers * spec.num_kv_heads * per_head

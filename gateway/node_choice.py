@@ -1,11 +1,13 @@
 """Which nodes may serve one request: the router's choice without nodes that refused, failed or lost it. Pure."""
 
 from collections.abc import Set
+from dataclasses import replace
 
 from baton.errors import BatonError, DataLoss, NoNode, Overloaded
-from baton.types import LocalPolicy
+from baton.types import NO_SLO, LocalPolicy, Slo
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet, FleetNode
+from gateway.placement import Placement, Way
 from gateway.request import Rules
 from gateway.router import Wanted
 
@@ -26,19 +28,24 @@ class NodeChoice:
         self._refusals: dict[int, BatonError] = {}  # by decode node's incarnation
         self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
 
-    def decode_node(self, num_tokens: int, *, begun: bool) -> FleetNode | None:
-        """The next decode node; None if a request that has begun must wait for one.
+    def decode_node(
+        self, num_tokens: int, *, begun: bool, now_s: float, slo: Slo = NO_SLO, splittable: bool = True
+    ) -> tuple[FleetNode, Placement] | None:
+        """The next decode node, and where the prompt is prefilled; None if a request that has begun must wait for one.
 
         Args:
             num_tokens: prompt and output so far.
+            slo: `ttft_s` is the time left.
 
         Raises:
             BatonError: there is none for a new request, or all have refused it.
         """
-        node = self._fleet.pick_decode(self._wanted(num_tokens))
-        if node is not None:
+        wanted = replace(self._wanted(num_tokens), slo=slo, splittable=splittable)
+        placement = self._fleet.place(wanted, now_s)
+        if placement is not None:
+            node = self._fleet.decodes[placement.decode.address]
             self._model = node.model
-            return node
+            return node, placement
         for refusal in self._refusals.values():
             if isinstance(refusal, Overloaded) or not begun:
                 raise refusal
@@ -53,9 +60,18 @@ class NodeChoice:
             return None
         return self._fleet.pick_prefill(attempt.node, self._wanted(num_tokens, attempt.excluded))
 
-    def prefill_available(self, decode: FleetNode, num_tokens: int) -> bool:
-        """Whether a prefill node could serve a ticket of this decode node."""
-        return self._fleet.pick_prefill(decode, self._wanted(num_tokens)) is not None
+    def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:
+        """The request is sent to the decode node: counts what the nodes will compute. Returns the incarnation of the
+        prefill node that counts a part."""
+        decode.note_sent(num_tokens)
+        here_from = {Way.REMOTE: num_tokens, Way.LOCAL: 0, Way.SPLIT: placement.split_tokens}[placement.way]
+        if here_from < num_tokens:
+            decode.note_prompt(here_from, num_tokens, now_s)
+        if placement.prefill is None or not here_from:
+            return None
+        prefill = self._fleet.prefills[placement.prefill.address]
+        prefill.note_prompt(0, here_from, now_s)
+        return prefill.incarnation
 
     def no_prefill_node(self) -> NoNode:
         return NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)

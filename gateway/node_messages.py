@@ -1,9 +1,11 @@
 """The messages to nodes about one request. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton.convert import sampling_to_proto
 from baton.types import LocalPolicy
+from gateway.placement import Placement, Way
 from gateway.request import Request
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -12,6 +14,25 @@ _POLICIES = {
     LocalPolicy.PREFER: decode_pb2.LOCAL_POLICY_PREFER,
     LocalPolicy.LOCAL: decode_pb2.LOCAL_POLICY_LOCAL,
 }
+
+
+_PLACEMENTS = {
+    Way.REMOTE: decode_pb2.PLACEMENT_REMOTE,
+    Way.LOCAL: decode_pb2.PLACEMENT_LOCAL,
+    Way.SPLIT: decode_pb2.PLACEMENT_SPLIT,
+}
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is left of a request's SLO; None: no bound.
+
+    Args:
+        first_token_s: time until the first token is due; 0 when it is late, and once the client has it.
+    """
+
+    first_token_s: float | None
+    tpot_s: float | None
 
 
 class NodeMessages:
@@ -25,7 +46,7 @@ class NodeMessages:
         del self._sampling.stop[:]
 
     def submit(
-        self, output: Sequence[int], *, prefill_available: bool, budget_s: float, queue_s: float
+        self, output: Sequence[int], placement: Placement, *, due: Due, budget_s: float, queue_s: float
     ) -> decode_pb2.SubmitRequest:
         return decode_pb2.SubmitRequest(
             request_id=self._request.request_id,
@@ -34,13 +55,20 @@ class NodeMessages:
             sampling=self._sampling,
             cache_salt=self._request.cache_salt,
             policy=_POLICIES[self._policy],
-            prefill_available=prefill_available,
+            prefill_available=placement.prefill is not None or placement.way is not Way.LOCAL,
             budget_s=budget_s,
             queue_s=queue_s,
             priority=self._request.priority,
+            placement=_PLACEMENTS[placement.way],
+            placement_why=placement.why,
+            split_tokens=placement.split_tokens,
+            first_token_s=due.first_token_s,
+            tpot_s=due.tpot_s,
         )
 
-    def prefill(self, output: Sequence[int], ticket: common_pb2.Ticket) -> prefill_pb2.PrefillRequest:
+    def prefill(
+        self, output: Sequence[int], ticket: common_pb2.Ticket, *, due: Due, refuse_late: bool
+    ) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,
             prompt_token_ids=self._request.prompt,
@@ -49,4 +77,6 @@ class NodeMessages:
             cache_salt=self._request.cache_salt,
             ticket=ticket,
             priority=self._request.priority,
+            first_token_s=due.first_token_s,
+            refuse_late=refuse_late,
         )

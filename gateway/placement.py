@@ -1,9 +1,9 @@
 """Where one request's prompt is prefilled: on a prefill node, on the decode node, or split between them. Pure.
 
 Prefill nodes do nothing else, so their time is free until a queue builds up there. Then they are the cluster's
-bottleneck, and a decode node takes prompts, as far as its streams stay within their TPOT: all of a prompt, or the rest of
-it after a prefill node's part. If no way meets the SLO, the one with the earliest first token is chosen; without a
-TTFT, the one that delays fewer tokens.
+bottleneck, and a decode node takes prompts, as far as its streams stay within their TPOT: all of a prompt, or the rest
+after a prefill node's part. If no way meets the SLO, the one with the earliest first token is chosen; without a TTFT,
+the one that delays fewer tokens.
 """
 
 import math
@@ -15,10 +15,10 @@ from baton.types import LocalPolicy
 from gateway.prediction import LocalSteps, local_steps, prefill_s, transfer_s
 from gateway.router import NodeView, Wanted, pick_decode, pick_prefill, usable_decodes
 
-# The part of its TTFT that a prompt may wait for a prefill node while a decode node could take it, and the part within
-# which a way is planned.
-_PRESSED = 0.5
-_PLANNED = 0.9
+# Parts of the TTFT: that a first token from a prefill node may take while a decode node could take the prompt, and
+# within which a first token from a decode node is planned. Chosen by `tests/unit/gateway/test_goodput.py`'s model.
+_PRESSED = 0.25
+_PLANNED = 0.7
 # Without a TTFT a decode node takes a prompt only if that saves this much.
 _SAVES_S = 0.05
 _SAVES_PART = 0.2
@@ -72,7 +72,7 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
     remote = Placement(Way.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
     if wanted.policy is LocalPolicy.STRICT or (ttft_s is not None and remote_s <= _PRESSED * ttft_s):
         return remote
-    local = _best_local(decodes, decode, prefill, remote_s, wanted)
+    local = _best_local(decodes, decode, wanted)
     if ttft_s is None:
         return _fewer_delays(remote, remote_s, local)
     if local is not None and local.first_token_s <= _PLANNED * ttft_s:
@@ -102,9 +102,7 @@ class _Local:
     delay_s: float
 
 
-def _best_local(
-    decodes: Sequence[NodeView], decode: NodeView, prefill: NodeView, remote_s: float, wanted: Wanted
-) -> _Local | None:
+def _best_local(decodes: Sequence[NodeView], decode: NodeView, wanted: Wanted) -> _Local | None:
     """The decode node that would have the first token first. `decode` wins ties: it has the fewest requests."""
     found: _Local | None = None
     for node in [decode, *usable_decodes(decodes, wanted)]:
@@ -113,7 +111,7 @@ def _best_local(
         steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s)
         if steps is None:
             continue
-        first_s = steps.first_token_s(node.backlog_s, node.cached_tokens, wanted.num_tokens)
+        first_s = steps.first_token_s(node.waiting_s, node.cached_tokens, wanted.num_tokens)
         if found is None or first_s < found.first_token_s:
             delay_s = 0.0 if steps.bounded else steps.extra_s(node.cached_tokens, wanted.num_tokens)
             found = _Local(node, steps, first_s, delay_s if steps.rows else 0.0)
@@ -129,13 +127,13 @@ def _fewer_delays(remote: Placement, remote_s: float, local: _Local | None) -> P
     return Placement(Way.LOCAL, local.node, None, 0, why, local.first_token_s)
 
 
-def _split(
-    local: _Local | None, prefill: NodeView, remote_s: float, ttft_s: float, wanted: Wanted
-) -> Placement | None:
+def _split(local: _Local | None, prefill: NodeView, remote_s: float, ttft_s: float, wanted: Wanted) -> Placement | None:
     """The smallest part on the prefill node, the bottleneck, with which the first token is in time."""
     if local is None or not wanted.splittable or local.node.incarnation not in prefill.ready_peers:
         return None
     node, steps, tokens = local.node, local.steps, wanted.num_tokens
+    if steps.stretch * node.waiting_s > _PRESSED * ttft_s:  # the decode node is no less busy
+        return None
     unit = math.lcm(node.block_size, prefill.block_size)
     least = max(node.cached_tokens + _SPLIT_LEAST_TOKENS, prefill.cached_tokens)
     most = tokens - _SPLIT_LEAST_TOKENS
@@ -146,7 +144,7 @@ def _split(
         part_s = prefill_s(prefill, prefill.cached_tokens, split)
         assert part_s is not None, "the prefill node has costs"
         sent_s = part_s + transfer_s(prefill, node, split - node.cached_tokens)
-        waiting_s = max(0.0, node.backlog_s - sent_s / steps.stretch)
+        waiting_s = max(0.0, node.waiting_s - sent_s / steps.stretch)
         first_s = sent_s + steps.first_token_s(waiting_s, split, tokens)
         if first_s <= _PLANNED * ttft_s:
             why = f"{prefill.address} alone would take {_ms(remote_s)} of the {_ms(ttft_s)} to the first token"
@@ -158,7 +156,7 @@ def _local_by_policy(decode: NodeView, why: str, wanted: Wanted) -> Placement:
     steps = local_steps(decode, wanted.num_tokens, wanted.slo.tpot_s)
     first_s = None
     if steps is not None:
-        first_s = steps.first_token_s(decode.backlog_s, decode.cached_tokens, wanted.num_tokens)
+        first_s = steps.first_token_s(decode.waiting_s, decode.cached_tokens, wanted.num_tokens)
     meets = first_s is None or wanted.slo.ttft_s is None or first_s <= wanted.slo.ttft_s
     return Placement(Way.LOCAL, decode, None, 0, why, first_s, meets)
 

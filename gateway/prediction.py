@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.costs import StepCosts, StepWork, chunk_pairs
 from gateway.router import NodeView
 
-# Steps that hold a prompt are planned to take this part of the streams' TPOT, and the streams' own work this part of it.
+# Steps that hold a prompt are planned to take this part of the streams' TPOT, and the streams alone this part of them.
 _TPOT_USED = 0.9
 _DECODE_USED = 0.9
 _LEAST_SLICE = 32
@@ -18,7 +18,7 @@ def prefill_s(node: NodeView, start: int, stop: int) -> float | None:
     """From now until a prefill node has computed a prompt's tokens from `start` to `stop`; None: no costs are known."""
     if node.costs is None:
         return None
-    return node.backlog_s + prompt_s(node, start, stop)
+    return node.waiting_s + prompt_s(node, start, stop)
 
 
 def prompt_s(node: NodeView, start: int, stop: int) -> float:
@@ -57,11 +57,11 @@ class LocalSteps:
         """How much longer prompts take than alone."""
         return self.step_s / self.costs.prompt_s(0, self.slice_tokens, step_tokens=self.slice_tokens)
 
-    def first_token_s(self, backlog_s: float, start: int, stop: int) -> float:
-        """From now to the first token, after a backlog of so many seconds of prompts alone."""
+    def first_token_s(self, waiting_s: float, start: int, stop: int) -> float:
+        """From now to the first token, after prompts that would take so many seconds alone."""
         steps = math.ceil((stop - start) / self.slice_tokens)
         # The step that runs now is half over on average.
-        return max(1.0, self.stretch) * backlog_s + (steps + 0.5 * (self.rows > 0)) * self.step_s
+        return max(1.0, self.stretch) * waiting_s + (steps + 0.5 * (self.rows > 0)) * self.step_s
 
     def extra_s(self, start: int, stop: int) -> float:
         """By how much the prompt makes the node's steps longer, in all."""
@@ -88,10 +88,8 @@ def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None) -> Loc
     step_s = _TPOT_USED * tpot_s
     # NOTE: longer steps keep streams longer, so there will be more of them. Prompts taken while only the present ones
     # fit would make the decode steps alone exceed the TPOT.
-    plain_s = costs.seconds(StepWork(rows, keys))
-    later = max(1.0, step_s / plain_s)
-    rows, keys = math.ceil(later * rows), math.ceil(later * keys)
-    if costs.seconds(StepWork(rows, keys)) > _DECODE_USED * step_s:
+    later = max(1.0, step_s / costs.seconds(StepWork(rows, keys)))
+    if costs.seconds(StepWork(math.ceil(later * rows), math.ceil(later * keys))) > _DECODE_USED * step_s:
         return None
     tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s)
     return None if tokens < _LEAST_SLICE else LocalSteps(costs, rows, keys, tokens, step_s, bounded=True)

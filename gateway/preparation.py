@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from baton.convert import slo_from_proto
 from baton.types import SamplingParams
 from gateway.chat.json_request import chat_of_message
 from gateway.chat.types import ChatRequest, OutputParser
@@ -97,6 +98,8 @@ async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) ->
         started_at_s=call.started_at_s,
         timeout_s=call.timeout_s,
         priority=message.priority,
+        slo=slo_from_proto(message.slo),
+        session_id=message.session_id,
     )
     return Prepared(request, prompt.parser)
 

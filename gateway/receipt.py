@@ -1,6 +1,7 @@
 """Collects what happens to one request, and writes its receipt. Pure."""
 
 from baton.types import Path, Receipt
+from gateway.placement import Placement
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
@@ -19,7 +20,16 @@ class ReceiptDraft:
         self._kv_converted = ""
         self._ticket = common_pb2.Ticket()
         self._decode_queue_s = 0.0
+        self._predicted_ttft_s: float | None = None
+        self._placement_why = ""
+        self._split_tokens = 0
         self._forget_prefill()
+
+    def placed(self, placement: Placement, *, waited_s: float) -> None:
+        """Records where the prompt shall be prefilled; `waited_s`: from the request's arrival until now."""
+        predicted_s = placement.predicted_ttft_s
+        self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
+        self._placement_why = placement.why
 
     def failed(self, what: str) -> None:
         """Records a failure after which the request is tried again."""
@@ -36,10 +46,16 @@ class ReceiptDraft:
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
 
-    def calling(self, prefill_node: str, transport: str, kv_converted: str) -> None:
+    def calling(self, prefill_node: str, transport: str, kv_converted: str, *, split: bool) -> None:
         """Records the next Prefill call. `transport` and `kv_converted` (how KV is converted) are the pair's."""
         self.attempts += 1
-        self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
+        if split:
+            stop, why = self._ticket.token_stop, f": {self._placement_why}" if self._placement_why else ""
+            self._path = Path.SPLIT
+            self._path_why = f"first {stop} tokens prefilled on {prefill_node}, the rest on {self._decode_node}{why}"
+        else:
+            self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
+        self._split_tokens = self._ticket.token_stop if split else 0
         self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
         self._forget_prefill()
 
@@ -50,13 +66,15 @@ class ReceiptDraft:
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
         self._ticket = common_pb2.Ticket()
+        self._split_tokens = 0
         self._forget_prefill()
 
     def scheduled(self, message: prefill_pb2.PrefillScheduled) -> None:
         self._scheduled = message
 
-    def prefilled(self, prefill_s: float) -> None:
-        self._prefill_s = prefill_s
+    def prefilled(self, prefill_s: float, queue_s: float = 0.0) -> None:
+        """Records how long the prompt, or the last part of it, was computed, and waited for that in the engine."""
+        self._prefill_s, self._engine_queue_s = prefill_s, queue_s
 
     def sent(self, message: prefill_pb2.PrefillSent) -> None:
         self._sent = message
@@ -80,8 +98,8 @@ class ReceiptDraft:
             bytes_sent=sent.bytes_sent or admitted.bytes_received,
             segments=sent.segments or admitted.segments,
             transport=sent.transport or self._transport,
-            queue_s=self._decode_queue_s + self._scheduled.queue_s,
-            prefill_s=self._prefill_s,
+            queue_s=self._decode_queue_s + self._scheduled.queue_s + self._engine_queue_s,
+            prefill_s=sent.prefill_s + self._prefill_s,
             transfer_s=admitted.transfer_s,
             first_token_s=first_token_s,
             total_s=total_s,
@@ -90,10 +108,12 @@ class ReceiptDraft:
             segment_bytes=sent.segment_bytes,
             kv_converted=sent.kv_converted or self._kv_converted,
             layer_groups=sent.layer_groups,
+            predicted_ttft_s=self._predicted_ttft_s,
+            split_tokens=self._split_tokens,
         )
 
     def _forget_prefill(self) -> None:
         self._scheduled = prefill_pb2.PrefillScheduled()
-        self._prefill_s = 0.0
+        self._prefill_s = self._engine_queue_s = 0.0
         self._sent = prefill_pb2.PrefillSent()
         self._admitted = decode_pb2.Admitted()

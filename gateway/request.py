@@ -14,6 +14,8 @@ class Request:
         started_at_s: start of the client's call, on the clock of `now_s`.
         timeout_s: time from the start to the deadline.
         priority: among waiting requests lower values go first.
+        slo: what the client expects; absent bounds are the gateway's.
+        session_id: requests of one session go to the same nodes where that costs nothing.
     """
 
     request_id: str
@@ -49,6 +51,8 @@ class Rules:
     prefill_stall_s: float
     decode_stall_s: float
     failover_wait_s: float
+    slo: Slo = NO_SLO
+    refuse_late: bool = False
 
 
 def deadline_exceeded(timeout_s: float, failures: str = "") -> DeadlineExceeded:

@@ -23,7 +23,7 @@ from baton.errors import (
     PeerRefused,
     UnknownLease,
 )
-from baton.types import LocalPolicy, Path, Usage
+from baton.types import LocalPolicy, Path, Slo, Usage
 from gateway.attempt import Attempt, PrefillCall
 from gateway.commands import (
     AskDecode,
@@ -50,7 +50,7 @@ from gateway.events import (
 )
 from gateway.fleet import Fleet
 from gateway.node_choice import NodeChoice, prefill_failure
-from gateway.node_messages import NodeMessages
+from gateway.node_messages import Due, NodeMessages
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing, OutputEnd, Reply
 from gateway.request import Request, Rules, deadline_exceeded
@@ -60,6 +60,7 @@ from protos.baton.v1 import generation_pb2 as pb
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.
 _RECEIPT_WAIT_S = 1.0
+_SOON_S = 1e-3
 
 
 class RequestMachine:
@@ -70,6 +71,7 @@ class RequestMachine:
         self._rules = rules
         self._choice = NodeChoice(rules, fleet)
         self._messages = NodeMessages(request, rules.local_policy)
+        self._slo = request.slo.over(rules.slo)
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
         self._receipt = ReceiptDraft()
         self._order = TokenOrder()
@@ -171,7 +173,7 @@ class RequestMachine:
             if message.finish_reason:
                 attempt.ended_by_node = self._must_check = True
             if message.HasField("prefill_s"):
-                self._receipt.prefilled(message.prefill_s)
+                self._receipt.prefilled(message.prefill_s, message.queue_s)
             self._pass_on(attempt, message)
             return
         self._must_check = True
@@ -245,17 +247,32 @@ class RequestMachine:
             BatonError: there is none for a new request, or all have refused it.
         """
         begun = self._losses > 0 or bool(self._order.token_ids)
-        node = self._choice.decode_node(self._num_tokens, begun=begun)
-        if node is None:
+        due = self._due
+        # A token that is late already is due as soon as possible.
+        ttft_s = None if due.first_token_s is None else max(due.first_token_s, _SOON_S)
+        chosen = self._choice.decode_node(
+            self._num_tokens,
+            begun=begun,
+            now_s=self._now_s,
+            slo=Slo(ttft_s, due.tpot_s),
+            splittable=self._request.sampling.prompt_logprobs is None or begun,
+        )
+        if chosen is None:
             self._wait_for_node()
             return
+        node, placement = chosen
+        if self._refuses_late and not placement.meets:
+            raise self._too_late(placement.predicted_ttft_s)
         self._waits_for_node_until_s = None
         self._num_attempts += 1
-        self._attempt = Attempt(self._num_attempts, node, len(self._order.token_ids), self._now_s)
-        node.note_sent(self._num_tokens)
+        attempt = Attempt(self._num_attempts, node, len(self._order.token_ids), self._now_s)
+        self._attempt = attempt
+        attempt.prefill_noted = self._choice.note_placed(node, placement, self._num_tokens, self._now_s)
+        self._receipt.placed(placement, waited_s=self._now_s - self._request.started_at_s)
         submission = self._messages.submit(
             self._order.token_ids,
-            prefill_available=self._choice.prefill_available(node, self._num_tokens),
+            placement,
+            due=due,
             budget_s=self._remaining_s,
             queue_s=min(self._rules.queue_s, self._remaining_s),
         )
@@ -320,12 +337,17 @@ class RequestMachine:
             return
         attempt.excluded.add(node.incarnation)
         pair = node.peers[attempt.node.incarnation]
-        self._receipt.calling(node.name, pair.transport, pair.kv_converted)
+        split = ticket.token_stop < self._num_tokens
+        self._receipt.calling(node.name, pair.transport, pair.kv_converted, split=split)
         self._num_calls += 1
         attempt.call = PrefillCall(self._num_calls, node, self._now_s)
-        attempt.first_token_passed = False
-        request = self._messages.prefill(self._order.token_ids, ticket)
+        attempt.first_token_passed = split  # the decode node draws it
+        refuse_late = self._refuses_late
+        request = self._messages.prefill(self._order.token_ids, ticket, due=self._due, refuse_late=refuse_late)
         node.note_sent(self._num_tokens)
+        if attempt.prefill_noted != node.incarnation:
+            node.note_prompt(0, ticket.token_stop, self._now_s)
+        attempt.prefill_noted = None
         self._commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=self._remaining_s))
 
     def _hand_over_failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> None:
@@ -352,6 +374,8 @@ class RequestMachine:
         # NOTE: policy strict asks for a ticket even when no prefill node is left: the last one may have failed only
         # because the decode node is gone, and this message finds that out.
         renew = strict or self._choice.prefill_node(attempt, self._num_tokens) is not None
+        if self._refuses_late and isinstance(error, Overloaded) and not renew:
+            raise error  # prefilled here, it would be late too
         question = (decode_pb2.RenewTicket if renew else decode_pb2.PrefillHere)(
             failed_lease=attempt.lease, output_token_ids=self._order.token_ids
         )
@@ -440,6 +464,25 @@ class RequestMachine:
         self._choice.losing(call.node)
         self._prefill_ended(attempt, call, NoNode(reason))
         self._choice.fleet_is_current()
+
+    @property
+    def _due(self) -> Due:
+        if self._slo.ttft_s is None:
+            return Due(None, self._slo.tpot_s)
+        if self._order.token_ids:
+            return Due(0.0, self._slo.tpot_s)
+        return Due(max(0.0, self._request.started_at_s + self._slo.ttft_s - self._now_s), self._slo.tpot_s)
+
+    @property
+    def _refuses_late(self) -> bool:
+        """Only a request that has not begun: to lose tokens is worse than to be late."""
+        return self._rules.refuse_late and not self._order.token_ids and self._losses == 0
+
+    def _too_late(self, predicted_s: float | None) -> Overloaded:
+        assert self._slo.ttft_s is not None, "without a TTFT nothing is late"
+        assert predicted_s is not None, "only predictions are late"
+        what = f"the first token would take {predicted_s:.3g} s more, and is due {self._slo.ttft_s:.3g} s after arrival"
+        return Overloaded(what, cure="try again later, or allow it more time", retry_after_s=max(0.1, predicted_s))
 
     @property
     def _remaining_s(self) -> float:

@@ -28,7 +28,8 @@ class NodeView:
     tokens_since: int = 0
     picks: int = 0  # by this gateway, ever: spreads requests over idle nodes
     costs: StepCosts | None = None  # None: not measured yet
-    backlog_s: float = 0.0  # predicted time for all prompt tokens that wait, what was sent since included
+    backlog_s: float = 0.0  # predicted time for all prompt tokens that wait
+    waiting_s: float = 0.0  # the same now: with what this gateway has sent since, less the time that has passed
     decode_rows: int = 0
     context_tokens: int = 0  # keys that one token of every decoding request reads
     max_batch_requests: int = 0  # 0: not known

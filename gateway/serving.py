@@ -13,7 +13,7 @@ from time import monotonic
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
-from baton.types import Path
+from baton.types import Path, Slo
 from gateway.chat.types import ChatRequest
 from gateway.chat_output import ChatOutput
 from gateway.connections import Connections
@@ -69,6 +69,8 @@ class Serving:
             prefill_stall_s=settings.prefill_stall_s,
             decode_stall_s=settings.decode_stall_s,
             failover_wait_s=settings.failover_wait_s,
+            slo=Slo(_seconds(settings.ttft_ms), _seconds(settings.tpot_ms)),
+            refuse_late=settings.refuse_late,
         )
         self._connections = connections
         self._requests: set[_Running] = set()
@@ -183,7 +185,7 @@ class Serving:
         finally:
             running.drivers.discard(driver)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
-        self.counters.remote += machine.path is Path.REMOTE
+        self.counters.remote += machine.path is not Path.LOCAL  # the first part of a split prompt is remote
         self.counters.local += machine.path is Path.LOCAL
 
     @contextmanager
@@ -221,3 +223,7 @@ class Serving:
 async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:
     for each in output.messages(message):
         await write(each)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

@@ -127,9 +127,7 @@ class Scheduler:
             self._end(state)
         return end.reason
 
-    def prefill_here(
-        self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0
-    ) -> None:
+    def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
         """A reserved request computes all but its cached tokens here. `output` is its whole output so far.
 
         Args:

@@ -152,9 +152,7 @@ class Device:
         self._extend(request_id, output)
         return reservation
 
-    def prefill_here(
-        self, request_id: str, output: tuple[int, ...], now_s: float, *, received_tokens: int
-    ) -> None:
+    def prefill_here(self, request_id: str, output: tuple[int, ...], now_s: float, *, received_tokens: int) -> None:
         self.scheduler.prefill_here(request_id, output, now_s, received_tokens=received_tokens)
         self._extend(request_id, output)
 

@@ -1,16 +1,19 @@
 """A gateway's process: the shell around the real `Fleet` and one real `RequestMachine` for each request."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
-from baton.types import SamplingParams
+from baton.types import LocalPolicy, SamplingParams, Slo
 from gateway import commands as c
 from gateway import events as e
 from gateway.fleet import DropSession, Fleet, FleetCommand
+from gateway.placement import Placement, Way
 from gateway.request import Request, Rules
 from gateway.request_machine import RequestMachine
+from gateway.router import Wanted
 from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from tests.simulation.client import ClientCall, Detokenizer
 from tests.simulation.clock import Timer
@@ -56,6 +59,25 @@ class _Session:
         self.routes: dict[int, tuple[_Running, int] | None] = {}
 
 
+class _DrawingFleet(Fleet):
+    """Draws where prompts are prefilled: simulated nodes have no costs by which to choose."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(MODEL, MAX_CONTEXT_TOKENS, world.scenario.policy)
+        self._world = world
+
+    def place(self, wanted: Wanted, now_s: float) -> Placement | None:
+        placement, random = super().place(wanted, now_s), self._world.random
+        if placement is None or placement.way is not Way.REMOTE or wanted.policy is not LocalPolicy.PREFER:
+            return placement
+        way = random.choice((Way.REMOTE, Way.REMOTE, Way.LOCAL, Way.SPLIT, Way.SPLIT))
+        if way is Way.SPLIT and not wanted.splittable:
+            return placement
+        # Now and then the decode node is asked for the impossible.
+        split = random.randint(0, wanted.num_tokens + 1) if way is Way.SPLIT else 0
+        return replace(placement, way=way, split_tokens=split, why="it was drawn")
+
+
 class _Watch:
     """One Watch stream."""
 
@@ -71,7 +93,7 @@ class GatewayProcess:
     def __init__(self, world: World, life: Life) -> None:
         self.world = world
         self.life = life
-        self.fleet = Fleet(MODEL, MAX_CONTEXT_TOKENS, world.scenario.policy)
+        self.fleet = _DrawingFleet(world)
         self.running: dict[_Running, None] = {}
         self._rules = Rules(
             world.scenario.policy,
@@ -103,6 +125,7 @@ class GatewayProcess:
             started_at_s=now_s,
             timeout_s=client.timeout_s,
             priority=client.priority,
+            slo=Slo(client.ttft_s, client.tpot_s),
         )
         running = _Running(call, RequestMachine(request, self._rules, self.fleet, Detokenizer()))
         running.timer = Timer(

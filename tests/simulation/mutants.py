@@ -21,7 +21,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.state import RequestState
 from gateway.attempt import Attempt
 from gateway.fleet import FleetNode
-from gateway.node_messages import NodeMessages
+from gateway.node_messages import Due, NodeMessages
+from gateway.placement import Placement
 from gateway.request_machine import RequestMachine
 from gateway.token_order import TokenOrder
 from kvtransfer.coverage import Coverage
@@ -198,9 +199,9 @@ def _continuation_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
     submit = NodeMessages.submit
 
     def mutated(
-        self: NodeMessages, output: Sequence[int], *, prefill_available: bool, budget_s: float, queue_s: float
+        self: NodeMessages, output: Sequence[int], placement: Placement, *, due: Due, budget_s: float, queue_s: float
     ) -> decode_pb2.SubmitRequest:
-        return submit(self, (), prefill_available=prefill_available, budget_s=budget_s, queue_s=queue_s)
+        return submit(self, (), placement, due=due, budget_s=budget_s, queue_s=queue_s)
 
     patch.setattr(NodeMessages, "submit", mutated)
 

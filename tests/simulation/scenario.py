@@ -35,6 +35,8 @@ class Client:
     cancel_s: float | None
     priority: int
     prompt_logprobs: int | None
+    ttft_s: float | None
+    tpot_s: float | None
 
     @property
     def patient(self) -> bool:
@@ -117,4 +119,6 @@ def _client(random: Random, shared: tuple[int, ...]) -> Client:
         cancel_s=0.2 * random.random() if draw > 0.9 else None,
         priority=random.choice((0, 0, -1, 1)),
         prompt_logprobs=random.choice((None, None, None, 0, 2)),
+        ttft_s=random.choice((None, None, 0.01, 0.1)),
+        tpot_s=random.choice((None, 0.01)),
     )

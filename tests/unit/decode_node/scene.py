@@ -1,6 +1,7 @@
 """A decode node's machine with the messages around it, for tests that are lists of events."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from baton.errors import BatonError, DataLoss
 from baton.types import TokenOutput
@@ -20,6 +21,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
+from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from engine.events import StepEvents, TokenSampled

@@ -1,5 +1,7 @@
 """A decode node's machine under any order of events keeps the invariants I1, I3, I5 and I6 of the design."""
 
+from functools import partial
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,6 +20,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
+from decode_node.local_prefill import UNKNOWN, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.rules import DecodeRules
 from engine.events import RequestFailed, StepEvents, TokenSampled

@@ -5,10 +5,12 @@ It knows nothing of transports and faults: `tests/simulation` has those.
 
 import heapq
 import itertools
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import TypeAlias
 
 from baton.costs import StepCosts, StepWork, chunk_pairs
 from baton.types import LocalPolicy, Slo
@@ -23,7 +25,10 @@ COSTS = StepCosts(
     key_s=3.1e-8,
     pair_s=6e-10,
 )
+Lengths: TypeAlias = Callable[[Random], tuple[int, int]]
+
 REPORT_S = 0.1
+ELASTIC = LocalPolicy.PREFER
 _SEATS = 512
 _PREFILL_STEP, _DECODE_STEP = 4096, 2048
 _LEAST_SLICE = 16
@@ -109,19 +114,36 @@ class Node:
     def view(self, peers: frozenset[int], now_s: float) -> NodeView:
         assert self.reported is not None
         return replace(
-            self.reported, backlog_s=self.backlog.at(now_s), requests_since=self.since, picks=self.picks, ready_peers=peers
+            self.reported,
+            waiting_s=self.backlog.at(now_s),
+            requests_since=self.since,
+            picks=self.picks,
+            ready_peers=peers,
         )
 
     def report(self, now_s: float) -> None:
-        self.backlog.reported(sum(COSTS.prompt_s(job.at, job.stop, step_tokens=self.step_tokens) for job in self.queue), now_s)
+        waiting_s = [COSTS.prompt_s(job.at, job.stop, step_tokens=self.step_tokens) for job in self.queue]
+        self.backlog.reported(sum(waiting_s), now_s)
         self.since = 0
         requests = self.rows + len(self.ready) + len(self.queue)
         self.reported = NodeView(
-            str(self.number), self.number, (), open=True, max_context_tokens=1 << 20, block_size=16, blocks_free=1 << 20,
-            requests=requests, tokens_waiting=0, ready_peers=frozenset(), costs=COSTS, decode_rows=self.rows,
-            context_tokens=self.keys, max_batch_requests=_SEATS, max_batch_tokens=self.step_tokens,
+            address=str(self.number),
+            incarnation=self.number,
+            model=(),
+            open=True,
+            max_context_tokens=1 << 20,
+            block_size=16,
+            blocks_free=1 << 20,
+            requests=requests,
+            tokens_waiting=0,
+            ready_peers=frozenset(),
+            costs=COSTS,
+            decode_rows=self.rows,
+            context_tokens=self.keys,
+            max_batch_requests=_SEATS,
+            max_batch_tokens=self.step_tokens,
             kv_bytes_per_token=_KV_BYTES,
-        )  # fmt: skip
+        )
 
 
 class Model:
@@ -132,12 +154,12 @@ class Model:
     """
 
     def __init__(
-        self, jobs: Sequence[Job], *, prefills: int, decodes: int, policy: LocalPolicy, slo: Slo, choose: Callable[..., Placement | None] = place
+        self, jobs: Sequence[Job], *, slo: Slo, prefills: int = 1, decodes: int = 1, policy: LocalPolicy = ELASTIC
     ) -> None:
         self.prefills = [Node(10 + n, _PREFILL_STEP, None) for n in range(prefills)]
         self.decodes = [Node(20 + n, _DECODE_STEP, slo.tpot_s) for n in range(decodes)]
         self.ways: dict[Way, int] = defaultdict(int)
-        self._policy, self._slo, self._choose = policy, slo, choose
+        self._policy, self._slo = policy, slo
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._left = len(jobs)
@@ -162,7 +184,7 @@ class Model:
         numbers = frozenset(node.number for node in (*self.prefills, *self.decodes))
         prefills = [node.view(numbers, now_s) for node in self.prefills]
         decodes = [node.view(numbers, now_s) for node in self.decodes]
-        chosen = self._choose(decodes, prefills, Wanted(job.prompt, self._policy, slo=self._slo))
+        chosen = place(decodes, prefills, Wanted(job.prompt, self._policy, slo=self._slo))
         assert chosen is not None
         self.ways[chosen.way] += 1
         job.placement = chosen
@@ -182,7 +204,7 @@ class Model:
         self._enqueue(prefill, job, now_s)
 
     def _enqueue(self, node: Node, job: Job, now_s: float) -> None:
-        node.queue.append(job)
+        insort(node.queue, job, key=lambda each: each.arrived_s)  # the earliest deadline first
         self._go(node, now_s)
 
     def _go(self, node: Node, now_s: float) -> None:
@@ -242,27 +264,43 @@ def _lognormal(random: Random, mean: float, sigma: float = 0.8) -> int:
     return max(2, min(8192, round(mean * random.lognormvariate(-sigma * sigma / 2, sigma))))
 
 
-def poisson(lengths: Callable[[Random], tuple[int, int]], rate: float, *, seconds: float, seed: int = 1) -> Iterator[Job]:
+def poisson(lengths: Lengths, rate: float, *, seconds: float, seed: int = 1) -> Iterator[Job]:
     random, now_s = Random(seed), 0.0
     while (now_s := now_s + random.expovariate(rate)) < seconds:
         yield Job(now_s, *lengths(random))
 
 
 def attainment(
-    lengths: Callable[[Random], tuple[int, int]], rate: float, slo: Slo, *, seconds: float, **cluster: object
-) -> tuple[float, Model]:
-    """The part of the requests within their SLO, and the model after the run."""
+    lengths: Lengths,
+    rate: float,
+    slo: Slo,
+    *,
+    seconds: float,
+    prefills: int = 1,
+    decodes: int = 1,
+    policy: LocalPolicy = ELASTIC,
+) -> tuple[float, dict[Way, int]]:
+    """The part of the requests within their SLO, and how many went which way."""
     jobs = list(poisson(lengths, rate, seconds=seconds))
-    model = Model(jobs, slo=slo, **cluster)  # type: ignore[arg-type]
+    model = Model(jobs, slo=slo, prefills=prefills, decodes=decodes, policy=policy)
     model.run(2 * seconds + 20)
-    return sum(job.meets(slo) for job in jobs) / len(jobs), model
+    return sum(job.meets(slo) for job in jobs) / len(jobs), model.ways
 
 
-def goodput(lengths: Callable[[Random], tuple[int, int]], slo: Slo, *, high: float, seconds: float, **cluster: object) -> float:
-    """The highest rate at which 90 % of the requests are within their SLO."""
+def goodput(
+    lengths: Lengths,
+    slo: Slo,
+    *,
+    high: float,
+    seconds: float,
+    prefills: int = 1,
+    decodes: int = 1,
+    policy: LocalPolicy = ELASTIC,
+) -> float:
+    """The highest rate, up to `high`, at which 90 % of the requests are within their SLO."""
     low = 0.0
     while high - low > 0.03 * high:
         rate = (low + high) / 2
-        met, _ = attainment(lengths, rate, slo, seconds=seconds, **cluster)
+        met, _ = attainment(lengths, rate, slo, seconds=seconds, prefills=prefills, decodes=decodes, policy=policy)
         low, high = (rate, high) if met >= 0.9 else (low, rate)
     return low

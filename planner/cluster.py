@@ -72,9 +72,11 @@ class Outcome:
         return _quantile([job.tpot_s for job in self.counted], share)
 
     def hit_share(self, jobs: Iterable[Job] | None = None) -> float:
-        """The part of all prompt tokens that came from prefix caches."""
-        chosen = self.jobs if jobs is None else list(jobs)
-        return sum(job.cached for job in chosen) / max(1, sum(job.prompt for job in chosen))
+        """The part of the prompts' pieces that came from prefix caches; 0 for a load without prefixes."""
+        chosen = [job for job in (self.jobs if jobs is None else jobs) if job.prefix_ids]
+        # A prompt's last token is computed in any case, also where all of its pieces are cached.
+        hits = sum(-(-job.cached // job.prefix_tokens) for job in chosen)
+        return hits / max(1, sum(len(job.prefix_ids) for job in chosen))
 
 
 @dataclass(eq=False)
@@ -103,7 +105,7 @@ class _Known:
             requests_since=self.requests_since,
             tokens_since=self.tokens_since,
             picks=self.picks,
-            backlog_s=self.backlog.at(now_s),
+            waiting_s=self.backlog.at(now_s),
             cached_tokens=min(self.node.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt - 1),
         )
         return view

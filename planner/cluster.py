@@ -51,6 +51,7 @@ class ClusterSpec:
 class Outcome:
     """What a run gave. `jobs` in the order of arrival."""
 
+    goal: Goal
     jobs: list[Job]
     seconds: float
     prefill_busy: float  # mean share of the time in which prefill nodes computed
@@ -60,9 +61,9 @@ class Outcome:
     def counted(self) -> list[Job]:
         return [job for job in self.jobs if job.counted]
 
-    def share(self, goal: Goal) -> float:
-        """The part of the counted requests that met the goal."""
-        counted = self.counted
+    def share(self, goal: Goal | None = None) -> float:
+        """The part of the counted requests that met the goal, or another one."""
+        counted, goal = self.counted, goal or self.goal
         return sum(job.meets(goal) for job in counted) / len(counted)
 
     def ttft_s(self, share: float) -> float:
@@ -122,12 +123,15 @@ class Simulation:
     """One run.
 
     Args:
+        goal: its bounds are the requests' SLO.
         choose: in place of the gateway's own choice, for comparisons.
     """
 
-    def __init__(self, spec: ClusterSpec, slo: Slo, planned: Sequence[Planned], *, choose: Choose = place) -> None:
+    def __init__(self, spec: ClusterSpec, goal: Goal, planned: Sequence[Planned], *, choose: Choose = place) -> None:
+        slo = Slo(goal.ttft_s, goal.gap_s if goal.tpot_s is None else goal.tpot_s)
         prefix_tokens = max((request.prefix_tokens for request in planned), default=0)
         self._spec = spec
+        self._goal = goal
         self._slo = slo
         self._choose = choose
         decodes = [Node(number, spec.decode, slo, prefix_tokens) for number in range(spec.decodes)]
@@ -159,7 +163,7 @@ class Simulation:
                 continue
             now_s, _, action, arguments = heappop(events)
             action(now_s, *arguments)
-        return Outcome(self.jobs, now_s, *busy)
+        return Outcome(self._goal, self.jobs, now_s, *busy)
 
     # ----
 
@@ -295,8 +299,7 @@ def simulate(spec: ClusterSpec, goal: Goal, planned: Sequence[Planned], *, choos
     Args:
         goal: its bounds are the requests' SLO.
     """
-    tpot_s = goal.tpot_s if goal.tpot_s is not None else goal.gap_s
-    return Simulation(spec, Slo(goal.ttft_s, tpot_s), planned, choose=choose).run()
+    return Simulation(spec, goal, planned, choose=choose).run()
 
 
 def _quantile(values: list[float], share: float) -> float:

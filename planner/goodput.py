@@ -8,7 +8,7 @@ from load.workload import Span, Workload
 from planner.cluster import Choose, ClusterSpec, Outcome, place, simulate
 
 _WARMUP_S = 5.0
-_LEAST_S = 30.0
+_LEAST_S, _MOST_REQUESTS = 30.0, 6000
 _SEED = 1
 
 
@@ -25,7 +25,7 @@ class Measure:
     precision: float = 0.03
 
     def run(self, spec: ClusterSpec, workload: Workload, goal: Goal, rate: float, *, choose: Choose = place) -> Outcome:
-        requests = max(self.requests, round(_LEAST_S * rate))
+        requests = min(max(self.requests, round(_LEAST_S * rate)), max(self.requests, _MOST_REQUESTS))
         warmup_s = max(_WARMUP_S, 0.1 * requests / rate)
         return simulate(spec, goal, workload.plan(rate, Span(requests=requests, warmup_s=warmup_s), _SEED), choose=choose)
 

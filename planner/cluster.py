@@ -172,7 +172,9 @@ class Simulation:
         due_s = inf if self._slo.ttft_s is None else request.at_s + self._slo.ttft_s
         # The last id may stand for less than a whole piece.
         ids = request.prefix_ids[: prompt // request.prefix_tokens] if request.prefix_tokens else ()
-        return Job(request.at_s, prompt, max(1, request.output_tokens), ids, request.prefix_tokens, request.counted, due_s)
+        return Job(
+            request.at_s, prompt, max(1, request.output_tokens), ids, request.prefix_tokens, request.counted, due_s
+        )
 
     def _at(self, when_s: float, action: Callable[..., None], *arguments: object) -> None:
         self._order += 1

@@ -27,7 +27,9 @@ class Measure:
     def run(self, spec: ClusterSpec, workload: Workload, goal: Goal, rate: float, *, choose: Choose = place) -> Outcome:
         requests = min(max(self.requests, round(_LEAST_S * rate)), max(self.requests, _MOST_REQUESTS))
         warmup_s = max(_WARMUP_S, 0.1 * requests / rate)
-        return simulate(spec, goal, workload.plan(rate, Span(requests=requests, warmup_s=warmup_s), _SEED), choose=choose)
+        return simulate(
+            spec, goal, workload.plan(rate, Span(requests=requests, warmup_s=warmup_s), _SEED), choose=choose
+        )
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def find_goodput(
     goal: Goal,
     *,
     start: float,
-    measure: Measure = Measure(),  # noqa: B008 - frozen
+    measure: Measure = Measure(),
     choose: Choose = place,
     on_run: Callable[[], None] = lambda: None,
 ) -> Goodput:

@@ -1,4 +1,4 @@
-"""What a model weighs, and what one token of it costs: numbers, bytes and operations from its configuration alone. Pure."""
+"""What a model weighs, and what one token of it costs, from its configuration alone. Pure."""
 
 from dataclasses import dataclass
 

@@ -31,8 +31,8 @@ class NodeSpec:
 
     Args:
         kv_tokens: of its cache.
-        prompt_floor_s, mixed_floor_s: a step with prompts, and one with prompts and decodes, takes at least so long: the
-        time of a host that launches eagerly.
+        prompt_floor_s, mixed_floor_s: a step with prompts, and one with prompts and decodes, takes at least so long:
+        the time of a host that launches eagerly.
         bounded: steps with prompts next to streams are cut to the streams' TPOT; False: they take the whole budget.
         steps_ahead: steps that are launched already when a request arrives, besides the one that runs.
     """

@@ -174,7 +174,10 @@ class _Search:
         while nodes <= _NODES_MAX:
             for spec in self._specs(nodes, near=1):
                 self._on_step(f"{nodes} nodes, {spec.prefills} prefill", 0, 0)
-                if question.measure.run(spec, question.workload, question.goal, rate).share(question.goal) >= question.goal.share:
+                if (
+                    question.measure.run(spec, question.workload, question.goal, rate).share(question.goal)
+                    >= question.goal.share
+                ):
                     return nodes
             nodes = max(nodes + 1, int(1.1 * nodes))
         raise ConfigError(

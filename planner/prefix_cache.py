@@ -1,4 +1,4 @@
-"""A node's prefix cache in the simulation: the ids of prompts' pieces, the least recently used ones dropped first. Pure.
+"""A node's prefix cache in the simulation: the ids of prompts' pieces, the least recently used dropped first. Pure.
 
 An id names a piece of a prompt together with all pieces before it, so a prompt has the leading ids that are present.
 """

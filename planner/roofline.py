@@ -77,7 +77,9 @@ def roofline(size: ModelSize, gpu: Gpu, ranks: int = 1) -> StepCosts:
     for tokens in _TOKENS:
         reading_s = size.read_bytes(tokens) / ranks / (gpu.gb_per_s * 1e9 * _READ_SHARE)
         # Decoding rows need the head, and steps of more than a few hundred tokens hold prompts.
-        computing_s = size.dense_flops(tokens, heads=min(tokens, 256)) / product_share + size.expert_flops(tokens) / experts_share
+        computing_s = (
+            size.dense_flops(tokens, heads=min(tokens, 256)) / product_share + size.expert_flops(tokens) / experts_share
+        )
         computing_s /= ranks * peak
         seconds = sqrt(reading_s**2 + computing_s**2) + size.num_layers * layer_s + _STEP_S
         if ranks > 1:

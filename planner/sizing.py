@@ -1,4 +1,4 @@
-"""Sizes of nodes before any simulation: step sizes by a costs model, and how many prefill nodes the work asks for. Pure."""
+"""Sizes before any simulation: steps by a model of costs, and how many prefill nodes the work asks for. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,9 @@ class Demand:
         return self.prefill_s + self.decode_s
 
 
-def demand(costs: StepCosts, requests: Sequence[Planned], goal: Goal, *, step_tokens: int, seats: int, kv_tokens: int) -> Demand:
+def demand(
+    costs: StepCosts, requests: Sequence[Planned], goal: Goal, *, step_tokens: int, seats: int, kv_tokens: int
+) -> Demand:
     """The demand of a load, by the costs of one node."""
     count = len(requests)
     prompt = sum(request.prompt_tokens for request in requests) / count
@@ -61,7 +63,9 @@ def prefill_step_tokens(costs: StepCosts, prompt: float, ttft_s: float | None) -
     def seconds(tokens: int) -> float:
         return costs.seconds(StepWork(0, 0, tokens, chunk_pairs(middle, middle + tokens)))
 
-    allowed = [size for size in STEP_SIZES if ttft_s is None or seconds(size) <= _STEP_OF_TTFT * ttft_s] or [STEP_SIZES[0]]
+    allowed = [size for size in STEP_SIZES if ttft_s is None or seconds(size) <= _STEP_OF_TTFT * ttft_s] or [
+        STEP_SIZES[0]
+    ]
     best = max(size / seconds(size) for size in allowed)
     return next(size for size in allowed if size / seconds(size) >= _FAST_SHARE * best)
 

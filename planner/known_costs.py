@@ -11,14 +11,16 @@ from baton.convert import costs_from_proto
 from baton.costs import StepCosts
 from baton.errors import ConfigError
 from baton.rpc.describe import describe
+from kvcache.spec import KV_DTYPE_BYTES
 from planner.model_size import ModelSize
 from planner.plan import NodeKind
 from planner.roofline import Gpu, cache_tokens, roofline
+from protos.baton.v1 import common_pb2
 
 _RANKS_MAX = 16
 # The cache of a node holds the longest request, and at least so many mean ones.
 _REQUESTS_MIN = 8
-_FORM = '{"points": [{"tokens": 1, "seconds": 0.004}], "key_s": 0, "pair_s": 0, "decode_row_s": 0}, as in `baton status --json`'
+_FORM = 'step_costs as in `baton status --json`: {"points": [{"tokens": 1, "seconds": 0.004}], "key_s": 0, "pair_s": 0}'
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,13 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
     roles = {status.info.role: status for status in statuses}
     prefill, decode = roles[min(roles)], roles[max(roles)]  # ROLE_PREFILL is below ROLE_DECODE
     spec = decode.info.cache_spec
-    size = {"float32": 4, "bfloat16": 2, "float16": 2}.get(spec.dtype, 1)
-    factor = 1 if spec.kind == "mla" else 2
+    factor = 1 if spec.kind == common_pb2.KV_KIND_MLA else 2
     return NodeKind(
         gpus=decode.info.tensor_parallel_size or 1,
         prefill=costs_from_proto(prefill.step_costs),
         decode=costs_from_proto(decode.step_costs),
         kv_tokens=decode.blocks_total * decode.info.cache_shape.block_size,
-        kv_bytes_per_token=spec.num_layers * factor * spec.num_kv_heads * spec.head_dim * size,
+        kv_bytes_per_token=spec.num_layers * factor * spec.num_kv_heads * spec.head_dim * KV_DTYPE_BYTES[spec.dtype],
         link_bytes_per_s=link_bytes_per_s,
         seats=decode.max_batch_requests or 512,
         prefill_seats=prefill.max_batch_requests or 128,

@@ -31,6 +31,7 @@ class Gpu:
     """By its data sheet: dense bf16 and fp8 operations without sparsity; `link_gb_per_s`: of one GPU to its peers, in
     one direction."""
 
+    name: str
     memory_gb: float
     gb_per_s: float
     tflops: float
@@ -40,16 +41,19 @@ class Gpu:
 
 GPUS = MappingProxyType(
     {
-        "a10g": Gpu(24, 600, 70, 70, 16),
-        "a100": Gpu(80, 2039, 312, 312, 300),
-        "a100-40": Gpu(40, 1555, 312, 312, 300),
-        "b200": Gpu(180, 7700, 2250, 4500, 900),
-        "h100": Gpu(80, 3350, 989, 1979, 450),
-        "h20": Gpu(96, 4000, 148, 296, 450),
-        "h200": Gpu(141, 4800, 989, 1979, 450),
-        "l4": Gpu(24, 300, 121, 242, 16),
-        "l40s": Gpu(48, 864, 362, 733, 32),
-        "rtx4090": Gpu(24, 1008, 165, 330, 16),
+        gpu.name: gpu
+        for gpu in (
+            Gpu("a10g", 24, 600, 70, 70, 16),
+            Gpu("a100", 80, 2039, 312, 312, 300),
+            Gpu("a100-40", 40, 1555, 312, 312, 300),
+            Gpu("b200", 180, 7700, 2250, 4500, 900),
+            Gpu("h100", 80, 3350, 989, 1979, 450),
+            Gpu("h20", 96, 4000, 148, 296, 450),
+            Gpu("h200", 141, 4800, 989, 1979, 450),
+            Gpu("l4", 24, 300, 121, 242, 16),
+            Gpu("l40s", 48, 864, 362, 733, 32),
+            Gpu("rtx4090", 24, 1008, 165, 330, 16),
+        )
     }
 )
 

@@ -37,13 +37,14 @@ MAY_IMPORT = {
     "prefill_node": NODE_SIDE,
     "decode_node": NODE_SIDE,
     "gateway": {"grammar", "models", "baton", "protos"},
+    "planner": {"gateway", "load", "models", "kvcache", "baton", "protos"},
 }
 
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 GRPC_IN_PACKAGES = {"node", "prefill_node", "decode_node", "gateway"}
 GRPC_IN_BATON = ("baton.client", "baton.rpc")
 
-WITHOUT_TORCH = ("baton", "gateway", "load", "protos")
+WITHOUT_TORCH = ("baton", "gateway", "load", "planner", "protos")
 WITHOUT_TORCH_MODULES = {
     "kvcache.layout",
     "kvcache.spec",

@@ -10,6 +10,7 @@ from baton.cli.bench import bench
 from baton.cli.chat import chat
 from baton.cli.doctor import doctor
 from baton.cli.generate import generate
+from baton.cli.plan import plan
 from baton.cli.program import new_app, run
 from baton.cli.roles import PASS_ON, decode_node, gateway, prefill_node
 from baton.cli.status import status
@@ -22,7 +23,7 @@ def main() -> None:
     app.callback()(_whole_program)
     for command in (up, chat, generate, status, demo, doctor):
         app.command()(command)
-    for role in (prefill_node, decode_node, gateway, bench):
+    for role in (prefill_node, decode_node, gateway, bench, plan):
         app.command(context_settings=PASS_ON)(role)
     run(app, sys.argv[1:] or ["--help"], "baton")
 

@@ -1,0 +1,8 @@
+"""`baton plan`: the same as `python -m planner`, flags included."""
+
+from baton.cli.roles import Flags, become
+
+
+def plan(flags: Flags = None) -> None:
+    """Find how many prefill and decode nodes a load needs; --help shows all flags."""
+    become("planner", flags)

@@ -1,0 +1,110 @@
+"""What a model weighs, and what one token of it costs, from its configuration alone. Pure."""
+
+from dataclasses import dataclass
+
+from kvcache.spec import DTYPE_BYTES
+from models.config.model_config import MLAConfig, ModelConfig
+
+# Their MLPs have two projections, without a gate.
+_UNGATED = ("BloomForCausalLM", "FalconForCausalLM")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of parameters, and bytes where the name says so.
+
+    Args:
+        dense: of all linear layers that every token uses, without head and embedding.
+        experts: of all routed experts together.
+        head: of the projection to the vocabulary.
+        embedding: 0 where it is the head.
+        linear_bytes, head_bytes: of one parameter.
+        expert_share: the part of the experts that one token uses.
+        kv_bytes: of one token's KV.
+        kv_heads: that ranks can divide; 1 for MLA, whose KV every rank holds.
+        pair_flops: operations for each pair of a prompt's token and a key.
+        windowed_share: of the layers that see only a window of recent tokens, and the window.
+    """
+
+    num_layers: int
+    hidden_size: int
+    dense: int
+    experts: int
+    head: int
+    embedding: int
+    linear_bytes: int
+    head_bytes: int
+    expert_share: float
+    kv_bytes: int
+    kv_heads: int
+    pair_flops: float
+    max_context_tokens: int
+    windowed_share: float = 0.0
+    window: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.dense + self.experts) * self.linear_bytes + (self.head + self.embedding) * self.head_bytes
+
+    def read_bytes(self, tokens: int) -> float:
+        """The weights that a step of so many tokens reads, with even routing."""
+        experts = self.experts * (1 - (1 - self.expert_share) ** tokens) if self.experts else 0.0
+        return (self.dense + experts) * self.linear_bytes + self.head * self.head_bytes
+
+    def dense_flops(self, tokens: int, *, heads: int) -> float:
+        """Operations of a step's products, without the experts'; `heads`: tokens that need the head."""
+        return 2.0 * tokens * self.dense + 2.0 * heads * self.head
+
+    def expert_flops(self, tokens: int) -> float:
+        return 2.0 * tokens * self.expert_share * self.experts
+
+
+def model_size(config: ModelConfig) -> ModelSize:
+    """The sizes of a model that runs in its own dtype."""
+    hidden = config.hidden_size
+    attention = config.attention
+    if isinstance(attention, MLAConfig):
+        heads = attention.num_heads
+        query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        queries = hidden * heads * query
+        if attention.q_lora_rank is not None:
+            queries = (hidden + heads * query) * attention.q_lora_rank
+        latent = attention.kv_lora_rank + attention.qk_rope_head_dim
+        per_layer = queries + hidden * latent + heads * attention.v_head_dim * hidden
+        per_layer += attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+        kv_numbers, kv_heads = latent, 1
+        pair_flops = 2.0 * heads * (query + attention.v_head_dim)
+        windows: tuple[int | None, ...] = ()
+    else:
+        per_layer = 2 * hidden * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
+        kv_numbers, kv_heads = 2 * attention.num_kv_heads * attention.head_dim, attention.num_kv_heads
+        pair_flops = 4.0 * attention.num_heads * attention.head_dim
+        windows = attention.sliding_windows
+    projections = 2 if config.architecture in _UNGATED else 3
+    moe, layers = config.moe, config.num_layers
+    moe_layers = 0 if moe is None else sum(moe.layers)
+    dense = layers * per_layer + (layers - moe_layers) * projections * hidden * config.intermediate_size
+    experts, share = 0, 0.0
+    if moe is not None:
+        dense += moe_layers * hidden * (projections * moe.shared_intermediate_size + moe.num_experts)
+        experts = moe_layers * moe.num_experts * projections * hidden * moe.intermediate_size
+        share = moe.experts_per_token / max(1, moe.num_experts)
+    head_bytes = DTYPE_BYTES[config.dtype]
+    bounded = [window for window in windows if window]
+    return ModelSize(
+        num_layers=layers,
+        hidden_size=hidden,
+        dense=dense,
+        experts=experts,
+        head=config.vocab_size * hidden,
+        embedding=0 if config.tie_word_embeddings else config.vocab_size * hidden,
+        linear_bytes=head_bytes if config.quantization is None else 1,
+        head_bytes=head_bytes,
+        expert_share=share,
+        kv_bytes=layers * kv_numbers * head_bytes,
+        kv_heads=kv_heads,
+        pair_flops=layers * pair_flops,
+        max_context_tokens=config.max_context_tokens,
+        windowed_share=len(bounded) / layers,
+        window=max(bounded, default=0),
+    )

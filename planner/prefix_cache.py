@@ -1,0 +1,37 @@
+"""A node's prefix cache in the simulation: the ids of prompts' pieces, the least recently used dropped first. Pure.
+
+An id names a piece of a prompt together with all pieces before it, so a prompt has the leading ids that are present.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class PrefixCache:
+    """Args:
+    capacity: ids that fit.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._ids: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def count(self, prefix_ids: Sequence[int]) -> int:
+        """How many leading ids are present."""
+        ids = self._ids
+        for place, prefix_id in enumerate(prefix_ids):
+            if prefix_id not in ids:
+                return place
+        return len(prefix_ids)
+
+    def use(self, prefix_ids: Sequence[int]) -> None:
+        """The whole prompt is present now; what is used least recently goes. The ends of prompts go first."""
+        ids = self._ids
+        for prefix_id in reversed(prefix_ids[: self._capacity]):
+            ids[prefix_id] = None
+            ids.move_to_end(prefix_id)
+        while len(ids) > self._capacity:
+            ids.popitem(last=False)

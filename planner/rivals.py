@@ -1,0 +1,53 @@
+"""Simple choices of nodes, to compare the gateway's own with. Pure."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from baton.types import LocalPolicy
+from gateway.placement import Placement, Way, place
+from gateway.router import NodeView, Wanted
+from planner.cluster import Choose
+
+
+def in_turn() -> Choose:
+    """Each node in its turn (round robin)."""
+    turns = count()
+
+    def choose(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement:
+        turn = next(turns)
+        return _placed(decodes[turn % len(decodes)], prefills[turn % len(prefills)] if prefills else None, wanted)
+
+    return choose
+
+
+def least_loaded(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement:
+    """The nodes with the fewest requests."""
+
+    def load(node: NodeView) -> tuple[int, int]:
+        return node.load, node.picks
+
+    return _placed(min(decodes, key=load), min(prefills, key=load, default=None), wanted)
+
+
+def without_caches(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+    """The gateway's choice, with no knowledge of prefix caches."""
+    return place([_uncached(node) for node in decodes], [_uncached(node) for node in prefills], wanted)
+
+
+CHOICES: dict[str, Callable[[], Choose]] = {
+    "the gateway's": lambda: place,
+    "the gateway's without caches": lambda: without_caches,
+    "fewest requests": lambda: least_loaded,
+    "in turn": in_turn,
+}
+
+
+def _placed(decode: NodeView, prefill: NodeView | None, wanted: Wanted) -> Placement:
+    local = prefill is None or wanted.policy is LocalPolicy.LOCAL
+    return Placement(Way.LOCAL if local else Way.REMOTE, decode, None if local else prefill, 0, "", None)
+
+
+def _uncached(node: NodeView) -> NodeView:
+    view = object.__new__(NodeView)
+    view.__dict__.update(node.__dict__, cached_tokens=0)
+    return view

@@ -8,7 +8,7 @@ from baton.client import Client
 from baton.rpc.server import connect
 from baton.types import SamplingParams
 from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
-from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, status
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, nothing_held, status, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference
 
@@ -18,12 +18,13 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 async def until_known(gateway: Process, *nodes: Process) -> None:
-    """Waits until the gateway knows of every change of these nodes' caches so far, and their pairs are ready."""
+    """Waits until the gateway knows that these nodes are idle and ready, and what their caches have."""
     for node in nodes:
         async with connect(node.address) as channel, Client(gateway.address) as client:
             stream = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
             newest = await stream.read()
             stream.cancel()
+            now = await until_status(node, nothing_held)
             assert isinstance(newest, node_pb2.WatchCacheResponse)
             deadline = time.monotonic() + DEADLINE_S
             while True:
@@ -33,7 +34,8 @@ async def until_known(gateway: Process, *nodes: Process) -> None:
                 paired = known.status.info.role == common_pb2.ROLE_DECODE or any(
                     peer.phase == common_pb2.PEER_PHASE_READY for peer in known.status.peers
                 )
-                if current and paired and known.cache_sequence >= newest.sequence:
+                idle = nothing_held(known.status) and known.status.requests_total == now.requests_total
+                if current and paired and idle and known.cache_sequence >= newest.sequence:
                     break
                 assert time.monotonic() < deadline, reports
                 await asyncio.sleep(0.005)

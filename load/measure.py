@@ -36,7 +36,7 @@ class Measurement:
             turn = number % len(servers)
             for server in (*servers[turn:], *servers[:turn]):
                 title = f"{server.target.label} {rate:g}/s" + (f", round {number + 1} of {count}" if count > 1 else "")
-                runs.append(self._run(server, rate, self.seed + number, title))
+                runs.append(self._run(server, rate, self.seed + number, title)[0])
         order = [server.target.label for server in servers]
         return sorted(runs, key=lambda run: order.index(run.label))
 
@@ -57,8 +57,11 @@ class Measurement:
                 rate = search.next_rate()
                 if rate is None:
                     continue
-                run = self._run(server, rate, self.seed + len(made), f"{server.target.label} {rate:.3g}/s")
-                search.observe(rate, run.good(goals), len(run.counted))
+                # A goal that a lower rate has missed already learns nothing from this one.
+                open_goals = [goal for goal, each in zip(goals, search.goals, strict=True) if rate < each.high]
+                title = f"{server.target.label} {rate:.3g}/s"
+                run, total = self._run(server, rate, self.seed + len(made), title, open_goals)
+                search.observe(rate, run.good(goals), total)
                 made.append(run)
                 best = {of_goal.low for of_goal in search.goals}
                 made[:] = [each if each.rate in best or each.kept else each.without_records(goals) for each in made]
@@ -67,10 +70,16 @@ class Measurement:
         ]
         return [run for made in runs for run in made], [each for of_one in found for each in of_one]
 
-    def _run(self, server: Server, rate: float, seed: int, title: str) -> Run:
+    def _run(
+        self, server: Server, rate: float, seed: int, title: str, open_goals: Sequence[Goal] = ()
+    ) -> tuple[Run, int]:
+        """The run, and how many of its planned requests count: one that ends early has not sent them all."""
         planned: list[Planned] = self.workload.plan(rate, self.span, seed)
-        on_progress = self.display(title, len(planned))
-        return self.clients.run(server, planned, self.options, rate=rate, seed=seed, on_progress=on_progress)
+        run = self.clients.run(
+            server, planned, self.options, rate=rate, seed=seed, goals=open_goals,
+            on_progress=self.display(title, len(planned)),
+        )  # fmt: skip
+        return run, sum(request.counted for request in planned)
 
 
 def _found(server: Server, search: RateSearch, goals: Sequence[Goal], runs: Sequence[Run]) -> list[Found]:

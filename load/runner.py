@@ -16,9 +16,10 @@ import numpy as np
 
 from baton.errors import InternalError
 from baton.types import Slo
+from load.goals import Goal
 from load.results import ClientReport, Run
 from load.target import Server
-from load.worker import Done, Job, Progress, serve
+from load.worker import Done, Job, Progress, Stop, serve
 from load.workload import Planned
 
 _PROCESSES_MAX = 8
@@ -94,8 +95,13 @@ class Clients:
         rate: float,
         seed: int,
         on_progress: OnProgress = lambda _: None,
+        goals: Sequence[Goal] = (),
     ) -> Run:
         """Sends a plan, and returns when every request has ended or was given up.
+
+        Args:
+            goals: the run ends early once so many of its counted requests have missed every one of them that none can
+                be met; empty: it does not.
 
         Raises:
             InternalError: a client process ended.
@@ -108,10 +114,18 @@ class Clients:
             part = planned[number :: self.count]
             link.send(
                 Job(
-                    server, part, start, options.timeout_s, end_s, options.connections, options.slo, options.temperature
+                    server, part, start, options.timeout_s, end_s, options.connections, options.slo,
+                    options.temperature, goals,
                 )
-            )
-        done = self._collect(start + end_s + _WAIT_S, on_progress)
+            )  # fmt: skip
+        counted = sum(request.counted for request in planned)
+        missable = [(1 - goal.share) * counted for goal in goals]
+
+        def hopeless(progress: Progress) -> bool:
+            misses = zip(progress.missed, missable, strict=False)
+            return bool(progress.missed) and all(missed > limit for missed, limit in misses)
+
+        done = self._collect(start + end_s + _WAIT_S, on_progress, hopeless)
         records = sorted((record for each in done for record in each.records), key=lambda record: record.index)
         client = ClientReport(
             processes=self.count,
@@ -126,8 +140,9 @@ class Clients:
             started.isoformat(timespec="seconds"), client, records, server.notes,
         )  # fmt: skip
 
-    def _collect(self, deadline: float, on_progress: OnProgress) -> list[Done]:
+    def _collect(self, deadline: float, on_progress: OnProgress, hopeless: Callable[[Progress], bool]) -> list[Done]:
         progress = [Progress()] * self.count
+        stopped = False
         done: dict[int, Done] = {}
         while len(done) < self.count:
             waiting = {link: number for number, link in enumerate(self._links) if number not in done}
@@ -142,7 +157,12 @@ class Clients:
                     done[number] = message
                 elif isinstance(message, Progress):
                     progress[number] = message
-                    on_progress(sum(progress, Progress()))
+                    whole = sum(progress, Progress())
+                    on_progress(whole)
+                    if not stopped and hopeless(whole):
+                        stopped = True
+                        for each in self._links:
+                            each.send(Stop())
                 else:
                     raise message
         return [done[number] for number in sorted(done)]

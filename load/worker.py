@@ -8,14 +8,18 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import uvloop
 
 from baton.types import Slo
 from load.answer import Answer, Asker, AskError
+from load.goals import Goal
 from load.records import Outcome, Record
 from load.target import Server
 from load.workload import Planned
@@ -32,6 +36,7 @@ class Job:
         start: of the run, by `time.monotonic`, which all processes of a machine share.
         timeout_s: of each request.
         end_s: when requests that still run are given up, after the start.
+        goals: whose misses are reported while the run goes on.
     """
 
     server: Server
@@ -42,16 +47,26 @@ class Job:
     connections: int = 4
     slo: Slo | None = None
     temperature: float | None = None
+    goals: Sequence[Goal] = ()
+
+
+@dataclass(frozen=True)
+class Stop:
+    """From the parent: the run's result is known, so that the rest of it is not needed."""
 
 
 @dataclass(frozen=True)
 class Progress:
+    """`missed`: for each goal, how many counted requests cannot meet it any more."""
+
     sent: int = 0
     ended: int = 0
     failed: int = 0
+    missed: tuple[int, ...] = ()
 
     def __add__(self, other: "Progress") -> "Progress":
-        return Progress(self.sent + other.sent, self.ended + other.ended, self.failed + other.failed)
+        missed = tuple(map(sum, zip_longest(self.missed, other.missed, fillvalue=0)))
+        return Progress(self.sent + other.sent, self.ended + other.ended, self.failed + other.failed, missed)
 
 
 @dataclass(frozen=True)
@@ -81,22 +96,33 @@ class Sender:
     asker: Asker
     report: Callable[[Progress], None]
     records: list[Record] = field(default_factory=list)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    _running: dict[int, tuple[float, Answer]] = field(default_factory=dict)  # counted ones: when due
+    _missed: list[int] = field(default_factory=list)  # of requests that have ended
     _sent: int = 0
     _failed: int = 0
     _lags: list[float] = field(default_factory=list)
 
     async def run(self) -> Done:
         job = self.job
-        watching = [asyncio.create_task(self._report()), asyncio.create_task(self._probe_lag())]
+        self._missed = [0] * len(job.goals)
+        watching: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._report()),
+            asyncio.create_task(self._probe_lag()),
+        ]
         cpu = time.process_time()
         try:
             running = await self._send_all()
             cpu_share = (time.process_time() - cpu) / max(1e-3, time.monotonic() - job.start)
-            if running:
-                await asyncio.wait(running, timeout=max(0.0, job.start + job.end_s - time.monotonic()))
+            ended = asyncio.gather(*running)
+            stopped = asyncio.create_task(self.stopped.wait())
+            watching.append(stopped)
+            either: list[asyncio.Future[Any]] = [ended, stopped]
+            left_s = max(0.0, job.start + job.end_s - time.monotonic())
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running)
+            await ended
         finally:
             for watch in watching:
                 watch.cancel()
@@ -109,16 +135,29 @@ class Sender:
         for request in self.job.planned:
             prepared = self.asker.prepare(request)
             due = self.job.start + request.at_s
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if await self._stopped_before(due):
+                break
             tasks.append(asyncio.create_task(self._ask(request, prepared, due)))
             self._sent += 1
         await asyncio.sleep(0)  # the last one is sent before its CPU time is taken
         return tasks
 
+    async def _stopped_before(self, due: float) -> bool:
+        wait_s = due - time.monotonic()
+        if wait_s <= 0:
+            await asyncio.sleep(0)
+            return self.stopped.is_set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self.stopped.wait()
+        return self.stopped.is_set()
+
     async def _ask(self, request: Planned, prepared: object, due: float) -> None:
         """Makes the record; cancelled, that of a request that did not finish."""
         answer, late_s = Answer(), time.monotonic() - due
         outcome, kind, detail = Outcome.OK, "", ""
+        if request.counted:
+            self._running[request.index] = (due, answer)
         try:
             async with asyncio.timeout(self.job.timeout_s):
                 await self.asker.ask(prepared, answer)
@@ -130,7 +169,7 @@ class Sender:
         except asyncio.CancelledError:
             outcome, kind = Outcome.UNFINISHED, "Unfinished"
         self._failed += outcome is not Outcome.OK
-        self.records.append(
+        self._ended(
             Record(
                 index=request.index,
                 due_s=request.at_s,
@@ -151,9 +190,23 @@ class Sender:
             )
         )
 
+    def _ended(self, record: Record) -> None:
+        self.records.append(record)
+        if self._running.pop(record.index, None) is not None:
+            for place, goal in enumerate(self.job.goals):
+                self._missed[place] += not goal.good(record)
+
+    def _late_for(self, goal: Goal) -> int:
+        """Running requests that wait for their first token for longer than the goal allows."""
+        if goal.ttft_s is None:
+            return 0
+        latest = time.monotonic() - goal.ttft_s
+        return sum(due < latest and not answer.times for due, answer in self._running.values())
+
     async def _report(self) -> None:
         while True:
-            self.report(Progress(self._sent, len(self.records), self._failed))
+            missed = (count + self._late_for(goal) for count, goal in zip(self._missed, self.job.goals, strict=True))
+            self.report(Progress(self._sent, len(self.records), self._failed, tuple(missed)))
             await asyncio.sleep(_PROGRESS_S)
 
     async def _probe_lag(self) -> None:
@@ -173,18 +226,28 @@ def serve(jobs: Connection) -> None:
     jobs.send(Progress())
     while True:
         try:
-            job: Job = jobs.recv()
+            job: Job | Stop = jobs.recv()
         except EOFError:
             return
+        if isinstance(job, Stop):  # of a job that ended before it came
+            continue
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                jobs.send(runner.run(_run(job, jobs.send)))
+                jobs.send(runner.run(_run(job, jobs)))
         except BrokenPipeError:
             return
         except Exception as error:  # noqa: BLE001 - the parent raises it
             jobs.send(error)
 
 
-async def _run(job: Job, report: Callable[[Progress], None]) -> Done:
+async def _run(job: Job, jobs: Connection) -> Done:
     asker = job.server.asker(connections=job.connections, slo=job.slo, temperature=job.temperature)
-    return await Sender(job, asker, report).run()
+
+    def report(progress: Progress) -> None:
+        jobs.send(progress)
+        # NOTE: not `add_reader`: libuv makes the pipe non-blocking, and later sends and receives of it fail.
+        if jobs.poll():  # a Stop, which `serve` takes out, or the parent has ended
+            sender.stopped.set()
+
+    sender = Sender(job, asker, report)
+    return await sender.run()

@@ -68,6 +68,11 @@ PURE_MODULES = {
     "kvtransfer.leases",
     "kvtransfer.plan",
     "kvtransfer.segments",
+    "load.goals",
+    "load.metrics",
+    "load.records",
+    "load.search",
+    "load.sse",
 }
 PURE_NAMES = re.compile(r"(gateway|prefill_node|decode_node)\.(machine|\w+_machine|\w+_task|events|commands|fleet)")
 IMPURE = {

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -297,7 +297,7 @@ def measure(workers: int, progress: Callable[[str], None]) -> list[Row]:
 
 
 async def _measure(gateway: Process, workers: int, shared: Any, progress: Callable[[str], None]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for streams in (256, 512):
         for pace in paces(streams):
             shared[0], shared[1] = pace.streams, pace.step_s
@@ -353,13 +353,15 @@ async def _round(gateway: Process, door: "Door", pace: Pace) -> Cost:
 Door = Callable[[Process, Load], "asyncio.Future[Sequence[asyncio.Future[None]]]"]
 
 
-async def _http(path: str, body: dict[str, object], gateway: Process, load: Load) -> "list[asyncio.Future[None]]":
+async def _http(path: str, body: Mapping[str, object], gateway: Process, load: Load) -> "list[asyncio.Future[None]]":
     where = urlsplit(gateway.http or "")
-    body = {**body, "max_tokens": load.pace.output_tokens, "stream": True}
+    asked = {**body, "max_tokens": load.pace.output_tokens, "stream": True}
     loop = asyncio.get_running_loop()
     clients = []
     for _ in range(load.pace.streams):
-        _, client = await loop.create_connection(lambda: SseClient(path, body, load), where.hostname, where.port)
+        _, client = await loop.create_connection(
+            lambda: SseClient(path, asked, load), str(where.hostname), where.port or 0
+        )
         clients.append(client.ended)
     return clients
 
@@ -375,8 +377,12 @@ async def _grpc(gateway: Process, load: Load) -> "list[asyncio.Future[None]]":
         for _ in range(_STREAMS_PER_CONNECTION):
             stream = load.stream()
             calls.append(connection.call("/baton.v1.Generation/Generate", data, partial(_came, load, stream)))
-        asyncio.gather(*calls[-_STREAMS_PER_CONNECTION:]).add_done_callback(lambda _, c=connection: c.transport.close())
+        asyncio.gather(*calls[-_STREAMS_PER_CONNECTION:]).add_done_callback(partial(_close, connection))
     return calls
+
+
+def _close(connection: GrpcConnection, _: object) -> None:
+    connection.transport.close()
 
 
 def _came(load: Load, stream: Stream, _: bytes) -> None:

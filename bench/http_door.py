@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,8 +25,11 @@ import uvloop
 
 from baton.cli.processes import Process, Processes
 from baton.config import DEMO_MODELS
+from baton.rpc.status import client_may_leave
 from bench.h2_client import GrpcConnection
 from bench.table import Row
+from decode_node.events import SessionMessage
+from decode_node.gateway_sessions import GatewaySessions
 from gateway.model import read_served_model
 from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, generation_pb2, node_pb2, node_pb2_grpc
 
@@ -62,9 +65,6 @@ def paces(streams: int) -> tuple[Pace, Pace]:
     return Pace("alone", streams, 80, streams / 4000), Pace("merged", streams, 400, streams / 100_000)
 
 
-_Answers = asyncio.Queue[decode_pb2.SessionResponse | None]  # None: the requests of all sessions have come
-
-
 class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer):
     """A decode node without a model: once all streams' requests are there, each step has a token for every one.
 
@@ -79,8 +79,9 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
         )  # fmt: skip
         self.status = node_pb2.NodeStatus(info=info, blocks_free=1 << 20, blocks_total=1 << 20)
         self._pace = pace
-        self._submitted = 0
-        self._sessions: set[_Answers] = set()
+        self._sessions = GatewaySessions(self._deliver)
+        self._batches: dict[int, list[decode_pb2.SubmitRequest]] = {}  # by session
+        self._stepping: asyncio.Task[None] | None = None
 
     async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.NodeStatus]:
         while True:
@@ -93,74 +94,58 @@ class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer)
     async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainResponse:
         raise NotImplementedError
 
-    async def WatchCache(
-        self, request: node_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[node_pb2.WatchCacheResponse]:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this node publishes no cache events")
-        yield node_pb2.WatchCacheResponse()  # makes it a generator, as gRPC expects of a streaming method
-
     def Pair(
         self, requests: AsyncIterator[decode_pb2.PairRequest], context: object
     ) -> AsyncIterator[decode_pb2.PairResponse]:
         raise NotImplementedError
 
-    async def Session(
-        self, requests: AsyncIterator[decode_pb2.SessionRequest], context: object
-    ) -> AsyncIterator[decode_pb2.SessionResponse]:
-        batch: list[decode_pb2.SubmitRequest] = []
-        answers: _Answers = asyncio.Queue()
-        self._sessions.add(answers)
-        reading = asyncio.create_task(self._read(requests, batch, answers))
-        try:
-            while True:
-                answer = await answers.get()
-                if answer is not None:
-                    yield answer
-                    continue
-                complete, batch[:] = list(batch), []
-                async for response in self._steps(complete):
-                    yield response
-        finally:
-            self._sessions.discard(answers)
-            reading.cancel()
+    def WatchCache(self, request: object, context: object) -> AsyncIterator[Any]:
+        raise NotImplementedError
 
-    async def _read(
-        self,
-        requests: AsyncIterator[decode_pb2.SessionRequest],
-        batch: list[decode_pb2.SubmitRequest],
-        answers: "_Answers",
+    async def Session(  # type: ignore[override]  # the stubs know generators only
+        self, requests: AsyncIterator[decode_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        async for request in requests:
-            if not request.HasField("submit"):
-                continue
-            batch.append(request.submit)
-            accepted = decode_pb2.Accepted(key=request.submit.key, why="scripted")
-            answers.put_nowait(decode_pb2.SessionResponse(accepted=accepted))
-            self._submitted += 1
-            if self._submitted == int(self._pace[0]):
-                self._submitted = 0
-                for each in self._sessions:
-                    each.put_nowait(None)
+        with client_may_leave():
+            await self._sessions.serve(context.peer(), requests, context.write)
 
-    async def _steps(self, batch: Sequence[decode_pb2.SubmitRequest]) -> AsyncIterator[decode_pb2.SessionResponse]:
-        if not batch:
+    def _deliver(self, event: object) -> None:
+        if not isinstance(event, SessionMessage) or not event.message.HasField("submit"):
             return
-        response = decode_pb2.SessionResponse(step=decode_pb2.Step())
-        for request in batch:
-            response.step.tokens.add(key=request.key, token=common_pb2.Token())
-        output_tokens = batch[0].sampling.max_tokens
+        request = event.message.submit
+        accepted = decode_pb2.Accepted(key=request.key, why="scripted")
+        self._sessions.send(event.session, decode_pb2.SessionResponse(accepted=accepted))
+        self._batches.setdefault(event.session, []).append(request)
+        if sum(map(len, self._batches.values())) == int(self._pace[0]):
+            batches, self._batches = self._batches, {}
+            self._stepping = asyncio.create_task(self._steps(batches))
+
+    async def _steps(self, batches: dict[int, list[decode_pb2.SubmitRequest]]) -> None:
+        steps = {session: decode_pb2.SessionResponse(step=decode_pb2.Step()) for session in batches}
+        for session, batch in batches.items():
+            for request in batch:
+                steps[session].step.tokens.add(key=request.key, token=common_pb2.Token())
+        output_tokens = next(iter(batches.values()))[0].sampling.max_tokens
         due_s = time.monotonic()
         for index in range(output_tokens):
-            for step_token in response.step.tokens:
-                step_token.token.token_id = _TOKENS[(step_token.key * 7 + index) % len(_TOKENS)]
-                step_token.token.index = index
-                if index == output_tokens - 1:
-                    step_token.finish_reason = common_pb2.FINISH_REASON_LENGTH
-            yield response
+            for session, response in steps.items():
+                for step_token in response.step.tokens:
+                    step_token.token.token_id = _TOKENS[(step_token.key * 7 + index) % len(_TOKENS)]
+                    step_token.token.index = index
+                    if index == output_tokens - 1:
+                        step_token.finish_reason = common_pb2.FINISH_REASON_LENGTH
+                self._sessions.send(session, _copy(response))
             due_s += self._pace[1] if index else _FIRST_STEP_S
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        for request in batch:
-            yield decode_pb2.SessionResponse(released=decode_pb2.Released(key=request.key))
+        for session, batch in batches.items():
+            for request in batch:
+                released = decode_pb2.Released(key=request.key)
+                self._sessions.send(session, decode_pb2.SessionResponse(released=released))
+
+
+def _copy(response: decode_pb2.SessionResponse) -> decode_pb2.SessionResponse:
+    copy = decode_pb2.SessionResponse()
+    copy.CopyFrom(response)
+    return copy
 
 
 def _serve_node(addresses: Connection, pace: Sequence[float]) -> None:
@@ -312,7 +297,7 @@ def measure(workers: int, progress: Callable[[str], None]) -> list[Row]:
 
 
 async def _measure(gateway: Process, workers: int, shared: Any, progress: Callable[[str], None]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for streams in (256, 512):
         for pace in paces(streams):
             shared[0], shared[1] = pace.streams, pace.step_s
@@ -368,13 +353,15 @@ async def _round(gateway: Process, door: "Door", pace: Pace) -> Cost:
 Door = Callable[[Process, Load], "asyncio.Future[Sequence[asyncio.Future[None]]]"]
 
 
-async def _http(path: str, body: dict[str, object], gateway: Process, load: Load) -> "list[asyncio.Future[None]]":
+async def _http(path: str, body: Mapping[str, object], gateway: Process, load: Load) -> "list[asyncio.Future[None]]":
     where = urlsplit(gateway.http or "")
-    body = {**body, "max_tokens": load.pace.output_tokens, "stream": True}
+    asked = {**body, "max_tokens": load.pace.output_tokens, "stream": True}
     loop = asyncio.get_running_loop()
     clients = []
     for _ in range(load.pace.streams):
-        _, client = await loop.create_connection(lambda: SseClient(path, body, load), where.hostname, where.port)
+        _, client = await loop.create_connection(
+            lambda: SseClient(path, asked, load), str(where.hostname), where.port or 0
+        )
         clients.append(client.ended)
     return clients
 
@@ -390,8 +377,12 @@ async def _grpc(gateway: Process, load: Load) -> "list[asyncio.Future[None]]":
         for _ in range(_STREAMS_PER_CONNECTION):
             stream = load.stream()
             calls.append(connection.call("/baton.v1.Generation/Generate", data, partial(_came, load, stream)))
-        asyncio.gather(*calls[-_STREAMS_PER_CONNECTION:]).add_done_callback(lambda _, c=connection: c.transport.close())
+        asyncio.gather(*calls[-_STREAMS_PER_CONNECTION:]).add_done_callback(partial(_close, connection))
     return calls
+
+
+def _close(connection: GrpcConnection, _: object) -> None:
+    connection.transport.close()
 
 
 def _came(load: Load, stream: Stream, _: bytes) -> None:

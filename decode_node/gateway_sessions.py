@@ -1,4 +1,7 @@
-"""The gateways' Session streams: reads the gateways' messages, and queues the messages to each of them."""
+"""The gateways' Session streams: reads the gateways' messages, and queues the messages to each of them.
+
+Steps that wait behind one another are sent as one: a message costs a gateway more than its tokens.
+"""
 
 import asyncio
 import itertools
@@ -13,15 +16,51 @@ log = logging.getLogger("baton")
 
 # A gateway that leaves this many messages unread gets nothing more. Its stream ends once it reads them.
 _OUTBOX_MAX = 20_000
+_STEP_TOKENS_MAX = 4096  # of several steps in one message
+
+
+@dataclass(eq=False)
+class _Queued:
+    """A message, and how many were made one to get it."""
+
+    message: pb.SessionResponse
+    count: int = 1
 
 
 @dataclass(eq=False)
 class _Stream:
-    """The queued messages to one gateway; None ends the stream."""
+    """The queued messages to one gateway; None ends the stream.
+
+    Attributes:
+        unread: messages in the outbox, as they were queued.
+        last_step: the last message in the outbox, if it is a step.
+    """
 
     gateway: str
-    outbox: asyncio.Queue[pb.SessionResponse | None] = field(default_factory=asyncio.Queue)
+    outbox: asyncio.Queue[_Queued | None] = field(default_factory=asyncio.Queue)
+    unread: int = 0
+    last_step: _Queued | None = None
     ended: bool = False
+
+    def put(self, message: pb.SessionResponse) -> None:
+        self.unread += 1
+        last, is_step = self.last_step, message.HasField("step")
+        if is_step and last is not None and len(last.message.step.tokens) < _STEP_TOKENS_MAX:
+            last.message.step.MergeFrom(message.step)
+            last.count += 1
+            return
+        queued = _Queued(message)
+        self.outbox.put_nowait(queued)
+        self.last_step = queued if is_step else None
+
+    async def get(self) -> pb.SessionResponse | None:
+        queued = await self.outbox.get()
+        if queued is None:
+            return None
+        self.unread -= queued.count
+        if queued is self.last_step:
+            self.last_step = None
+        return queued.message
 
     def end(self) -> None:
         if not self.ended:
@@ -54,7 +93,7 @@ class GatewaySessions:
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(number, stream, incoming), name=f"session-{number}")
-                while (message := await stream.outbox.get()) is not None:
+                while (message := await stream.get()) is not None:
                     await write(message)
                 reader.cancel()
         finally:
@@ -66,8 +105,8 @@ class GatewaySessions:
         stream = self._streams.get(session)
         if stream is None or stream.ended:
             return
-        stream.outbox.put_nowait(message)
-        if stream.outbox.qsize() > _OUTBOX_MAX:
+        stream.put(message)
+        if stream.unread > _OUTBOX_MAX:
             log.warning("gateway %s reads nothing: nothing more is sent to it", stream.gateway)
             stream.end()
 

@@ -70,7 +70,9 @@ class Reply:
         if not tokens:
             return None
         text = self._text if self._stops is not None else self._detokenizer.push(*self._shown)
-        message = pb.GenerateResponse(text=text, tokens=tokens)
+        message = pb.GenerateResponse()  # filled in this way, it takes two thirds of the time
+        message.text = text
+        message.tokens.extend(tokens)
         if len(tokens) == self.completion_tokens:
             message.request_id = self._request_id
             message.prompt_logprobs.extend(self._prompt_logprobs)

@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 
 # Turns between two looks at the sockets: what nodes send meanwhile is read in time, and joins the next messages.
-_TURNS_PER_PASS = 16
+_TURNS_PER_PASS = 8
 
 
 class Turns:

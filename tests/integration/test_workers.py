@@ -114,9 +114,7 @@ async def test_a_crashed_worker_is_replaced_and_the_others_drain(start: Machines
         with pytest.raises(grpc.aio.AioRpcError):
             await lost
         await found.until(other, lambda status: status.requests_failed == 1 and status.requests_running == 1)
-        async with asyncio.timeout(DEADLINE_S):
-            while len(found.pids) < 2 or one in found.pids:
-                await asyncio.sleep(0.01)
+        await found.until(other, lambda _: len(found.pids) == 2 and one not in found.pids)
         await found.reach(found.pids)
         psutil.Process(found.gateway.pid).terminate()
         start.let_go(decode)

@@ -133,13 +133,9 @@ class PromptBuffers:
         self.query_start_loc.zero_()
         self.query_start_loc[most_prompts(size) + 1 :].fill_(size)
 
-    def padded(self, size: int, decodes: int) -> PaddedBatch:
-        """Metadata of steps of this many tokens, including padding. It has views, so it stays valid.
-
-        Args:
-            decodes: rows for which the step looks for decodes.
-        """
-        requests = most_prompts(size) + 1
+    def padded(self, size: int) -> PaddedBatch:
+        """Metadata of steps of this many tokens, including padding. It has views, so it stays valid."""
+        requests, decodes = most_prompts(size) + 1, self.most_decodes(size)
         return PaddedBatch(
             decode_seq_lens=self.decodes.seq_lens[:decodes],
             decode_table=self.decodes.block_table[:decodes],
@@ -150,13 +146,11 @@ class PromptBuffers:
             slot_mapping=self.slot_mapping[:size],
         )
 
-    def look_tokens_up(self, size: int, decodes: int) -> Tensor:
-        """[size] int32, the tokens that the step computes. `decodes` as in `padded`."""
-        token_ids = self.token_ids[:size]
-        token_ids[decodes:].copy_(self.given[decodes:size])
-        if not decodes:
-            return token_ids
+    def look_tokens_up(self, size: int) -> Tensor:
+        """[size] int32, the tokens that the step computes."""
+        token_ids, decodes = self.token_ids[:size], self.most_decodes(size)
         looked_up = self.decodes.look_tokens_up(decodes)
+        token_ids[decodes:].copy_(self.given[decodes:size])
         is_decode = self.decodes.seq_lens[:decodes] > 0
         torch.where(is_decode, looked_up, self.given[:decodes], out=token_ids[:decodes])
         return token_ids

@@ -8,8 +8,7 @@ hidden channel, V vocabulary.
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,25 +30,12 @@ _log = logging.getLogger(__name__)
 
 # Steps of more tokens keep the GPU busy for twice as long as the host takes to launch them.
 MOST_TOKENS = 4096
-# Up to this many tokens there are also bodies without decodes. They save the launches of the decodes' attention, which
-# take 0.3 ms of a step of Llama-3.1-8B on an H200.
-_MOST_WITHOUT_DECODES = 1024
 
 # A larger step of which more than half is padding takes longer than a step outside of graphs.
 _CHEAP_TOKENS = 512
 
 # Queues the body of a step over the tokens in the buffers.
 Body = Callable[[], None]
-
-
-class BodySize(NamedTuple):
-    """Attributes:
-    tokens: including padding.
-    decodes: rows for which the step looks for decodes.
-    """
-
-    tokens: int
-    decodes: int
 
 
 def token_sizes(largest: int) -> list[int]:
@@ -96,7 +82,7 @@ class PromptGraphs:
         )
         self.sizes: list[int] = []
         self.head_sizes: list[int] = []
-        self._bodies: dict[BodySize, Body] = {}
+        self._bodies: dict[int, Body] = {}
         self._heads: dict[int, Step] = {}
         # Of the step that is filled in.
         self._num_decodes = self._num_prompts = 0
@@ -120,8 +106,7 @@ class PromptGraphs:
         self._num_decodes = _count_decodes(rows)
         self._num_prompts = len(rows) - self._num_decodes
         self.buffers.fill(rows, self._num_decodes, size, step=step, slot=slot)
-        without = BodySize(size, 0)
-        self._bodies[without if not self._num_decodes and without in self._bodies else self._with_decodes(size)]()
+        self._bodies[size]()
         host = self.buffers.decodes.host
         host.copied()
         if len(host.sampling.unsampled) == len(rows):
@@ -139,22 +124,16 @@ class PromptGraphs:
             recorder: has the memory of all graphs; None: these graphs have their own.
         """
         if self._device.type != "cuda":
-            self._bodies = {body: self._uncaptured(body) for bodies in self._wanted for body in bodies}
-            self.sizes = _tokens_of(self._bodies)
+            self._bodies = {size: self._uncaptured(size) for size in self._wanted}
+            self.sizes = sorted(self._bodies)
         elif self._backend.builder.captures_prompts:
             self._capture_on_gpu(recorder or Recorder(self._device), progress)
         else:
             _log.info("%s has no CUDA graphs of prompts: their steps run without them", self._backend.capabilities.name)
 
     @property
-    def _wanted(self) -> tuple[list[BodySize], list[BodySize]]:
-        """Smallest first: bodies that serve any step, and then, if there is memory, others."""
-        sizes = token_sizes(self.buffers.max_tokens)
-        without = [BodySize(size, 0) for size in sizes if size <= _MOST_WITHOUT_DECODES]
-        return [self._with_decodes(size) for size in sizes], without
-
-    def _with_decodes(self, size: int) -> BodySize:
-        return BodySize(size, self.buffers.most_decodes(size))
+    def _wanted(self) -> list[int]:
+        return token_sizes(self.buffers.max_tokens)
 
     def _capture_on_gpu(self, recorder: Recorder, progress: Progress | None) -> None:
         start_s = time.perf_counter()
@@ -165,27 +144,25 @@ class PromptGraphs:
             self._heads[size] = recorder.record(lambda size=size: self._sample(size))  # type: ignore[misc]
         self.head_sizes = heads
         first_body = len(recorder.taken)
-        planned = sum(map(len, self._wanted))
-        for wanted in self._wanted:
-            bodies = thin(wanted, self._affordable(recorder, first_body))
-            while bodies:
-                *bodies, body = bodies
-                self._bodies[body] = self._captured(body, recorder)
-                bodies = thin(bodies, self._affordable(recorder, first_body))
-                if progress is not None:
-                    progress(len(self._bodies), planned)
-        self.sizes = _tokens_of(self._bodies)
+        bodies = thin(self._wanted, self._affordable(recorder))
+        while bodies:
+            *bodies, size = bodies
+            self._bodies[size] = self._captured(size, recorder)
+            bodies = thin(bodies, self._affordable(recorder, first_body))
+            if progress is not None:
+                progress(len(self._bodies), len(self._bodies) + len(bodies))
+        self.sizes = sorted(self._bodies)
         _log.info(
             "captured steps of %s tokens with prompts in %.1f s, %.0f MiB",
             ", ".join(map(str, self.sizes)),
             time.perf_counter() - start_s,
             sum(recorder.taken[first:]) / (1 << 20),
         )
-        if missing := planned - len(self._bodies):
+        if missing := len(self._wanted) - len(self.sizes):
             _log.warning(
                 "%d of %d sizes of steps with prompts are not captured, because graphs may take %.0f MiB",
                 missing,
-                planned,
+                len(self._wanted),
                 (self._settings.memory_bytes or 0) / (1 << 20),
             )
 
@@ -200,18 +177,18 @@ class PromptGraphs:
             bound -= sum(taken[:first])
         return self._model.parallel.smallest(affordable(() if first is None else taken[first:], bound), self._device)
 
-    def _uncaptured(self, body: BodySize) -> Body:
+    def _uncaptured(self, size: int) -> Body:
         builder, buffers = self._backend.builder, self.buffers
 
         def build() -> AttentionMetadata:
-            return builder.build(0, buffers.common(self._num_decodes, self._num_prompts, body.tokens))
+            return builder.build(0, buffers.common(self._num_decodes, self._num_prompts, size))
 
-        return lambda: self._run(body, build)
+        return lambda: self._run(size, build)
 
-    def _captured(self, body: BodySize, recorder: Recorder) -> Body:
-        builder, batch = self._backend.builder, self.buffers.padded(*body)
-        self.buffers.pad_all(body.tokens)
-        parts = recorder.record_parts(lambda: self._run(body, lambda: builder.build_padded(batch)), self._marks.cutting)
+    def _captured(self, size: int, recorder: Recorder) -> Body:
+        builder, batch = self._backend.builder, self.buffers.padded(size)
+        self.buffers.pad_all(size)
+        parts = recorder.record_parts(lambda: self._run(size, lambda: builder.build_padded(batch)), self._marks.cutting)
 
         def replay() -> None:
             for graph, layer_stop in parts:
@@ -221,13 +198,13 @@ class PromptGraphs:
 
         return replay
 
-    def _run(self, body: BodySize, build: Callable[[], AttentionMetadata]) -> None:
+    def _run(self, size: int, build: Callable[[], AttentionMetadata]) -> None:
         """Everything but the head. On a GPU it reads no memory of the host."""
-        buffers, size = self.buffers, body.tokens
-        buffers.decodes.place_new_blocks(body.decodes)
+        buffers = self.buffers
+        buffers.decodes.place_new_blocks(buffers.most_decodes(size))
         metadata = build()
         # NOTE: this must begin with a kernel of torch, for the reason given in `decode_step`.
-        token_ids_T = buffers.look_tokens_up(*body)
+        token_ids_T = buffers.look_tokens_up(size)
         hidden_TD = self._model(token_ids_T, buffers.positions[:size], self._cache, metadata)
         buffers.hidden[:size].copy_(hidden_TD)
 
@@ -253,8 +230,3 @@ def _count_decodes(rows: Sequence[BatchRow]) -> int:
         if len(row.token_ids) > 1:
             return place
     return len(rows)
-
-
-def _tokens_of(bodies: Iterable[BodySize]) -> list[int]:
-    """The numbers of tokens for which a body serves any step, smallest first."""
-    return sorted(body.tokens for body in bodies if body.decodes)

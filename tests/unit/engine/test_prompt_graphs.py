@@ -20,7 +20,7 @@ from engine.build import Built
 from engine.device.graphs import GraphSettings
 from engine.device.layer_marks import LayerMark
 from engine.device.prompt_buffers import most_prompts
-from engine.device.prompt_graphs import BodySize, token_sizes
+from engine.device.prompt_graphs import token_sizes
 from engine.device.runner import ModelRunner
 from engine.request import int_array
 from engine.sampling.row import SampleRow
@@ -176,13 +176,11 @@ def test_a_captured_step_depends_on_no_value_of_the_host(
     )
     prompts = padded._prompts
     assert prompts is not None
-    batches: dict[BodySize, PaddedBatch] = {
-        body: prompts.buffers.padded(*body) for bodies in prompts._wanted for body in bodies
-    }
+    batches: dict[int, PaddedBatch] = {size: prompts.buffers.padded(size) for size in prompts._wanted}
     monkeypatch.setattr(
         prompts,
         "_uncaptured",
-        lambda body: lambda: prompts._run(body, lambda: backend.builder.build_padded(batches[body])),
+        lambda size: lambda: prompts._run(size, lambda: backend.builder.build_padded(batches[size])),
     )
     prompts.capture()
     for batch in mixed_steps(4):

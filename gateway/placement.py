@@ -76,13 +76,13 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
     if ttft_s is None:
         return _fewer_delays(remote, remote_s, local)
     if local is not None and local.first_token_s <= _PLANNED * ttft_s:
-        why = f"{prefill.address} would take {_ms(remote_s)} of the {_ms(ttft_s)} to the first token"
+        why = f"{prefill.address} would take {_s(remote_s)} of the {_s(ttft_s)} to the first token"
         return Placement(Way.LOCAL, local.node, None, 0, why, local.first_token_s)
     split = _split(local, prefill, remote_s, ttft_s, wanted)
     if split is not None:
         return split
     if not remote.meets and local is not None and local.first_token_s < remote_s:
-        why = f"no node meets {_ms(ttft_s)} to the first token, and {prefill.address} would take {_ms(remote_s)}"
+        why = f"no node meets {_s(ttft_s)} to the first token, and {prefill.address} would take {_s(remote_s)}"
         return Placement(Way.LOCAL, local.node, None, 0, why, local.first_token_s, meets=local.first_token_s <= ttft_s)
     return remote
 
@@ -124,7 +124,7 @@ def _fewer_delays(remote: Placement, remote_s: float, local: _Local | None) -> P
     queues = remote.prefill.queue_s > _SAVES_S
     if not queues or local is None or local.first_token_s + local.delay_s + _SAVES_S > (1 - _SAVES_PART) * remote_s:
         return remote
-    why = f"first token in {_ms(local.first_token_s)} instead of {_ms(remote_s)} on {remote.prefill.address}"
+    why = f"first token in {_s(local.first_token_s)} instead of {_s(remote_s)} on {remote.prefill.address}"
     return Placement(Way.LOCAL, local.node, None, 0, why, local.first_token_s)
 
 
@@ -148,7 +148,7 @@ def _split(local: _Local | None, prefill: NodeView, remote_s: float, ttft_s: flo
         waiting_s = max(0.0, node.queue_s - sent_s / steps.stretch)
         first_s = sent_s + steps.first_token_s(waiting_s, split, tokens)
         if first_s <= _PLANNED * ttft_s:
-            why = f"{prefill.address} alone would take {_ms(remote_s)} of the {_ms(ttft_s)} to the first token"
+            why = f"{prefill.address} alone would take {_s(remote_s)} of the {_s(ttft_s)} to the first token"
             return Placement(Way.SPLIT, node, prefill, split, why, first_s)
     return None
 
@@ -162,5 +162,5 @@ def _local_by_policy(decode: NodeView, why: str, wanted: Wanted) -> Placement:
     return Placement(Way.LOCAL, decode, None, 0, why, first_s, meets)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s"

@@ -123,7 +123,6 @@ async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
         assert [each.receipt.path for each in known] == [Path.REMOTE, Path.LOCAL]
         for node in (prefill, decode):
             await until_status(node, lambda last: len(last.step_costs.points) > 0)
-        assert_right(await client.complete(second, GREEDY), second, reference, Path.LOCAL)  # it has the KV
         waiting = [asyncio.create_task(strict.complete(prompt, GREEDY)) for prompt in queue]
         await until_status(prefill, lambda last: last.backlog_s > 0 and last.tokens_waiting > 5 * 400)
         await until_backlog(client)

@@ -1,6 +1,7 @@
 """One request as a list of events: the hand-over without failures, and each way in which it can fail."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from baton.errors import (
     Overloaded,
     UnknownLease,
 )
-from baton.types import LocalPolicy
+from baton.types import LocalPolicy, Slo
 from gateway import events
 from gateway.commands import (
     AskDecode,
@@ -30,13 +31,16 @@ from gateway.commands import (
     SubmitToDecode,
 )
 from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed
+from gateway.request_machine import RequestMachine
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
+from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, request, rules, status
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,
     SCHEDULED,
     SENT,
     Served,
+    Words,
     accepted,
     failed,
     first_token,
@@ -610,3 +614,55 @@ def test_the_deadlines_error_names_earlier_failures() -> None:
     served.handle(TimePassed(), after_s=100.0)
     assert isinstance(served.error, DeadlineExceeded)
     assert "(node-21 was lost (gone))" in served.error.message
+
+
+# ---- split prompts, SLOs
+
+
+def test_the_decode_node_draws_the_first_token_of_a_split_prompt() -> None:
+    served = Served()
+    asked = reserved()
+    asked.ticket.token_stop, asked.ticket.first_part = 32, True
+    served.decode(asked)
+    sent = prefill_pb2.PrefillEvent(sent=prefill_pb2.PrefillSent(tokens_sent=32, prefill_s=0.5))
+    served.prefill(SCHEDULED, sent)
+    served.prefill_ended(None)
+    first = token(0)
+    first.prefill_s, first.queue_s = 0.25, 0.125
+    served.decode(decode_pb2.Admitted(), first, token(1, LENGTH))
+    assert served.error is None
+    receipt = served.receipt
+    assert (receipt.path, receipt.split_tokens, receipt.prefill_s) == (common_pb2.PATH_SPLIT, 32, 0.75)
+    assert receipt.queue_s >= 0.125
+
+
+def test_a_prefill_node_lost_with_a_first_part_is_replaced() -> None:
+    served = Served(prefills=2)
+    asked = reserved()
+    asked.ticket.token_stop, asked.ticket.first_part = 32, True
+    served.decode(asked)
+    ask = only(served.prefill_ended(GONE), AskDecode)
+    assert isinstance(ask.message, decode_pb2.RenewTicket)
+
+
+@pytest.mark.parametrize(("refuse_late", "begun"), [(True, False), (True, True), (False, False)])
+def test_a_request_that_would_be_late_is_refused_at_once_where_the_gateway_says_so(
+    refuse_late: bool, begun: bool
+) -> None:
+    fleet = SmallFleet(1, 1)
+    busy = status(PREFILL, 11, peer(21))
+    busy.backlog_s = 9.0
+    busy.step_costs.points.add(tokens=1024, seconds=0.025)
+    fleet.status_received(PREFILL, "p1", busy, 0.0)
+    settings = replace(rules(), slo=Slo(ttft_s=0.5, tpot_s=0.02), refuse_late=refuse_late)
+    machine = RequestMachine(request(), settings, fleet, Words())
+    if begun:  # it has lost its node, and may not lose its tokens
+        machine._order.token_ids.append(100)
+    (command,) = machine.handle([events.Started()], 0.0)
+    if refuse_late and not begun:
+        assert isinstance(command, Finish)
+        assert isinstance(command.error, Overloaded)
+        assert "is due 0.5 s after arrival" in str(command.error)
+    else:
+        assert isinstance(command, SubmitToDecode)
+        assert (command.request.first_token_s, command.request.tpot_s) == (0.0 if begun else 0.5, 0.02)

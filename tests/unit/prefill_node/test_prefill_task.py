@@ -411,3 +411,33 @@ def test_a_prompt_computed_from_its_start_is_sent_from_the_ticket_s_start() -> N
     assert sends(commands) == []
     job = send(play(node, step(chunk(8), sampled()))).job
     assert (job.token_start, job.token_stop) == (6, 8)
+
+
+# ---- the first part of a split prompt
+
+
+def test_a_first_part_is_computed_and_handed_over_without_a_token() -> None:
+    node = machine()
+    granted = ticket(token_stop=4)
+    granted.first_part = True
+    split = called(1, granted)
+    split.request.sampling.prompt_logprobs = 2
+    split.request.first_token_s, split.request.refuse_late = 0.5, True
+    (submit,) = node.handle(split, 10.0)
+    assert isinstance(submit, Submit)
+    assert (submit.request.stop_tokens, submit.request.due_s, submit.request.refuse_late) == (4, 10.5, True)
+    assert submit.request.sampling.prompt_logprobs is None
+    computed = node.handle(step(started(queue_s=1.0), chunk(4)), 13.0)
+    assert [event.WhichOneof("event") for event in responses(computed)] == ["scheduled", "progress"]
+    handed_over = node.handle(Sent(1, segments_of(send(computed).job)), 13.5)
+    assert kinds(handed_over) == [SendToPeer, Respond, Abort]
+    (message,) = hand_overs(handed_over)
+    assert (message.HasField("first_token"), message.sampled_ago_s) == (False, 0.5)
+    (sent,) = responses(handed_over)
+    assert (sent.sent.tokens_sent, sent.sent.prefill_s) == (4, 2.0)
+
+
+def test_a_first_part_must_leave_something_to_the_decode_node() -> None:
+    granted = ticket()
+    granted.first_part = True
+    assert kinds(play(machine(), called(1, granted))) == [StopSending]

@@ -1,0 +1,118 @@
+"""Where a prompt is prefilled, by what the nodes report."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.types import LocalPolicy, Slo
+from gateway.placement import Placement, Way, place
+from gateway.router import NodeView, Wanted
+from tests.unit.gateway.goodput_model import COSTS
+
+DECODE = NodeView(
+    address="d1",
+    incarnation=21,
+    model=("m",),
+    open=True,
+    max_context_tokens=1 << 17,
+    block_size=32,
+    blocks_free=1 << 16,
+    requests=32,
+    tokens_waiting=0,
+    ready_peers=frozenset(),
+    costs=COSTS,
+    decode_rows=32,
+    context_tokens=32 * 1024,
+    max_batch_tokens=2048,
+    kv_bytes_per_token=131072,
+)
+PREFILL = replace(
+    DECODE, address="p1", incarnation=11, block_size=16, requests=0, decode_rows=0, context_tokens=0,
+    ready_peers=frozenset({21, 22}), max_batch_tokens=4096, peer_bytes_per_s={21: 100e9},
+)  # fmt: skip
+SLO = Slo(ttft_s=1.0, tpot_s=0.02)
+
+
+def chosen(
+    *,
+    tokens: int = 4000,
+    waits_s: float = 0.0,
+    decode: NodeView = DECODE,
+    prefill: NodeView = PREFILL,
+    slo: Slo = SLO,
+    policy: LocalPolicy = LocalPolicy.PREFER,
+    splittable: bool = True,
+) -> Placement:
+    wanted = Wanted(tokens, policy, slo=slo, splittable=splittable)
+    placement = place([decode], [prefill.with_queue(waits_s)], wanted)
+    assert placement is not None
+    return placement
+
+
+def test_an_idle_prefill_node_gets_the_prompt() -> None:
+    for slo in (SLO, Slo(), Slo(tpot_s=0.02), Slo(ttft_s=1.0)):
+        placement = chosen(slo=slo)
+        assert (placement.way, placement.predicted_ttft_s) == (Way.REMOTE, pytest.approx(0.105, rel=0.1))
+
+
+def test_a_decode_node_with_time_to_spare_takes_prompts_from_a_queue() -> None:
+    placement = chosen(waits_s=0.5)
+    assert (placement.way, placement.prefill, placement.meets) == (Way.LOCAL, None, True)
+    assert placement.why == "p1 would take 0.602 s of the 1 s to the first token"
+
+
+@pytest.mark.parametrize("tpot_s", [0.0055, 0.007])
+def test_streams_that_need_all_of_their_tpot_get_no_prompts(tpot_s: float) -> None:
+    assert chosen(waits_s=0.8, slo=Slo(1.0, tpot_s)).way is Way.REMOTE
+    assert chosen(waits_s=5.0, slo=Slo(1.0, tpot_s)).way is Way.REMOTE
+
+
+def test_without_a_slo_a_long_queue_moves_prompts_and_a_short_one_does_not() -> None:
+    assert chosen(waits_s=0.04, slo=Slo()).way is Way.REMOTE
+    assert chosen(waits_s=3.0, slo=Slo()).way is Way.LOCAL
+
+
+def test_a_prompt_that_is_too_long_for_either_node_is_split() -> None:
+    slow = replace(DECODE, decode_rows=100, context_tokens=100 * 1024)
+    placement = chosen(tokens=40_000, waits_s=0.3, decode=slow, slo=Slo(3.0, 0.016))
+    assert placement.way is Way.SPLIT
+    assert placement.prefill is not None
+    assert placement.split_tokens % 32 == 0
+    assert 512 <= placement.split_tokens <= 40_000 - 512
+    assert placement.predicted_ttft_s is not None
+    assert placement.predicted_ttft_s < 3.0
+    whole = chosen(tokens=40_000, waits_s=0.3, decode=slow, slo=Slo(3.0, 0.016), splittable=False)
+    assert whole.way is not Way.SPLIT
+
+
+def test_where_nothing_is_in_time_the_first_token_comes_as_early_as_it_can() -> None:
+    late = Slo(ttft_s=0.001, tpot_s=0.02)
+    assert (chosen(slo=late).way, chosen(slo=late).meets) == (Way.REMOTE, False)
+    assert (chosen(slo=late, waits_s=2.0).way, chosen(slo=late, waits_s=2.0).meets) == (Way.LOCAL, False)
+
+
+def test_policies_leave_no_choice() -> None:
+    assert chosen(waits_s=9.0, policy=LocalPolicy.STRICT).way is Way.REMOTE
+    local = chosen(policy=LocalPolicy.LOCAL)
+    assert (local.way, local.why) == (Way.LOCAL, "the policy is local")
+
+
+def test_without_costs_prompts_are_prefilled_remotely() -> None:
+    unknown = replace(PREFILL, costs=None)
+    assert chosen(prefill=unknown, waits_s=9.0).predicted_ttft_s is None
+    assert chosen(prefill=unknown, waits_s=9.0).way is Way.REMOTE
+    assert chosen(decode=replace(DECODE, costs=None), waits_s=9.0).way is Way.REMOTE
+
+
+def test_without_a_prefill_node_the_decode_node_prefills() -> None:
+    placement = place([DECODE], [], Wanted(100, LocalPolicy.PREFER, slo=SLO))
+    assert placement is not None
+    assert (placement.way, placement.why) == (Way.LOCAL, "no prefill node is available")
+
+
+def test_of_two_decode_nodes_the_one_with_the_earlier_first_token_takes_the_prompt() -> None:
+    other = replace(DECODE, address="d2", incarnation=22, requests=40)
+    busy = DECODE.with_queue(0.5)
+    placement = place([busy, other], [PREFILL.with_queue(0.9)], Wanted(4000, LocalPolicy.PREFER, slo=SLO))
+    assert placement is not None
+    assert (placement.way, placement.decode.address) == (Way.LOCAL, "d2")

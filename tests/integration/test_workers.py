@@ -4,6 +4,7 @@ import asyncio
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
@@ -13,6 +14,9 @@ from baton.cli.processes import Process
 from baton.rpc.server import connect
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
+
+if TYPE_CHECKING:
+    from protos.baton.v1.generation_pb2_grpc import GenerationAsyncStub
 from tests.integration.cluster import DEADLINE_S, Machines
 
 pytestmark = pytest.mark.slow
@@ -23,7 +27,7 @@ class Workers:
 
     def __init__(self, gateway: Process, channels: AsyncExitStack) -> None:
         self.gateway = gateway
-        self.stubs: dict[int, GenerationStub] = {}  # by pid
+        self.stubs: dict[int, GenerationAsyncStub] = {}  # by pid
         self._channels = channels
 
     @property
@@ -53,7 +57,7 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(start: Machines, **flags: object) -> AsyncIterator[tuple[Workers, Process]]:
+async def workers(start: Machines, **flags: Any) -> AsyncIterator[tuple[Workers, Process]]:
     (decode,) = start.nodes(("decode", {}), held=("decode",))
     gateway = start.gateway([], [decode], workers=2, local_policy="local", **flags)
     async with AsyncExitStack() as channels:
@@ -74,7 +78,7 @@ def _read(url: str) -> str:
         return str(answer.read().decode())
 
 
-def generate(stub: GenerationStub, request_id: str) -> "asyncio.Task[list[pb.GenerateResponse]]":
+def generate(stub: "GenerationAsyncStub", request_id: str) -> "asyncio.Task[list[pb.GenerateResponse]]":
     request = pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=range(1, 20)))
     request.sampling.max_tokens = 4
 

@@ -34,7 +34,7 @@ async def test_each_end_gets_the_answer_to_its_own_question() -> None:
         answers = await asyncio.gather(
             first.ask({"what": "a", "slow": True}), first.ask({"what": "b"}), second.ask({"what": "c"})
         )
-    assert answers == [{"from": 1, "asked": "a"}, {"from": 1, "asked": "b"}, {"from": 0, "asked": "c"}]
+    assert list(answers) == [{"from": 1, "asked": "a"}, {"from": 1, "asked": "b"}, {"from": 0, "asked": "c"}]
 
 
 async def test_a_question_to_an_end_that_goes_away_has_no_answer() -> None:

@@ -35,7 +35,8 @@ def why_here(tokens: int | None, uncached: int, cached: int, *, streams: Streams
     Args:
         tokens: the operator's threshold; None: by costs.
     """
-    if tokens is None and streams.costs is not None:
+    idle = not streams.rows and uncached < _TOKENS_WITHOUT_COSTS  # nobody waits, and a hand-over takes longer
+    if tokens is None and streams.costs is not None and not idle:
         return _by_costs(streams.costs, uncached, cached, streams)
     threshold = _TOKENS_WITHOUT_COSTS if tokens is None else tokens
     if uncached < threshold:

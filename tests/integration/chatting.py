@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tests.integration.cluster import LLAMA, machines
 
@@ -26,9 +25,8 @@ def chat_gateway(folder: Path) -> Iterator[str]:
     """The base URL of a gateway in front of one prefill and one decode node."""
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
-    model: dict[str, Any] = {"model": LLAMA}
     with machines() as started:
-        prefill, decode = started.nodes(("prefill", {**model}), ("decode", {**model}))
-        gateway = started.gateway([prefill], [decode], **model, http_listen="127.0.0.1:0", chat_template=template)
+        prefill, decode = started.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))
+        gateway = started.gateway([prefill], [decode], model=LLAMA, http_listen="127.0.0.1:0", chat_template=template)
         assert gateway.http is not None
         yield gateway.http

@@ -98,6 +98,13 @@ def test_another_prefill_node_may_compute_the_first_part() -> None:
     assert lease_of(scene).grant.token_stop == 48
 
 
+def test_an_idle_node_prefills_a_short_prompt_whatever_it_costs() -> None:
+    slow = Streams(StepCosts(points=((1, 0.01), (2, 1.0))), rows=0, keys=0, step_tokens=1024)
+    assert why_here(None, 31, 0, streams=slow)
+    assert not why_here(None, 32, 0, streams=slow)
+    assert not why_here(0, 31, 0, streams=slow)
+
+
 COSTS = StepCosts(points=((1, 0.005), (128, 0.0053), (1024, 0.03)))
 STREAMS = Streams(COSTS, rows=32, keys=0, step_tokens=1024)
 

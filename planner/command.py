@@ -92,7 +92,7 @@ def plan(
     with _progress() as on_step:
         found = find_plan(Question(kind, load, goal, wanted, gpus, measure), on_step=on_step)
     if as_json:
-        print(json.dumps(to_json(found, model=str(model), costs=source), default=str))
+        typer.echo(json.dumps(to_json(found, model=str(model), costs=source), default=str))
         return
     console = Console(highlight=False)
     if not console.is_terminal:

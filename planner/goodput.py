@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.placement import place
 from load.goals import Goal
 from load.workload import Span, Workload
-from planner.cluster import Choose, ClusterSpec, Outcome, place, simulate
+from planner.cluster import Choose, ClusterSpec, Outcome, simulate
 
 _WARMUP_S = 5.0
 _LEAST_S, _MOST_REQUESTS = 30.0, 6000

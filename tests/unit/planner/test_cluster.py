@@ -73,11 +73,11 @@ def test_cached_pieces_of_a_prompt_are_not_computed_again() -> None:
     assert outcome.hit_share() == 0.5
 
 
-def test_the_earlier_deadline_is_computed_first() -> None:
-    node = replace(NODE, step_tokens=512)
-    # While the first prompt computes, a short one arrives; both fit into one step then.
-    long, short = run(replace(PAIR, prefill=node), request(0.0, 5000, 1), request(0.001, 100, 1)).jobs
-    assert long.first_s <= short.first_s + 0.02
+def test_a_prompt_that_cannot_be_in_time_goes_after_those_that_can() -> None:
+    load = request(0.0, 5000, 1), request(0.001, 20000, 1), request(0.002, 100, 1)
+    _, late, short = run(PAIR, *load, goal=Goal(ttft_s=0.3)).jobs
+    assert short.ttft_s < 0.3
+    assert short.first_s < late.first_s
 
 
 def test_requests_wait_for_room_in_the_cache() -> None:

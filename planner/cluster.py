@@ -125,9 +125,18 @@ class Simulation:
     Args:
         goal: its bounds are the requests' SLO.
         choose: in place of the gateway's own choice, for comparisons.
+        until_failed: stop once so many requests have missed the goal that its share cannot be reached.
     """
 
-    def __init__(self, spec: ClusterSpec, goal: Goal, planned: Sequence[Planned], *, choose: Choose = place) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        goal: Goal,
+        planned: Sequence[Planned],
+        *,
+        choose: Choose = place,
+        until_failed: bool = False,
+    ) -> None:
         slo = Slo(goal.ttft_s, goal.gap_s if goal.tpot_s is None else goal.tpot_s)
         prefix_tokens = max((request.prefix_tokens for request in planned), default=0)
         self._spec = spec
@@ -145,14 +154,17 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self.jobs = [self._job(request) for request in planned]
+        counted = sum(job.counted for job in self.jobs)
+        self._may_miss = (1 - goal.share) * counted if until_failed else inf
+        self._missed = 0
 
     def run(self) -> Outcome:
-        """Until all requests are complete."""
+        """Until all requests are complete, or too many have missed the goal."""
         arrivals = iter(self.jobs)
         job = next(arrivals, None)
         events = self._events
         now_s, busy = 0.0, [0.0, 0.0]
-        while events or job is not None:
+        while (events or job is not None) and self._missed <= self._may_miss:
             arrives_s = inf if job is None else job.arrived_s + self._spec.hop_s
             if job is not None and (not events or arrives_s <= events[0][0]):
                 now_s = arrives_s
@@ -163,6 +175,8 @@ class Simulation:
                 continue
             now_s, _, action, arguments = heappop(events)
             action(now_s, *arguments)
+        if job is not None:
+            busy = [self._busy(each, now_s) for each in (self._prefills, self._decodes)]
         return Outcome(self._goal, self.jobs, now_s, *busy)
 
     # ----
@@ -261,6 +275,7 @@ class Simulation:
         whole = job.stop == job.prompt
         if whole:
             job.first_s = now_s
+            self._missed += job.counted and now_s > job.due_s
         if node is decode:
             self._received(now_s, job)
             return
@@ -286,6 +301,8 @@ class Simulation:
             self._go(decode, decode.arrival(now_s))
 
     def _complete(self, decode: Node, job: Job, now_s: float) -> None:
+        # A late first token is counted already.
+        self._missed += job.counted and job.first_s <= job.due_s and not job.meets(self._goal)
         decode.requests -= 1
         decode.kv_used -= job.prompt + job.output
         self._unblock(decode, now_s)
@@ -295,13 +312,11 @@ class Simulation:
         return sum(each.node.busy_until(now_s) for each in known) / (now_s * len(known)) if known else 0.0
 
 
-def simulate(spec: ClusterSpec, goal: Goal, planned: Sequence[Planned], *, choose: Choose = place) -> Outcome:
-    """Simulates a load.
-
-    Args:
-        goal: its bounds are the requests' SLO.
-    """
-    return Simulation(spec, goal, planned, choose=choose).run()
+def simulate(
+    spec: ClusterSpec, goal: Goal, planned: Sequence[Planned], *, choose: Choose = place, until_failed: bool = False
+) -> Outcome:
+    """Simulates a load; `Simulation` describes the arguments."""
+    return Simulation(spec, goal, planned, choose=choose, until_failed=until_failed).run()
 
 
 def _quantile(values: list[float], share: float) -> float:

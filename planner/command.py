@@ -30,7 +30,7 @@ _FORMS = ", ".join(FORMS)
 _PRESETS = "; ".join(f"{name} is {prompts} in, {outputs} out" for name, (prompts, outputs) in PRESETS.items())
 _WIDTH_IN_FILES = 160
 _SAMPLED = 2000
-_QUICK = Measure(requests=300, precision=0.08)
+_QUICK = Measure(requests=300, seconds=10.0, precision=0.08)
 _DEFAULT_LINK_GB_PER_S = 50.0
 
 
@@ -92,7 +92,7 @@ def plan(
     with _progress() as on_step:
         found = find_plan(Question(kind, load, goal, wanted, gpus, measure), on_step=on_step)
     if as_json:
-        print(json.dumps(to_json(found, model=str(model), costs=source), default=str))
+        typer.echo(json.dumps(to_json(found, model=str(model), costs=source), default=str))
         return
     console = Console(highlight=False)
     if not console.is_terminal:

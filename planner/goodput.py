@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.placement import place
 from load.goals import Goal
 from load.workload import Span, Workload
-from planner.cluster import Choose, ClusterSpec, Outcome, place, simulate
+from planner.cluster import Choose, ClusterSpec, Outcome, simulate
 
 _WARMUP_S = 5.0
-_LEAST_S, _MOST_REQUESTS = 30.0, 6000
+_MOST_REQUESTS = 6000
 _SEED = 1
 
 
@@ -17,19 +18,19 @@ class Measure:
     """How long one simulated run is.
 
     Args:
-        requests: that are counted, at least; more where they would last under half a minute.
+        requests, seconds: that are counted, at least.
         precision: relative width of the interval at which a search ends.
     """
 
     requests: int = 1000
+    seconds: float = 30.0
     precision: float = 0.03
 
     def run(self, spec: ClusterSpec, workload: Workload, goal: Goal, rate: float, *, choose: Choose = place) -> Outcome:
-        requests = min(max(self.requests, round(_LEAST_S * rate)), max(self.requests, _MOST_REQUESTS))
+        requests = min(max(self.requests, round(self.seconds * rate)), max(self.requests, _MOST_REQUESTS))
         warmup_s = max(_WARMUP_S, 0.1 * requests / rate)
-        return simulate(
-            spec, goal, workload.plan(rate, Span(requests=requests, warmup_s=warmup_s), _SEED), choose=choose
-        )
+        planned = workload.plan(rate, Span(requests=requests, warmup_s=warmup_s), _SEED)
+        return simulate(spec, goal, planned, choose=choose, until_failed=True)
 
 
 @dataclass(frozen=True)

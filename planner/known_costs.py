@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvcache.spec import KV_DTYPE_BYTES
 from planner.model_size import ModelSize
 from planner.plan import NodeKind
 from planner.roofline import Gpu, cache_tokens, roofline
-from protos.baton.v1 import common_pb2
+from protos.baton.v1 import common_pb2, node_pb2
 
 _RANKS_MAX = 16
 # The cache of a node holds the longest request, and at least so many mean ones.
@@ -50,8 +51,8 @@ def kind_by_roofline(
             costs = roofline(size, gpu, each)
             return NodeKind(each, costs, costs, tokens, size.kv_bytes, link_bytes_per_s)
     raise ConfigError(
-        f"{size.weight_bytes / 1e9:.1f} GB of weights and KV of {needed} tokens, {size.kv_bytes} bytes each, do not fit "
-        f"on {tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gb:g} GB", field="tensor_parallel_size",
+        f"{size.weight_bytes / 1e9:.1f} GB of weights and KV of {needed} tokens, {size.kv_bytes} bytes each, do not "
+        f"fit on {tried[-1]} GPU{'s' if tried[-1] > 1 else ''} of {gpu.memory_gb:g} GB", field="tensor_parallel_size",
         value=tried[-1], cure="give more GPUs to a node by --tensor-parallel-size, a larger GPU, or shorter requests",
     )  # fmt: skip
 
@@ -64,24 +65,27 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         ConfigError: it has not measured its steps.
     """
 
-    async def ask() -> list[Any]:
+    async def ask() -> list[node_pb2.NodeStatus]:
         return list(await asyncio.gather(*map(describe, addresses)))
 
     statuses = asyncio.run(ask())
+    known: dict[int, tuple[node_pb2.NodeStatus, StepCosts]] = {}
     for address, status in zip(addresses, statuses, strict=True):
-        if not status.HasField("step_costs"):
+        costs = costs_from_proto(status.step_costs) if status.HasField("step_costs") else None
+        if costs is None:
             raise ConfigError(
                 f"the node {address} has not measured what its steps cost", field="costs_from", value=address,
                 cure="name a node on a GPU that has served some requests",
             )  # fmt: skip
-    roles = {status.info.role: status for status in statuses}
-    prefill, decode = roles[min(roles)], roles[max(roles)]  # ROLE_PREFILL is below ROLE_DECODE
+        known[status.info.role] = status, costs
+    # The number of the prefill role is the smaller one.
+    (prefill, prefill_costs), (decode, decode_costs) = known[min(known)], known[max(known)]
     spec = decode.info.cache_spec
     factor = 1 if spec.kind == common_pb2.KV_KIND_MLA else 2
     return NodeKind(
         gpus=decode.info.tensor_parallel_size or 1,
-        prefill=costs_from_proto(prefill.step_costs),
-        decode=costs_from_proto(decode.step_costs),
+        prefill=prefill_costs,
+        decode=decode_costs,
         kv_tokens=decode.blocks_total * decode.info.cache_shape.block_size,
         kv_bytes_per_token=spec.num_layers * factor * spec.num_kv_heads * spec.head_dim * KV_DTYPE_BYTES[spec.dtype],
         link_bytes_per_s=link_bytes_per_s,
@@ -110,7 +114,7 @@ def read_costs(path: Path) -> tuple[StepCosts, StepCosts]:
 
 def _costs(found: Mapping[str, Any]) -> StepCosts:
     points = tuple((int(point["tokens"]), float(point["seconds"])) for point in found["points"])
-    pairs = list(zip(points, points[1:], strict=False))
+    pairs = list(pairwise(points))
     if not points or points[0][1] <= 0 or any(high[0] <= low[0] or high[1] < low[1] for low, high in pairs):
         raise ValueError("points ascend in tokens and seconds, from above 0 s")
     others = {name: float(found.get(name, 0.0)) for name in ("key_s", "pair_s", "decode_row_s")}

@@ -23,6 +23,7 @@ _TPOT_SHARE = 0.9
 _MOST_DECODES, _STEADY_S, _DOUBLING_S = 3.0, 0.025, 0.5
 _LEAST_SLICE, _SKIPS_MAX = 128, 3
 _PATIENCE_S = 10.0
+_INTERPOLATIONS = 4
 
 
 @dataclass(frozen=True)
@@ -302,11 +303,26 @@ class Node:
         return steady_s * (1 + (now_s - self.queue[0][2].queued_s) / _DOUBLING_S)
 
     def _fitting(self, work: StepWork, job: Job, most: int, bound_s: float) -> int:
-        low, high = 0, most + 1
-        while high - low > 1:
-            # The whole rest first: it often fits.
-            tokens = most if high > most and not low else (low + high) // 2
+        """The most tokens of the prompt with which the step is within the bound, to within a few tokens below."""
+
+        def seconds(tokens: int) -> float:
             pairs = work.pairs + chunk_pairs(job.at, job.at + tokens)
-            more = StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs)
-            low, high = (tokens, high) if self.spec.seconds(more) <= bound_s else (low, tokens)
+            return self.spec.seconds(StepWork(work.decode_rows, work.keys, work.prompt_tokens + tokens, pairs))
+
+        low, low_s, high, high_s = 0, seconds(0), most, seconds(most)
+        if high_s <= bound_s:
+            return most
+        if low_s > bound_s:
+            return 0
+        # Times are nearly linear in tokens, so a few interpolations do.
+        for _ in range(_INTERPOLATIONS):
+            if high - low <= 1:
+                break
+            tokens = low + int((high - low) * (bound_s - low_s) / max(1e-12, high_s - low_s))
+            tokens = min(high - 1, max(low + 1, tokens))
+            its_s = seconds(tokens)
+            if its_s <= bound_s:
+                low, low_s = tokens, its_s
+            else:
+                high, high_s = tokens, its_s
         return low

@@ -6,6 +6,7 @@ some option serves the wanted rate.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import inf
 
 from baton.costs import StepCosts
 from baton.errors import ConfigError
@@ -219,7 +220,9 @@ class _Search:
 def _limit(outcome: Outcome, spec: ClusterSpec) -> str:
     """What keeps the requests of a run from meeting their goal."""
     goal = outcome.goal
-    missed = [job for job in outcome.counted if not job.meets(goal)]
+    # A run ends once too many have missed; the requests that run then are not judged.
+    judged = (job for job in outcome.counted if job.first_s > job.due_s or job.last_s < inf)
+    missed = [job for job in judged if job.first_s < inf and not job.meets(goal)]
     if not missed:
         return "nothing"
     late = sum(goal.ttft_s is not None and job.ttft_s > goal.ttft_s for job in missed)

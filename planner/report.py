@@ -19,10 +19,11 @@ def render(plan: Plan, *, model: str, title: str, costs: str) -> Group:
     kind, best = plan.question.kind, plan.best
     lines = [
         f"{title}",
-        f"{costs}; a node has {kind.gpus} GPU{'s' if kind.gpus > 1 else ''} and a cache of {_thousands(kind.kv_tokens)} "
-        f"tokens of {kind.kv_bytes_per_token / 1024:g} KiB",
+        f"{costs}; a node has {kind.gpus} GPU{'s' if kind.gpus > 1 else ''} and a cache of "
+        f"{_thousands(kind.kv_tokens)} tokens of {kind.kv_bytes_per_token / 1024:g} KiB",
         f"a mean request of {plan.demand.prompt:.0f} tokens in and {plan.demand.output:.0f} out takes "
-        f"{1e3 * plan.demand.prefill_s:.1f} ms of a prefill node and {1e3 * plan.demand.decode_s:.1f} ms of a decode node",
+        f"{1e3 * plan.demand.prefill_s:.1f} ms of a prefill node and {1e3 * plan.demand.decode_s:.1f} ms of a decode "
+        "node",
     ]
     parts: list[RenderableType] = [*map(Text, lines), Text(), _table(plan, plan.options)]
     others = [*plan.steps, *([plan.strict] if plan.strict else [])]
@@ -57,14 +58,9 @@ def commands(plan: Plan, model: str) -> list[str]:
     """Lines that start the best cluster."""
     best, goal, kind = plan.best, plan.question.goal, plan.question.kind
     spec = best.spec
-    slo = "".join(
-        f" {flag} {1e3 * value:g}" for flag, value in (("--ttft-ms", goal.ttft_s), ("--tpot-ms", goal.tpot_s)) if value
-    )
-    variables = "".join(
-        f"{name}={1e3 * value:g} "
-        for name, value in (("BATON_TTFT_MS", goal.ttft_s), ("BATON_TPOT_MS", goal.tpot_s))
-        if value
-    )
+    bounds = [(name, 1e3 * value) for name, value in (("ttft", goal.ttft_s), ("tpot", goal.tpot_s)) if value]
+    slo = "".join(f" --{name}-ms {value:g}" for name, value in bounds)
+    variables = "".join(f"BATON_{name.upper()}_MS={value:g} " for name, value in bounds)
     ranks = f" --tensor-parallel-size {kind.gpus}" if kind.gpus > 1 else ""
     policy = " --local-policy local" if best.is_colocated else ""
     lines = ["# on one machine; nodes choose their step sizes by a profile at start:"]
@@ -148,7 +144,7 @@ def _table(plan: Plan, options: Sequence[Option]) -> Table:
         )
         table.add_row(
             _name(option),
-            steps,
+            f"{steps}{spec.decode.step_tokens}",
             f"{option.rate:.3g}",
             f"{option.rate / gpus:.3g}",
             f"{option.rate / colocated:.2f}" if colocated else "",

@@ -1,0 +1,74 @@
+"""The roofline against measured steps of an H200 in `bench/results/engine.md`."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.costs import StepCosts, StepWork, chunk_pairs
+from baton.errors import ConfigError
+from models.config.reader import read_config
+from planner.model_size import ModelSize, model_size
+from planner.roofline import GPUS, cache_tokens, gpu_of, roofline
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = ROOT / "bench/engine/configs"
+MODELS = sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
+
+
+def size_of(name: str) -> ModelSize:
+    return model_size(read_config(CONFIGS / name))
+
+
+def errors(name: str, costs: StepCosts) -> Iterator[float]:
+    """Predicted over measured seconds, less 1, of all rows of one model."""
+    for line in (ROOT / "bench/results/engine.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) < 4 or not cells[2].startswith(f"{name}, "):
+            continue
+        if cells[1] == "decode step":
+            rows, context = map(int, re.findall(r"(?:batch|context) (\d+)", cells[2]))
+            yield costs.seconds(StepWork(rows, rows * context)) / (1e-3 * float(cells[3].split()[0])) - 1
+        elif cells[1] == "prefill" and "steps of" not in cells[2]:
+            prompts = 8 if "8 prompts" in cells[2] else 1
+            work = StepWork(0, 0, 8192, prompts * chunk_pairs(0, 8192 // prompts))
+            measured_ms = float(cells[2].removesuffix(" ms").rpartition(" ")[2]) if prompts == 1 else None
+            found = re.search(r": ([\d.]+) ms", cells[2])
+            assert found is not None
+            yield costs.seconds(work) / (1e-3 * (measured_ms or float(found[1]))) - 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_h200_is_within_a_fifth_in_every_row_and_a_tenth_in_the_mean(name: str) -> None:
+    found = list(errors(name, roofline(size_of(name), GPUS["h200"])))
+    assert len(found) >= 5
+    assert max(map(abs, found)) < 0.2
+    assert sum(map(abs, found)) / len(found) < 0.1
+
+
+def test_sizes_are_those_of_the_published_models() -> None:
+    llama = size_of("llama-3.1-8b")
+    assert llama.weight_bytes == pytest.approx(16.06e9, rel=1e-3)
+    assert llama.kv_bytes == 131072
+    assert size_of("deepseek-v2-lite").weight_bytes == pytest.approx(31.4e9, rel=1e-2)
+
+
+def test_the_cache_is_what_the_weights_leave() -> None:
+    llama = size_of("llama-3.1-8b")
+    # An H200 holds about 0.84M tokens of it, measured.
+    assert cache_tokens(llama, GPUS["h200"], 1) == pytest.approx(840_000, rel=0.05)
+    assert cache_tokens(llama, GPUS["l4"], 1) < 20_000
+    assert cache_tokens(llama, GPUS["l4"], 2) > 50_000
+
+
+def test_more_ranks_are_faster_and_less_than_so_many_times() -> None:
+    one, two = (roofline(size_of("llama-3.1-8b"), GPUS["h200"], ranks) for ranks in (1, 2))
+    work = StepWork(64, 64 * 2000)
+    assert 0.5 < two.seconds(work) / one.seconds(work) < 0.9
+
+
+def test_a_gpu_that_is_not_known_is_refused_with_those_that_are() -> None:
+    assert gpu_of("H200").memory_gb == 141
+    with pytest.raises(ConfigError, match="h200"):
+        gpu_of("h2000")

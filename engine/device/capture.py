@@ -1,8 +1,9 @@
 """Recording steps as CUDA graphs in one memory pool, and how many of them memory allows."""
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -52,6 +53,18 @@ def taken_bytes(before: FreeMemory, after: FreeMemory) -> int:
     return max(0, reserved) + min(max(0, driver), _DRIVER_BYTES)
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A capture fails if garbage is collected in it that holds another graph, such as that of a model gone since."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Recorder:
     """Captures steps one after the other, on one side stream and in one memory pool.
 
@@ -64,6 +77,7 @@ class Recorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()  # graphs of a model that is gone
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """The captured step, whose result the next step overwrites."""
@@ -94,7 +108,7 @@ class Recorder:
         current.wait_stream(self._stream)
         before = self._memory()
         parts: list[Part] = []
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _without_collections():
             graph = self._begin()
 
             def cut(layer_stop: int) -> None:

@@ -106,7 +106,7 @@ class _Known:
             requests_since=self.requests_since,
             tokens_since=self.tokens_since,
             picks=self.picks,
-            waiting_s=self.backlog.at(now_s),
+            queue_s=self.backlog.at(now_s),
             cached_tokens=min(self.node.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt - 1),
         )
         return view

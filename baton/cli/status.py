@@ -20,6 +20,7 @@ from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 # Where output goes to no terminal, long names do not wrap.
 _WIDTH_IN_FILES = 160
+_COLUMNS = 80
 _WATCH_S = 1.0
 
 
@@ -214,12 +215,17 @@ def _table() -> Table:
 
 
 def _described(nodes: Sequence[generation_pb2.NodeReport], describe: Callable[[node_pb2.NodeStatus], str]) -> list[str]:
-    """One line for all nodes that are alike."""
+    """One line for all nodes that are alike, or two where it is long."""
     alike: dict[str, list[str]] = {}
     for node in nodes:
         if node.status.info.model.name:  # otherwise it has never been reached
             alike.setdefault(describe(node.status), []).append(_name(node))
-    return [f"{', '.join(names)}: {line}" for line, names in alike.items()]
+    return [_described_line(", ".join(names), what) for what, names in alike.items()]
+
+
+def _described_line(names: str, what: str) -> str:
+    line = f"{names}: {what}"
+    return line if len(line) <= _COLUMNS else f"{names}:\n  {what}"
 
 
 def _model(status: node_pb2.NodeStatus) -> str:

@@ -241,9 +241,10 @@ class GatewaySettings(CommonSettings):
     )
     decode: str = Field("", description="decode nodes, in the same form")
     local_policy: LocalPolicy = Field(
-        LocalPolicy.PREFER,
-        description="where prompts are prefilled. strict: on prefill nodes; prefer: where the request's ttft_ms and "
-        "tpot_ms are met at least cost, on a prefill node, on the decode node or in two parts; local: on decode nodes",
+        LocalPolicy.ELASTIC,
+        description="where prompts are prefilled. strict: on prefill nodes only; prefer: on prefill nodes, except for "
+        "short prompts, and those that no prefill node can take; local: on decode nodes; elastic: as prefer, but where "
+        "the request's ttft_ms and tpot_ms are met at least cost: on a prefill node, a decode node, or in two parts",
     )
     model_name: str | None = Field(
         None, description="name of the model for clients; default: the model directory's name"

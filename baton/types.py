@@ -24,11 +24,12 @@ class Path(StrEnum):
 
 
 class LocalPolicy(StrEnum):
-    """When a decode node may prefill a prompt itself."""
+    """Where prompts are prefilled."""
 
     STRICT = "strict"
     PREFER = "prefer"
     LOCAL = "local"
+    ELASTIC = "elastic"
 
 
 class GrammarKind(StrEnum):

@@ -21,10 +21,11 @@ class NodeChoice:
         self._prompt = prompt
         self._session_id = session_id
         self._policy = rules.local_policy
-        # A decode node that prefills itself is the last attempt under `prefer`.
+        # A decode node that prefills itself is the last attempt under `prefer` and `elastic`.
         self._max_calls = {
             LocalPolicy.STRICT: rules.max_attempts,
             LocalPolicy.PREFER: max(1, rules.max_attempts - 1),
+            LocalPolicy.ELASTIC: max(1, rules.max_attempts - 1),
             LocalPolicy.LOCAL: 0,
         }[rules.local_policy]
         self._model: tuple[str, ...] | None = None  # that the request began on

@@ -12,6 +12,7 @@ from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 _POLICIES = {
     LocalPolicy.STRICT: decode_pb2.LOCAL_POLICY_STRICT,
     LocalPolicy.PREFER: decode_pb2.LOCAL_POLICY_PREFER,
+    LocalPolicy.ELASTIC: decode_pb2.LOCAL_POLICY_PREFER,
     LocalPolicy.LOCAL: decode_pb2.LOCAL_POLICY_LOCAL,
 }
 

@@ -70,7 +70,7 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
         return Placement(Way.REMOTE, decode, prefill, 0, "", None)
     ttft_s = wanted.slo.ttft_s
     remote = Placement(Way.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
-    if wanted.policy is LocalPolicy.STRICT or (ttft_s is not None and remote_s <= _PRESSED * ttft_s):
+    if wanted.policy is not LocalPolicy.ELASTIC or (ttft_s is not None and remote_s <= _PRESSED * ttft_s):
         return remote
     local = _best_local(decodes, decode, wanted)
     if ttft_s is None:

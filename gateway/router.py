@@ -156,7 +156,7 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
     if wanted.policy is LocalPolicy.STRICT:
         usable = _paired(usable, partners)
     usable = [node for node in usable if node.has_room(wanted.num_tokens + 1)] or usable
-    if wanted.policy is LocalPolicy.PREFER:
+    if wanted.policy in (LocalPolicy.PREFER, LocalPolicy.ELASTIC):
         usable = _paired(usable, partners) or usable
     usable = [node for node in usable if not 0 < node.max_batch_requests <= node.load] or usable
     if all(node.costs is not None for node in usable):

@@ -38,7 +38,7 @@ class ClusterSpec:
     decodes: int
     prefill: NodeSpec
     decode: NodeSpec
-    policy: LocalPolicy = LocalPolicy.PREFER
+    policy: LocalPolicy = LocalPolicy.ELASTIC
     local_tokens: int = 0
     link_bytes_per_s: float = 100e9
     link_latency_s: float = 1e-3

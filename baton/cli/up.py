@@ -231,7 +231,7 @@ def up(
     prefill_block_size: Annotated[int | None, typer.Option(help="Token slots per block on prefill nodes.")] = None,
     decode_block_size: Annotated[int | None, typer.Option(help="Token slots per block on decode nodes.")] = None,
     local_policy: Annotated[
-        LocalPolicy | None, typer.Option(help="When decode nodes prefill prompts themselves.")
+        LocalPolicy | None, typer.Option(help="Where prompts are prefilled; default: elastic.")
     ] = None,
 ) -> None:
     """Run a local cluster in the foreground until Ctrl-C. Prints one JSON line on stdout when it is ready.

@@ -27,12 +27,14 @@ DEADLINE_S = 300.0
 
 Flags = dict[str, object]
 
-# Long enough for any machine, so that no working request times out. Tests of a time limit set their own.
-_PATIENT_NODE: Flags = {"keepalive_s": 2 * DEADLINE_S, "drain_grace_s": 2 * DEADLINE_S}
-_PATIENT: dict[str, Flags] = {
-    "prefill": {**_PATIENT_NODE, "connect_timeout_s": 2 * DEADLINE_S},
-    "decode": {**_PATIENT_NODE, "lease_s": 2 * DEADLINE_S},
+# The same on any machine: limits are so long that no working request times out, and where a prompt is prefilled does
+# not depend on measured times. Tests of these set their own.
+_STEADY_NODE: Flags = {"keepalive_s": 2 * DEADLINE_S, "drain_grace_s": 2 * DEADLINE_S}
+_STEADY: dict[str, Flags] = {
+    "prefill": {**_STEADY_NODE, "connect_timeout_s": 2 * DEADLINE_S},
+    "decode": {**_STEADY_NODE, "lease_s": 2 * DEADLINE_S, "local_prefill_tokens": 32},
     "gateway": {
+        "local_policy": "prefer",
         "drain_grace_s": 2 * DEADLINE_S,
         "prefill_stall_s": 2 * DEADLINE_S,
         "decode_stall_s": 2 * DEADLINE_S,
@@ -71,7 +73,7 @@ class Machines:
         """
         started = []
         for role, flags in wanted:
-            named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_PATIENT[role], **flags}
+            named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_STEADY[role], **flags}
             steps = HeldSteps() if role in held else None
             launch = partial(launch_warm, prepare=prepare, outputs=outputs)
             self.processes.launch = launch if steps is None else steps.launch
@@ -114,7 +116,7 @@ class Machines:
             "decode": ",".join(node.address for node in decode),
         }
         self.processes.launch = partial(launch_warm, prepare=partial(_prepare_gateway, prepare))
-        gateway = self.processes.start("gateway", arguments({**joined, **_PATIENT["gateway"], **flags}))
+        gateway = self.processes.start("gateway", arguments({**joined, **_STEADY["gateway"], **flags}))
         self.processes.wait_ready([gateway])
         return gateway
 

@@ -56,7 +56,7 @@ async def test_both_nodes_compute_a_part_of_a_split_prompt(
     nodes: tuple[Machines, Process, Process], reference: Reference
 ) -> None:
     start, prefill, decode = nodes
-    gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_splits)
+    gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_splits, local_policy="elastic")
     prompts = reference.prompts([300, 200, 131])
     async with Client(gateway.address) as client:
         completions = await asyncio.gather(*(client.complete(prompt, GREEDY) for prompt in prompts))
@@ -82,7 +82,7 @@ async def test_seeds_and_grammars_of_split_prompts_are_exact(
     bound = replace(drawn, grammar=Grammar(GrammarKind.REGEX, "[0-9]{3}"), ignore_eos=False)
     outputs = []
     for prepare in (None, choose_splits):
-        gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=prepare)
+        gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=prepare, local_policy="elastic")
         async with Client(gateway.address) as client:
             salt = str(prepare)
             outputs.append([await client.complete(prompt, sampling, cache_salt=salt) for sampling in (drawn, bound)])
@@ -95,7 +95,7 @@ async def test_the_decode_node_computes_a_split_prompt_alone_when_the_prefill_no
     start: Machines, reference: Reference
 ) -> None:
     prefill, decode = start.nodes(("prefill", NODE), ("decode", DECODE), held=["prefill"])
-    gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_splits)
+    gateway = start.gateway([prefill], [decode], model=LLAMA, prepare=choose_splits, local_policy="elastic")
     (prompt,) = reference.prompts([300])
     async with Client(gateway.address) as client:
         request = asyncio.create_task(client.complete(prompt, GREEDY))
@@ -113,7 +113,7 @@ async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
 ) -> None:
     """The real choice by measured costs. The prefill node is held, so its queue stays."""
     prefill, decode = start.nodes(("prefill", NODE), ("decode", DECODE), held=["prefill"])
-    elastic = start.gateway([prefill], [decode], model=LLAMA, tpot_ms=1e6)
+    elastic = start.gateway([prefill], [decode], model=LLAMA, tpot_ms=1e6, local_policy="elastic")
     remote = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     local = start.gateway([prefill], [decode], model=LLAMA, local_policy="local")
     first, second, third, *queue = reference.prompts([400] * 9)

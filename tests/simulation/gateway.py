@@ -68,7 +68,7 @@ class _DrawingFleet(Fleet):
 
     def place(self, wanted: Wanted, now_s: float) -> Placement | None:
         placement, random = super().place(wanted, now_s), self._world.random
-        if placement is None or placement.way is not Way.REMOTE or wanted.policy is not LocalPolicy.PREFER:
+        if placement is None or placement.way is not Way.REMOTE or wanted.policy is not LocalPolicy.ELASTIC:
             return placement
         way = random.choice((Way.REMOTE,) * 5 + (Way.LOCAL,) + (Way.SPLIT,) * 5)
         if way is Way.SPLIT and not wanted.splittable:

@@ -68,7 +68,7 @@ class Scenario:
 
 def draw(random: Random, storm: Storm) -> Scenario:
     decode_tokens = random.choice((20, 20, 40))
-    policy = random.choice((LocalPolicy.STRICT, LocalPolicy.PREFER, LocalPolicy.PREFER, LocalPolicy.LOCAL))
+    policy = random.choice((LocalPolicy.STRICT, LocalPolicy.ELASTIC, LocalPolicy.ELASTIC, LocalPolicy.LOCAL))
     weather = Weather(
         duplicated=random.choice((0.0, 0.0, 0.1)),
         late=random.choice((0.0, 0.0, 0.2)),

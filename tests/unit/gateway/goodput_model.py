@@ -29,7 +29,7 @@ COSTS = StepCosts(
 Lengths: TypeAlias = Callable[[Random], tuple[int, int]]
 
 REPORT_S = 0.1
-ELASTIC = LocalPolicy.PREFER
+ELASTIC = LocalPolicy.ELASTIC
 _SEATS = 512
 _PREFILL_STEP, _DECODE_STEP = 4096, 2048
 _LEAST_SLICE = 16

@@ -57,7 +57,8 @@ def test_a_silent_node_is_not_chosen_until_the_fleet_is_current() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "calls"), [(LocalPolicy.STRICT, 3), (LocalPolicy.PREFER, 2), (LocalPolicy.LOCAL, 0)]
+    ("policy", "calls"),
+    [(LocalPolicy.STRICT, 3), (LocalPolicy.PREFER, 2), (LocalPolicy.ELASTIC, 2), (LocalPolicy.LOCAL, 0)],
 )
 def test_the_policy_limits_the_calls(policy: LocalPolicy, calls: int) -> None:
     fleet = SmallFleet(5, 1)

@@ -40,7 +40,7 @@ def chosen(
     decode: NodeView = DECODE,
     prefill: NodeView = PREFILL,
     slo: Slo = SLO,
-    policy: LocalPolicy = LocalPolicy.PREFER,
+    policy: LocalPolicy = LocalPolicy.ELASTIC,
     splittable: bool = True,
 ) -> Placement:
     wanted = Wanted(tokens, policy, slo=slo, splittable=splittable)
@@ -106,7 +106,7 @@ def test_without_costs_prompts_are_prefilled_remotely() -> None:
 
 
 def test_without_a_prefill_node_the_decode_node_prefills() -> None:
-    placement = place([DECODE], [], Wanted(100, LocalPolicy.PREFER, slo=SLO))
+    placement = place([DECODE], [], Wanted(100, LocalPolicy.ELASTIC, slo=SLO))
     assert placement is not None
     assert (placement.way, placement.why) == (Way.LOCAL, "no prefill node is available")
 
@@ -114,6 +114,6 @@ def test_without_a_prefill_node_the_decode_node_prefills() -> None:
 def test_of_two_decode_nodes_the_one_with_the_earlier_first_token_takes_the_prompt() -> None:
     other = replace(DECODE, address="d2", incarnation=22, requests=40)
     busy = DECODE.with_queue(0.5)
-    placement = place([busy, other], [PREFILL.with_queue(0.9)], Wanted(4000, LocalPolicy.PREFER, slo=SLO))
+    placement = place([busy, other], [PREFILL.with_queue(0.9)], Wanted(4000, LocalPolicy.ELASTIC, slo=SLO))
     assert placement is not None
     assert (placement.way, placement.decode.address) == (Way.LOCAL, "d2")

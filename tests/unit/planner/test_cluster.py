@@ -118,7 +118,7 @@ def test_equal_steps_taken_together_give_what_single_steps_give() -> None:
         assert one.gap_quantile_s(0.99) == pytest.approx(other.gap_quantile_s(0.99), rel=1e-3)
 
 
-@pytest.mark.parametrize("policy", [LocalPolicy.PREFER, LocalPolicy.STRICT])
+@pytest.mark.parametrize("policy", [LocalPolicy.ELASTIC, LocalPolicy.STRICT])
 def test_every_request_ends_and_equal_loads_give_equal_outcomes(policy: LocalPolicy) -> None:
     spec = ClusterSpec(2, 2, NODE, replace(NODE, kv_tokens=60_000, seats=8), policy)
     planned = Synthetic(Uniform(1, 6000), Uniform(1, 200)).plan(12.0, Span(requests=200), 3)

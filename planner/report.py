@@ -144,7 +144,7 @@ def _table(plan: Plan, options: Sequence[Option]) -> Table:
         )
         table.add_row(
             _name(option),
-            f"{steps}{spec.decode.step_tokens}",
+            steps,
             f"{option.rate:.3g}",
             f"{option.rate / gpus:.3g}",
             f"{option.rate / colocated:.2f}" if colocated else "",

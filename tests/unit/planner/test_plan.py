@@ -31,7 +31,7 @@ COSTS = StepCosts(((1, 4e-3), (256, 8e-3), (4096, 100e-3)), key_s=3e-8, pair_s=6
 KIND = NodeKind(1, COSTS, COSTS, 800_000, 131072, 100e9)
 LONG = Synthetic(Fixed(4000), Fixed(40))
 GOAL = Goal(ttft_s=1.0, tpot_s=0.012)
-FAST = Measure(requests=100, seconds=5.0, precision=0.15)
+FAST = Measure(requests=50, seconds=3.0, precision=0.2)
 
 
 def plan(**changes: object) -> Plan:
@@ -106,6 +106,7 @@ def test_the_report_names_nodes_rates_and_lines_that_start_them() -> None:
     assert "3 colocated" in shown
     assert f"{found.best.rate:.3g}" in shown
     best = found.best.spec
+    assert f" {best.prefill.step_tokens}/{best.decode.step_tokens} " in shown
     start = f"baton up --model my-model --prefill {best.prefills} --decode {best.decodes}"
     assert any(start in line for line in commands(found, "my-model"))
     assert json.loads(json.dumps(to_json(found, model="my-model", costs="costs")))["nodes"] == 3

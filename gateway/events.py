@@ -12,8 +12,7 @@ from baton.errors import BatonError
 from protos.baton.v1 import decode_pb2, prefill_pb2
 
 DecodeReply = (
-    decode_pb2.StepToken
-    | decode_pb2.Reserved
+    decode_pb2.Reserved
     | decode_pb2.Accepted
     | decode_pb2.Admitted
     | decode_pb2.HandOverFailed
@@ -27,18 +26,18 @@ class Started:
     """Begin. The first event."""
 
 
-class DecodeReplied(NamedTuple):
-    """The decode node's message about this request."""
-
-    attempt: int
-    message: DecodeReply
-
-
 class TokensCame(NamedTuple):
     """Tokens that the decode node has sampled for this request, in their order."""
 
     attempt: int
     tokens: Sequence[decode_pb2.StepToken]
+
+
+class DecodeReplied(NamedTuple):
+    """Any other message of the decode node about this request."""
+
+    attempt: int
+    message: DecodeReply
 
 
 @dataclass(frozen=True)

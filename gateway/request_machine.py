@@ -186,9 +186,6 @@ class RequestMachine:
             self._pass_on(attempt, step_token)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
-        if isinstance(message, decode_pb2.StepToken):
-            self._tokens_came(attempt, (message,))
-            return
         self._must_check = True
         match message:
             case decode_pb2.Released():

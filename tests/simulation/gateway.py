@@ -254,7 +254,9 @@ class GatewayProcess:
         kind = response.WhichOneof("message")
         if kind == "step":
             for token in response.step.tokens:
-                self._route(session, token)
+                if route := session.routes.get(token.key):
+                    running, attempt = route
+                    self._put(running, e.TokensCame(attempt, [token]))
         elif kind is not None:
             message = getattr(response, kind)
             self._route(session, message)

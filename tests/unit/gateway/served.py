@@ -6,7 +6,16 @@ from baton.error_detail import to_detail
 from baton.errors import BatonError
 from baton.types import LocalPolicy
 from gateway.commands import Command, Finish, LoseNode, Respond
-from gateway.events import DecodeReplied, DecodeReply, Event, PrefillEnded, PrefillReplied, SessionLost, Started
+from gateway.events import (
+    DecodeReplied,
+    DecodeReply,
+    Event,
+    PrefillEnded,
+    PrefillReplied,
+    SessionLost,
+    Started,
+    TokensCame,
+)
 from gateway.request_machine import RequestMachine
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from tests.unit.gateway.fleets import SmallFleet, request, rules
@@ -24,6 +33,13 @@ class Words:
 
     def finish(self) -> str:
         return ""
+
+
+def replied(attempt: int, message: DecodeReply | decode_pb2.StepToken) -> Event:
+    """The event of one message of the decode node."""
+    if isinstance(message, decode_pb2.StepToken):
+        return TokensCame(attempt, [message])
+    return DecodeReplied(attempt, message)
 
 
 class Served:
@@ -57,8 +73,10 @@ class Served:
         self.commands += commands
         return commands
 
-    def decode(self, *messages: DecodeReply, attempt: int = 1, after_s: float = 0.0) -> list[Command]:
-        return self.handle(*(DecodeReplied(attempt, message) for message in messages), after_s=after_s)
+    def decode(
+        self, *messages: DecodeReply | decode_pb2.StepToken, attempt: int = 1, after_s: float = 0.0
+    ) -> list[Command]:
+        return self.handle(*(replied(attempt, message) for message in messages), after_s=after_s)
 
     def prefill(self, *replies: prefill_pb2.PrefillEvent, call: int = 1, after_s: float = 0.0) -> list[Command]:
         return self.handle(*(PrefillReplied(call, reply) for reply in replies), after_s=after_s)

@@ -43,6 +43,7 @@ from tests.unit.gateway.served import (
     first_token,
     hand_over_failed,
     of,
+    replied,
     reserved,
     token,
 )
@@ -63,7 +64,7 @@ class Stay:
     stream: deque[Event] = field(default_factory=deque)
 
     def send(self, *messages: object) -> None:
-        self.stream.extend(DecodeReplied(self.number, message) for message in messages)  # type: ignore[arg-type]
+        self.stream.extend(replied(self.number, message) for message in messages)  # type: ignore[arg-type]
 
     def reserve(self) -> None:
         self.lease += 1

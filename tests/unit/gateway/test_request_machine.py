@@ -30,7 +30,7 @@ from gateway.commands import (
     Respond,
     SubmitToDecode,
 )
-from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed
+from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed, TokensCame
 from gateway.request_machine import RequestMachine
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, request, rules, status
@@ -404,7 +404,7 @@ def test_a_request_waits_for_the_only_decode_node_which_may_come_back() -> None:
 def test_its_client_is_informed_at_once_that_a_request_waits_for_a_decode_node() -> None:
     served = decoding(decodes=1)
     served.fleet.lose("d1")
-    commands = served.handle(DecodeReplied(1, token(2)), SessionLost(1, "gone"))
+    commands = served.handle(TokensCame(1, [token(2)]), SessionLost(1, "gone"))
     tokens, notice = (command.message for command in of(commands, Respond))
     assert tokens.text == " 102"
     expected = "the decode node node-21 was lost; waiting up to 20 s for another one"
@@ -511,7 +511,7 @@ def test_tokens_after_a_lost_first_token_do_not_pass_in_the_same_batch() -> None
     served.handle(
         DecodeReplied(1, decode_pb2.Admitted()),
         events.PrefillEnded(1, GONE),
-        DecodeReplied(1, token(1)),
+        TokensCame(1, [token(1)]),
     )
     assert served.machine.deadline_s is not None
     assert only(served.commands[1:], SubmitToDecode).attempt == 2
@@ -593,7 +593,7 @@ def test_cancelling_closes_everything(phase: str) -> None:
     assert served.error is gone
     assert is_closed(served.commands)
     assert served.machine.deadline_s is None
-    assert served.handle(DecodeReplied(1, token(2)), PrefillReplied(1, SENT), FleetChanged(), TimePassed()) == []
+    assert served.handle(TokensCame(1, [token(2)]), PrefillReplied(1, SENT), FleetChanged(), TimePassed()) == []
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "finished but for the receipt"])

@@ -3,7 +3,9 @@
 Converting a message also checks it: a value that breaks a rule of `baton.types` raises that rule's error.
 """
 
+import math
 from collections.abc import Iterable
+from itertools import pairwise
 
 from baton.costs import StepCosts
 from baton.errors import InvalidRequest
@@ -148,11 +150,15 @@ def costs_to_proto(costs: StepCosts) -> pb.StepCosts:
 
 
 def costs_from_proto(message: pb.StepCosts) -> StepCosts | None:
-    """None: the message has no point, so nothing is known."""
-    if not message.points:
-        return None
+    """None: the message has no point, or impossible ones, so nothing is known."""
     points = tuple((point.tokens, point.seconds) for point in message.points)
-    return StepCosts(points, message.key_s, message.pair_s, message.decode_row_s)
+    others = message.key_s, message.pair_s, message.decode_row_s
+    ascending = all(low[0] < high[0] and low[1] <= high[1] for low, high in pairwise(points))
+    if not points or points[0][0] < 1 or points[0][1] <= 0 or not ascending:
+        return None
+    if not all(math.isfinite(number) and number >= 0 for number in (points[-1][1], *others)):
+        return None
+    return StepCosts(points, *others)
 
 
 def usage_to_proto(usage: Usage) -> pb.Usage:

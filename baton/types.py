@@ -142,6 +142,9 @@ class PromptLogprob(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
+_SLO_MAX_S = 1e6
+
+
 @dataclass(frozen=True)
 class Slo:
     """What is expected of one request's speed; None: no bound.
@@ -157,7 +160,7 @@ class Slo:
     def __post_init__(self) -> None:
         for name, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
             if value is not None:
-                _require(f"slo.{name}", value, 0 < value < math.inf, "seconds above 0")
+                _require(f"slo.{name}", value, 0 < value <= _SLO_MAX_S, f"seconds above 0, up to {_SLO_MAX_S:g}")
 
     def over(self, defaults: "Slo") -> "Slo":
         """These bounds, and those of `defaults` where this has none."""

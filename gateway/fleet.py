@@ -4,6 +4,7 @@ A node is reachable from its first status until its connection is lost. Methods 
 for the shell.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -124,7 +125,7 @@ class FleetNode:
         self.reachable, self.detail = True, detail
         self._requests_since = self._tokens_since = 0
         self._view = None
-        self._backlog.reported(status.backlog_s, self.last_message_at_s)
+        self._backlog.reported(_seconds(status.backlog_s), self.last_message_at_s)
 
     def take_peer(self, state: common_pb2.PeerState) -> None:
         if state.incarnation:
@@ -399,6 +400,11 @@ def _model(info: common_pb2.NodeInfo) -> tuple[str, ...]:
     return (info.model.architecture, info.model.config_digest, info.model.weights_digest)
 
 
+def _seconds(reported: float) -> float:
+    """A node's number, or 0 if it is none."""
+    return reported if 0 <= reported < math.inf else 0.0
+
+
 def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:
     info = status.info
     ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
@@ -414,7 +420,7 @@ def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, comm
         tokens_waiting=status.tokens_waiting,
         ready_peers=frozenset(ready),
         costs=costs_from_proto(status.step_costs),
-        backlog_s=status.backlog_s,
+        backlog_s=_seconds(status.backlog_s),
         decode_rows=status.decode_rows,
         context_tokens=status.context_tokens,
         max_batch_requests=status.max_batch_requests,

@@ -21,6 +21,7 @@ from gateway.validate import (
     check_prompt_given,
     check_prompt_length,
     check_sampling,
+    check_session_id,
     check_text,
     check_truncation,
 )
@@ -99,7 +100,7 @@ async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) ->
         timeout_s=call.timeout_s,
         priority=message.priority,
         slo=slo_from_proto(message.slo),
-        session_id=message.session_id,
+        session_id=check_session_id(message.session_id),
     )
     return Prepared(request, prompt.parser)
 

@@ -41,6 +41,17 @@ def check_request_id(request_id: str) -> str:
     return request_id
 
 
+def check_session_id(session_id: str) -> str:
+    """Raises:
+    InvalidRequest: it is too long.
+    """
+    size = len(session_id.encode())
+    if size > _REQUEST_ID_BYTES_MAX:
+        allowed = (f"up to {_REQUEST_ID_BYTES_MAX} bytes of UTF-8",)
+        raise InvalidRequest(f"session_id has {size} bytes", field="session_id", value=size, allowed=allowed)
+    return session_id
+
+
 def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:
     """Args:
         max_outputs: how many requests the gateway runs at once.

@@ -44,7 +44,7 @@ class RequestState:
     Attributes:
         place: among the waiting requests, and among the running ones.
         queued_at: since when it waits to be computed here.
-        due_s: when its first token is due; None: never, or it is late already.
+        due_s: when its first token is due; None: never, or it is late already, or it has been sent.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
         num_computed: leading tokens whose KV is in `blocks`.
@@ -78,7 +78,7 @@ class RequestState:
         self.prefill_only = request.prefill_only
         self.place = place
         self.queued_at = queued_at
-        self.due_s = request.due_s
+        self.due_s = None if request.output else request.due_s
         self.splits = request.stop_tokens is not None
         self.keys = keys
         self.phase = Phase.WAITING
@@ -177,6 +177,8 @@ class RequestState:
     def replace_output(self, output: tuple[int, ...]) -> None:
         self.tokens = int_array([*self.request.prompt, *output])
         self.prefill_stop = len(self.tokens)
+        if output:
+            self.due_s = None
 
     def score_prompt(self) -> None:
         """Its prompt is computed here: the logprobs are collected if they are wanted."""

@@ -117,9 +117,9 @@ def test_a_trace_is_replayed_with_its_prefixes(gateway: Process, tmp_path: Path)
     trace, file = tmp_path / "trace.jsonl", tmp_path / "run.json"
     same = TraceRequest(0.0, 200, 4, (1, 2, 3), 64)
     write_trace(trace, [same, TraceRequest(2.0, 200, 4, (1, 2, 4), 64), TraceRequest(3.0, 9000, 4)])
-    bench(gateway.address, "--trace", str(trace), "--speed", "4", "--warmup", "0", "--json", str(file))
+    bench(gateway.address, "--trace", str(trace), "--speed", "0.4", "--warmup", "0", "--json", str(file))
     one, two = json.loads(file.read_text())["runs"][0]["requests"]  # the third is longer than the model's context
-    assert [each["due_ms"] for each in (one, two)] == [0.0, 500.0]
+    assert [each["due_ms"] for each in (one, two)] == [0.0, 5000.0]
     assert one["usage"]["cached"] == 0
     assert two["usage"]["cached"] == 128
 

@@ -112,11 +112,12 @@ async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
     start: Machines, reference: Reference
 ) -> None:
     """The real choice by measured costs. The prefill node is held, so its queue stays."""
-    prefill, decode = start.nodes(("prefill", NODE), ("decode", DECODE), held=["prefill"])
+    room = {"num_blocks": 1024}
+    prefill, decode = start.nodes(("prefill", {**NODE, **room}), ("decode", {**DECODE, **room}), held=["prefill"])
     elastic = start.gateway([prefill], [decode], model=LLAMA, tpot_ms=1e6, local_policy="elastic")
     remote = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     local = start.gateway([prefill], [decode], model=LLAMA, local_policy="local")
-    first, second, third, *queue = reference.prompts([400] * 9)
+    first, second, third, *queue = reference.prompts([400] * 15)
     async with Client(elastic.address) as client, Client(remote.address) as strict, Client(local.address) as here:
         start.allow_steps(7, prefill)
         known = await asyncio.gather(strict.complete(first, GREEDY), here.complete(second, GREEDY))
@@ -124,7 +125,7 @@ async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
         for node in (prefill, decode):
             await until_status(node, lambda last: len(last.step_costs.points) > 0)
         waiting = [asyncio.create_task(strict.complete(prompt, GREEDY)) for prompt in queue]
-        await until_status(prefill, lambda last: last.backlog_s > 0 and last.tokens_waiting > 5 * 400)
+        await until_status(prefill, lambda last: last.backlog_s > 0 and last.tokens_waiting > 11 * 400)
         await until_backlog(client)
         hurried = await client.complete(third, GREEDY, ttft_s=1e-6)
         assert_right(hurried, third, reference, Path.LOCAL)

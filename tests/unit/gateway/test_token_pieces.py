@@ -20,7 +20,8 @@ def test_they_add_up_to_the_text(kind: str, text: str) -> None:
     pieces = TokenPieces(tokenizer)
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     together = b"".join(pieces.token_bytes(number) for number in token_ids).decode()
-    assert together.removeprefix(" ") == tokenizer.decode(token_ids).removeprefix(" ")
+    # Some decoders drop the space that the encoder puts before the text.
+    assert tokenizer.decode(token_ids) in (together, together.removeprefix(" "))
 
 
 def test_half_a_character_is_its_byte() -> None:

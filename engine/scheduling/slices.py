@@ -2,8 +2,8 @@
 
 With a TPOT, such a step takes at most `_TPOT_SHARE` of the tightest one among the requests that run. A mean of tokens
 in time is then kept by every single step, so bursts of prompts never use up what streams are ahead. This also bounds
-the gap between two tokens. But a TPOT that plain decode steps hardly keep, or miss, must not stop all prompts: a step
-may always take `_LEAST_DECODES` times a plain one, and more the longer the first prompt has waited.
+the gap between two tokens. A TPOT that is out of reach, because a plain decode step takes more than
+`_OUT_OF_REACH` times as long, does not count: nothing is gained by it, and all prompts would wait.
 
 Requests without a TPOT get steps of at most `_MOST_DECODES` times a plain decode step, or `_STEADY_S` where that is
 more: text arrives smoothly at 40 tokens a second, and most of a GPU's prompt speed is reached. A node that gets more
@@ -20,7 +20,7 @@ from baton.costs import StepCosts, StepWork, chunk_pairs
 
 MIN_SLICE_TOKENS = 128
 _TPOT_SHARE = 0.9
-_LEAST_DECODES = 1.25
+_OUT_OF_REACH = 2.0
 _MOST_DECODES = 3.0
 _STEADY_S = 0.025
 _DOUBLING_S = 0.5  # a prompt that has waited so long gets twice the time
@@ -87,9 +87,9 @@ class Slicer:
         if costs is None or not work.decode_rows:
             return None
         plain_s, growth = costs.seconds(work), 1 + max(0.0, waited_s) / _DOUBLING_S
-        least_s = _LEAST_DECODES * plain_s * growth
-        bounds = [max(tpot * _TPOT_SHARE, least_s) for tpot in tpots if tpot is not None]
-        if None in tpots:
+        kept = [tpot for tpot in tpots if tpot is not None and plain_s <= _OUT_OF_REACH * tpot]
+        bounds = [tpot * _TPOT_SHARE for tpot in kept]
+        if len(kept) < len(tpots):
             bounds.append(max(_MOST_DECODES * plain_s, _STEADY_S) * growth)
         forced = self._skips >= _SKIPS_MAX
         return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)

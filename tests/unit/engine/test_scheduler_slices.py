@@ -173,6 +173,15 @@ def test_a_skipped_step_counts_only_while_prompts_want_one() -> None:
     work = StepWork(1, 10)
     for skipped in (True, True, True, False):
         slicer.launched(skipped=skipped)
-    bound = slicer.bound(COSTS, work, [0.001], waited_s=0.0)
+    bound = slicer.bound(COSTS, work, [0.004], waited_s=0.0)
     assert bound is not None
     assert bound.tokens(work, 0, 1000) == 0
+
+
+def test_a_tpot_out_of_reach_does_not_stop_prompts() -> None:
+    work, slicer = StepWork(decode_rows=1, keys=10), Slicer()
+    steady = slicer.bound(COSTS, work, [None], waited_s=0.0)
+    hasty = slicer.bound(COSTS, work, [COSTS.seconds(work) / 10], waited_s=0.0)
+    assert steady is not None
+    assert hasty is not None
+    assert hasty.tokens(work, 0, 1000) == steady.tokens(work, 0, 1000) > 0

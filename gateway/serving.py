@@ -53,7 +53,7 @@ class Colleagues(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> set[str]:
-        """Ends requests that run on the others; returns the ids of those that did."""
+        """Ends those of these requests that run on other workers; returns their ids."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Recorded requests: their times, lengths and shared prefixes, read from files. Pure apart from reading the file.
 
-Three forms are read, told apart by their first line, each also as .xz: Mooncake's lines of JSON, Azure's CSV, and lines
-of JSON with the fields of `TraceRequest`.
+Three forms are read, also as .xz; a file's first line shows which one it has: Mooncake's lines of JSON, Azure's CSV, or
+lines of JSON with the fields of `TraceRequest`.
 """
 
 import csv

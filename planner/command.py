@@ -103,10 +103,11 @@ def plan(
 def _goal(ttft: str | None, tpot: str | None, gap: str | None, share: float) -> Goal:
     if not 0 < share <= 100:
         raise InvalidRequest(f"--share {share:g} is not above 0 and up to 100", field="share", value=share)
+    if ttft is None:
+        # NOTE: without this bound requests may wait for room for ever, so no rate is too high.
+        raise InvalidRequest("no --ttft is given", field="slo", cure="give --ttft, such as 400ms, and perhaps --tpot")
     bounds = {"ttft_s": ttft, "tpot_s": tpot, "gap_s": gap}
     seconds = {name: parse_seconds(text) for name, text in bounds.items() if text is not None}
-    if not seconds:
-        raise InvalidRequest("no SLO is given", field="slo", cure="give --ttft and --tpot, such as 400ms and 15ms")
     return Goal(**seconds, share=share / 100)
 
 

@@ -49,7 +49,7 @@ class Roster:
 
     @property
     def last_decoder(self) -> RequestState:
-        """The first to give way: the last place of those that run."""
+        """The running request that gives up its blocks first: the one at the last place."""
         return next(state for state in reversed(self.running) if not state.prefill_only)
 
     @property

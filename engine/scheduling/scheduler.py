@@ -320,8 +320,7 @@ class Scheduler:
         return self._roster.free_seats > before and self._has_blocks(state)
 
     def _has_blocks(self, state: RequestState) -> bool:
-        """Whether the blocks of `state` are free next to those of the running and reserved requests and of those that
-        wait before it."""
+        """Whether there are enough free blocks for `state` and for all requests that wait before it."""
         before = self._roster.waiting_before(state.place)
         waiting = sum(map(self._blocks.needed, before))
         return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)

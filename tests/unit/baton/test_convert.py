@@ -1,5 +1,6 @@
 """Every value survives its conversion to a message and back."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton import convert
+from baton.costs import StepCosts
 from baton.errors import InvalidRequest
 from baton.types import FinishReason, Path, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2 as pb
@@ -107,3 +109,17 @@ def test_usage(usage: Usage) -> None:
 )
 def test_receipt(receipt: Receipt) -> None:
     assert convert.receipt_from_proto(convert.receipt_to_proto(receipt)) == receipt
+
+
+@pytest.mark.parametrize(
+    "points", [[(0, 1.0)], [(1, 0.0)], [(1, math.nan)], [(1, 1.0), (1, 2.0)], [(1, 2.0), (2, 1.0)], [(1, math.inf)], []]
+)
+def test_impossible_step_costs_count_as_unknown(points: list[tuple[int, float]]) -> None:
+    message = pb.StepCosts(points=[pb.TokensCost(tokens=tokens, seconds=seconds) for tokens, seconds in points])
+    assert convert.costs_from_proto(message) is None
+
+
+def test_step_costs_arrive_as_they_were_sent() -> None:
+    costs = StepCosts(((1, 0.5), (8, 0.5), (64, 1.0)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-6)
+    assert convert.costs_from_proto(convert.costs_to_proto(costs)) == costs
+    assert convert.costs_from_proto(convert.costs_to_proto(StepCosts(((1, 0.5),), key_s=math.nan))) is None

@@ -143,3 +143,10 @@ def test_the_load_has_the_decodes_and_their_contexts() -> None:
     computed(scheduler, 0.0)
     load = scheduler.load()
     assert (load.decode_rows, load.context_tokens) == (2, 6 + 4)
+
+
+def test_a_request_that_has_output_is_never_late() -> None:
+    scheduler = make(tokens=4)
+    scheduler.submit(request("in time", 4, prefill_only=True, due_s=9.0), 0.0)
+    scheduler.submit(request("begun", 3, prefill_only=True, due_s=0.0, output=(1,)), 0.0)
+    assert list(order(scheduler, now=1.0)) == ["begun", "in time"]

@@ -1,5 +1,9 @@
 """The table of nodes: when a node is usable, unusable, and usable again."""
 
+import math
+
+import pytest
+
 from baton.types import LocalPolicy
 from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
 from gateway.router import Wanted
@@ -127,3 +131,15 @@ def test_the_report_has_the_peers_as_they_are_now() -> None:
 
 def test_a_fleet_without_addresses_explains_itself() -> None:
     assert Fleet(MODEL, 1000, LocalPolicy.PREFER).explain() == "no node address is known"
+
+
+@pytest.mark.parametrize("reported", [math.nan, math.inf, -1.0])
+def test_a_node_with_an_impossible_backlog_does_not_hide_the_others(reported: float) -> None:
+    fleet = SmallFleet(2, 1, LocalPolicy.STRICT)
+    for address, incarnation, backlog_s in (("p1", 11, reported), ("p2", 12, 0.5)):
+        sent = status(PREFILL, incarnation, peer(21))
+        sent.backlog_s = backlog_s
+        sent.step_costs.points.add(tokens=1, seconds=0.01)
+        fleet.status_received(PREFILL, address, sent, 1.0)
+    assert fleet.prefills["p1"].queue_s(1.0) == 0.0
+    assert fleet.pick_prefill(fleet.decodes["d1"], WANTED) is not None

@@ -17,6 +17,7 @@ from gateway.validate import (
     check_prompt_given,
     check_request_id,
     check_sampling,
+    check_session_id,
     check_text,
 )
 from grammar.compiler import GrammarCompiler
@@ -167,3 +168,10 @@ def test_a_text_longer_than_any_context_is_not_tokenized(model: ServedModel) -> 
         with pytest.raises(InvalidRequest, match=f"up to {limit} bytes") as raised:
             check_text(text, model, max_context_tokens=10, field="prompt")
         assert raised.value.field == "prompt"
+
+
+def test_a_long_session_id_is_refused() -> None:
+    assert check_session_id("x" * 256) == "x" * 256
+    with pytest.raises(InvalidRequest) as raised:
+        check_session_id("x" * 257)
+    assert raised.value.field == "session_id"

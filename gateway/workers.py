@@ -103,7 +103,11 @@ class _Workers:
         """Runs the worker of this row, again and again."""
         restart_s = _RESTART_S_MIN
         while not self._stopped.is_set():
-            code = await self._run(row)
+            try:
+                code = await self._run(row)
+            except OSError as error:  # no memory or process left, or the child was killed at once
+                log.error("worker %d cannot start: %s", row, error)
+                code = -1
             was_ready = row in self._ready
             self._ready.discard(row)
             self._board.bury(row)
@@ -129,7 +133,8 @@ class _Workers:
         self._processes[row] = process
         if self._stopped.is_set():
             _terminate(process)
-        ours.sendall(json.dumps(self._settings.model_dump(mode="json", exclude_unset=True)).encode() + b"\n")
+        with suppress(BrokenPipeError):  # the child has ended; `wait` returns its code
+            ours.sendall(json.dumps(self._settings.model_dump(mode="json", exclude_unset=True)).encode() + b"\n")
         line = self._lines[row] = Line(ours, lambda question: self._answer(row, question))
         following = asyncio.create_task(line.run(), name=f"line-{row}")
         try:

@@ -207,6 +207,9 @@ def bench(
     comparing, names = _targets(targets or [])
     if plot_file is not None:
         check_plot(plot_file)
+    if json is not None and not json.parent.is_dir():
+        cure = "give a name in a directory that exists"
+        raise InvalidRequest(f"the results {json} cannot be written", field="json", value=json, cure=cure)
     if names and all(map(_is_file, names)):
         results = _from_files(names, goals)
     else:

@@ -18,6 +18,7 @@ from load.command import bench
         (("a:1", "--workload", "talk"), "allowed: chat, long"),
         (("a:1", "--trace", "missing.jsonl"), "there is no trace missing.jsonl"),
         (("a:1", "--plot", "a.svg"), "give a name.png"),
+        (("a:1", "--json", "missing/a.json"), "the results missing/a.json cannot be written"),
         (("missing.json",), "missing.json cannot be read"),
     ],
 )

@@ -6,7 +6,7 @@ The node around it goes on: it answers, sends, receives, cancels and drains.
 import asyncio
 import math
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,9 +22,9 @@ class HeldSteps:
     def __init__(self) -> None:
         self._node_end, self._test_end = multiprocessing.Pipe(duplex=False)
 
-    def launch(self, program: str, arguments: Sequence[str]) -> Running:
-        """Starts the node; no step is allowed yet."""
-        process = launch_warm(program, arguments, prepare=partial(_hold_engine, self._node_end))
+    def launch(self, program: str, arguments: Sequence[str], *, prepare: Callable[[], None] | None = None) -> Running:
+        """Starts the node, after `prepare` in its process; no step is allowed yet."""
+        process = launch_warm(program, arguments, prepare=partial(_hold_engine, self._node_end, prepare))
         self._node_end.close()
         return process
 
@@ -37,8 +37,10 @@ class HeldSteps:
         self.allow(math.inf)
 
 
-def _hold_engine(allowances: Connection) -> None:
+def _hold_engine(allowances: Connection, prepare: Callable[[], None] | None) -> None:
     """Makes the engine of this process start only steps that are allowed."""
+    if prepare is not None:
+        prepare()
 
     launch_next = Engine._launch_next
     allowed: dict[Engine, float] = {}

@@ -68,7 +68,7 @@ class Machines:
 
         Args:
             held: roles of which every node is held.
-            prepare: called in the process of each node that is not held, before it starts.
+            prepare: called in the process of each node, before it starts.
             outputs: an existing directory for the files `stdout` and `stderr` of nodes that are not held.
         """
         started = []
@@ -76,7 +76,7 @@ class Machines:
             named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_STEADY[role], **flags}
             steps = HeldSteps() if role in held else None
             launch = partial(launch_warm, prepare=prepare, outputs=outputs)
-            self.processes.launch = launch if steps is None else steps.launch
+            self.processes.launch = launch if steps is None else partial(steps.launch, prepare=prepare)
             process = self.processes.start(f"{role}_node", arguments(named))
             if steps is not None:
                 self._steps[process.pid] = steps

@@ -8,7 +8,10 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.client import Client, Completion
+from baton.costs import StepCosts, StepWork
+from baton.costs import StepCosts, StepWork
 from baton.types import Grammar, GrammarKind, LocalPolicy, Path, SamplingParams
+from engine.step_meter import StepMeter
 from gateway import fleet
 from gateway.placement import Placement, Way, place
 from gateway.router import NodeView, Wanted
@@ -26,6 +29,15 @@ def _split_all(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted
     if placement is None:
         return None
     return replace(placement, way=Way.SPLIT, split_tokens=wanted.num_tokens // 64 * 32, why="half of it")
+
+
+def _known_costs(meter: StepMeter, work: StepWork, seconds: float) -> None:
+    """In place of measuring: every step is known to cost 50 ms, on however slow a machine."""
+    meter._costs = StepCosts(((1, 0.05), (64, 0.05)))
+
+
+def know_costs() -> None:
+    StepMeter.observe = _known_costs  # type: ignore[method-assign]
 
 
 def choose_splits() -> None:
@@ -111,9 +123,13 @@ async def test_the_decode_node_computes_a_split_prompt_alone_when_the_prefill_no
 async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
     start: Machines, reference: Reference
 ) -> None:
-    """The real choice by measured costs. The prefill node is held, so its queue stays."""
-    room = {"num_blocks": 1024}
-    prefill, decode = start.nodes(("prefill", {**NODE, **room}), ("decode", {**DECODE, **room}), held=["prefill"])
+    """The choice by costs that both nodes report. The prefill node is held, so its queue stays."""
+    prefill, decode = start.nodes(
+        ("prefill", {**NODE, "num_blocks": 1024}),
+        ("decode", {**DECODE, "num_blocks": 1024}),
+        held=["prefill"],
+        prepare=know_costs,
+    )
     elastic = start.gateway([prefill], [decode], model=LLAMA, tpot_ms=1e6, local_policy="elastic")
     remote = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
     local = start.gateway([prefill], [decode], model=LLAMA, local_policy="local")

@@ -9,7 +9,6 @@ import pytest
 from baton.cli.processes import Process
 from baton.client import Client, Completion
 from baton.costs import StepCosts, StepWork
-from baton.costs import StepCosts, StepWork
 from baton.types import Grammar, GrammarKind, LocalPolicy, Path, SamplingParams
 from engine.step_meter import StepMeter
 from gateway import fleet
@@ -37,7 +36,7 @@ def _known_costs(meter: StepMeter, work: StepWork, seconds: float) -> None:
 
 
 def know_costs() -> None:
-    StepMeter.observe = _known_costs  # type: ignore[method-assign]
+    StepMeter.observe = _known_costs  # type: ignore[assignment, method-assign]
 
 
 def choose_splits() -> None:

@@ -53,6 +53,7 @@ class NodeView:
     context_tokens: int = 0  # keys that one token of every decoding request reads
     max_batch_requests: int = 0  # 0: not known
     max_batch_tokens: int = 0
+    also_prefills: bool = False  # a prefill node that serves requests alone
     cached_tokens: int = 0  # of this request's prompt, as far as this gateway knows the node's cache
     kv_bytes_per_token: int = 0
     # Of a prefill node: measured speeds of its pairs, by the decode node's incarnation.

@@ -30,6 +30,10 @@ BENCHMARKS = (
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),
     ("structured", "Structured output", "bench.structured_output.run"),
+    ("goodput_chat", "Goodput of chat", "bench.goodput.chat"),
+    ("goodput_long", "Goodput of long prompts", "bench.goodput.long"),
+    ("goodput_trace", "A trace, served", "bench.goodput.trace"),
+    ("goodput_burst", "Streams beside a burst of long prompts", "bench.goodput.burst"),
     ("routing", "The choice of prefill nodes on Mooncake's conversation trace", "bench.routing"),
 )
 # On a machine with a GPU these run on the GPU and have their own pages.
@@ -41,10 +45,12 @@ PLOTS = (
     ("attention", "bench.attention.plot"),
     ("engine", "bench.engine.plot"),
     ("routing", "bench.routing"),
+    ("goodput_chat", "bench.goodput.plot"),
+    ("goodput_long", "bench.goodput.plot"),
 )
 TRACE = "--trace="
 # These take a trace's path, which is not in the repository, and are left out without one.
-OF_TRACES = frozenset({"routing"})
+OF_TRACES = frozenset({"routing", "goodput_trace"})
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from baton.errors import BatonError, DataLoss, NoNode, Overloaded
 from baton.types import NO_SLO, LocalPolicy, Slo
 from gateway.attempt import Attempt
-from gateway.fleet import Fleet, FleetNode
+from gateway.fleet import Fleet
+from gateway.fleet_node import FleetNode
 from gateway.placement import Placement, Way
 from gateway.prefix_index import PromptBlocks
 from gateway.request import Rules
@@ -47,7 +48,7 @@ class NodeChoice:
         wanted = replace(self._wanted(num_tokens), slo=slo, splittable=splittable)
         placement = self._fleet.place(wanted, now_s)
         if placement is not None:
-            node = self._fleet.decodes[placement.decode.address]
+            node = self._fleet.decoding_node(placement.decode)
             self._model = node.model
             return node, placement
         for refusal in self._refusals.values():
@@ -62,11 +63,12 @@ class NodeChoice:
         """The prefill node for the attempt's next call; None if its calls or the nodes are used up."""
         if attempt.failed_calls >= self._max_calls:
             return None
-        return self._fleet.pick_prefill(attempt.node, self._wanted(num_tokens, attempt.excluded))
+        wanted = self._wanted(num_tokens, attempt.excluded)
+        return self._fleet.pick_prefill(attempt.node, wanted, placed=attempt.placed_prefill)
 
     def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:
-        """The request is sent to the decode node: counts what the nodes will compute. Returns the incarnation of the
-        prefill node that counts a part."""
+        """The request is sent to the node that decodes it: counts what the nodes will compute. Returns the incarnation
+        of the prefill node that counts a part."""
         decode.note_sent(num_tokens)
         cached = placement.decode.cached_tokens
         here_from = {Way.REMOTE: num_tokens, Way.LOCAL: cached, Way.SPLIT: placement.split_tokens}[placement.way]

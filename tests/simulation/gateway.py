@@ -171,7 +171,7 @@ class GatewayProcess:
 
     def _execute(self, running: _Running, command: c.Command) -> None:
         match command:
-            case c.SubmitToDecode(attempt, address, request):
+            case c.SubmitToDecode(attempt, _, address, request):
                 self._submit(running, attempt, address, request)
             case c.AskDecode(attempt, message):
                 session, key = running.attempts[attempt]

@@ -21,10 +21,10 @@ from decode_node.machine import DecodeMachine
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.state import RequestState
 from gateway.attempt import Attempt
-from gateway.fleet import FleetNode
+from gateway.fleet_node import FleetNode
 from gateway.node_messages import Due, NodeMessages
 from gateway.placement import Placement
-from gateway.request_machine import RequestMachine
+from gateway.request_attempts import Attempts
 from gateway.token_order import TokenOrder
 from kvtransfer.coverage import Coverage
 from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal
@@ -188,24 +188,25 @@ def _hands_over_before_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def _token_twice(patch: pytest.MonkeyPatch) -> None:
-    lose = RequestMachine._lose_attempt
+    lose = Attempts.lose
 
-    def mutated(self: RequestMachine, attempt: Attempt, reason: str) -> None:
-        del self._order.token_ids[-1:]
+    def mutated(self: Attempts, attempt: Attempt, reason: str) -> None:
+        del self._state.output.token_ids[-1:]
         lose(self, attempt, reason)
 
-    patch.setattr(RequestMachine, "_lose_attempt", mutated)
+    patch.setattr(Attempts, "lose", mutated)
 
 
 def _token_dropped(patch: pytest.MonkeyPatch) -> None:
-    lose = RequestMachine._lose_attempt
+    lose = Attempts.lose
 
-    def mutated(self: RequestMachine, attempt: Attempt, reason: str) -> None:
-        early = [self._order._early[index].token.token_id for index in sorted(self._order._early)]
-        self._order.token_ids += early or self._order.token_ids[-1:]
+    def mutated(self: Attempts, attempt: Attempt, reason: str) -> None:
+        order = self._state.output._order
+        early = [order._early[index].token.token_id for index in sorted(order._early)]
+        order.token_ids += early or order.token_ids[-1:]
         lose(self, attempt, reason)
 
-    patch.setattr(RequestMachine, "_lose_attempt", mutated)
+    patch.setattr(Attempts, "lose", mutated)
 
 
 def _continuation_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -229,13 +230,13 @@ def _overtaking_token_is_a_gap(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_cancels(patch: pytest.MonkeyPatch) -> None:
-    leave = RequestMachine._leave
+    leave = Attempts.leave
 
-    def mutated(self: RequestMachine, attempt: Attempt) -> None:
+    def mutated(self: Attempts, attempt: Attempt) -> None:
         attempt.ended_by_node = True
         leave(self, attempt)
 
-    patch.setattr(RequestMachine, "_leave", mutated)
+    patch.setattr(Attempts, "leave", mutated)
 
 
 def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:

@@ -175,10 +175,30 @@ def test_the_last_token_may_come_after_the_release() -> None:
 
 def test_a_prompt_is_prefilled_where_it_waits_least() -> None:
     served = Served()
-    other = Served()
+    other = Served(start=False)
     other.fleet.prefills["p1"].note_sent(64)
+    other.handle(events.Started())
     assert only(served.decode(reserved()), CallPrefill).address == "p1"
     assert only(other.decode(reserved()), CallPrefill).address == "p2"
+
+
+def test_the_prefill_node_that_was_placed_is_called_although_another_has_less_to_do_by_then() -> None:
+    served = Served()
+    served.fleet.prefills["p1"].note_sent(64)
+    assert only(served.decode(reserved()), CallPrefill).address == "p1"
+
+
+@pytest.mark.parametrize("change", ["lost", "restarted", "unpaired"])
+def test_another_prefill_node_is_called_if_the_placed_one_cannot_be_used_any_more(change: str) -> None:
+    served = Served()
+    if change == "unpaired":
+        served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_LOST))
+    else:
+        served.fleet.lose("p1")
+    if change == "restarted":
+        served.fleet.connect("p1", 1.0, restarts=1)
+        served.fleet.prefills["p1"].note_sent(64)
+    assert only(served.decode(reserved()), CallPrefill).address == "p2"
 
 
 # ---- the receipt waits for the prefill node's count
@@ -657,7 +677,7 @@ def test_a_request_that_would_be_late_is_refused_at_once_where_the_gateway_says_
     settings = replace(rules(), slo=Slo(ttft_s=0.5, tpot_s=0.02), refuse_late=refuse_late)
     machine = RequestMachine(request(), settings, fleet, Words())
     if begun:  # it has lost its node, and may not lose its tokens
-        machine._order.token_ids.append(100)
+        machine._output.token_ids.append(100)
     (command,) = machine.handle([events.Started()], 0.0)
     if refuse_late and not begun:
         assert isinstance(command, Finish)

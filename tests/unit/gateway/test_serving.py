@@ -18,6 +18,7 @@ from gateway.model import ServedModel, read_served_model
 from gateway.serving import Serving
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
+from tests.unit.gateway.fleets import DECODE
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
 
@@ -136,7 +137,7 @@ async def test_tokens_for_a_slow_client_collect_and_leave_together(running: Runn
         running.decode.send_tokens(token(index))
     running.decode.send_tokens(token(4, LENGTH))
     running.answer(released=decode_pb2.Released(key=1))
-    session = running.connections.session(running.decode.address)
+    session = running.connections.client(DECODE, running.decode.address).session()
     async with asyncio.timeout(BOUND_S):
         while session.num_held:  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.01)

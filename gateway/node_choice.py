@@ -85,7 +85,7 @@ class NodeChoice:
 
     def no_decode_node(self, failures: str, waited_s: float) -> NoNode:
         """The error of a request that has begun; `failures` says how it lost its nodes."""
-        what = f"{failures}, and no other decode node came within {waited_s:.3g} s: {self._fleet.explain()}"
+        what = f"{failures}, and no other node came within {waited_s:.3g} s: {self._fleet.explain()}"
         return NoNode(what, cure="see `baton status`, and try again", retry_after_s=1.0)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:

@@ -86,7 +86,7 @@ class Attempts:
         if isinstance(error, Overloaded | Draining):
             self._state.choice.refused(attempt.node, error)
             self._state.receipt.failed(f"{name} refused it ({error.message})")
-            self._gone = f"the decode node {name} takes no more requests"
+            self._gone = f"the node {name} takes no more requests"
             self.leave(attempt)
             self.begin()
         # NOTE: our own deadline ends the request elsewhere; a node's DeadlineExceeded is about its lease.
@@ -104,10 +104,10 @@ class Attempts:
         state, name = self._state, attempt.node.name
         self._losses = 1 if len(state.output.token_ids) > attempt.num_given else self._losses + 1
         state.receipt.failed(f"{name} was lost ({reason})")
-        self._gone = f"the decode node {name} was lost"
+        self._gone = f"the node {name} was lost"
         self.leave(attempt)
         if self._losses > state.rules.max_attempts:
-            what = f"{self._losses} decode nodes in a row were lost, the last one {name}: {reason}"
+            what = f"{self._losses} nodes in a row were lost, the last one {name}: {reason}"
             raise NoNode(what, cure="see the nodes' logs")
         self.begin()
 

@@ -427,7 +427,7 @@ def test_its_client_is_informed_at_once_that_a_request_waits_for_a_decode_node()
     commands = served.handle(TokensCame(1, [token(2)]), SessionLost(1, "gone"))
     tokens, notice = (command.message for command in of(commands, Respond))
     assert tokens.text == " 102"
-    expected = "the decode node node-21 was lost; waiting up to 20 s for another one"
+    expected = "the node node-21 was lost; waiting up to 20 s for another one"
     assert notice == generation_pb2.GenerateResponse(notice=expected)
     assert served.handle(FleetChanged(), after_s=1.0) == []
 
@@ -438,7 +438,7 @@ def test_the_wait_for_a_decode_node_ends_with_the_name_of_the_lost_one() -> None
     assert served.handle(TimePassed(), after_s=19.9) == []
     served.handle(TimePassed(), after_s=0.1)
     assert isinstance(served.error, NoNode)
-    assert "node-21 was lost (gone), and no other decode node came within 20 s" in served.error.message
+    assert "node-21 was lost (gone), and no other node came within 20 s" in served.error.message
     assert served.error.retry_after_s is not None
 
 
@@ -512,7 +512,7 @@ def test_losses_in_a_row_end_the_request_and_tokens_reset_the_count() -> None:
         assert of(served.handle(SessionLost(attempt, "gone")), SubmitToDecode)
     served.handle(SessionLost(4, "gone"))
     assert isinstance(served.error, NoNode)
-    assert "4 decode nodes in a row were lost" in served.error.message
+    assert "4 nodes in a row were lost" in served.error.message
 
 
 def test_a_first_token_that_can_no_longer_arrive_is_a_loss() -> None:

@@ -37,7 +37,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> None:
         with client_may_leave():
             if not self._driver.machine.rules.gives_leases:
-                await context.write(pb.PairResponse(refused=self._driver.pair_refused()))
+                async for _ in request_iterator:  # its hello
+                    await context.write(pb.PairResponse(refused=self._driver.pair_refused()))
+                    break
                 return
             try:
                 await self._driver.peers.serve(request_iterator, context.write)

@@ -2,6 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import replace
+from typing import NamedTuple
 
 from baton.errors import BatonError, DataLoss, NoNode, Overloaded
 from baton.types import NO_SLO, LocalPolicy, Slo
@@ -12,6 +13,19 @@ from gateway.placement import Placement, Way
 from gateway.prefix_index import PromptBlocks
 from gateway.request import Rules
 from gateway.router import Wanted
+from protos.baton.v1 import common_pb2
+
+
+class _Refusal(NamedTuple):
+    """A node's refusal to decode the request.
+
+    Args:
+        ends_a_begun_request: it does not wait for another node. Decode nodes are full then. That a prefill node has no
+            room for what it would decode says nothing about them.
+    """
+
+    error: BatonError
+    ends_a_begun_request: bool
 
 
 class NodeChoice:
@@ -30,13 +44,14 @@ class NodeChoice:
             LocalPolicy.LOCAL: 0,
         }[rules.local_policy]
         self._model: tuple[str, ...] | None = None  # that the request began on
-        self._refusals: dict[int, BatonError] = {}  # by decode node's incarnation
+        self._refusals: dict[int, _Refusal] = {}  # by incarnation
         self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
 
     def decode_node(
         self, num_tokens: int, *, begun: bool, now_s: float, slo: Slo = NO_SLO, splittable: bool = True
     ) -> tuple[FleetNode, Placement] | None:
-        """The next decode node, and where the prompt is prefilled; None if a request that has begun must wait for one.
+        """The next node to decode it, and where the prompt is prefilled; None if a request that has begun must wait for
+        one.
 
         Args:
             num_tokens: prompt and output so far.
@@ -52,8 +67,8 @@ class NodeChoice:
             self._model = node.model
             return node, placement
         for refusal in self._refusals.values():
-            if isinstance(refusal, Overloaded) or not begun:
-                raise refusal
+            if not begun or refusal.ends_a_begun_request:
+                raise refusal.error
         if not begun:
             cure = "see `baton status`, and try again"
             raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
@@ -89,8 +104,9 @@ class NodeChoice:
         return NoNode(what, cure="see `baton status`, and try again", retry_after_s=1.0)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
-        """Records that the decode node refused the request: it is not asked again."""
-        self._refusals[node.incarnation] = error
+        """Records that the node refused to decode the request: it is not asked again."""
+        full = isinstance(error, Overloaded) and node.role == common_pb2.ROLE_DECODE
+        self._refusals[node.incarnation] = _Refusal(error, ends_a_begun_request=full)
 
     def losing(self, node: FleetNode) -> None:
         """Records that the node is silent: it is not chosen, even while the fleet still lists it as reachable."""

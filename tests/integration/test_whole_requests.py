@@ -62,9 +62,7 @@ async def test_a_request_is_served_by_a_prefill_node_and_continues_on_the_decode
     await until_status(decode, nothing_held)
 
 
-async def test_a_cluster_that_loses_its_decode_node_serves_on(
-    start: Machines, reference: Reference
-) -> None:
+async def test_a_cluster_that_loses_its_decode_node_serves_on(start: Machines, reference: Reference) -> None:
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
     gateway = start.gateway([prefill], [decode], model=LLAMA)
     prompt, other = reference.prompts([100, 90])

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import Draining, NoNode, Overloaded
 from baton.types import LocalPolicy
 from gateway.commands import CallPrefill, LeaveDecode, LoseNode, Respond, SubmitToDecode
-from gateway.events import SessionLost, Started, TimePassed
+from gateway.events import FleetChanged, SessionLost, Started, TimePassed
 from gateway.fleet import DropSession, LogLine
 from gateway.pairing import Connect, Pairing
 from gateway.placement import Way
@@ -206,6 +206,18 @@ def test_one_that_refuses_is_not_asked_again_but_may_still_compute_the_prompt(er
     assert only(served.decode(reserved(), attempt=2), CallPrefill).address == "p1"
 
 
+def test_one_that_has_no_room_for_a_request_that_lost_its_decode_node_leaves_it_waiting_for_the_next() -> None:
+    served = alone(decodes=1)
+    served.fleet.lose("p2")
+    served.decode(accepted(), token(0))
+    served.fleet.lose("d1")
+    assert only(served.handle(SessionLost(1, GONE)), SubmitToDecode).address == "p1"
+    served.decode(failed(Overloaded("full")), attempt=2)
+    assert served.machine.waits_for_fleet
+    served.fleet.connect("d1", 1.0, restarts=1)
+    assert only(served.handle(FleetChanged()), SubmitToDecode).address == "d1"
+
+
 def test_a_request_waits_for_any_node_that_decodes() -> None:
     served = alone()
     served.fleet.lose("p2")
@@ -214,7 +226,7 @@ def test_a_request_waits_for_any_node_that_decodes() -> None:
     assert only(served.handle(SessionLost(1, GONE)), Respond).message.notice.startswith("the node node-11 was lost")
     also_decode(served.fleet, "p2", restarts=1)
     assert served.machine.waits_for_fleet
-    assert only(served.handle(Started()), SubmitToDecode).address == "p2"
+    assert only(served.handle(FleetChanged()), SubmitToDecode).address == "p2"
     assert only(served.commands, LeaveDecode).attempt == 1
 
 

@@ -138,6 +138,11 @@ class SegmentRefused:
 
 
 @dataclass(frozen=True)
+class RoomFreed:
+    """A prefill node that also decodes: a call of its Prefill service has given its blocks back."""
+
+
+@dataclass(frozen=True)
 class TimePassed:
     """The machine's `deadline_s` is reached."""
 
@@ -169,6 +174,7 @@ Event = (
     | LeaseClosed
     | LeaseFailed
     | SegmentRefused
+    | RoomFreed
     | TimePassed
     | Draining
     | Closing

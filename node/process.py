@@ -52,10 +52,12 @@ _FAIL_REQUESTS_S = 1.0
 class Role(Protocol):
     """What a role adds to a node."""
 
-    service_name: str
+    @property
+    def service_names(self) -> Sequence[str]:
+        """The names of the role's services."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the role's service."""
+        """Adds the role's services."""
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         """Adds peers, leases and refusals to a status."""
@@ -200,7 +202,7 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     service = NodeService(status=status, drain=drain, cache=events)
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     role.add_to(server.grpc)
-    services: Sequence[str] = (SERVICE_NAME, role.service_name)
+    services: Sequence[str] = (SERVICE_NAME, *role.service_names)
     await server.start(services)
     await server.set_ready(ready=True)
     if not settings.advertise and listens_everywhere(settings.listen):

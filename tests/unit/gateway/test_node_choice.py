@@ -5,7 +5,7 @@ import pytest
 from baton.errors import DataLoss, Draining, NoNode, Overloaded
 from baton.types import LocalPolicy
 from gateway.attempt import Attempt
-from gateway.fleet import FleetNode
+from gateway.fleet_node import FleetNode
 from gateway.node_choice import NodeChoice, prefill_failure
 from tests.unit.gateway.fleets import SmallFleet, rules
 

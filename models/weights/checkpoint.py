@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from baton.errors import ConfigError, shortened
 from models.config.file import ConfigFile
@@ -33,7 +33,6 @@ _DTYPE_BYTES = MappingProxyType(
 )
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _INT64_MAX = 2**63 - 1
-_ENTRY = "dtype", "shape", "data_offsets"
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,9 @@ def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, S
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype, shape, offsets = map(entry.get, _ENTRY) if isinstance(entry, dict) else (None, None, None)
+        if not isinstance(entry, dict):
+            raise problem
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
             raise problem
         start, stop = offsets
@@ -180,7 +181,7 @@ def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, S
     return tensors
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and 0 <= each <= _INT64_MAX for each in value)
 
 

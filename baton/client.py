@@ -1,15 +1,18 @@
-"""The client of a gateway: outputs as typed events, errors as `baton.errors`.
+"""The client of a gateway, or of several: outputs as typed events, errors as `baton.errors`.
 
 async with Client("127.0.0.1:7000") as client:
     async for event in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
         print(event.text, end="")
+
+With `Client(addresses=[...])`, a request whose gateway is lost goes on at the next one, without a token twice.
 """
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
@@ -24,7 +27,8 @@ from baton.convert import (
     token_from_proto,
     usage_from_proto,
 )
-from baton.errors import DataLoss, DeadlineExceeded, InternalError, InvalidRequest, NoNode
+from baton.errors import BatonError, DataLoss, DeadlineExceeded, Draining, InternalError, InvalidRequest, NoNode
+from baton.resumption import Progress, prepare_to_resume
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
@@ -39,6 +43,8 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 
 DEFAULT_PORT = 7000  # of the gateway in `baton up` and in the images
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"  # for the command line
+# Without our details: how gRPC ends a call whose server process is going away.
+_BROKEN_STREAM = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 
 
@@ -136,12 +142,26 @@ class Completion:
 
 
 class Client:
-    """A connection to one gateway. It carries any number of requests at once."""
+    """A connection to one gateway, or to one of several in front of the same nodes. It carries any number of requests
+    at once.
 
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self._channel = connect(target)
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+    Args:
+        target: the gateway's address.
+        addresses: those of several gateways, instead of `target`. The first one that answers is used; when it is lost
+            or drains, requests go on at the next one.
+    """
+
+    def __init__(self, target: str | None = None, *, addresses: Sequence[str] = ()) -> None:
+        targets = tuple(addresses) if target is None else (target, *addresses)
+        if not targets:
+            raise InvalidRequest("the client has no gateway", field="addresses", cure="give an address")
+        self._gateways = [_Gateway(each) for each in dict.fromkeys(targets)]
+        self._current = 0
+
+    @property
+    def target(self) -> str:
+        """The gateway that is asked next."""
+        return self._gateways[self._current].target
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,7 +169,8 @@ class Client:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._channel.close()
+        for gateway in self._gateways:
+            await gateway.channel.close()
 
     def generate(
         self, prompt: str | Sequence[int], sampling: Sampling = None, **options: Unpack[Options]
@@ -204,26 +225,36 @@ class Client:
 
     async def abort(self, *request_ids: str) -> list[str]:
         """Ends running requests; returns the ids of those that ran. Their callers get `Cancelled`."""
-        return list((await self._ask(self._stub.Abort(pb.AbortRequest(request_ids=request_ids)))).aborted)
+        aborted: set[str] = set()
+        lost: list[BatonError] = []
+        for gateway in self._gateways:  # requests may run at any of them
+            try:
+                with _typed_errors(gateway.target):
+                    aborted.update((await gateway.stub.Abort(pb.AbortRequest(request_ids=request_ids))).aborted)
+            except _Lost as error:
+                lost.append(error.error)
+        if len(lost) == len(self._gateways):
+            raise lost[0]
+        return [request_id for request_id in dict.fromkeys(request_ids) if request_id in aborted]
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
         request = pb.TokenizeRequest(add_special_tokens=add_special_tokens)
         _set_text(request, model=model, text=text)
-        answer = await self._ask(self._stub.Tokenize(request))
+        answer = await self._ask(lambda stub: stub.Tokenize(request))
         return list(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
         request.token_ids.extend(_token_ids(token_ids).ids)
-        return (await self._ask(self._stub.Detokenize(request))).text
+        return (await self._ask(lambda stub: stub.Detokenize(request))).text
 
     async def list_models(self) -> list[pb.ModelCard]:
-        answer = await self._ask(self._stub.ListModels(pb.ListModelsRequest()))
+        answer = await self._ask(lambda stub: stub.ListModels(pb.ListModelsRequest()))
         return list(answer.models)
 
     async def model_info(self, model: str = "") -> pb.GetModelInfoResponse:
         """Limits, special tokens, default sampling and more of the served model."""
-        return await self._ask(self._stub.GetModelInfo(pb.GetModelInfoRequest(model=model)))
+        return await self._ask(lambda stub: stub.GetModelInfo(pb.GetModelInfoRequest(model=model)))
 
     async def tokenizer(self, model: str = "") -> bytes:
         """The model's tokenizer files as a zip archive.
@@ -231,35 +262,89 @@ class Client:
         Raises:
             DataLoss: it arrived damaged.
         """
-        data, sha256 = bytearray(), ""
-        with _typed_errors(self.target):
-            async for piece in self._stub.GetTokenizer(pb.GetTokenizerRequest(model=model)):
-                data += piece.chunk
-                sha256 = piece.sha256 or sha256
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise DataLoss("the tokenizer archive arrived damaged", cure="download it again")
-        return bytes(data)
+        return await self._ask(lambda stub: _download(stub.GetTokenizer(pb.GetTokenizerRequest(model=model))))
 
     async def loads(self) -> pb.GetLoadsResponse:
         """How full each node is."""
-        return await self._ask(self._stub.GetLoads(pb.GetLoadsRequest()))
+        return await self._ask(lambda stub: stub.GetLoads(pb.GetLoadsRequest()))
 
     async def cluster_status(self) -> pb.ClusterStatusResponse:
         """The cluster as the gateway sees it."""
-        return await self._ask(self._stub.ClusterStatus(pb.ClusterStatusRequest()))
+        return await self._ask(lambda stub: stub.ClusterStatus(pb.ClusterStatusRequest()))
 
     async def _stream(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
-        call = self._stub.Generate(request, timeout=None if timeout_s is None else min(timeout_s, _TIMEOUT_S_MAX))
-        try:
-            with _typed_errors(self.target):
-                async for response in call:
-                    yield _event(response)
-        finally:
-            call.cancel()
+        """The request's events, from as many gateways as it takes."""
+        several = len(self._gateways) > 1
+        if several:
+            prepare_to_resume(request)
+        deadline_s = None if timeout_s is None else monotonic() + min(timeout_s, _TIMEOUT_S_MAX)
+        progress = Progress(request)
+        failures = 0  # in a row
+        while True:
+            gateway = self._gateways[self._current]
+            left_s = None if deadline_s is None else max(0.0, deadline_s - monotonic())
+            call = gateway.stub.Generate(progress.request(), timeout=left_s)
+            try:
+                with _typed_errors(gateway.target):
+                    async for response in call:
+                        passed = progress.take(response) if several else response
+                        if passed is not None:
+                            failures = 0
+                            yield _event(passed)
+                return
+            except _Lost as lost:
+                failures += 1
+                if failures >= len(self._gateways):
+                    raise lost.error from None
+                self._leave(gateway)
+            finally:
+                call.cancel()
 
-    async def _ask(self, answer: Awaitable[Answer]) -> Answer:
-        with _typed_errors(self.target):
-            return await answer
+    async def _ask(self, ask: "Callable[[generation_pb2_grpc.GenerationAsyncStub], Awaitable[Answer]]") -> Answer:
+        for last in reversed(range(len(self._gateways))):
+            gateway = self._gateways[self._current]
+            try:
+                with _typed_errors(gateway.target):
+                    return await ask(gateway.stub)
+            except _Lost as lost:
+                if not last:
+                    raise lost.error from None
+                self._leave(gateway)
+        raise AssertionError("the last gateway answers or raises")
+
+    def _leave(self, gateway: "_Gateway") -> None:
+        """The next gateway is used from now on, unless another request has left this one already."""
+        if self._gateways[self._current] is gateway:
+            self._current = (self._current + 1) % len(self._gateways)
+
+
+class _Gateway:
+    """One gateway's address and the channel to it."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.channel = connect(target)
+        # At run time there is one class of stubs; these annotations know the one of asynchronous channels.
+        self.stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(self.channel)
+
+
+class _Lost(Exception):
+    """The gateway is not there or takes no requests; `error` is what that means if there is no other one."""
+
+    def __init__(self, error: BatonError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+async def _download(pieces: AsyncIterable[pb.GetTokenizerResponse]) -> bytes:
+    """Raises: DataLoss: the archive arrived damaged."""
+    data, sha256 = bytearray(), ""
+    async for piece in pieces:
+        data += piece.chunk
+        sha256 = piece.sha256 or sha256
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise DataLoss("the tokenizer archive arrived damaged", cure="download it again")
+    return bytes(data)
 
 
 async def collect(events: AsyncGenerator[Event, None]) -> Completion:
@@ -401,21 +486,27 @@ def _chat_delta(message: pb.ChatDelta) -> ChatDelta:
 @contextmanager
 def _typed_errors(target: str) -> Iterator[None]:
     """Raises:
-    BatonError: instead of a gRPC status.
+    _Lost: another gateway may answer.
+    BatonError: instead of any other gRPC status.
     """
     try:
         yield
     except grpc.aio.AioRpcError as error:
         typed = from_rpc_error(error)
         from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not from_gateway:
+        if isinstance(typed, Draining):
+            raise _Lost(typed) from None
+        if from_gateway:
+            raise typed from None
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
             cure = "start a gateway there, or give the address of one that runs"
-            raise NoNode(
-                f"cannot reach {target}: {last_cause(error)}", field="target", value=target, cure=cure
-            ) from None
+            cause = last_cause(error)
+            raise _Lost(NoNode(f"cannot reach {target}: {cause}", field="target", value=target, cure=cure)) from None
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             cure = "give the address of a gateway, not of a node"
             raise NoNode(f"{target} is not a gateway", field="target", value=target, cure=cure) from None
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not from_gateway:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlineExceeded("the request did not finish in time", cure="allow more time") from None
+        if error.code() in _BROKEN_STREAM:
+            raise _Lost(typed) from None
         raise typed from None

@@ -7,19 +7,22 @@
     └── GatewaySettings
 
 Each setting is a flag and a variable of the same name: `--block-size 32` and `BATON_BLOCK_SIZE=32`; the flag wins. A
-wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values.
+wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values; so
+does a variable that is spelled nearly like a setting's.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, shortened
 from baton.types import LocalPolicy
 
 _ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
@@ -36,6 +39,16 @@ CPU_BATCH_REQUESTS = 64
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
+# Limits that no machine reaches. Beyond them arithmetic overflows, or a loop or a table never ends.
+_SECONDS_MAX, _RATE_MAX = 1e9, 1e6
+_COUNT_MAX = 1 << 20
+_THREADS_MAX = _SLOTS_MAX = 1024
+_SEATS_MAX = 1 << 16
+_BLOCKS_MAX = _TOKENS_MAX = 2**31 - 1  # ids of blocks and positions take 32 bits
+_CACHE_MIB_MAX = 1 << 26
+_HTTP_BODY_MIB_MAX = 4096
+_SHOWN_MAX = 200  # characters of a wrong value
+_ALIKE = 0.85  # of 1; of a name that is meant for another
 
 Settings = TypeVar("Settings", bound="CommonSettings")
 
@@ -59,7 +72,9 @@ class CommonSettings(BaseSettings):
         description="directory with config.json, weights and tokenizer.json; or a repository of the Hugging Face hub, "
         "such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision, which is downloaded",
     )
-    drain_grace_s: float = Field(30.0, gt=0, description="after SIGTERM, how long running requests may take to finish")
+    drain_grace_s: float = Field(
+        30.0, gt=0, le=_SECONDS_MAX, description="after SIGTERM, how long running requests may take to finish"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged to stderr"
     )
@@ -84,11 +99,12 @@ class NodeSettings(CommonSettings):
     )
     block_size: int = Field(16, ge=1, le=1024, description="token slots per block")
     num_blocks: int | None = Field(
-        None, ge=1, description="blocks in the cache; default: as many as kv_cache_mib holds"
+        None, ge=1, le=_BLOCKS_MAX, description="blocks in the cache; default: as many as kv_cache_mib holds"
     )
     kv_cache_mib: int | None = Field(
         None,
         ge=1,
+        le=_CACHE_MIB_MAX,
         description=f"memory for the cache when num_blocks is not given; default: {CPU_CACHE_MIB} on a CPU; on a "
         "GPU, what is left of gpu_memory_fraction",
     )
@@ -111,7 +127,7 @@ class NodeSettings(CommonSettings):
         description="ranks that share the model; each is a process with part of the weights and KV; on GPUs, each rank "
         "has its own GPU, counted from --device",
     )
-    threads: int = Field(1, ge=1, description="CPU threads of one engine step, in each rank")
+    threads: int = Field(1, ge=1, le=_THREADS_MAX, description="CPU threads of one engine step, in each rank")
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights, for tests and benchmarks"
     )
@@ -121,6 +137,7 @@ class NodeSettings(CommonSettings):
     max_batch_tokens: int | None = Field(
         None,
         ge=1,
+        le=_COUNT_MAX,
         description="most tokens in one engine step; longer prompts are cut into chunks; default: "
         f"{CPU_BATCH_TOKENS} on a CPU; on a GPU, by a profile at start, the smallest fast size whose steps take at "
         "most 150 ms on a prefill node, and 50 ms next to 32 decodes on a decode node",
@@ -128,15 +145,18 @@ class NodeSettings(CommonSettings):
     max_batch_requests: int | None = Field(
         None,
         ge=1,
+        le=_SEATS_MAX,
         description=f"most requests in one engine step; default: {CPU_BATCH_REQUESTS} on a CPU; on a GPU, "
         f"{GPU_BATCH_REQUESTS}, or {SMALL_GPU_BATCH_REQUESTS} with a small cache, or {GPU_PREFILL_REQUESTS} on a "
         "prefill node that only computes prompts",
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
-    max_waiting: int = Field(256, ge=0, description="most requests that wait for room; further ones are refused")
+    max_waiting: int = Field(
+        256, ge=0, le=_COUNT_MAX, description="most requests that wait for room; further ones are refused"
+    )
     max_context_tokens: int | None = Field(
-        None, ge=1, description="longest prompt plus output; default: the model's limit"
+        None, ge=2, le=_TOKENS_MAX, description="longest prompt plus output; default: the model's limit"
     )
     prefix_cache: bool = Field(True, description="reuse the KV of a prefix that earlier prompts had")
     transport: Literal["ucx", "loopback"] = Field(
@@ -149,10 +169,11 @@ class NodeSettings(CommonSettings):
         description="largest KV message; each transfer chooses its size up to that from the link's measured speed; "
         f"default: {_CPU_SEGMENT_MIB:g} on a CPU, {_GPU_SEGMENT_MIB:g} on a GPU",
     )
-    staging_slots: int = Field(4, ge=2, description="staging buffers of segment_mib each, per direction")
+    staging_slots: int = Field(4, ge=2, le=_SLOTS_MAX, description="staging buffers of segment_mib each, per direction")
     link_floor_gb_per_s: float = Field(
         0.0,
         ge=0,
+        le=_RATE_MAX,
         description="slowest link to a peer that is accepted, in GB/s as measured when the pair connects; a pair with "
         "a slower link is refused; 0: any link",
     )
@@ -192,7 +213,9 @@ class NodeSettings(CommonSettings):
 class PrefillSettings(NodeSettings):
     """Role prefill."""
 
-    connect_timeout_s: float = Field(10.0, gt=0, description="time limit for connecting a pair with a decode node")
+    connect_timeout_s: float = Field(
+        10.0, gt=0, le=_SECONDS_MAX, description="time limit for connecting a pair with a decode node"
+    )
     layer_groups: bool = Field(
         True,
         description="send the KV of a chunk's first layers while later layers compute, in as many groups as suit the "
@@ -215,12 +238,14 @@ class DecodeSettings(NodeSettings):
     local_prefill_tokens: int | None = Field(
         None,
         ge=0,
+        le=_TOKENS_MAX,
         description="the decode node prefills a prompt with fewer uncached tokens itself; default: as many as cost its "
         "streams next to nothing, by measured step costs",
     )
     receive_limit_gb_per_s: float | None = Field(
         None,
         gt=0,
+        le=_RATE_MAX,
         description="most KV received from all prefill nodes together, in GB/s; senders wait; default: no limit",
     )
     kv_convert_from: str = Field(
@@ -228,7 +253,9 @@ class DecodeSettings(NodeSettings):
         description="cache dtypes of prefill nodes that this node accepts although its own differs, comma-separated: "
         "float32, bfloat16, float16; the prefill nodes convert; default: such nodes are refused",
     )
-    lease_s: float = Field(300.0, gt=0, description="how long blocks stay reserved for KV that has not arrived")
+    lease_s: float = Field(
+        300.0, gt=0, le=_SECONDS_MAX, description="how long blocks stay reserved for KV that has not arrived"
+    )
 
     @property
     def receive_bytes_per_s(self) -> float | None:
@@ -267,40 +294,58 @@ class GatewaySettings(CommonSettings):
         "127.0.0.1:0",
         description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
     )
-    http_body_mib: float = Field(32.0, gt=0, description="largest body of an HTTP request")
+    http_body_mib: float = Field(32.0, gt=0, le=_HTTP_BODY_MIB_MAX, description="largest body of an HTTP request")
     failover_wait_s: float = Field(
-        30.0, gt=0, description="how long a request that has begun waits for another decode node when its own was lost"
+        30.0,
+        gt=0,
+        le=_SECONDS_MAX,
+        description="how long a request that has begun waits for another decode node when its own was lost",
     )
     chat_template: Path | None = Field(
         None, description="file with a jinja chat template to use in place of the checkpoint's"
     )
-    resolve_s: float = Field(5.0, gt=0, description="interval at which host names of nodes are resolved again")
-    link_retry_s: float = Field(
-        60.0, gt=0, description="interval at which a pair that was refused for its slow link is measured again"
+    resolve_s: float = Field(
+        5.0, gt=0, le=_SECONDS_MAX, description="interval at which host names of nodes are resolved again"
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request whose client gives none")
-    queue_s: float = Field(10.0, ge=0, description="how long a request may wait for room on a decode node")
+    link_retry_s: float = Field(
+        60.0,
+        gt=0,
+        le=_SECONDS_MAX,
+        description="interval at which a pair that was refused for its slow link is measured again",
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, le=_SECONDS_MAX, description="deadline of a request whose client gives none"
+    )
+    queue_s: float = Field(
+        10.0, ge=0, le=_SECONDS_MAX, description="how long a request may wait for room on a decode node"
+    )
     ttft_ms: float | None = Field(
-        None, gt=0, description="expected time to the first token of requests that state none; default: no bound"
+        None,
+        gt=0,
+        le=1e3 * _SECONDS_MAX,
+        description="expected time to the first token of requests that state none; default: no bound",
     )
     tpot_ms: float | None = Field(
-        None, gt=0, description="expected mean time per further token of requests that state none; default: no bound"
+        None,
+        gt=0,
+        le=1e3 * _SECONDS_MAX,
+        description="expected mean time per further token of requests that state none; default: no bound",
     )
     refuse_late: bool = Field(
         False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
     )
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     prefill_stall_s: float = Field(
-        10.0, gt=0, description="a prefill that reports no progress for that long is started again"
+        10.0, gt=0, le=_SECONDS_MAX, description="a prefill that reports no progress for that long is started again"
     )
     decode_stall_s: float = Field(
-        30.0, gt=0, description="a decode node that sends nothing for that long counts as lost"
+        30.0, gt=0, le=_SECONDS_MAX, description="a decode node that sends nothing for that long counts as lost"
     )
     max_attempts: int = Field(
-        3, ge=1, description="most prefill attempts per request; the last one runs on the decode node"
+        3, ge=1, le=_COUNT_MAX, description="most prefill attempts per request; the last one runs on the decode node"
     )
     max_concurrent_requests: int = Field(
-        1024, ge=1, description="most requests at once; further ones are refused with a retry hint"
+        1024, ge=1, le=_COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
     )
 
 
@@ -308,12 +353,27 @@ def read_settings(cls: type[Settings], program: str, argv: list[str] | None = No
     """Reads one process's settings from flags and environment. A wrong value ends the process with exit code 2."""
     flags = _parser(cls, program).parse_args(argv)
     given = {name: value for name, value in vars(flags).items() if value is not None}
+    if misspelled := misspelled_variables(os.environ):
+        for name, nearest in misspelled.items():
+            print(f"{program}: {name} is no setting; did you mean {nearest}?", file=sys.stderr)  # noqa: T201
+        raise SystemExit(2)
     try:
         return cls(**given)
     except ValidationError as error:
         for line in describe_validation_error(cls, error):
             print(f"{program}: {line}", file=sys.stderr)  # noqa: T201
         raise SystemExit(2) from None
+
+
+def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the environment that nearly have the name of a setting of some process, with that name.
+
+    Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
+    """
+    known = {variable(name) for cls in (PrefillSettings, DecodeSettings, GatewaySettings) for name in cls.model_fields}
+    names = (name for name in environ if name.startswith("BATON_") and name.upper() not in known)
+    found = {name: get_close_matches(name, known, n=1, cutoff=_ALIKE) for name in names}
+    return {shortened(name, _SHOWN_MAX): nearest[0] for name, nearest in found.items() if nearest}
 
 
 def fail(program: str, error: ConfigError) -> NoReturn:
@@ -329,8 +389,8 @@ def describe_validation_error(cls: type[CommonSettings], error: ValidationError)
         name = str(item["loc"][0]) if item["loc"] else "?"
         known = cls.model_fields.get(name)
         where = f"{variable(name)} ({flag(name)})" if known else variable(name)
-        allowed = item["msg"][:1].lower() + item["msg"][1:]
-        lines.append(f"{where} is {item['input']!r}; {allowed}")
+        allowed = shortened(item["msg"][:1].lower() + item["msg"][1:], _SHOWN_MAX)
+        lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
     return lines
 
 

@@ -35,7 +35,8 @@ def to_detail(error: errors.BatonError) -> pb.ErrorDetail:
 
 def from_detail(detail: pb.ErrorDetail) -> errors.BatonError:
     """Inverse of `to_detail`."""
-    reason = pb.ErrorReason.Name(detail.reason).removeprefix("ERROR_REASON_")
+    value = pb.ErrorReason.DESCRIPTOR.values_by_number.get(detail.reason)  # a newer peer knows further ones
+    reason = "" if value is None else value.name.removeprefix("ERROR_REASON_")
     return _ERRORS.get(reason, errors.InternalError)(
         detail.message,
         field=detail.field,

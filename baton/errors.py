@@ -17,9 +17,14 @@ BatonError
 
 from typing import ClassVar
 
+# Errors echo what others sent. Whoever passes an error on (a trailer, a message, a log line, stderr) can rely on these.
+_TEXT_CHARACTERS_MAX, _VALUE_CHARACTERS_MAX, _ALLOWED_MAX = 4000, 256, 64
+
 
 class BatonError(Exception):
     """Base of all errors. Names the wrong value, the allowed ones and the cure.
+
+    All texts are valid Unicode of bounded length: a longer one loses its middle.
 
     Args:
         message: one sentence without a full stop.
@@ -41,14 +46,14 @@ class BatonError(Exception):
         cure: str = "",
         retry_after_s: float | None = None,
     ) -> None:
-        self.message = message
-        self.field = field
-        self.value = str(value)
-        self.allowed = allowed
-        self.cure = cure
+        self.message = shortened(message, _TEXT_CHARACTERS_MAX)
+        self.field = shortened(field, _VALUE_CHARACTERS_MAX)
+        self.value = shortened(str(value), _VALUE_CHARACTERS_MAX)
+        self.allowed = tuple(shortened(each, _VALUE_CHARACTERS_MAX) for each in allowed[:_ALLOWED_MAX])
+        self.cure = shortened(cure, _TEXT_CHARACTERS_MAX)
         self.retry_after_s = retry_after_s
         self.request_id = ""  # of the request that it ended, set by the gateway
-        super().__init__(message)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         parts = [self.message]
@@ -105,3 +110,11 @@ class DataLoss(BatonError):
 
 class InternalError(BatonError):
     reason = "INTERNAL"
+
+
+def shortened(text: str, most: int) -> str:
+    """At most this many characters of the text, without its middle if need be; lone surrogates become `?`."""
+    if len(text) > most:
+        tail = most // 4
+        text = f"{text[: most - tail - 3]}...{text[-tail:]}"
+    return text if text.isascii() else text.encode(errors="replace").decode()

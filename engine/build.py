@@ -24,6 +24,7 @@ from baton.config import (
 )
 from baton.costs import StepCosts
 from baton.errors import ConfigError
+from engine.device.fits import check_fits
 from engine.device.graphs import GraphSettings
 from engine.device.out_of_memory import allocating
 from engine.device.profile import MemoryPlan, MemoryShare, size_on_gpu
@@ -143,6 +144,7 @@ def build_runner(
     spec = kv_cache_spec(rank_config, dtype, kv_dtype)
     layout = LayoutChoice(mla=spec.kind is KVKind.MLA, environment=settings.kv_cache_layout)
     sizes = _given_sizes(settings, spec, device)
+    check_fits(settings, spec, num_blocks=sizes.num_blocks, device=device)
     # Until a profile sets the number of blocks, the cache is assumed to hold the longest sequence.
     num_blocks = sizes.num_blocks or -(-config.max_context_tokens // settings.block_size)
     shape = KVCacheShape(layout.get_kv_cache_layout(), settings.block_size, num_blocks)

@@ -68,16 +68,18 @@ def read_served_model(directory: Path, name: str | None, chat_template: Path | N
         chat_template: a file with a template to use in place of the checkpoint's.
 
     Raises:
-        ConfigError: the directory holds no known model, or no tokenizer.
+        ConfigError: the directory holds no known model, or no tokenizer of it.
     """
     config = read_config(directory)
+    tokenizer = TextTokenizer(directory)
+    tokenizer.check_vocabulary(config.vocab_size)
     return ServedModel(
         name=name or model_name(directory),
         architecture=config.architecture,
         config_digest=config_digest(config),
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_context_tokens,
-        tokenizer=TextTokenizer(directory),
+        tokenizer=tokenizer,
         directory=directory,
         eos_token_ids=config.eos_token_ids,
         bos_token_id=read_bos_token_id(directory),

@@ -17,6 +17,7 @@ from gateway.generation_defaults import with_defaults
 from gateway.model import ServedModel
 from gateway.request import Request, deadline_exceeded
 from gateway.validate import (
+    check_output,
     check_prompt,
     check_prompt_given,
     check_prompt_length,
@@ -101,6 +102,7 @@ async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) ->
         priority=message.priority,
         slo=slo_from_proto(message.slo),
         session_id=check_session_id(message.session_id),
+        output=check_output(message, sampling, model, prompt_tokens=len(token_ids), max_tokens=max_context_tokens),
     )
     return Prepared(request, prompt.parser)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.convert import receipt_to_proto, usage_to_proto
+from baton.errors import InvalidRequest
 from baton.types import Receipt, SamplingParams, Usage
 from gateway.stop import StopStrings
 from protos.baton.v1 import common_pb2, decode_pb2
@@ -36,11 +37,30 @@ class Reply:
         self._sampling = sampling
         self._detokenizer = detokenizer
         self._stops = StopStrings(sampling.stop, include_stop=sampling.include_stop) if sampling.stop else None
+        self._begun = False  # the first message was taken
         self._stopped = False  # by a stop string: no text after it is shown
         self._tokens: list[common_pb2.Token] = []  # until `take`, as are the next three
         self._shown: list[int] = []  # tokens whose text is still to be made
         self._text = ""
         self._prompt_logprobs: Sequence[common_pb2.PromptLogprob] = ()
+
+    def resume(self, output: Sequence[int]) -> str:
+        """Goes on after tokens that the client has. Returns their text, as far as it was shown.
+
+        Raises:
+            InvalidRequest: a stop string is in them, so there is nothing after them.
+        """
+        self.completion_tokens = len(output)
+        if self._stops is None:
+            return self._detokenizer.push(*output)
+        texts = []
+        for count, token_id in enumerate(output, 1):
+            passed = self._stops.push(self._detokenizer.push(token_id), may_stop=count > self._sampling.min_tokens)
+            texts.append(passed.text)
+            if passed.stop is not None:
+                field = "output_token_ids"
+                raise InvalidRequest(f"{field} have the stop string {passed.stop!r}", field=field, value=passed.stop)
+        return "".join(texts)
 
     def add(self, step_token: decode_pb2.StepToken) -> OutputEnd | None:
         """Adds the next token to the message in progress; returns how the output ends if this token ends it."""
@@ -73,7 +93,8 @@ class Reply:
         message = pb.GenerateResponse()  # filled in this way, it takes two thirds of the time
         message.text = text
         message.tokens.extend(tokens)
-        if len(tokens) == self.completion_tokens:
+        if not self._begun:
+            self._begun = True
             message.request_id = self._request_id
             message.prompt_logprobs.extend(self._prompt_logprobs)
             self._prompt_logprobs = ()

@@ -16,6 +16,7 @@ class Request:
         priority: among waiting requests lower values go first.
         slo: what the client expects; absent bounds are the gateway's.
         session_id: requests of one session go to the same nodes where that costs nothing.
+        output: tokens that the client has already; the answer goes on after them.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Request:
     priority: int = 0
     slo: Slo = NO_SLO
     session_id: str = ""
+    output: tuple[int, ...] = ()
 
     @property
     def deadline_s(self) -> float:

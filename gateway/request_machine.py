@@ -57,6 +57,17 @@ class RequestMachine:
 
     # ---- what the shell sees
 
+    def resume(self) -> str:
+        """Goes on after the request's `output`, before the first event. Returns the text that the client has of it.
+
+        Raises:
+            InvalidRequest: there is nothing after it.
+        """
+        self._order.token_ids.extend(self._request.output)
+        self._gone = "the client's gateway was lost"
+        self._receipt.failed(f"continued after {len(self._request.output)} tokens that the client had")
+        return self._reply.resume(self._request.output)
+
     def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
         """Reacts to events in their order, at `now_s`, which never decreases.
 

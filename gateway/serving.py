@@ -235,8 +235,13 @@ class Serving:
         skip = request.sampling.skip_special_tokens
         detokenizer = self.model.tokenizer.detokenizer(request.prompt, skip_special_tokens=skip)
         machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer)
-        if prepared.parser is not None:
-            write = partial(_write_chat, ChatOutput(prepared.parser(f"{request.request_id}/{index}")), write)
+        parser = None if prepared.parser is None else prepared.parser(f"{request.request_id}/{index}")
+        if request.output:
+            text = await asyncio.to_thread(machine.resume)
+            if parser is not None:
+                parser.push(text)  # the client has what comes of it
+        if parser is not None:
+            write = partial(_write_chat, ChatOutput(parser), write)
         driver = RequestDriver(request, machine, self._connections, self._turns, write)
         running.drivers.add(driver)
         try:

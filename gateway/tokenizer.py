@@ -1,22 +1,27 @@
 """One model's tokenizer: whole texts to token ids and back."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from baton.config import tokenizer_file
-from baton.errors import ConfigError
+from baton.errors import ConfigError, shortened
 from gateway.detokenizer import Detokenizer, token_texts
 from gateway.text_pieces import PieceEncoder
 from gateway.token_pieces import TokenPieces
+
+log = logging.getLogger("baton")
+
+_IDS_MAX = 1 << 20  # as a model's vocabulary; tables are as long as the largest id
 
 
 class TextTokenizer:
     """One model's tokenizer.
 
     Raises:
-        ConfigError: the file is missing, or is no tokenizer.
+        ConfigError: the file is missing, is no tokenizer, or has no tokens.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -26,8 +31,16 @@ class TextTokenizer:
             raise ConfigError(f"{path} does not exist", field="model", value=directory, cure=cure)
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # what the library raises for a file that it cannot read
+        except BaseException as error:  # what the library raises for a file that it cannot read, its panics included
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
             raise ConfigError(f"{path} is not a tokenizer: {error}", field="model", value=directory) from error
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids or max(ids) >= _IDS_MAX:
+            what = f"has token id {max(ids)}" if ids else "has no tokens"
+            allowed = (f"ids below {_IDS_MAX}",)
+            raise ConfigError(f"{path} {what}", field="model", value=directory, allowed=allowed)
+        self._path = path
         # NOTE: a file may carry its training's truncation and padding; both would change prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -35,6 +48,33 @@ class TextTokenizer:
         self._pieces = TokenPieces(self._tokenizer)
         self._texts = {skip: token_texts(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.longest_token_bytes = self._pieces.longest_bytes
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Checks that texts become tokens of the model. Publishers add special tokens beyond its vocabulary, for parts
+        such as images that the model at hand does not have: those are logged, and refused in requests.
+
+        Raises:
+            ConfigError: other tokens are beyond it.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        beyond = {
+            token_id: token
+            for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items()
+            if token_id >= vocab_size
+        }
+        ordinary = sorted(beyond.keys() - added.keys())
+        if ordinary:
+            raise ConfigError(
+                f"{self._path} has {len(ordinary)} token(s) beyond the model's vocabulary, such as "
+                f"{shortened(beyond[ordinary[0]], 40)!r} with id {ordinary[0]}",
+                field="model",
+                value=ordinary[0],
+                allowed=(f"0 to {vocab_size - 1}",),
+                cure="take config.json and tokenizer.json of one revision of one model",
+            )
+        if beyond:
+            names = shortened(", ".join(repr(beyond[token_id]) for token_id in sorted(beyond)), 200)
+            log.warning("special tokens beyond the model's vocabulary of %d tokens: %s", vocab_size, names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, salt: str = "") -> list[int]:
         """Token ids. Releases the interpreter lock.

@@ -141,6 +141,36 @@ def check_prompt_length(num_tokens: int, *, max_context_tokens: int) -> None:
         )
 
 
+def check_output(
+    request: pb.GenerateRequest, sampling: SamplingParams, model: ServedModel, *, prompt_tokens: int, max_tokens: int
+) -> tuple[int, ...]:
+    """The tokens that the client has already.
+
+    Args:
+        max_tokens: of prompt and output together.
+
+    Raises:
+        InvalidRequest: the answer cannot go on after them.
+    """
+    field, output = "output_token_ids", request.output_token_ids
+    if not output:
+        return ()
+    if max(request.n, request.best_of) > 1:
+        cure = "ask for one output, or for all of them from their beginning"
+        raise InvalidRequest(
+            f"{field} are those of one output, and n or best_of asks for several", field=field, cure=cure
+        )
+    if not sampling.greedy and not request.sampling.HasField("seed"):
+        cure = "give the seed with which the tokens were drawn"
+        raise InvalidRequest(f"{field} go on from a draw whose seed is missing", field=field, cure=cure)
+    most = min(sampling.max_tokens, max_tokens - prompt_tokens) - 1
+    if len(output) > most:
+        message, allowed = f"{field} has {len(output)} tokens", (f"up to {most}, of which the answer has one more",)
+        raise InvalidRequest(message, field=field, value=len(output), allowed=allowed)
+    model.check_token_ids(field, list(output))
+    return tuple(output)
+
+
 def check_prompt_given(request: pb.GenerateRequest) -> None:
     """Raises:
     InvalidRequest: the request has no prompt, or an empty one.

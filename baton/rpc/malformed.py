@@ -1,20 +1,24 @@
-"""A message that cannot be parsed gets INVALID_ARGUMENT with our detail, on every service of a server.
+"""Every call of a server ends with a status of ours: this is the one place for what handlers let through.
 
-gRPC parses a message before it calls the handler, and answers UNKNOWN with a traceback in the log where that fails.
-Here the parser returns a `_Malformed` instead of failing, and the wrapped handler ends the call.
+A message that cannot be parsed gets INVALID_ARGUMENT: gRPC parses it before it calls the handler, and would answer
+UNKNOWN. Here the parser returns a `_Malformed` instead of failing, and the wrapped handler ends the call. An error of
+ours that a handler raises becomes its status; any other exception is logged and becomes INTERNAL.
 """
 
+import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
 from baton.rpc.status import abort
+
+log = logging.getLogger("baton")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # not subscriptable at run time
@@ -57,7 +61,7 @@ def _wrap(handler: Any, method: str) -> Handler:
     def parse_or_mark(data: bytes) -> Any:
         try:
             return parse(data)
-        except DecodeError:
+        except Exception:  # noqa: BLE001  whatever a parser raises, the bytes are wrong
             return _Malformed(len(data))
 
     if handler.request_streaming:
@@ -85,7 +89,7 @@ def _guard_message(behavior: Any, method: str) -> Any:
         async def guarded_generator(request: Any, context: Context) -> AsyncIterator[Any]:
             if isinstance(request, _Malformed):
                 await _refuse(request, context, method)
-            async with aclosing(behavior(request, context)) as responses:
+            async with _typed(context, method), aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
 
@@ -94,7 +98,8 @@ def _guard_message(behavior: Any, method: str) -> Any:
     async def guarded(request: Any, context: Context) -> Any:
         if isinstance(request, _Malformed):
             await _refuse(request, context, method)
-        return await behavior(request, context)
+        async with _typed(context, method):
+            return await behavior(request, context)
 
     return guarded
 
@@ -111,16 +116,54 @@ def _guard_stream(behavior: Any, method: str) -> Any:
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async with aclosing(behavior(checked(requests, context), context)) as responses:
+            async with _typed(context, method), aclosing(behavior(checked(requests, context), context)) as responses:
                 async for response in responses:
                     yield response
 
         return guarded_generator
 
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
-        return await behavior(checked(requests, context), context)
+        async with _typed(context, method):
+            return await behavior(checked(requests, context), context)
 
     return guarded
+
+
+@asynccontextmanager
+async def _typed(context: Context, method: str) -> AsyncIterator[None]:
+    """Ends the call with a status of ours if the handler inside fails."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  gRPC would answer UNKNOWN
+        causes = list(_leaves(error))
+        # The call has ended already: by `abort`, maybe in a task of the handler, or because the client has left.
+        for cause in causes:
+            if isinstance(cause, grpc.aio.AbortError):
+                raise cause from None
+        if all(isinstance(cause, grpc.aio.InternalError) for cause in causes):
+            raise asyncio.CancelledError from None
+        await abort(context, _error_of(causes, error, method))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
+
+
+def _error_of(causes: list[BaseException], error: Exception, method: str) -> BatonError:
+    for cause in causes:
+        if isinstance(cause, BatonError):
+            return cause
+    if isinstance(causes[0], TimeoutError):
+        return DeadlineExceeded(f"{method} did not get the next message in time", cure="try again")
+    if isinstance(causes[0], StopAsyncIteration):
+        cure = "send all messages that the method waits for"
+        return InvalidRequest(f"the stream of {method} ended before the next message", field="message", cure=cure)
+    log.error("%s failed", method, exc_info=error)
+    return InternalError(f"{method} failed: {type(causes[0]).__name__}: {causes[0]}", cure="see the server's log")
 
 
 async def _refuse(malformed: _Malformed, context: Context, method: str) -> None:

@@ -81,9 +81,19 @@ class Address:
     @classmethod
     def parse(cls, text: str, *, field: str) -> "Address":
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        # NOTE: isdigit is true of digits that int does not take, such as a superscript two.
+        if not _is_host(host) or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
             raise ConfigError(f"{field} is {text!r}", field=field, value=text, allowed=("host:port",))
         return cls(host, int(port))
+
+
+def _is_host(host: str) -> bool:
+    """Whether a resolver takes the name: it raises UnicodeError for one with an empty or long label."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(host) and host.isprintable() and not any(each in host for each in " ,/\\@")
 
 
 def check_advertised(text: str | None) -> None:

@@ -7,12 +7,12 @@ ErrorInfo of google.rpc.
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -144,7 +144,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
     """The Baton error of a failed call. A status without our detail becomes the nearest error."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            return _from_status(status_pb2.Status.FromString(value), error)
+            with suppress(DecodeError):  # damaged, or another's
+                return _from_status(status_pb2.Status.FromString(value), error)
     return _nearest(error)
 
 

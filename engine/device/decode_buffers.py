@@ -109,7 +109,7 @@ class DecodeBuffers:
         """[size] int32, the tokens that the step computes."""
         token_ids = self.token_ids[:size]
         torch.index_select(self.tokens, 0, self.token_source[:size], out=token_ids)
-        return token_ids
+        return token_ids.clamp_(min=0)  # NO_TOKEN of a row that has failed
 
 
 def new_decode_buffers(

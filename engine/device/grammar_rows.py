@@ -17,6 +17,7 @@ from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.types import Grammar
 from engine.batch import BatchRow
 from engine.request import IntArray, int_array
+from engine.sampling.choice import NO_TOKEN
 from engine.sampling.masks import Masks
 from engine.sampling.row import SampleRow
 from engine.sampling.sampler import SampledOnHost
@@ -94,7 +95,7 @@ class GrammarRows:
         grammar = sample.params.grammar
         assert grammar is not None
         if row.token_source is not None:
-            if followed is None or newest is None:
+            if followed is None or newest is None or newest == NO_TOKEN:
                 # The step before has failed, and this row with it; otherwise the request must fail now.
                 raise InternalError("the tokens of a constrained output are not known here")
             followed.consume(newest)

@@ -72,7 +72,7 @@ def stage_step(rows: Sequence[BatchRow], last_tokens: Tensor, *, block_size: int
         last_tokens.device,
     )
     if pending:
-        token_ids_T.index_copy_(0, places_P, last_tokens.index_select(0, sources_P).to(torch.int64))
+        token_ids_T.index_copy_(0, places_P, last_tokens.index_select(0, sources_P).to(torch.int64).clamp_(min=0))
     common, positions_T = batch.common(copied)
     return StepInputs(common, token_ids_T, positions_T, sampled, sampled_S, last_S)
 

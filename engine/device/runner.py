@@ -31,6 +31,7 @@ from engine.device.layer_marks import LayerMarks, OnMark
 from engine.device.prompt_graphs import PromptGraphs
 from engine.device.step_slot import StepSlot, StepSlots
 from engine.request import ModelFacts, int_array
+from engine.sampling.choice import NO_TOKEN
 from engine.sampling.masks import keep_allowed
 from engine.sampling.prompt_scores import ScoresOnHost, score_prompts
 from engine.sampling.row import GREEDY_ROW, SampleRow
@@ -76,7 +77,7 @@ class LaunchedStep:
         self._slots.give_back(self._slot)
         for indices, tokens in self._drawn.parts:
             for index, token in zip(indices, tokens.outputs(), strict=True):
-                results[index] = token
+                results[index] = _not_finite() if token.token_id == NO_TOKEN else token
         for index, error in self._drawn.failed.items():
             results[index] = error
         return results
@@ -351,10 +352,21 @@ class _PlainTokens:
     def outputs(self, tokens: NDArray[np.int32]) -> list[RowResult]:
         """One output per row. Call it after the tokens have arrived."""
         indices = self.output_indices.tolist()
-        outputs: list[RowResult] = list(map(TokenOutput, tokens[: len(indices)].tolist(), indices))
+        token_ids = tokens[: len(indices)].tolist()
+        outputs: list[RowResult] = list(map(TokenOutput, token_ids, indices))
+        if NO_TOKEN in token_ids:
+            for row, token_id in enumerate(token_ids):
+                if token_id == NO_TOKEN:
+                    outputs[row] = _not_finite()
         for row in self.unsampled:
             outputs[row] = None
         return outputs
+
+
+def _not_finite() -> InternalError:
+    message = "the model's logits for the next token are not finite"
+    cure = "check that the weights have no NaN or inf, or give --dtype float32: numbers may overflow in the one in use"
+    return InternalError(message, field="logits", value="NaN or inf", cure=cure)
 
 
 def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:

@@ -22,6 +22,8 @@ from engine.sampling.kernels.choose import choose
 from engine.sampling.random import exponential_noise
 from engine.sampling.row import SampleRow
 
+# In place of a token, where logits are not finite. Steps look it up as token 0, and its request fails.
+NO_TOKEN = -1
 _LEAST_TEMPERATURE = 1e-30  # about the smallest number that float32 can divide by
 _LARGEST_TOP_K = 2**31 - 1
 _GREEDY = (0.0, -math.inf, 0, math.inf, 0, 0)
@@ -90,8 +92,8 @@ def _numbers(row: SampleRow) -> tuple[float, float, int, float, int, int]:
 def choose_tokens(logits_RV: Tensor, buffers: SamplingBuffers, *, out_R: Tensor) -> None:
     """Writes each row's token to `out_R`, int32. The logits are float32 and stay as they are.
 
-    On a GPU the host reads nothing. The buffers may be longer than the logits. A row of NaN gets some token of the
-    vocabulary.
+    On a GPU the host reads nothing. The buffers may be longer than the logits. A row whose largest logit is not finite,
+    with NaN above all numbers, gets NO_TOKEN.
     """
     if logits_RV.is_cuda:
         choose(logits_RV, *buffers, out_R=out_R)
@@ -102,12 +104,10 @@ def choose_tokens(logits_RV: Tensor, buffers: SamplingBuffers, *, out_R: Tensor)
 def _choose(logits_RV: Tensor, buffers: SamplingBuffers) -> Tensor:
     """The twin of the kernels on a CPU, where reading a tensor does not wait."""
     drawn_S = buffers.temperature_R.nonzero().squeeze(1)
-    if len(drawn_S) == len(logits_RV):
-        return _draw(logits_RV, buffers)
-    chosen_R = logits_RV.argmax(dim=-1)
+    top_R, chosen_R = logits_RV.max(dim=-1)
     if len(drawn_S):
         chosen_R[drawn_S] = _draw(logits_RV[drawn_S], SamplingBuffers(*(tensor[drawn_S] for tensor in buffers)))
-    return chosen_R
+    return chosen_R.masked_fill_(~top_R.isfinite(), NO_TOKEN)
 
 
 def _draw(logits_SV: Tensor, buffers: SamplingBuffers) -> Tensor:

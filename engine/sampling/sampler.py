@@ -47,7 +47,7 @@ class Sampled:
 
     Args:
         output_indices: as in `SampleRow`, one per row.
-        chosen_R: int32, contiguous.
+        chosen_R: int32, contiguous; NO_TOKEN where logits are not finite.
     """
 
     output_indices: Sequence[int]
@@ -154,5 +154,5 @@ def with_logprobs(
 def _logprobs(logprobs_LV: Tensor, chosen_L: Tensor, *, rows: Sequence[int], counts: Sequence[int]) -> Logprobs:
     most = max(1, *counts)
     values_LN, token_ids_LN = logprobs_LV.topk(min(most, logprobs_LV.shape[1]), dim=-1)
-    of_chosen_L = logprobs_LV.gather(1, chosen_L.long().unsqueeze(1)).squeeze(1)
+    of_chosen_L = logprobs_LV.gather(1, chosen_L.long().clamp_(min=0).unsqueeze(1)).squeeze(1)
     return Logprobs(rows, counts, of_chosen_L, values_LN, token_ids_LN.int())

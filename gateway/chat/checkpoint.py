@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.config import tokenizer_file
 from baton.errors import ConfigError
+from models.config.file import read_regular
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -93,7 +94,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}", field="model", value=path.parent) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", field="model", value=path.parent)
@@ -102,6 +103,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(path).decode()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not readable: {error}", field="chat_template", value=path) from error

@@ -3,7 +3,7 @@
 import math
 from typing import ClassVar, Self
 
-from models.config.fields import Count, Fields, Integers, Positive, Table, Texts
+from models.config.fields import Count, Fields, Heads, Integers, Layers, Positive, Size, Table, Texts
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from models.config.rope import RopeConfig, read_rope
@@ -33,12 +33,12 @@ class DecoderFields(Fields):
     )
 
     architectures: Texts
-    vocab_size: Count
-    hidden_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: Size | None = None
     layer_types: Texts = ()
     mlp_bias: bool = False
     rms_norm_eps: Positive = 1e-6

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError
 
 from baton.errors import ConfigError
 from models.config.file import ConfigFile
 
-Count: TypeAlias = Annotated[int, Ge(1)]
-CountOrZero: TypeAlias = Annotated[int, Ge(0)]
+# Upper limits are far above any model's numbers. Beyond them a loop or an allocation would not end, or bytes overflow.
+_INT32_MAX = 2**31 - 1
+Count: TypeAlias = Annotated[int, Ge(1), Le(_INT32_MAX)]
+CountOrZero: TypeAlias = Annotated[int, Ge(0), Le(_INT32_MAX)]
+Size: TypeAlias = Annotated[int, Ge(1), Le(2**20 - 1)]  # of one axis of a weight
+Heads: TypeAlias = Annotated[int, Ge(1), Le(2**14)]  # or experts: each is an axis of a weight with two others
+Layers: TypeAlias = Annotated[int, Ge(1), Le(2**12)]
+LayersOrZero: TypeAlias = Annotated[int, Ge(0), Le(2**12)]
 Positive: TypeAlias = Annotated[float, Gt(0)]
 Table: TypeAlias = dict[str, object]
 
@@ -104,7 +110,8 @@ def _allowed(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
         return tuple(str(value).lower() if isinstance(value, bool) else str(value) for value in arguments)
     if annotation is int:
         least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
-        return ("an integer",) if least is None else (f"an integer of at least {least}",)
+        most = next((item.le for item in metadata if isinstance(item, Le)), None)
+        return ("an integer",) if least is None else (f"an integer from {least} to {most}",)
     if annotation is float:
         if any(isinstance(item, Gt) for item in metadata):
             return ("a number above 0",)

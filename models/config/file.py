@@ -1,11 +1,19 @@
 """A checkpoint's JSON files as raw values, and the one-line error that names file, field and allowed values."""
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import Repr
 
 from baton.errors import ConfigError
+
+_FILE_BYTES_MAX = 256 << 20  # the largest index of published weights has 20 MB
+_SHOWN = Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
+_SHOWN.maxlevel = 3
 
 
 @dataclass(frozen=True)
@@ -27,15 +35,8 @@ class ConfigFile:
             ConfigError: it cannot be read, is not JSON, or is not an object.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read {path}: {error.strerror}",
-                field="model",
-                value=str(path),
-                cure="give the directory of a checkpoint in Hugging Face format",
-            ) from error
-        except ValueError as error:
+            values = json.loads(read_regular(path))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not JSON: {error}", field="model", value=str(path), cure="download the file again"
             ) from error
@@ -64,9 +65,37 @@ class ConfigFile:
         """The error to raise for the value of `name`."""
         value = self.raw(name)
         return ConfigError(
-            f"{self.where}: {name} is {'missing' if value is None else repr(value)}",
+            f"{self.where}: {name} is {'missing' if value is None else shown(value)}",
             field=name,
-            value="missing" if value is None else value,
+            value="missing" if value is None else value if isinstance(value, str | int | float) else shown(value),
             allowed=allowed,
             cure=cure,
         )
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a checkpoint's file. It waits for no pipe and no device.
+
+    Raises:
+        ConfigError: it cannot be read, is no regular file, or is too large for what it should be.
+    """
+    problem = ""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                problem = "it is no regular file"
+            elif status.st_size > _FILE_BYTES_MAX:
+                problem = f"it has {status.st_size} bytes, of at most {_FILE_BYTES_MAX}"
+            else:
+                return file.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    cure = "give the directory of a checkpoint in Hugging Face format"
+    raise ConfigError(f"cannot read {path}: {problem}", field="model", value=str(path), cure=cure)
+
+
+def shown(value: object) -> str:
+    """The value of a file in an error: short, however long or deep it is."""
+    return _SHOWN.repr(value)

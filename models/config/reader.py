@@ -75,7 +75,7 @@ def _dtype(directory: Path, file: ConfigFile) -> str:
 
 def _eos_token_ids(directory: Path, file: ConfigFile) -> tuple[int, ...]:
     """The ids in generation_config.json, which publishers keep current; else those in config.json; else ()."""
+    of_config = _EndOfText.read(file).eos_token_id  # a wrong value is an error also where it is not used
     path = directory / "generation_config.json"
-    if path.exists() and (ids := _EndOfText.read(ConfigFile.read(path)).eos_token_id):
-        return ids
-    return _EndOfText.read(file).eos_token_id
+    of_generation = _EndOfText.read(ConfigFile.read(path)).eos_token_id if path.exists() else ()
+    return of_generation or of_config

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from models.config.decoder import DecoderFields
-from models.config.fields import Count, Positive
+from models.config.fields import Positive, Size
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 
@@ -31,7 +31,7 @@ class _BloomFields(DecoderFields):
         {"max_position_embeddings": 2048, "tie_word_embeddings": True}
     )
     apply_residual_connection_post_layernorm: bool = False
-    n_inner: Count | None = None
+    n_inner: Size | None = None
     layer_norm_epsilon: Positive = 1e-5
 
 

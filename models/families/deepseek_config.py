@@ -3,28 +3,28 @@
 from typing import Literal
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, CountOrZero, Positive, Table
+from models.config.fields import Count, Heads, LayersOrZero, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 
 
 class _DeepseekFields(RotaryFields):
-    intermediate_size: Count
+    intermediate_size: Size
     quantization_config: Table | None = None
     attention_bias: Literal[False] = False
-    q_lora_rank: Count | None = None
-    kv_lora_rank: Count
-    qk_nope_head_dim: Count
-    qk_rope_head_dim: Count
-    v_head_dim: Count
-    n_routed_experts: Count | None = None  # null: all layers are dense
-    num_experts_per_tok: Count | None = None
-    moe_intermediate_size: Count | None = None
-    n_shared_experts: CountOrZero = 0
-    first_k_dense_replace: CountOrZero = 0
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    n_routed_experts: Heads | None = None  # null: all layers are dense
+    num_experts_per_tok: Heads | None = None
+    moe_intermediate_size: Size | None = None
+    n_shared_experts: LayersOrZero = 0
+    first_k_dense_replace: LayersOrZero = 0
     moe_layer_freq: Count = 1
-    n_group: Count | None = None
-    topk_group: Count | None = None
+    n_group: Heads | None = None
+    topk_group: Heads | None = None
 
     def mla(self) -> MLAConfig:
         return MLAConfig(
@@ -106,7 +106,7 @@ class _DeepseekV3Fields(_DeepseekFields):
     norm_topk_prob: bool = True
     routed_scaling_factor: Positive = 2.5
     rope_interleave: bool = True
-    num_nextn_predict_layers: CountOrZero = 0
+    num_nextn_predict_layers: LayersOrZero = 0
 
 
 def read_deepseek_v3(file: ConfigFile) -> ModelConfig:

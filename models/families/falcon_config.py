@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, Positive
+from models.config.fields import Count, Heads, Positive, Size
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig
 
@@ -45,8 +45,8 @@ class _FalconFields(RotaryFields):
     new_decoder_architecture: bool = False
     parallel_attn: bool = False
     num_ln_in_parallel_attn: Count | None = None
-    num_kv_heads: Count | None = None
-    ffn_hidden_size: Count | None = None
+    num_kv_heads: Heads | None = None
+    ffn_hidden_size: Size | None = None
     layer_norm_epsilon: Positive = 1e-5
 
     def used_kv_heads(self) -> int:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, Positive, Table
+from models.config.fields import Count, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.rope import RopeConfig, read_rope
@@ -25,7 +25,7 @@ _GEMMA3_ROPES = frozenset({"full_attention", "sliding_attention"})
 
 
 class _GemmaFields(RotaryFields):
-    intermediate_size: Count
+    intermediate_size: Size
     quantization_config: Table | None = None
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from baton.errors import ConfigError
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, Positive, Table
+from models.config.fields import Count, Heads, Positive, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig, MoEConfig, Scoring, TopKMethod
 
@@ -54,12 +54,12 @@ class _GptOssFields(RotaryFields):
             "swiglu_alpha": 1.702,
         }
     )
-    intermediate_size: Count
+    intermediate_size: Size
     quantization_config: Table | None = None
     attention_bias: bool = False
     sliding_window: Count | None
-    num_local_experts: Count
-    num_experts_per_tok: Count
+    num_local_experts: Heads
+    num_experts_per_tok: Heads
     swiglu_limit: Positive
     swiglu_alpha: Positive
 

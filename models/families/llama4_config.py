@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, CountOrZero, Integers
+from models.config.fields import Count, CountOrZero, Heads, Integers, Size
 from models.config.file import ConfigFile
 from models.config.model_config import ModelConfig, MoEConfig, Scoring, TopKMethod
 
@@ -53,8 +53,8 @@ class _Llama4Fields(RotaryFields):
             "attention_chunk_size": 8192,
         }
     )
-    intermediate_size: Count  # of an expert
-    intermediate_size_mlp: Count
+    intermediate_size: Size  # of an expert
+    intermediate_size_mlp: Size
     attention_bias: bool = False
     use_qk_norm: bool = True
     no_rope_layers: Integers = ()
@@ -66,8 +66,8 @@ class _Llama4Fields(RotaryFields):
     attn_scale: float = 0.1
     moe_layers: Integers | None = None
     interleave_moe_layer_step: Count = 1
-    num_local_experts: Count
-    num_experts_per_tok: Count
+    num_local_experts: Heads
+    num_experts_per_tok: Heads
 
     def rope_layers(self) -> tuple[bool, ...]:
         """`no_rope_layers` has, contrary to its name, a 1 for each layer with a rotary embedding."""

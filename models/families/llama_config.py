@@ -3,13 +3,13 @@
 from typing import Annotated
 
 from models.config.decoder import RotaryFields
-from models.config.fields import Count, CountOrZero, Cure, Table
+from models.config.fields import Count, CountOrZero, Cure, Size, Table
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig
 
 
 class _LlamaLikeFields(RotaryFields):
-    intermediate_size: Count
+    intermediate_size: Size
     quantization_config: Table | None = None
 
     def llama_like(self, attention: GQAConfig) -> ModelConfig:

@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from attention.blocksparse import BlocksparseParams
 from models.config.decoder import DecoderFields
-from models.config.fields import Count, CountOrZero, Cure, Integers, Positive
+from models.config.fields import Count, CountOrZero, Cure, Integers, Positive, Size
 from models.config.file import ConfigFile
 from models.config.model_config import GQAConfig, ModelConfig
 from models.config.rope import LinearScaling, RopeConfig
@@ -39,7 +39,7 @@ class _Phi3SmallFields(DecoderFields):
     unmentioned: ClassVar[Mapping[str, object]] = MappingProxyType({"tie_word_embeddings": True, "mlp_bias": True})
     hidden_act: Literal["gegelu"] = "gegelu"
     layer_norm_epsilon: Positive = 1e-5
-    ff_intermediate_size: Count = 14_336
+    ff_intermediate_size: Size = 14_336
     ff_dim_multiplier: Annotated[None, _UNSUPPORTED] = None
     gegelu_limit: Positive | None = 20.0
     rope_scaling: Annotated[None, _UNSUPPORTED] = None

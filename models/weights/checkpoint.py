@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeGuard
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, shortened
 from models.config.file import ConfigFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,6 +32,7 @@ _DTYPE_BYTES = MappingProxyType(
     }
 )
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ def read_checkpoint(directory: Path) -> Mapping[str, StoredTensor]:
     file_of = _read_index(index)
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
-        tensors.update(_read_header(directory / file))
+        found = _read_header(directory / file)
+        tensors.update({name: tensor for name, tensor in found.items() if file_of.get(name, file) == file})
     for name, file in file_of.items():
         if name not in tensors or tensors[name].file.name != file:
             raise _damaged(index, f"says that {name} is in {file}, which does not have it")
@@ -119,18 +124,22 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """A safetensors file begins with the header's length, 8 bytes little endian, and the header, a JSON object."""
     try:
-        with path.open("rb") as file:
-            size_bytes = path.stat().st_size
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # waits for no pipe
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise _damaged(path, "is no regular file")
+            size_bytes = status.st_size
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise _damaged(path, "is cut off within its first 8 bytes")
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
                 raise _damaged(path, f"is no safetensors file, or cut off: its header would have {header_bytes} bytes")
-            header = json.loads(file.read(header_bytes))
+            header = json.loads(file.read(header_bytes), object_pairs_hook=_without_twins)
     except OSError as error:
         raise _damaged(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"has a header that is not JSON: {error}") from error
     tensors = _parse_header(path, header, data_start=8 + header_bytes)
     _check_places(path, tensors, data_start=8 + header_bytes, size_bytes=size_bytes)
@@ -141,8 +150,11 @@ def _check_places(path: Path, tensors: Mapping[str, StoredTensor], *, data_start
     """Checks that tensors follow each other, each as large as its shape says, from the header to the file's end."""
     stop = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
-        tensor_bytes = math.prod(tensor.shape) * _DTYPE_BYTES.get(tensor.dtype, 0)
-        if tensor.start != stop or (tensor_bytes and tensor.stop - tensor.start != tensor_bytes):
+        item_bytes = _DTYPE_BYTES.get(tensor.dtype)
+        size = tensor.stop - tensor.start
+        # The size of a dtype that is unknown here is unknown too, but no tensor ends before it starts.
+        fits = size >= 0 if item_bytes is None else size == math.prod(tensor.shape) * item_bytes
+        if tensor.start != stop or not fits:
             raise _damaged(
                 path, f"says that {tensor.name}, {tensor.dtype} {list(tensor.shape)}, is {tensor.start}..{tensor.stop}"
             )
@@ -152,21 +164,35 @@ def _check_places(path: Path, tensors: Mapping[str, StoredTensor], *, data_start
 
 
 def _parse_header(path: Path, header: object, *, data_start: int) -> dict[str, StoredTensor]:
-    try:
-        return {
-            name: StoredTensor(
-                name,
-                path,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                data_start + entry["data_offsets"][0],
-                data_start + entry["data_offsets"][1],
-            )
-            for name, entry in header.items()  # type: ignore[attr-defined]
-            if name != "__metadata__"
-        }
-    except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise _damaged(path, "has a header that does not follow the safetensors format") from error
+    problem = _damaged(path, "has a header that does not follow the safetensors format")
+    if not isinstance(header, dict):
+        raise problem
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict):
+            raise problem
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+            raise problem
+        start, stop = offsets
+        tensors[name] = StoredTensor(name, path, dtype, tuple(shape), data_start + start, data_start + stop)
+    return tensors
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each <= _INT64_MAX for each in value)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises: ValueError: two entries have one name, and only the last of them would be seen."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it names {shortened(twin, 80)!r} twice")
+    return values
 
 
 def _damaged(path: Path, problem: str) -> ConfigError:

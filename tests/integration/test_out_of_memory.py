@@ -3,11 +3,13 @@
 import re
 import resource
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 
 from baton.config import NodeSettings
+from engine import build
 from node.ranks import group
 from node.ranks.group import RankGroup, Worker
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, arguments
@@ -15,7 +17,7 @@ from tests.warm import run_warm
 
 MODEL: Flags = {"model": LLAMA, "device": "cpu", "log_level": "error"}
 # More than any address space holds, so the allocation fails at once.
-TOO_MANY_BLOCKS = 1 << 34
+TOO_MANY_BLOCKS = (1 << 31) - 1
 CACHE_MIB = 1024
 MIB = 1 << 20
 
@@ -23,6 +25,11 @@ MIB = 1 << 20
 def explain_own_fault() -> None:
     """Rank 0 waits until it finds the fault of the other rank itself, however slow the machine is."""
     group._OWN_FAULT_S = DEADLINE_S
+
+
+def try_any_size() -> None:
+    """Sizes that could fit are not refused before the weights are loaded. The test's counts as such."""
+    build.check_fits = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
 def limit_workers(limit_bytes: int) -> None:
@@ -37,15 +44,28 @@ def limit_workers(limit_bytes: int) -> None:
     RankGroup._start = start_limited  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_cache_that_does_not_fit_is_one_line_however_many_ranks_lack_memory(ranks: int) -> None:
-    flags = {**MODEL, "num_blocks": TOO_MANY_BLOCKS, "tensor_parallel_size": ranks}
-    ended = run_warm("decode_node", *arguments(flags), prepare=explain_own_fault)
+def test_a_cache_that_does_not_fit_is_one_line() -> None:
+    flags = {**MODEL, "num_blocks": TOO_MANY_BLOCKS}
+    ended = run_warm("decode_node", *arguments(flags), prepare=try_any_size)
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert "decode_node ERROR no memory is left for the KV cache, " in line
     assert re.search(r": \d+\.\d GiB were asked for, \d+\.\d GiB are free; ", line)
     assert "--num-blocks" in line
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cache_that_never_fits_is_refused_before_the_weights_are_loaded(tmp_path: Path, ranks: int) -> None:
+    """However many ranks lack the memory, it is one line."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text((LLAMA / name).read_text())
+    (tmp_path / "model.safetensors").touch()  # nobody reads it
+    flags = {**MODEL, "model": tmp_path, "num_blocks": TOO_MANY_BLOCKS, "tensor_parallel_size": ranks}
+    ended = run_warm("decode_node", *arguments(flags), prepare=explain_own_fault)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert f"decode_node: num_blocks is {TOO_MANY_BLOCKS}, a KV cache of " in line
+    assert "lower --num-blocks or --kv-cache-mib" in line
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.sampling.kernels.cut import ROW_POINTERS, cut_kernel
 from engine.sampling.kernels.noise import exponential_of, noise_words
-from engine.sampling.kernels.rank import LAST_ID, NO_RANK, logit_of, rank_of, token_of
+from engine.sampling.kernels.rank import LAST_ID, NO_RANK, logit_of, rank_of, token_if_finite
 from tritonlib.launch import interpreted
 
 _SLICE = 1024
@@ -35,7 +35,10 @@ def choose(
     out_R: Tensor,
     slice_size: int = _SLICE,
 ) -> None:
-    """The per-row numbers are those of `engine.sampling.choice.SamplingBuffers`; they may be longer than the logits."""
+    """The per-row numbers are those of `engine.sampling.choice.SamplingBuffers`; they may be longer than the logits.
+
+    A row whose largest logit is not finite gets -1.
+    """
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits are adjacent"
     assert vocab_size <= LAST_ID.value, "a rank holds token ids of 20 bits"
@@ -80,7 +83,7 @@ def choose(
         num_warps=_NUM_WARPS,
     )
     _settle_kernel[(num_rows,)](
-        drawn_RS, out_R, temperature_R, slices, SLICES=triton.next_power_of_2(slices), num_warps=1
+        drawn_RS, top_R, out_R, temperature_R, slices, SLICES=triton.next_power_of_2(slices), num_warps=1
     )
 
 
@@ -136,9 +139,9 @@ def _draw_kernel(
 
 
 @triton.jit(do_not_specialize=["slices"], do_not_specialize_on_alignment=ROW_POINTERS)
-def _settle_kernel(drawn_ptr, out_ptr, temperature_ptr, slices, SLICES: tl.constexpr):
+def _settle_kernel(drawn_ptr, top_ptr, out_ptr, temperature_ptr, slices, SLICES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(temperature_ptr + row) > 0:
         offsets = tl.arange(0, SLICES)
         drawn = tl.load(drawn_ptr + row * slices + offsets, mask=offsets < slices, other=NO_RANK)
-        tl.store(out_ptr + row, token_of(tl.max(drawn, axis=0)))
+        tl.store(out_ptr + row, token_if_finite(tl.max(drawn, axis=0), tl.load(top_ptr + row)))

@@ -7,7 +7,15 @@ Legend: S slices of the vocabulary, A slices that are read at once, I tokens of 
 import triton
 import triton.language as tl
 
-from engine.sampling.kernels.rank import LOWEST_RANK, NO_RANK, RANKS_PER_LOGIT, logit_of, rank_of, token_of
+from engine.sampling.kernels.rank import (
+    LOWEST_RANK,
+    NO_RANK,
+    RANKS_PER_LOGIT,
+    logit_of,
+    rank_of,
+    token_if_finite,
+    token_of,
+)
 from tritonlib.launch import bound
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -64,7 +72,7 @@ def cut_kernel(
     top_rank = tl.max(best_S, axis=0)
     tl.store(top_ptr + row, top_rank)
     if temperature == 0:
-        tl.store(out_ptr + row, token_of(top_rank))
+        tl.store(out_ptr + row, token_if_finite(top_rank, top_rank))
     cut = tl.full((), LOWEST_RANK, tl.int64)
     by_count = (top_k > 0) & (top_k < vocab_size)
     if (temperature > 0) & (by_count | (top_p < 1)):

@@ -35,3 +35,11 @@ def logit_of(rank):
 @triton.jit
 def token_of(rank):
     return (rank & LAST_ID).to(tl.int32) ^ LAST_ID
+
+
+@triton.jit
+def token_if_finite(rank, top_rank):
+    """The token of `rank`; -1 if the row's best rank shows that its logits are not finite: NaN ranks above all numbers,
+    and only a row without a token to choose has -inf at the top."""
+    # NOTE: a comparison with NaN is false.
+    return tl.where(tl.abs(logit_of(top_rank)) < float("inf"), token_of(rank), -1)

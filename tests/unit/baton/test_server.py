@@ -15,9 +15,9 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError, InvalidRequest, NoNode
 from baton.rpc.reflection import V1, V1_ALPHA
-from baton.rpc.server import GrpcServer, connect
+from baton.rpc.server import Address, GrpcServer, connect
 from baton.rpc.status import from_rpc_error
 from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -229,3 +229,105 @@ async def test_reflection_v1_describes_itself_with_its_own_names(echo: tuple[grp
     listed = answer.FromString(await call.read()).list_services_response
     assert {service.name for service in listed.service} == SERVICES
     await call.done_writing()
+
+
+class Failing(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
+    """Fails in all three kinds of methods; where there are several messages, after the first one."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def Connect(self, request: prefill_pb2.ConnectRequest, context: Context) -> common_pb2.PeerState:  # noqa: N802
+        raise self.error
+
+    async def Prefill(  # noqa: N802
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        yield prefill_pb2.PrefillEvent()
+        raise self.error
+
+    async def Session(  # type: ignore[override]  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.SessionRequest], context: Context
+    ) -> None:
+        await anext(aiter(requests))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._fail())
+
+    def Pair(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.PairRequest], context: object
+    ) -> AsyncIterator[decode_pb2.PairResponse]:
+        raise NotImplementedError
+
+    async def _fail(self) -> None:
+        raise self.error
+
+
+async def read_all(channel: Any, method: str) -> None:
+    """Sends one empty message, and reads until the call ends."""
+    path = f"/baton.v1.{method}"
+    if method == "Prefill/Connect":
+        await channel.unary_unary(path)(b"")
+    elif method == "Prefill/Prefill":
+        async for _ in channel.unary_stream(path)(b""):
+            pass
+    else:
+        call = channel.stream_stream(path)()
+        await call.write(b"")
+        await call.read()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (NoNode("gone"), grpc.StatusCode.UNAVAILABLE, "gone"),
+        (KeyError("layout"), grpc.StatusCode.INTERNAL, "failed: KeyError: 'layout'; see the server's log"),
+        (TimeoutError(), grpc.StatusCode.DEADLINE_EXCEEDED, "did not get the next message in time"),
+    ],
+)
+@pytest.mark.parametrize("method", ["Prefill/Connect", "Prefill/Prefill", "Decode/Session"])
+async def test_whatever_a_handler_raises_becomes_a_status_of_ours(
+    method: str, error: Exception, code: grpc.StatusCode, message: str
+) -> None:
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:
+        service = Failing(error)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
+        decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
+        await server.start([])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(channel, method)
+    assert caught.value.code() is code
+    assert message in str(from_rpc_error(caught.value))
+    assert from_rpc_error(caught.value).reason != ""
+
+
+async def test_a_stream_without_a_message_gets_a_status_of_ours() -> None:
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server, connect(server.address) as channel:
+        decode_pb2_grpc.add_DecodeServicer_to_server(Failing(NoNode("gone")), server.grpc)
+        await server.start([])
+        untyped: Any = channel
+        call = untyped.stream_stream("/baton.v1.Decode/Session")()
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "the stream of /baton.v1.Decode/Session ended before the next message" in str(from_rpc_error(caught.value))
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "", "a b", "unix:/tmp", "a\0b", "\u2028"])
+def test_a_name_that_no_resolver_takes_is_no_address(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"listen is .*allowed: host:port"):
+        Address.parse(f"{host}:1", field="listen")
+
+
+@pytest.mark.parametrize("port", ["²", "٣", "65536", "-1", "", "1" * 5000, " 1"])
+def test_a_port_that_is_no_number_up_to_65535_is_no_address(port: str) -> None:
+    with pytest.raises(ConfigError, match=r"listen is .*allowed: host:port"):
+        Address.parse(f"127.0.0.1:{port}", field="listen")
+
+
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:0", "[::1]:7000", "gateway.example.org.:1", "bücher.example:65535", "a_b:1"]
+)
+def test_addresses_of_every_kind_are_taken(text: str) -> None:
+    where = Address.parse(text, field="listen")
+    assert f"{where.host}:{where.port}" == text

@@ -3,12 +3,16 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from annotated_types import Le
 
 from baton.config import (
     DEMO_MODELS,
+    CommonSettings,
     DecodeSettings,
+    GatewaySettings,
     PrefillSettings,
     child_environment,
     read_settings,
@@ -70,3 +74,65 @@ def test_a_child_imports_our_modules_and_not_those_of_its_directory(
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("cls", [PrefillSettings, DecodeSettings, GatewaySettings])
+def test_every_number_has_an_upper_limit(cls: type[CommonSettings]) -> None:
+    numbers = {
+        name: field.metadata
+        for name, field in cls.model_fields.items()
+        if {int, float} & {field.annotation, *get_args(field.annotation)}
+    }
+    assert [name for name, limits in numbers.items() if not any(isinstance(each, Le) for each in limits)] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--num-blocks", "1" + "0" * 30),
+        ("--num-blocks", "1" + "0" * 5000),
+        ("--threads", "1000000000000"),
+        ("--staging-slots", "10000000000000"),
+        ("--kv-cache-mib", "10000000000000000000"),
+        ("--max-waiting", "10000000000000000000"),
+        ("--lease-s", "1e300"),
+    ],
+)
+def test_a_number_that_nothing_could_hold_is_one_short_line(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_settings(DecodeSettings, "decode_node", [flag, value])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"({flag}) is '1" in line
+    assert len(line) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("BATON_BLOKSIZE", "BATON_BLOCK_SIZE"),
+        ("BATON_PREFIL", "BATON_PREFILL"),
+        ("BATON_TTFT", "BATON_TTFT_MS"),
+        ("BATON_CACHE_LAYOUT", "BATON_KV_CACHE_LAYOUT"),
+    ],
+)
+def test_a_misspelled_variable_is_refused_with_the_name_that_was_meant(
+    name: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "32")
+    with pytest.raises(SystemExit) as ended:
+        read_settings(DecodeSettings, "decode_node", [])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"decode_node: {name} is no setting; did you mean {nearest}?\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["BATON_GATEWAY_SERVICE_HOST", "BATON_GATEWAY_PORT_7000_TCP", "BATON_DECODE_PORT", "BATON_WORKERS"]
+)
+def test_variables_of_kubernetes_and_of_other_processes_are_none_of_a_nodes_business(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "tcp://10.0.0.1:7000")
+    assert read_settings(DecodeSettings, "decode_node", []).block_size == 16

@@ -10,8 +10,9 @@ from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import BatonError, InvalidRequest, NoNode, Overloaded, PeerRefused
-from baton.rpc.status import client_may_leave, to_status
+from baton.error_detail import from_detail, to_detail
+from baton.errors import BatonError, InternalError, InvalidRequest, NoNode, Overloaded, PeerRefused, UnknownModel
+from baton.rpc.status import client_may_leave, from_rpc_error, to_status
 from protos.baton.v1 import common_pb2
 
 
@@ -83,3 +84,30 @@ def test_a_long_message_is_cut_visibly() -> None:
     status = to_status(PeerRefused("é" * 100_000))
     assert status.message.startswith("éé")
     assert status.message.endswith("...")
+
+
+def test_every_error_is_bounded_where_it_is_made() -> None:
+    long = "ü" * 1_000_000
+    error = UnknownModel(f"model {long!r} is not served", field=long, value=long, allowed=(long,) * 1000, cure=long)
+    assert len(str(error)) < 30_000
+    assert error.message.startswith("model 'üü")
+    assert error.message.endswith("üü' is not served")
+    assert to_detail(error).ByteSize() < 60_000
+    assert InvalidRequest("a\ud800b").message == "a?b"
+
+
+def test_an_error_of_a_newer_peer_is_an_internal_one() -> None:
+    detail = to_detail(NoNode("gone", cure="wait"))
+    detail.reason = 99  # type: ignore[assignment]
+    error = from_detail(detail)
+    assert isinstance(error, InternalError)
+    assert str(error) == "gone; wait"
+
+
+@pytest.mark.parametrize("details", [b"\x0a\xff\xff", b"", b"text"])
+def test_damaged_details_of_a_status_leave_its_code(details: bytes) -> None:
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", details))
+    status = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailers, details="connection lost")
+    error = from_rpc_error(status)
+    assert isinstance(error, NoNode)
+    assert error.message == "connection lost"

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from baton.types import SamplingParams
 from engine.request import int_array
-from engine.sampling.choice import SamplingArrays, SamplingBuffers, choose_tokens
+from engine.sampling.choice import NO_TOKEN, SamplingArrays, SamplingBuffers, choose_tokens
 from engine.sampling.kernels.choose import choose
 from engine.sampling.kernels.noise import exponential_of, noise_words
 from engine.sampling.random import exponential_noise, random_words
@@ -157,11 +157,17 @@ def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_of_invalid_logits_gets_some_token(number: float) -> None:
-    rows = rows_named("greedy", "plain", "all")
+def test_a_row_of_invalid_logits_gets_no_token(number: float) -> None:
+    rows = rows_named("greedy", "plain", "all", "greedy", "plain")
     logits = logits_of(len(rows), seed=1)
-    logits[:, 0 if number < 0 else 150 :] = number
-    assert all(0 <= token_id < VOCAB_SIZE for token_id in by_kernel(logits, buffers_of(rows)))
+    logits[:3, 0 if number < 0 else 150 :] = number
+    if number > 0:
+        logits[0] = logits_of(1, seed=2)
+        logits[0, 1] = number  # one is enough
+    chosen = by_kernel(logits, buffers_of(rows))
+    assert chosen[:3] == [NO_TOKEN] * 3
+    assert chosen == by_twin(logits, rows)
+    assert min(chosen[3:]) >= 0
 
 
 def test_padding_is_greedy() -> None:

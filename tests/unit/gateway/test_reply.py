@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.types import Path, Receipt, SamplingParams, Usage
 from gateway.detokenizer import Detokenizer
 from gateway.reply import OutputEnd, Reply
@@ -134,3 +135,38 @@ def test_prompt_logprobs_are_in_the_first_message_alone() -> None:
         message = client.reply.take()
         assert message is not None
         assert list(message.prompt_logprobs) == (scored if index == 0 else [])
+
+
+@pytest.mark.parametrize("stop", [(), ("fox jumps",), ("x j", "quick dog")])
+def test_a_reply_goes_on_in_the_middle_of_a_text_as_it_would_have(stop: tuple[str, ...]) -> None:
+    text = "the quick fox jumps ü 中 over"
+    token_ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    for place in range(len(token_ids) + 1):
+        whole, rest = Client(stop=stop), Client(stop=stop)
+        ended = None
+        for number, token_id in enumerate(token_ids):
+            if number == place:
+                assert rest.reply.resume(token_ids[:place]) == whole.text
+                assert rest.reply.completion_tokens == place
+            step_token = decode_pb2.StepToken(token=common_pb2.Token(token_id=token_id, index=number))
+            ended = whole.reply.add(step_token)
+            message = whole.reply.take()
+            assert message is not None
+            whole.messages.append(message)
+            if number >= place:
+                assert rest.reply.add(step_token) == ended
+                again = rest.reply.take()
+                assert again is not None
+                assert again.text == message.text
+                rest.messages.append(again)
+            if ended is not None:
+                break
+        if rest.messages:
+            assert rest.messages[0].request_id == "r1"
+            assert rest.reply.completion_tokens == whole.reply.completion_tokens
+
+
+def test_a_reply_does_not_go_on_after_a_stop_string() -> None:
+    client = Client(stop=("fox",))
+    with pytest.raises(InvalidRequest, match="have the stop string 'fox'"):
+        client.reply.resume(TOKENIZER.encode("the quick fox jumps", add_special_tokens=False).ids)

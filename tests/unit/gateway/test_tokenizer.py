@@ -1,6 +1,7 @@
 """Whole texts to token ids and back, with the tokenizer of a model's directory."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,35 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a tokenizer"):
         TextTokenizer(tmp_path)
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused(tmp_path: Path) -> None:
+    BYTE_LEVEL.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(tmp_path)
+    size = BYTE_LEVEL.get_vocab_size(with_added_tokens=True)
+    tokenizer.check_vocabulary(size)
+    with pytest.raises(ConfigError, match=rf"token\(s\) beyond the model's vocabulary.*allowed: 0 to {size - 2}"):
+        tokenizer.check_vocabulary(size - 1)
+
+
+def test_special_tokens_beyond_the_models_vocabulary_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_image = Tokenizer.from_str(BYTE_LEVEL.to_str())
+    with_image.add_special_tokens(["<image>"])
+    with_image.save(str(tmp_path / "tokenizer.json"))
+    TextTokenizer(tmp_path).check_vocabulary(token_id(with_image, "<image>"))
+    assert "<image>" in caplog.text
+
+
+def test_a_tokenizer_with_a_huge_id_or_without_tokens_is_refused(tmp_path: Path) -> None:
+    whole = json.loads(BYTE_LEVEL.to_str())
+    path = tmp_path / "tokenizer.json"
+    for vocab, message in (({"far": 10**9}, "has token id 1000000000"), ({}, "has no tokens")):
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": ""}
+        path.write_text(json.dumps(whole | {"model": model, "added_tokens": []}))
+        with pytest.raises(ConfigError, match=message):
+            TextTokenizer(tmp_path)
 
 
 async def rounds_during(work: Callable[[], object]) -> int:

@@ -12,6 +12,7 @@ from gateway.model import ServedModel
 from gateway.request import Outputs
 from gateway.tokenizer import TextTokenizer
 from gateway.validate import (
+    check_output,
     check_outputs,
     check_prompt,
     check_prompt_given,
@@ -175,3 +176,37 @@ def test_a_long_session_id_is_refused() -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_session_id("x" * 257)
     assert raised.value.field == "session_id"
+
+
+def continuation(count: int = 3, **fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(output_token_ids=range(3, 3 + count), **fields)
+
+
+def output_of(request: pb.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
+    sampling = check_sampling(request.sampling, model)
+    return check_output(request, sampling, model, prompt_tokens=50, max_tokens=64)
+
+
+def test_an_answer_goes_on_after_the_tokens_that_the_client_has(model: ServedModel) -> None:
+    greedy = common_pb2.SamplingParams(temperature=0.0, max_tokens=100)
+    drawn = common_pb2.SamplingParams(temperature=1.0, max_tokens=100, seed=0)
+    assert output_of(continuation(sampling=greedy), model) == (3, 4, 5)
+    assert output_of(continuation(13, sampling=drawn), model) == tuple(range(3, 16))
+    assert output_of(pb.GenerateRequest(), model) == ()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (continuation(n=2, sampling={"temperature": 0.0}), "of one output"),
+        (continuation(best_of=2, sampling={"temperature": 0.0}), "of one output"),
+        (continuation(sampling={"temperature": 1.0}), "whose seed is missing"),
+        (continuation(sampling={"temperature": 0.0, "max_tokens": 3}), "has 3 tokens; allowed: up to 2"),
+        (continuation(14, sampling={"temperature": 0.0, "max_tokens": 100}), "has 14 tokens; allowed: up to 13"),
+        (pb.GenerateRequest(output_token_ids=[320], sampling={"temperature": 0.0}), "has token id 320"),
+    ],
+)
+def test_an_answer_that_cannot_go_on_is_refused(model: ServedModel, request_: pb.GenerateRequest, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as raised:
+        output_of(request_, model)
+    assert raised.value.field == "output_token_ids"

@@ -1,6 +1,7 @@
 """A checkpoint's files: found by name or by index; damage is one line that names the file."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def framed(header: bytes) -> bytes:
         (framed(b"[1]"), "does not follow the safetensors format"),
         (framed(b'{"a": {"dtype": "F32"}}'), "does not follow the safetensors format"),
         (framed(b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'), "bytes where its header says"),
+        (framed(b"[" * 100_000), "not JSON"),
+        (framed(b'{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}'), "does not follow"),
+        (framed(b'{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}'), "does not follow"),
+        (framed(b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}'), "does not follow"),
+        (framed(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}'), "does not follow"),
+        (framed(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'), "does not follow"),
+        (framed(b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}'), "does not follow"),
+        (framed(b'{"a": 1, "a": 2}'), "names 'a' twice"),
     ],
 )
 def test_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
@@ -78,3 +87,38 @@ def test_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
         read_checkpoint(tmp_path)
     assert str(tmp_path / "model.safetensors") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": entry("F32", [4], 0, 16), "b": entry("F32", [4], 0, 16)},
+        {"a": entry("F32", [4], 0, 16), "b": entry("F32", [4], 8, 24)},
+        # Of an unknown dtype, and one without numbers: their sizes must not go backwards either.
+        {"a": entry("F32", [4], 0, 16), "b": entry("F4", [8], 16, 0), "c": entry("F32", [4], 0, 16)},
+        {"a": entry("F32", [4], 0, 16), "b": entry("F32", [0], 16, 0), "c": entry("F32", [4], 0, 16)},
+    ],
+)
+def test_tensors_that_overlap_are_refused(tmp_path: Path, header: dict[str, object]) -> None:
+    stop = max(each["data_offsets"][1] for each in header.values())  # type: ignore[index]
+    (tmp_path / "model.safetensors").write_bytes(framed(json.dumps(header).encode()) + bytes(stop))
+    with pytest.raises(ConfigError, match=r"says that \w, \w+ \[\d\], is"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_that_of_the_index(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "two.safetensors")
+    for files in ({"a": "one.safetensors", "b": "one.safetensors"}, {"a": "two.safetensors", "b": "one.safetensors"}):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+        assert {name: tensor.file.name for name, tensor in read_checkpoint(tmp_path).items()} == files
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        read_checkpoint(tmp_path)

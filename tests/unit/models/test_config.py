@@ -1,6 +1,7 @@
 """config.json of every supported family, in every spelling of published checkpoints, and refusals."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA | {"architectures": None}, "architectures", "missing"),
         (LLAMA | {"vocab_size": None}, "vocab_size", "missing"),
         (LLAMA | {"vocab_size": "100"}, "vocab_size", "'100'"),
-        (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers", "at least 1"),
+        (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers", "from 1 to"),
         (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers", "True"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads", "divisor"),
         (LLAMA | {"hidden_size": 66}, "head_dim", "multiple"),
@@ -282,3 +283,50 @@ def test_the_error_of_every_declared_field_has_its_allowed_values() -> None:
         refused = fields_class.refuse_value(ConfigFile("config.json", {}), name)
         assert refused.field == name
         assert all(refused.allowed), (fields_class, name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 10**9),
+        ("vocab_size", 2**20),
+        ("hidden_size", 2**40),
+        ("max_position_embeddings", 10**30),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_at_once(tmp_path: Path, field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is 1.*allowed: an integer from 1 to ") as caught:
+        read_config(write(tmp_path, LLAMA | {field: value}))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("generation", [None, {"eos_token_id": 7}])
+@pytest.mark.parametrize("value", ["x", [1, "x"], 1.5, True, -1, {"id": 1}])
+def test_an_end_of_text_that_is_no_token_id_is_refused(
+    tmp_path: Path, value: object, generation: dict[str, Any] | None
+) -> None:
+    with pytest.raises(ConfigError, match=r"eos_token_id is .*allowed: an integer, a list of integers"):
+        read_config(write(tmp_path, LLAMA | {"eos_token_id": value}, generation))
+
+
+def test_a_file_nested_without_end_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        read_config(tmp_path)
+
+
+def test_a_value_nested_deeply_or_long_is_shown_in_short(tmp_path: Path) -> None:
+    deep: Any = "x" * 1_000_000
+    for _ in range(200):
+        deep = [deep]
+    for value in (deep, "x" * 1_000_000, [1] * 1_000_000):
+        with pytest.raises(ConfigError, match="hidden_size is ") as caught:
+            read_config(write(tmp_path, LLAMA | {"hidden_size": value}))
+        assert len(str(caught.value)) < 600
+
+
+def test_a_pipe_is_no_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json: it is no regular file"):
+        read_config(tmp_path)

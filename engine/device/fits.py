@@ -1,0 +1,62 @@
+"""Refuses sizes that no state of this machine could hold, before weights are loaded for half a minute."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+from baton.config import MIB, NodeSettings
+from baton.errors import ConfigError
+from kvcache.spec import KVCacheSpec
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the GPU; of the CPU, what this machine has and its container may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [psutil.virtual_memory().total]
+    for path in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            limits.append(int(path.read_text()))
+    return min(limits)
+
+
+def check_fits(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int | None, device: torch.device) -> None:
+    """Checks one rank's cache and staging buffers against all memory of its device.
+
+    Args:
+        num_blocks: None: a profile chooses it.
+
+    Raises:
+        ConfigError: they are larger, whatever else runs there.
+    """
+    memory = memory_of(device)
+    staging = settings.staging_bytes(on_gpu=device.type == "cuda")
+    if staging > memory:
+        raise ConfigError(
+            f"staging_slots is {settings.staging_slots}, which needs {_mib(staging)} for both directions where "
+            f"{device} has {_mib(memory)}",
+            field="staging_slots",
+            value=settings.staging_slots,
+            cure="lower --staging-slots or --segment-mib",
+        )
+    cache = (num_blocks or 0) * settings.block_size * spec.bytes_per_token
+    if cache + staging > memory:
+        most = max(0, (memory - staging) // (settings.block_size * spec.bytes_per_token))
+        raise ConfigError(
+            f"num_blocks is {num_blocks}, a KV cache of {_mib(cache)} where {device} has {_mib(memory)}",
+            field="num_blocks",
+            value=num_blocks,
+            allowed=(f"up to {most}",),
+            cure="lower --num-blocks or --kv-cache-mib, or use a machine with more memory",
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.0f} MiB"

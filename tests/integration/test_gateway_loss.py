@@ -1,0 +1,100 @@
+"""A client of several gateways loses one in the middle of its answers: each is that of one gateway, no token twice."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.client import Client, Event, Finished, Notice, collect
+from baton.errors import NoNode
+from baton.types import SamplingParams, TokenOutput
+from node.waiting import until
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, nothing_held, until_status
+from tests.integration.reference import Reference
+
+NODE: Flags = {"model": LLAMA, "prefix_cache": False}
+TOKENS, STEPS_BEFORE = 24, 6
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=1)
+DRAWN = SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=11, ignore_eos=True, presence_penalty=0.5)
+CHAT = [{"role": "user", "content": "What is a lock for?"}]
+
+
+@dataclass
+class Answer:
+    """What a client has of one answer."""
+
+    text: str = ""
+    tokens: list[TokenOutput] = field(default_factory=list)
+    content: str = ""
+    finished: Finished | None = None
+
+    async def read(self, events: AsyncGenerator[Event, None]) -> None:
+        async for event in events:
+            assert self.finished is None
+            if isinstance(event, Notice):
+                continue
+            self.text += event.text
+            self.tokens += event.tokens
+            self.content += event.chat.content if event.chat is not None else ""
+            if isinstance(event, Finished):
+                self.finished = event
+
+    def same_as(self, other: "Answer") -> None:
+        assert [token.token_id for token in self.tokens] == [token.token_id for token in other.tokens]
+        assert [token.index for token in self.tokens] == list(range(len(self.tokens)))
+        assert (self.text, self.content) == (other.text, other.content)
+        assert self.finished is not None
+        assert other.finished is not None
+        ours, theirs = self.finished, other.finished
+        assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+        assert ours.usage.completion_tokens == theirs.usage.completion_tokens == len(self.tokens)
+        assert ours.usage.prompt_tokens == theirs.usage.prompt_tokens
+        for token, same in zip(self.tokens, other.tokens, strict=True):
+            assert token.logprob == pytest.approx(same.logprob, abs=1e-4)
+            assert [each for each, _ in token.top_logprobs] == [each for each, _ in same.top_logprobs]
+
+
+async def test_answers_go_on_at_another_gateway_after_kill_9(start: Machines, reference: Reference) -> None:
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
+    first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
+    prompt, other = reference.prompts([200, 90])
+    known = reference.greedy(prompt, TOKENS).token_ids
+    text = reference.tokenizer.decode(known)
+    # Ends beyond the tokens that come before the loss, and begins in any token.
+    stop = text[len(reference.tokenizer.decode(known[: TOKENS - 6])) - 3 :][:8]
+    stopping = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, stop=("never this", stop))
+    async with Client(addresses=[first.address, second.address]) as client, Client(second.address) as one:
+        requests: list[Callable[[Client], AsyncGenerator[Event, None]]] = [
+            lambda of: of.generate(prompt, GREEDY),
+            lambda of: of.generate(other, DRAWN),
+            lambda of: of.generate(prompt, stopping),
+            lambda of: of.chat(CHAT, DRAWN),
+        ]
+        answers = [Answer() for _ in requests]
+        async with asyncio.TaskGroup() as reading:
+            for answer, ask in zip(answers, requests, strict=True):
+                reading.create_task(answer.read(ask(client)))
+            start.allow_steps(STEPS_BEFORE * len(requests), decode)
+            assert await until(
+                lambda: all(len(answer.tokens) >= STEPS_BEFORE for answer in answers), timeout_s=DEADLINE_S
+            )
+            assert all(len(answer.tokens) < TOKENS for answer in answers)
+            start.kill(first)
+            start.let_go(decode)
+        for answer, ask in zip(answers, requests, strict=True):
+            whole = Answer()
+            await whole.read(ask(one))
+            answer.same_as(whole)
+        assert client.target == second.address
+        assert [token.token_id for token in answers[0].tokens] == known
+        assert answers[2].finished is not None
+        assert answers[2].finished.stop_reason == stop
+        assert "continued after" in answers[0].finished.receipt.why  # type: ignore[union-attr]
+        # A request that has not begun is sent to the next gateway as well, and so is any other call.
+        assert (await collect(client.generate(prompt, GREEDY))).tokens[0].token_id == known[0]
+        assert len(await client.tokenize("a lock")) > 0
+        await until_status(decode, nothing_held)
+        start.kill(second)
+        with pytest.raises(NoNode, match="cannot reach"):
+            await client.complete(prompt, GREEDY)

@@ -1,0 +1,30 @@
+"""Sizes that a machine cannot hold are refused from its figures alone."""
+
+import pytest
+import torch
+
+from baton.config import DecodeSettings, read_settings
+from baton.errors import ConfigError
+from engine.device.fits import check_fits, memory_of
+from kvcache.spec import KVCacheSpec, KVKind
+
+SPEC = KVCacheSpec(KVKind.GQA, num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+CPU = torch.device("cpu")
+
+
+def settings(*flags: str) -> DecodeSettings:
+    return read_settings(DecodeSettings, "decode_node", list(flags))
+
+
+def test_a_cache_that_fits_is_accepted_up_to_the_last_block() -> None:
+    given = settings()
+    block_bytes = given.block_size * SPEC.bytes_per_token
+    most = (memory_of(CPU) - given.staging_bytes(on_gpu=False)) // block_bytes
+    check_fits(given, SPEC, num_blocks=most, device=CPU)
+    with pytest.raises(ConfigError, match=rf"num_blocks is {most + 1}, a KV cache of .* allowed: up to {most}"):
+        check_fits(given, SPEC, num_blocks=most + 1, device=CPU)
+
+
+def test_staging_buffers_that_never_fit_are_named() -> None:
+    with pytest.raises(ConfigError, match="staging_slots is 1024, which needs 2,097,152 MiB"):
+        check_fits(settings("--staging-slots", "1024", "--segment-mib", "1024"), SPEC, num_blocks=None, device=CPU)

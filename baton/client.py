@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
@@ -27,6 +28,7 @@ from baton.convert import (
 from baton.errors import DataLoss, DeadlineExceeded, InternalError, InvalidRequest, NoNode
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
+from baton.security.access import dial_gateway
 from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
@@ -136,11 +138,19 @@ class Completion:
 
 
 class Client:
-    """A connection to one gateway. It carries any number of requests at once."""
+    """A connection to one gateway. It carries any number of requests at once.
 
-    def __init__(self, target: str) -> None:
+    Args:
+        api_key: None: that of BATON_API_KEY, if it is set.
+        tls_ca: PEM file with the CA of the gateway's certificate, or "system"; None: BATON_CLIENT_CA, else no TLS.
+
+    Raises:
+        ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
+    """
+
+    def __init__(self, target: str, *, api_key: str | None = None, tls_ca: str | Path | None = None) -> None:
         self.target = target
-        self._channel = connect(target)
+        self._channel = connect(target, dial=dial_gateway(target, api_key=api_key, tls_ca=tls_ca))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def __aenter__(self) -> Self:

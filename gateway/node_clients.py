@@ -12,6 +12,7 @@ import grpc
 from baton.errors import BatonError
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
+from baton.security.tls import Dial
 from gateway.decode_session import DecodeSession
 from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -37,10 +38,14 @@ class WatchCallbacks:
 
 
 class NodeClient:
-    """The channel to one node, and its Watch stream while `watch` runs."""
+    """The channel to one node, and its Watch stream while `watch` runs.
 
-    def __init__(self, address: str, callbacks: WatchCallbacks) -> None:
-        self._channel = connect(address)
+    Args:
+        dial: credentials of the channel.
+    """
+
+    def __init__(self, address: str, callbacks: WatchCallbacks, dial: Dial | None = None) -> None:
+        self._channel = connect(address, dial=dial)
         self._stub = node_pb2_grpc.NodeStub(self._channel)
         self._callbacks = callbacks
         self._status_received = False  # on the present stream
@@ -153,8 +158,8 @@ class PrefillStream:
 class PrefillClient(NodeClient):
     """The connection to one prefill node."""
 
-    def __init__(self, address: str, callbacks: WatchCallbacks) -> None:
-        super().__init__(address, callbacks)
+    def __init__(self, address: str, callbacks: WatchCallbacks, dial: Dial | None = None) -> None:
+        super().__init__(address, callbacks, dial)
         self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._streams: list[PrefillStream] = []
 
@@ -196,8 +201,10 @@ class DecodeClient(NodeClient):
         on_message: called at every message of the session, as a sign of life.
     """
 
-    def __init__(self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None]) -> None:
-        super().__init__(address, callbacks)
+    def __init__(
+        self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None], dial: Dial | None = None
+    ) -> None:
+        super().__init__(address, callbacks, dial)
         self._address = address
         self._on_message = on_message
         self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)

@@ -25,6 +25,8 @@ Response = TypeVar("Response")
 
 _CODES: dict[str, int] = {
     "INVALID_REQUEST": code_pb2.INVALID_ARGUMENT,
+    "UNAUTHENTICATED": code_pb2.UNAUTHENTICATED,
+    "PERMISSION_DENIED": code_pb2.PERMISSION_DENIED,
     "UNKNOWN_MODEL": code_pb2.NOT_FOUND,
     "OVERLOADED": code_pb2.RESOURCE_EXHAUSTED,
     "NO_NODE": code_pb2.UNAVAILABLE,
@@ -39,6 +41,8 @@ _CODES: dict[str, int] = {
 
 _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: errors.UnknownModel,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.NoNode,

@@ -419,7 +419,7 @@ def _typed_errors(target: str) -> Iterator[None]:
         typed = from_rpc_error(error)
         from_gateway = any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
         if error.code() is grpc.StatusCode.UNAVAILABLE and not from_gateway:
-            cure = "start a gateway there, or give the address of one that runs"
+            cure = "start a gateway there, or give the address of one that runs; one with TLS wants BATON_CLIENT_CA"
             raise NoNode(
                 f"cannot reach {target}: {last_cause(error)}", field="target", value=target, cure=cure
             ) from None

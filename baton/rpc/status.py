@@ -59,6 +59,12 @@ _ALLOWED_MAX = 16
 
 _DOMAIN = "baton"
 
+_TLS_CAUSES = {
+    "Hostname Verification Check failed": "its certificate is for another host or another role",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that is trusted here, or has expired",
+    "Tls handshake failed": "no TLS connection comes about; is it a server with TLS?",
+}
+
 
 async def abort(
     context: grpc.aio.ServicerContext[Request, Response], error: errors.BatonError, *, request_id: str = ""
@@ -154,6 +160,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
 
 def last_cause(error: grpc.aio.AioRpcError) -> str:
     """The last cause in the chain that gRPC reports for a failed connection."""
+    message = from_rpc_error(error).message
+    for mark, cause in _TLS_CAUSES.items():
+        if mark in message:
+            return cause
     return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")
 
 

@@ -5,6 +5,7 @@ A cluster should get its certificates from whatever issues them there, with the 
 
 import ipaddress
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -50,7 +51,8 @@ class Authority:
     @classmethod
     def new(cls, *, days: float) -> Self:
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Baton CA")])
+        # Two CAs of one name would look like one that signs wrongly.
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Baton CA {secrets.token_hex(4)}")])
         builder = _builder(name, name, key.public_key(), timedelta(days=days))
         usage = _usage(signs_certificates=True)
         signed = (

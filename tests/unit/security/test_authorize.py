@@ -96,7 +96,7 @@ def _answering() -> dict[str, Any]:
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[method.client_streaming, method.server_streaming]
-        handler: Any = make(many if method.server_streaming else one)  # type: ignore[operator]
+        handler: Any = make(many if method.server_streaming else one)
         made.setdefault(method.containing_service.full_name, {})[method.name] = handler
     return made
 

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Self
@@ -29,7 +29,7 @@ class Pair:
     """A certificate and its private key, as PEM."""
 
     cert: bytes
-    key: bytes
+    key: bytes = field(repr=False)
 
     def write(self, folder: Path, name: str) -> None:
         """Writes NAME.crt and NAME.key, which only the owner may read, each in one step."""

@@ -1,6 +1,6 @@
 """Reads certificates and keys from the files that settings name, and checks that they fit each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Pems:
     """What the files have; None where none is named."""
 
     cert: bytes | None
-    key: bytes | None
+    key: bytes | None = field(repr=False)
     ca: bytes | None
 
 

@@ -1,6 +1,6 @@
 """gRPC credentials from files: of servers, which take changed files at the next handshake, and of channels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ class Dial:
 
     pems: Watched[Pems] | None = None
     server_name: str = ""
-    metadata: tuple[tuple[str, str], ...] = ()
+    metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def channel(self, address: str, options: Options) -> grpc.aio.Channel:
         """A channel that goes over to changed files with the next call after the change."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
 class Key:
     """A key that checks signatures, and the only algorithms for which it may be used."""
 
-    key: AllowedPublicKeys | bytes
+    key: AllowedPublicKeys | bytes = field(repr=False)
     algorithms: Sequence[str]
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
@@ -31,6 +32,8 @@ from baton.errors import BatonError, DataLoss, DeadlineExceeded, Draining, Inter
 from baton.resumption import Progress, prepare_to_resume
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
+from baton.security.access import dial_gateway
+from baton.security.tls import Dial
 from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
 from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
@@ -149,13 +152,27 @@ class Client:
         target: the gateway's address.
         addresses: those of several gateways, instead of `target`. The first one that answers is used; when it is lost
             or drains, requests go on at the next one.
+        api_key: None: that of BATON_API_KEY, if it is set.
+        tls_ca: PEM file with the CA of the gateways' certificates, or "system"; None: BATON_CLIENT_CA, else no TLS.
+
+    Raises:
+        ConfigError: the CA cannot be read, or the key would cross a network unencrypted.
     """
 
-    def __init__(self, target: str | None = None, *, addresses: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        addresses: Sequence[str] = (),
+        api_key: str | None = None,
+        tls_ca: str | Path | None = None,
+    ) -> None:
         targets = tuple(addresses) if target is None else (target, *addresses)
         if not targets:
             raise InvalidRequest("the client has no gateway", field="addresses", cure="give an address")
-        self._gateways = [_Gateway(each) for each in dict.fromkeys(targets)]
+        self._gateways = [
+            _Gateway(each, dial_gateway(each, api_key=api_key, tls_ca=tls_ca)) for each in dict.fromkeys(targets)
+        ]
         self._current = 0
 
     @property
@@ -321,9 +338,9 @@ class Client:
 class _Gateway:
     """One gateway's address and the channel to it."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, dial: Dial | None) -> None:
         self.target = target
-        self.channel = connect(target)
+        self.channel = connect(target, dial=dial)
         # At run time there is one class of stubs; these annotations know the one of asynchronous channels.
         self.stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(self.channel)
 
@@ -499,7 +516,7 @@ def _typed_errors(target: str) -> Iterator[None]:
         if from_gateway:
             raise typed from None
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            cure = "start a gateway there, or give the address of one that runs"
+            cure = "start a gateway there, or give the address of one that runs; one with TLS wants BATON_CLIENT_CA"
             cause = last_cause(error)
             raise _Lost(NoNode(f"cannot reach {target}: {cause}", field="target", value=target, cure=cure)) from None
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -15,9 +15,10 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -38,6 +39,7 @@ CPU_BATCH_REQUESTS = 64
 # leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
+CLIENT_VARIABLES = ("BATON_API_KEY", "BATON_CLIENT_CA")  # of clients; no process has settings of these names
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches. Beyond them arithmetic overflows, or a loop or a table never ends.
 _SECONDS_MAX, _RATE_MAX = 1e9, 1e6
@@ -71,6 +73,21 @@ class CommonSettings(BaseSettings):
         DEMO_MODELS / "llama",
         description="directory with config.json, weights and tokenizer.json; or a repository of the Hugging Face hub, "
         "such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision, which is downloaded",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file with this process's certificate for the cluster's own traffic, which names its role"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the key of tls_cert")
+    tls_ca: Path | None = Field(
+        None, description="PEM file with the CA that the certificates of all other processes are from"
+    )
+    insecure: bool = Field(
+        False, description="serve other machines without TLS: whoever reaches the ports reads and changes everything"
+    )
+    health_listen: str = Field(
+        "off",
+        description="host:port of a further gRPC server without TLS that has only the health service, for probes that "
+        "have no certificate; off: none",
     )
     drain_grace_s: float = Field(
         30.0, gt=0, le=_SECONDS_MAX, description="after SIGTERM, how long running requests may take to finish"
@@ -294,6 +311,24 @@ class GatewaySettings(CommonSettings):
         "127.0.0.1:0",
         description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
     )
+    client_tls_cert: Path | None = Field(
+        None, description="PEM file with the certificate that clients see, on both ports"
+    )
+    client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
+    api_keys: Path | None = Field(
+        None, description="TOML file with the hashes, rights and limits of API keys; default: clients need no key"
+    )
+    jwt_keys: Path | None = Field(
+        None,
+        description="file that checks clients' tokens (JWT): a key set (JWKS), a PEM public key, or a secret of at "
+        "least 32 bytes",
+    )
+    jwt_audience: str | None = Field(None, description="audience that tokens must be for; default: any")
+    jwt_issuer: str | None = Field(None, description="issuer that tokens must be from; default: any")
+    kv_events: bool = Field(
+        False,
+        description="serve vLLM's SubscribeKvEvents, which tells the prompts of all clients, to operators",
+    )
     http_body_mib: float = Field(32.0, gt=0, le=_HTTP_BODY_MIB_MAX, description="largest body of an HTTP request")
     failover_wait_s: float = Field(
         30.0,
@@ -436,6 +471,42 @@ def ranks_of_each_node() -> int:
     return max(1, int(value)) if value.isdecimal() else 1
 
 
+@dataclass(frozen=True)
+class ClientAccess:
+    """What the environment says about reaching a gateway as a client: BATON_API_KEY, BATON_CLIENT_CA."""
+
+    api_key: str | None = field(default=None, repr=False)
+    tls_ca: str | None = None
+    insecure: bool = False
+
+
+def client_access() -> ClientAccess:
+    insecure = os.environ.get(variable("insecure"), "").lower() in ("1", "true", "yes", "on")
+    return ClientAccess(
+        os.environ.get(CLIENT_VARIABLES[0]) or None, os.environ.get(CLIENT_VARIABLES[1]) or None, insecure
+    )
+
+
+def set_client_access(*, api_key: str | None, tls_ca: str | None) -> None:
+    """Lets this process and its children reach gateways so; None leaves what the environment says."""
+    given = {CLIENT_VARIABLES[0]: api_key, CLIENT_VARIABLES[1]: tls_ca}
+    os.environ.update({name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """What BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA say, for a program without settings."""
+
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_ca: Path | None
+
+
+def environment_tls() -> TlsFiles:
+    given = (os.environ.get(variable(name)) for name in ("tls_cert", "tls_key", "tls_ca"))
+    return TlsFiles(*(Path(path) if path else None for path in given))
+
+
 def is_set(name: str) -> bool:
     """Whether the environment has the setting's variable."""
     return variable(name) in os.environ
@@ -470,5 +541,7 @@ def _parser(cls: type[CommonSettings], program: str) -> argparse.ArgumentParser:
     for name, info in cls.model_fields.items():
         default = "" if info.default is None else f" (default: {info.default})"
         help_text = f"{info.description}{default}".replace("%", "%%")
-        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text)
+        # A switch may stand alone: --insecure is --insecure true.
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
+        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **switch)
     return parser

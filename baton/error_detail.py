@@ -5,6 +5,8 @@ from protos.baton.v1 import common_pb2 as pb
 
 _ERRORS: dict[str, type[errors.BatonError]] = {
     "INVALID_REQUEST": errors.InvalidRequest,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.PermissionDenied,
     "UNKNOWN_MODEL": errors.UnknownModel,
     "OVERLOADED": errors.Overloaded,
     "NO_NODE": errors.NoNode,

@@ -3,6 +3,8 @@
 BatonError
 ├── ConfigError          a setting is wrong; the process ends with exit code 2
 ├── InvalidRequest       a value of a request is wrong
+├── Unauthenticated      the caller has not shown who it is, or its key or certificate is not valid
+├── PermissionDenied     the caller may not do that
 ├── UnknownModel         no gateway or node serves the model
 ├── Overloaded           there is no room now; carries the time after which to retry
 ├── NoNode               no node can take the request
@@ -70,6 +72,14 @@ class ConfigError(BatonError):
 
 class InvalidRequest(BatonError):
     reason = "INVALID_REQUEST"
+
+
+class Unauthenticated(BatonError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(BatonError):
+    reason = "PERMISSION_DENIED"
 
 
 class UnknownModel(BatonError):

@@ -10,6 +10,8 @@ from typing import Self
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, ConfigError
+from baton.security import roles as certified
+from baton.security.tls import InternalTls
 from baton.types import LocalPolicy
 from gateway.discovery import Directory, parse_addresses
 from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
@@ -47,6 +49,12 @@ class Connections:
             raise ConfigError("BATON_PREFILL (--prefill) is empty under policy strict", field="prefill", cure=cure)
         self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy)
         self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
+        tls = InternalTls.read(settings, certified.Role.GATEWAY)
+        # A prefill node may serve as a decode node, too, so there any node's certificate will do.
+        self._dials = {
+            _PREFILL: None if tls is None else tls.to_role(certified.Role.PREFILL),
+            _DECODE: None if tls is None else tls.to(certified.NODE),
+        }
         self._resolve_s = settings.resolve_s
         self._directories = {_PREFILL: Directory(prefill), _DECODE: Directory(decode)}
         self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
@@ -157,7 +165,7 @@ class Connections:
             partial(self._lost, role, address),
             partial(self.fleet.cache_changed, role, address),
         )
-        client = NodeClient(address, callbacks, partial(self._message_received, role, address))
+        client = NodeClient(address, callbacks, partial(self._message_received, role, address), self._dials[role])
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
 

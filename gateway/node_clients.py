@@ -12,6 +12,7 @@ import grpc
 from baton.errors import BatonError
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
+from baton.security.tls import Dial
 from gateway.decode_session import DecodeSession
 from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
@@ -78,11 +79,14 @@ class NodeClient:
 
     Args:
         on_message: called at every message of the session, as a sign of life.
+        dial: credentials of the channel.
     """
 
-    def __init__(self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None], dial: Dial | None = None
+    ) -> None:
         self._address = address
-        self._channel = connect(address)
+        self._channel = connect(address, dial=dial)
         self._stub = node_pb2_grpc.NodeStub(self._channel)
         self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)

@@ -9,7 +9,12 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from baton.config import GatewaySettings
-from baton.rpc.server import GrpcServer, stop_on_signals
+from baton.rpc.server import Address, GrpcServer, stop_on_signals
+from baton.security.door import Door
+from baton.security.exposure import check_exposed
+from baton.security.pem import Files, Pems
+from baton.security.servers import protect_door, watch_client_pems
+from baton.security.watched import Watched
 from gateway.connections import Connections
 from gateway.http.server import HttpServer, bind
 from gateway.model import ServedModel
@@ -24,10 +29,17 @@ _NODES_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Bound:
-    """The ports of one process; `http` is None where there is no HTTP server."""
+    """The ports of one process, and who may come in.
+
+    Attributes:
+        http: None where there is no HTTP server.
+        pems: what clients see; None: no TLS.
+    """
 
     server: GrpcServer
     http: socket.socket | None
+    door: Door
+    pems: Watched[Pems] | None
 
 
 def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
@@ -37,10 +49,39 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
         shared: with the other workers, at addresses that their parent has reserved.
 
     Raises:
-        ConfigError: an address cannot be listened on.
+        ConfigError: an address cannot be listened on, or other machines would reach it without TLS.
     """
-    server = GrpcServer(settings.listen, advertise=settings.advertise, shared=shared)
-    return Bound(server, bind(settings.http_listen, shared=shared))
+    door, pems = Door(settings), watch_client_pems(_client_files(settings))
+    check_doors(settings)
+    server = GrpcServer(
+        settings.listen,
+        advertise=settings.advertise,
+        shared=shared,
+        protection=protect_door(pems, door),
+        health_listen=settings.health_listen,
+    )
+    return Bound(server, bind(settings.http_listen, shared=shared), door, pems)
+
+
+def check_doors(settings: GatewaySettings) -> None:
+    """Raises:
+    ConfigError: other machines would reach a door without TLS.
+    """
+    doors = {"listen": settings.listen}
+    if settings.http_listen != "off":
+        doors["http_listen"] = settings.http_listen
+    for field, listen in doors.items():
+        check_exposed(
+            Address.parse(listen, field=field),
+            field=field,
+            tls=settings.client_tls_cert is not None,
+            tls_field="client_tls_cert",
+            insecure=settings.insecure,
+        )
+
+
+def _client_files(settings: GatewaySettings) -> Files:
+    return Files(settings.client_tls_cert, settings.client_tls_key, None, "client_tls_cert", "client_tls_key")
 
 
 async def run(
@@ -77,15 +118,17 @@ async def run(
         name = settings.name or f"gateway@{server.address}"
         http = None
         if bound.http is not None:
-            http = HttpServer(settings, serving, connections.fleet, name, bound.http)
+            http = HttpServer(settings, serving, connections.fleet, name, bound.http, door=bound.door, pems=bound.pems)
             await stack.enter_async_context(http)
         add_services(server, settings, serving, connections)
         await server.start(SERVICE_NAMES)
         gc.freeze()  # what the start has made is never garbage, and a look through all of it would be a pause
         if http is not None:
-            log.info("HTTP on http://%s", http.address)
+            log.info("HTTP on %s", http.url)
+        if bound.pems is not None and not bound.door.locked:
+            log.warning("clients need no key: whoever reaches the ports may send requests")
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
-        http_address = None if http is None else f"http://{http.address}"
+        http_address = None if http is None else http.url
         readiness = asyncio.create_task(_report_readiness(server, connections, on_ready, http_address))
         await _until_stopped(stop, readiness, connections.upkeep)
         log.info("draining, for at most %.0f s", settings.drain_grace_s)

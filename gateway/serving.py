@@ -14,6 +14,7 @@ from typing import Protocol
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
+from baton.security import identity
 from baton.types import Path, Slo
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
@@ -52,8 +53,8 @@ class Colleagues(Protocol):
         """From now on, the others' questions reach it."""
         ...
 
-    async def abort(self, request_ids: Sequence[str]) -> set[str]:
-        """Ends those of these requests that run on other workers; returns their ids."""
+    async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:
+        """Ends those of these requests that run on other workers; returns their ids. `client`: as in `abort_here`."""
         ...
 
 
@@ -66,15 +67,16 @@ class Alone:
     def join(self, serving: "Serving") -> None:
         pass
 
-    async def abort(self, request_ids: Sequence[str]) -> set[str]:  # noqa: ARG002
+    async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:  # noqa: ARG002
         return set()
 
 
 class _Running:
     """One client's request, from its admission to its end."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, client: str) -> None:
         self.request_id = request_id
+        self.client = client
         self.drivers: set[RequestDriver] = set()
         self.ended_by: BatonError | None = None
 
@@ -153,7 +155,10 @@ class Serving:
         """
         request_id = check_request_id(message.request_id)
         try:
-            await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id)
+            caller = identity.current()
+            with caller.budget.request():
+                message.cache_salt = caller.salt(message.cache_salt)
+                await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id)
         except BatonError as error:
             error.request_id = request_id
             level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel) else logging.INFO
@@ -161,20 +166,22 @@ class Serving:
             raise
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Ends running requests of the whole gateway; their callers get `Cancelled`. Several may have the same id.
+        """Ends running requests of the whole gateway; their callers get `Cancelled`. Several may have the same id. A
+        caller that has shown who it is ends only its own, unless it is an operator.
 
         Returns:
             the ids that ran.
         """
         wanted = list(dict.fromkeys(request_ids))
-        aborted = self.abort_here(wanted) | await self._colleagues.abort(wanted)
+        client = identity.current().ends_only
+        aborted = self.abort_here(wanted, client) | await self._colleagues.abort(wanted, client)
         return [request_id for request_id in wanted if request_id in aborted]
 
-    def abort_here(self, request_ids: Iterable[str]) -> set[str]:
-        """As `abort`, in this process."""
+    def abort_here(self, request_ids: Iterable[str], client: str | None = None) -> set[str]:
+        """As `abort`, in this process; only requests of this client, None: of all."""
         wanted, aborted = set(request_ids), set()
         for running in self._requests:
-            if running.request_id in wanted:
+            if running.request_id in wanted and client in (None, running.client):
                 running.end(Cancelled("the request was aborted"))
                 aborted.add(running.request_id)
         return aborted
@@ -222,6 +229,7 @@ class Serving:
             call = Call(message, chat, request_id, started_at_s, timeout_s)
             max_context_tokens = self._connections.fleet.max_context_tokens
             prepared = await prepare(call, self.model, max_context_tokens=max_context_tokens)
+            identity.current().budget.spend(len(prepared.request.prompt))
             run = partial(self._run, running, prepared)
             if outputs.drawn == 1:
                 await run(0, prepared.request, write)
@@ -248,6 +256,7 @@ class Serving:
             await driver.run()
         finally:
             running.drivers.discard(driver)
+            identity.current().budget.spend(machine.completion_tokens)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
         # The first part of a split prompt is remote.
         self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
@@ -267,7 +276,7 @@ class Serving:
             raise Overloaded(
                 f"{self.running} requests are running already, of at most {limit}", cure=cure, retry_after_s=1.0
             )
-        running = _Running(request_id)
+        running = _Running(request_id, identity.current().name)
         self._requests.add(running)
         self._running += count
         self._board.add(Count.RUNNING, count)

@@ -74,13 +74,13 @@ class _Colleagues:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def abort(self, request_ids: Sequence[str]) -> set[str]:
-        answer = await self._line.ask({"abort": list(request_ids)})
+    async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:
+        answer = await self._line.ask({"abort": list(request_ids), "client": client})
         return set(answer["aborted"]) if answer else set()
 
     async def _answer(self, question: Message) -> Message:
         serving = self._serving
-        return {"aborted": [] if serving is None else list(serving.abort_here(question["abort"]))}
+        return {"aborted": [] if serving is None else list(serving.abort_here(question["abort"], question["client"]))}
 
 
 if __name__ == "__main__":

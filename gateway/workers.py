@@ -19,6 +19,7 @@ from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_t
 from baton.supervisor import Supervisor
 from gateway.board import Board
 from gateway.colleagues import Line, Message
+from gateway.process import check_doors
 
 log = logging.getLogger("baton")
 
@@ -33,6 +34,7 @@ async def supervise(settings: GatewaySettings, supervisor: Supervisor) -> None:
         ConfigError: an address cannot be listened on, or the workers cannot start with these settings.
     """
     stop = stop_on_signals()
+    check_doors(settings)
     with _reserve(settings.listen, "listen") as grpc_port:
         http_port = None if settings.http_listen == "off" else _reserve(settings.http_listen, "http_listen")
         listen = _with_port(settings.listen, grpc_port)
@@ -152,7 +154,7 @@ class _Workers:
                 self.all_ready.set()
             return {}
         others = [line for other, line in self._lines.items() if other != row]
-        answers = await asyncio.gather(*(line.ask({"abort": question["abort"]}) for line in others))
+        answers = await asyncio.gather(*(line.ask(question) for line in others))
         return {"aborted": sorted({each for answer in answers if answer for each in answer["aborted"]})}
 
 

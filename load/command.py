@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.access import read_key, use
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.cli.up import ClusterOptions, local_cluster
 from baton.errors import InvalidRequest
@@ -173,8 +174,16 @@ def bench(
     ] = None,
     model: Annotated[str, typer.Option(help="Default: the server's first one.", rich_help_panel=_CLIENT)] = "",
     api_key: Annotated[
-        str, typer.Option(help="Bearer token of HTTP requests; @FILE reads it from a file.", rich_help_panel=_CLIENT)
+        str,
+        typer.Option(help="API key; @FILE reads it from a file. For gRPC also BATON_API_KEY.", rich_help_panel=_CLIENT),
     ] = "",
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            help='PEM file with the CA of the server\'s certificate, or "system". Default: BATON_CLIENT_CA.',
+            rich_help_panel=_CLIENT,
+        ),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Client processes. Default: half of the cores.", rich_help_panel=_CLIENT)
     ] = None,
@@ -219,6 +228,7 @@ def bench(
             arrivals, burstiness, rate, speed,
         )  # fmt: skip
         shape.check()
+        use(None, tls_ca)
         options = RunOptions(
             workload=shape.name, timeout_s=timeout, drain_s=drain, bound_s=late_ms / 1e3, connections=connections,
             slo=Slo(goals[0].ttft_s, goals[0].tpot_s) if send_slo else None, temperature=temperature,
@@ -226,7 +236,7 @@ def bench(
         search = Search(precision, max_runs) if find_rate else None
         what = What(goals, search, rounds if comparing else 1, seed)
         span = Span(_DURATION_S if duration is None and requests is None else duration, requests, warmup)
-        given = [Target.parse(name, api=api, api_key=_key(api_key), model=model) for name in names]
+        given = [Target.parse(name, api=api, api_key=read_key(api_key), model=model) for name in names]
         results = _measured(given, shape, span, options, what, processes or default_processes())
     print(markdown(results), flush=True)
     if json is not None:
@@ -304,18 +314,6 @@ def _check_goals(goals: Sequence[Goal], *, find_rate: bool, send_slo: bool) -> N
         raise typer.BadParameter("it needs a goal, such as --slo ttft=400ms,tpot=15ms", param_hint="--find-rate")
     if send_slo and len(goals) != 1:
         raise typer.BadParameter(f"it needs one goal; there are {len(goals)}", param_hint="--send-slo")
-
-
-def _key(given: str) -> str:
-    """Raises:
-    InvalidRequest: its file cannot be read.
-    """
-    if not given.startswith("@"):
-        return given
-    try:
-        return Path(given[1:]).read_text().strip()
-    except OSError as error:
-        raise InvalidRequest(f"the key cannot be read: {error}", field="api_key") from None
 
 
 def _is_file(name: str) -> bool:

@@ -25,9 +25,17 @@ class GrpcAsker:
 
     @classmethod
     def connect(
-        cls, address: str, connections: int, prompts: PromptMaker, slo: Slo | None, sampling: dict[str, Any]
+        cls,
+        address: str,
+        connections: int,
+        prompts: PromptMaker,
+        slo: Slo | None,
+        sampling: dict[str, Any],
+        *,
+        api_key: str = "",
     ) -> Self:
-        return cls([Client(address) for _ in range(connections)], prompts, slo, sampling)
+        clients = [Client(address, api_key=api_key or None) for _ in range(connections)]
+        return cls(clients, prompts, slo, sampling)
 
     def prepare(self, request: Planned) -> tuple[Planned, list[int]]:
         return request, self.prompts.token_ids(request)

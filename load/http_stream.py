@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from baton.config import client_access
 from baton.errors import InvalidRequest
 from load.answer import AskError
 
@@ -136,7 +137,8 @@ class HttpStreams:
 
     def __post_init__(self) -> None:
         if self.origin.tls:
-            self._tls = ssl.create_default_context()
+            ca = client_access().tls_ca
+            self._tls = ssl.create_default_context(cafile=None if ca == "system" else ca)
 
     def request(self, method: str, endpoint: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
         """The bytes of a request."""

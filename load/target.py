@@ -93,6 +93,6 @@ class Server:
         prompts = PromptMaker(self.contents)
         extra = {} if temperature is None else {"temperature": temperature}
         if self.target.api is Api.GRPC:
-            return GrpcAsker.connect(self.target.address, connections, prompts, slo, extra)
+            return GrpcAsker.connect(self.target.address, connections, prompts, slo, extra, api_key=self.target.api_key)
         chat = self.target.api is Api.CHAT
         return OpenAiAsker(self.target.streams(), prompts, self.model, chat, self.dialect, slo, extra)

@@ -27,6 +27,8 @@ from baton.rpc.server import (
     stop_on_signals,
     write_ready_file,
 )
+from baton.security import roles as certified
+from baton.security.servers import protect_node
 from baton.supervisor import Supervisor
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
@@ -45,6 +47,7 @@ log = logging.getLogger("baton")
 
 _FILES = 1 << 16
 _STUCK_AFTER_S = 4.0
+_CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
 # Time to fail all requests after a rank has ended.
 _FAIL_REQUESTS_S = 1.0
 
@@ -87,7 +90,7 @@ def run_node(
         supervisor = Supervisor(settings.supervisor)
         with asyncio.Runner() as runner:
             # Bound first, so that a port that is taken is an error before the model is loaded.
-            server = runner.run(_bind(settings))
+            server = runner.run(_bind(settings, role))
             supervisor.report("looking for the model", address=server.address)
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
@@ -121,8 +124,15 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
-async def _bind(settings: NodeSettings) -> GrpcServer:
-    return GrpcServer(settings.listen, advertise=settings.advertise, keepalive_s=settings.keepalive_s)
+async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> GrpcServer:
+    protection = protect_node(settings, _CERTIFIED[role], Address.parse(settings.listen, field="listen"))
+    return GrpcServer(
+        settings.listen,
+        advertise=settings.advertise,
+        keepalive_s=settings.keepalive_s,
+        protection=protection,
+        health_listen=settings.health_listen,
+    )
 
 
 async def _run(
@@ -231,7 +241,7 @@ async def _watch_transfer(node: Node, server: GrpcServer) -> None:
         await asyncio.sleep(_STUCK_AFTER_S / 4)
         stack = node.transfer.stuck(after_s=_STUCK_AFTER_S)
         if stack and ready:
-            log.error("the transfer thread has been stuck for %.0f s:\n%s", _STUCK_AFTER_S, stack)
+            log.error("the transfer thread has been stuck for %.0f s:", _STUCK_AFTER_S, extra={"lines": stack})
         if ready != (not stack):
             ready = not stack
             await server.set_ready(ready=ready)

@@ -17,6 +17,8 @@ import grpc
 from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
+from baton.security.roles import Role
+from baton.security.tls import Dial, InternalTls
 from kvtransfer.conversion import KVConversion, conversion_of
 from kvtransfer.link import LinkSpeed
 from kvtransfer.plan import PlanRefused, agree, links_between
@@ -55,6 +57,7 @@ class DecodePeer:
         number: this node's number for the peer's first rank; the other ranks' numbers follow.
         timeout_s: for the handshake.
         deliver: gets `LeaseEnded`, and `PeerLost` once.
+        dial: credentials of the channel to it.
 
     Attributes:
         state: what this node's status reports of the peer.
@@ -62,8 +65,11 @@ class DecodePeer:
         turn_s: median time from the event loop to the threads that send over the peer's links, and back.
     """
 
-    def __init__(self, node: Node, address: str, number: int, *, timeout_s: float, deliver: Deliver) -> None:
+    def __init__(
+        self, node: Node, address: str, number: int, *, timeout_s: float, deliver: Deliver, dial: Dial | None = None
+    ) -> None:
         self.number = number
+        self._dial = dial
         self.state = common_pb2.PeerState(name=address, address=address, phase=common_pb2.PEER_PHASE_CONNECTING)
         self.link: LinkSpeed | None = None
         self.turn_s = 0.0
@@ -111,7 +117,9 @@ class DecodePeer:
 
     async def _live(self) -> None:
         try:
-            async with connect(self.state.address, keepalive_s=self._node.settings.keepalive_s) as channel:
+            async with connect(
+                self.state.address, keepalive_s=self._node.settings.keepalive_s, dial=self._dial
+            ) as channel:
                 call = decode_pb2_grpc.DecodeStub(channel).Pair()
                 async with asyncio.timeout(self._timeout_s):
                     ready = await self._handshake(call)
@@ -269,6 +277,8 @@ class DecodePeers:
         self._node = node
         self._timeout_s = timeout_s
         self._deliver = deliver
+        tls = InternalTls.read(node.settings, Role.PREFILL)
+        self._dial = None if tls is None else tls.to_role(Role.DECODE)
         self._numbers = itertools.count(MOST_RANKS, MOST_RANKS)
         self._by_address: dict[str, DecodePeer] = {}
 
@@ -322,7 +332,9 @@ class DecodePeers:
         peer = self._by_address.get(address)
         if peer is None or peer.over:
             number = next(self._numbers)
-            peer = DecodePeer(self._node, address, number, timeout_s=self._timeout_s, deliver=self._deliver)
+            peer = DecodePeer(
+                self._node, address, number, timeout_s=self._timeout_s, deliver=self._deliver, dial=self._dial
+            )
             self._keep(peer)
         return peer
 

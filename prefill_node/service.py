@@ -6,6 +6,7 @@ import grpc
 
 from baton.config import PrefillSettings
 from baton.errors import BatonError
+from baton.rpc.server import Address
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
@@ -40,6 +41,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Connect(
         self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext[pb.ConnectRequest, common_pb2.PeerState]
     ) -> common_pb2.PeerState:
+        try:
+            # gRPC would also connect to names of other forms, such as unix:PATH.
+            Address.parse(request.decode_address, field="decode_address")
+        except BatonError as error:
+            await abort(context, error)
         return await self._driver.peers.connect(request.decode_address)
 
     def _freed(self) -> None:

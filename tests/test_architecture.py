@@ -42,7 +42,7 @@ MAY_IMPORT = {
 
 GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status"}
 GRPC_IN_PACKAGES = {"node", "prefill_node", "decode_node", "gateway"}
-GRPC_IN_BATON = ("baton.client", "baton.rpc")
+GRPC_IN_BATON = ("baton.client", "baton.rpc", "baton.security")
 
 WITHOUT_TORCH = ("baton", "gateway", "load", "planner", "protos")
 WITHOUT_TORCH_MODULES = {

@@ -7,6 +7,7 @@ import typer
 
 from baton import __version__
 from baton.cli.bench import bench
+from baton.cli.certs import certs, key
 from baton.cli.chat import chat
 from baton.cli.doctor import doctor
 from baton.cli.generate import generate
@@ -21,7 +22,7 @@ def main() -> None:
     """The program `baton`."""
     app = new_app()
     app.callback()(_whole_program)
-    for command in (up, chat, generate, status, demo, doctor):
+    for command in (up, chat, generate, status, demo, doctor, certs, key):
         app.command()(command)
     for role in (prefill_node, decode_node, gateway, bench, plan):
         app.command(context_settings=PASS_ON)(role)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client, Event, Notice
 from baton.errors import BatonError
 
@@ -35,8 +36,11 @@ def chat(
     template_kwargs: Annotated[
         str, typer.Option(help="JSON object with variables of the template, such as enable_thinking.")
     ] = "{}",
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Talk to the model. Lines that are piped in are one turn each."""
+    use(api_key, tls_ca)
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,

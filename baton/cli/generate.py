@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
 from baton.client import DEFAULT_TARGET, Client, Completion, Finished, Notice, Options, Sampling
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
@@ -62,8 +63,11 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help=f"Alternatives to show for each token, 0 to {MAX_LOGPROBS}.")
     ] = None,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Send prompts to a gateway and print the output."""
+    use(api_key, tls_ca)
     given = {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,

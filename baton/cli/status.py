@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
@@ -28,8 +29,11 @@ def status(
     target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again each second, until Ctrl-C.")] = False,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Show nodes, their requests and blocks, and the state of each prefill/decode pair."""
+    use(api_key, tls_ca)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_IN_FILES)

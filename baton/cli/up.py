@@ -19,7 +19,7 @@ from baton.cli.progress import ClusterProgress
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.client import DEFAULT_PORT, Client
 from baton.config import DEMO_MODELS, NodeSettings, is_set, ranks_of_each_node, visible_gpus
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
 from baton.model_source import find_model
 from baton.types import LocalPolicy, SamplingParams
 from protos.baton.v1 import common_pb2
@@ -53,6 +53,7 @@ class ClusterOptions:
     decode_block_size: int | None = None
     local_policy: LocalPolicy | None = None
     log_level: str | None = None
+    certs: Path | None = None  # a folder of `baton certs`
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,14 @@ def local_cluster(options: ClusterOptions) -> Iterator[LocalCluster]:
         processes.wait_bound(nodes)
         gateway = processes.start("gateway", _gateway_arguments(options, prefill, decode))
         processes.wait_ready([*nodes, gateway])
-        asyncio.run(_until_paired(gateway.address, prefill, decode))
+        try:
+            asyncio.run(_until_paired(gateway.address, prefill, decode, options.certs and options.certs / "ca.crt"))
+        except (Unauthenticated, PermissionDenied):
+            paired = "whether all pairs are ready is for operators to see: BATON_API_KEY may have an operator's key"
+        else:
+            paired = "every prefill node is paired with every decode node"
         shown.close()
-        shown.say("every prefill node is paired with every decode node")
+        shown.say(paired)
         yield LocalCluster(gateway, prefill, decode, processes)
         shown.say("stopping")
 
@@ -129,8 +135,16 @@ def _node_arguments(options: ClusterOptions, role: str, index: int) -> list[str]
             "dtype": options.dtype,
             "tensor-parallel-size": options.tensor_parallel_size,
             "log-level": options.log_level,
+            **_own_certificate(options, role),
         }
     )
+
+
+def _own_certificate(options: ClusterOptions, role: str) -> dict[str, object]:
+    if options.certs is None:
+        return {}
+    certs = options.certs
+    return {"tls-cert": certs / f"{role}.crt", "tls-key": certs / f"{role}.key", "tls-ca": certs / "ca.crt"}
 
 
 def _devices(num_nodes: int, num_gpus: int, *, ranks: int = 1, device_given: bool = False) -> Iterator[list[str]]:
@@ -159,6 +173,9 @@ def _gateway_arguments(options: ClusterOptions, prefill: list[Process], decode: 
             "decode": ",".join(process.address for process in decode),
             "local-policy": options.local_policy,
             "log-level": options.log_level,
+            **_own_certificate(options, "gateway"),
+            "client-tls-cert": options.certs and options.certs / "clients.crt",
+            "client-tls-key": options.certs and options.certs / "clients.key",
         }
     )
 
@@ -167,15 +184,18 @@ def _flags(values: dict[str, object]) -> list[str]:
     return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
 
 
-async def _until_paired(gateway: str, prefill: list[Process], decode: list[Process]) -> None:
+async def _until_paired(
+    gateway: str, prefill: list[Process], decode: list[Process], tls_ca: Path | None = None
+) -> None:
     """Waits until every pair is ready.
 
     Raises:
+        Unauthenticated, PermissionDenied: the gateway wants an operator's key.
         ConfigError: a pair was refused or was not ready in time; with the reasons.
     """
     wanted = len(prefill) * len(decode)
     deadline = time.monotonic() + _PAIRED_TIMEOUT_S
-    async with Client(gateway) as client:
+    async with Client(gateway, tls_ca=tls_ca) as client:
         while True:
             status = await client.cluster_status()
             peers = [
@@ -233,6 +253,9 @@ def up(
     local_policy: Annotated[
         LocalPolicy | None, typer.Option(help="Where prompts are prefilled; default: elastic.")
     ] = None,
+    certs: Annotated[
+        Path | None, typer.Option(help="Folder of `baton certs`: TLS between all processes and for clients.")
+    ] = None,
 ) -> None:
     """Run a local cluster in the foreground until Ctrl-C. Prints one JSON line on stdout when it is ready.
 
@@ -252,6 +275,7 @@ def up(
         prefill_block_size=prefill_block_size,
         decode_block_size=decode_block_size,
         local_policy=local_policy,
+        certs=certs,
     )
     try:
         with stop_on_signals(), local_cluster(replace(options, http=http_listen(http_port))) as cluster:

@@ -2,20 +2,24 @@
 
 import grpc
 
+from baton.config import environment_tls
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
+from baton.security.roles import NODE
+from baton.security.tls import InternalTls
 from protos.baton.v1 import node_pb2, node_pb2_grpc
 
 _TIMEOUT_S = 10.0
 
 
 async def describe(address: str) -> node_pb2.NodeStatus:
-    """The status of the node at host:port.
+    """The status of the node at host:port, asked with the certificate of BATON_TLS_CERT if that is set.
 
     Raises:
         BatonError: it cannot be reached, or is no node.
     """
-    async with connect(address) as channel:
+    tls = InternalTls.read(environment_tls(), None)
+    async with connect(address, dial=None if tls is None else tls.to(NODE)) as channel:
         try:
             return await node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,6 +23,10 @@ from baton.errors import ConfigError
 from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
+from baton.security.guard import Authorize
+from baton.security.log_lines import OneLine
+from baton.security.servers import Protection
+from baton.security.tls import Dial
 
 MESSAGE_BYTES_MAX = 256 << 20
 _EVERYWHERE = ("0.0.0.0", "[::]")
@@ -53,9 +57,13 @@ def channel_options(*, keepalive_s: float, shared: bool = False) -> list[tuple[s
     ]
 
 
-def connect(address: str, *, keepalive_s: float = KEEPALIVE_S) -> grpc.aio.Channel:
-    """A channel with our options. It reconnects fast, because nodes restart."""
-    options = [
+def connect(address: str, *, keepalive_s: float = KEEPALIVE_S, dial: Dial | None = None) -> grpc.aio.Channel:
+    """A channel with our options. It reconnects fast, because nodes restart.
+
+    Args:
+        dial: its credentials; None: without TLS.
+    """
+    options: list[tuple[str, Any]] = [
         *channel_options(keepalive_s=keepalive_s),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2000),  # also the time limit of one attempt, which a busy machine needs
@@ -64,6 +72,8 @@ def connect(address: str, *, keepalive_s: float = KEEPALIVE_S) -> grpc.aio.Chann
         # NOTE: with the global pool, a new incarnation at a known address would inherit a dead connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+    if dial is not None:
+        return dial.channel(address, options)
     return grpc.aio.insecure_channel(address, options=options)
 
 
@@ -134,28 +144,37 @@ class GrpcServer:
 
     Args:
         shared: other processes of this user may listen on the same port; the kernel gives each connection to one.
+        protection: None: without TLS, and whoever connects may call everything.
+        health_listen: host:port of a second server without TLS, with the health service only; "off": none.
     """
 
     def __init__(
-        self, listen: str, *, advertise: str | None, keepalive_s: float = KEEPALIVE_S, shared: bool = False
+        self,
+        listen: str,
+        *,
+        advertise: str | None,
+        keepalive_s: float = KEEPALIVE_S,
+        shared: bool = False,
+        protection: Protection | None = None,
+        health_listen: str = "off",
     ) -> None:
         options = channel_options(keepalive_s=keepalive_s, shared=shared)
-        self.grpc = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+        if protection is not None:
+            interceptors.insert(0, Authorize(protection.guard))
+        self.grpc = grpc.aio.server(interceptors=interceptors, options=options)
         self.health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self._service_names: tuple[str, ...] = ()
         where = Address.parse(listen, field="listen")
         check_advertised(advertise)
-        cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
-        # gRPC writes lines of its own about a port that it cannot have.
-        if not shared and (reason := why_taken(where)) is not None:
-            raise ConfigError(f"cannot listen on {listen}: {reason}", field="listen", value=listen, cure=cure)
-        try:
-            port = self.grpc.add_insecure_port(listen)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise ConfigError(f"cannot listen on {listen}", field="listen", value=listen, cure=cure)
+        credentials = None if protection is None else protection.credentials
+        port = _add_port(self.grpc, listen, "listen", credentials, shared=shared)
+        self._health_only: grpc.aio.Server | None = None
+        if health_listen != "off":
+            self._health_only = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_only)
+            _add_port(self._health_only, health_listen, "health_listen", None, shared=shared)
         host = "127.0.0.1" if where.host in _EVERYWHERE else where.host
         self.address = advertise or f"{host}:{port}"
 
@@ -166,12 +185,16 @@ class GrpcServer:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.grpc.stop(grace=0.5)
+        if self._health_only is not None:
+            await self._health_only.stop(grace=0.5)
 
     async def start(self, services: Sequence[str]) -> None:
         """Starts serving: live at once, ready after `set_ready`."""
         add_reflection((*services, health.SERVICE_NAME), self.grpc)
         self._service_names = (*services, health.SERVICE_NAME, V1_ALPHA, V1)
         await self.grpc.start()
+        if self._health_only is not None:
+            await self._health_only.start()
         await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(ready=False)
 
@@ -179,6 +202,29 @@ class GrpcServer:
         status = health_pb2.HealthCheckResponse
         for name in self._service_names:
             await self.health.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+
+def _add_port(
+    server: grpc.aio.Server, listen: str, field: str, credentials: grpc.ServerCredentials | None, *, shared: bool
+) -> int:
+    """Raises:
+    ConfigError: no server can listen there.
+    """
+    where = Address.parse(listen, field=field)
+    cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+    # gRPC writes lines of its own about a port that it cannot have.
+    if not shared and (reason := why_taken(where)) is not None:
+        raise ConfigError(f"cannot listen on {listen}: {reason}", field=field, value=listen, cure=cure)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, credentials)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise ConfigError(f"cannot listen on {listen}", field=field, value=listen, cure=cure)
+    return port
 
 
 def write_ready_file(path: Path | None, *, address: str, http: str | None = None) -> None:
@@ -215,6 +261,6 @@ def stop_on_signals() -> asyncio.Event:
 
 def set_up_logging(level: str, process: str) -> None:
     """Log lines to stderr: time, process, level, message."""
-    logging.basicConfig(
-        level=level.upper(), format=f"%(asctime)s {process} %(levelname)s %(message)s", datefmt="%H:%M:%S", force=True
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine(process))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

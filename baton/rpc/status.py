@@ -25,6 +25,8 @@ Response = TypeVar("Response")
 
 _CODES: dict[str, int] = {
     "INVALID_REQUEST": code_pb2.INVALID_ARGUMENT,
+    "UNAUTHENTICATED": code_pb2.UNAUTHENTICATED,
+    "PERMISSION_DENIED": code_pb2.PERMISSION_DENIED,
     "UNKNOWN_MODEL": code_pb2.NOT_FOUND,
     "OVERLOADED": code_pb2.RESOURCE_EXHAUSTED,
     "NO_NODE": code_pb2.UNAVAILABLE,
@@ -39,6 +41,8 @@ _CODES: dict[str, int] = {
 
 _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: errors.UnknownModel,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.NoNode,
@@ -54,6 +58,12 @@ _TEXT_BYTES = (2048, 1024, 512, 256, 96)  # limits of one text, tried in this or
 _ALLOWED_MAX = 16
 
 _DOMAIN = "baton"
+
+_TLS_CAUSES = {
+    "Hostname Verification Check failed": "its certificate is for another host or another role",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that is trusted here, or has expired",
+    "Tls handshake failed": "no TLS connection comes about; is it a server with TLS?",
+}
 
 
 async def abort(
@@ -151,6 +161,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
 
 def last_cause(error: grpc.aio.AioRpcError) -> str:
     """The last cause in the chain that gRPC reports for a failed connection."""
+    message = from_rpc_error(error).message
+    for mark, cause in _TLS_CAUSES.items():
+        if mark in message:
+            return cause
     return from_rpc_error(error).message.rpartition(": ")[2].rstrip("]")
 
 

@@ -17,6 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton import __version__
 from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.security.authorize import Right, check, rights_for_path
+from baton.security.door import bearer
+from baton.security.identity import NOBODY, enter
 from gateway.http.call import RAW_SEND, REQUEST_ID, Call, ClientLeft, Context, log_answer
 from gateway.http.errors import Refused, error_response
 
@@ -100,6 +103,7 @@ class App:
             if given and scope[REQUEST_ID] != given:
                 allowed = (f"1 to {_REQUEST_ID_CHARACTERS_MAX} visible ASCII characters",)
                 raise InvalidRequest("x-request-id is not a request id", field="x-request-id", allowed=allowed)
+            self._admit(scope)
             await self.api(scope, receive, noting_start)
         except ClientLeft:
             log.debug("%s: the client left", scope[REQUEST_ID])
@@ -107,6 +111,23 @@ class App:
             if started:
                 raise
             await self._error(scope, error)(scope, receive, start)
+
+    def _admit(self, scope: Scope) -> None:
+        """Raises:
+        Unauthenticated, PermissionDenied: the caller may not use this path.
+        """
+        door, needed = self.context.door, rights_for_path(scope["path"])
+        if door is None:
+            return
+        if Right.ANYONE in needed:
+            enter(NOBODY)
+            return
+        headers = Headers(scope=scope)
+        # Anthropic's clients send x-api-key.
+        credential = bearer(headers.get("authorization")) or headers.get("x-api-key")
+        caller = door.caller(credential, (scope.get("client") or ("unix", 0))[0])
+        check(scope["path"], needed, caller.rights)
+        enter(caller)
 
     async def _answer_error(self, request: Request, error: Exception) -> Response:
         return self._error(request.scope, error)

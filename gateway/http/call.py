@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.config import MIB, GatewaySettings
 from baton.errors import BatonError, InternalError, InvalidRequest
+from baton.security.door import Door
 from gateway.chat.types import ChatRequest
 from gateway.collected import Collector
 from gateway.fleet import Fleet
@@ -49,6 +50,7 @@ class Context:
 
     Attributes:
         name: of this gateway.
+        door: who may come in; None: everybody.
         error_shapes: by the beginning of a path; every other path has OpenAI's shape.
         draining: whether the process is about to end.
         started_s: unix time of the process's start.
@@ -58,6 +60,7 @@ class Context:
     serving: Serving
     fleet: Fleet
     name: str
+    door: Door | None = None
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))

@@ -22,6 +22,8 @@ _RETRYABLE = (429, 503)
 
 _STATUSES = {
     "INVALID_REQUEST": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
     "UNKNOWN_MODEL": 404,
     "OVERLOADED": 429,
     "NO_NODE": 503,
@@ -31,8 +33,19 @@ _STATUSES = {
     "CANCELLED": 499,  # as nginx says that a request was ended from outside; no client library retries it
 }
 
-_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error", 499: "cancelled_error"}
-_CODES = {"UNKNOWN_MODEL": "model_not_found", "INVALID_REQUEST": "invalid_value"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+    499: "cancelled_error",
+}
+_CODES = {
+    "UNAUTHENTICATED": "invalid_api_key",
+    "UNKNOWN_MODEL": "model_not_found",
+    "INVALID_REQUEST": "invalid_value",
+}
 
 
 class Refused(InvalidRequest):

@@ -13,6 +13,10 @@ import uvicorn
 from baton.config import GatewaySettings
 from baton.errors import ConfigError
 from baton.rpc.server import Address
+from baton.security.door import Door
+from baton.security.http_tls import http_context
+from baton.security.pem import Pems
+from baton.security.watched import Watched
 from gateway.fleet import Fleet
 from gateway.http.call import Context
 from gateway.http.protocol import LimitedProtocol
@@ -30,13 +34,23 @@ class HttpServer:
     Args:
         name: of the gateway.
         bound: of `bind`.
+        door: who may come in; None: everybody.
+        pems: the certificate that clients see; None: no TLS.
     """
 
     def __init__(
-        self, settings: GatewaySettings, serving: Serving, fleet: Fleet, name: str, bound: socket.socket
+        self,
+        settings: GatewaySettings,
+        serving: Serving,
+        fleet: Fleet,
+        name: str,
+        bound: socket.socket,
+        *,
+        door: Door | None = None,
+        pems: Watched[Pems] | None = None,
     ) -> None:
         self._socket = bound
-        self._context = Context(settings, serving, fleet, name)
+        self._context = Context(settings, serving, fleet, name, door)
         host, port = self._socket.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -55,6 +69,10 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=10 * int(_SHUTDOWN_S),
         )
+        if pems is not None:
+            config.load()
+            config.ssl = http_context(pems)
+        self.url = f"{'http' if pems is None else 'https'}://{self.address}"
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 

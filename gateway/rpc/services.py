@@ -26,7 +26,7 @@ def add_services(server: GrpcServer, settings: GatewaySettings, serving: Serving
         serving,
         fleet,
         archive,
-        KvEvents(fleet, connections.clients),
+        KvEvents(fleet, connections.clients) if settings.kv_events else None,
         max_requests=settings.max_concurrent_requests,
     )
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server.grpc)

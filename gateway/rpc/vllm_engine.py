@@ -39,7 +39,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     """
 
     def __init__(
-        self, serving: Serving, fleet: Fleet, archive: TokenizerArchive, kv_events: KvEvents, *, max_requests: int
+        self,
+        serving: Serving,
+        fleet: Fleet,
+        archive: TokenizerArchive,
+        kv_events: KvEvents | None,
+        *,
+        max_requests: int,
     ) -> None:
         self._serving = serving
         self._fleet = fleet
@@ -198,6 +204,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: smg.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[smg.KvEventBatch]:
+        if self._kv_events is None:
+            async with answering(context) as call:
+                await call.unimplemented("KV events tell the prompts of all clients; BATON_KV_EVENTS=true serves them")
         async with answering(context), aclosing(self._kv_events.subscribe(request.start_sequence_number)) as batches:
             async for batch in batches:
                 yield batch

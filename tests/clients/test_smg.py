@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 def gateway() -> Iterator[Process]:
     with machines() as start:
         nodes = start.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))
-        yield start.gateway(nodes[:1], nodes[1:], model=LLAMA, local_policy="strict")
+        yield start.gateway(nodes[:1], nodes[1:], model=LLAMA, local_policy="strict", kv_events=True)
 
 
 @pytest.fixture(scope="module")

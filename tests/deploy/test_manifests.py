@@ -20,6 +20,7 @@ SERVICES = {
 }
 # From the end of a drain to the end of the process: typed errors for requests that are left, closing, exit.
 CLOSING_S = 10
+HEALTH_PORT = 7003  # without TLS, since probes have no certificate
 
 
 def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
@@ -126,7 +127,8 @@ def test_all_objects_of_a_role_select_its_pods_and_no_others(rendered: Rendered,
 @pytest.mark.parametrize("role", ROLES)
 def test_live_is_the_empty_service_and_ready_the_roles_own(rendered: Rendered, role: str) -> None:
     container = rendered.container(role)
-    live = {"port": rendered.ports(role)["grpc"]}
+    live = {"port": HEALTH_PORT}
+    assert rendered.settings(role)["health_listen"] == f"0.0.0.0:{HEALTH_PORT}"
     assert container["startupProbe"]["grpc"] == live
     assert container["livenessProbe"]["grpc"] == live
     assert container["readinessProbe"]["grpc"] == live | {"service": SERVICES[role]}

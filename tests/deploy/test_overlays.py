@@ -1,7 +1,12 @@
 """The purpose of each overlay, and its differences from the base."""
 
+from pathlib import PurePosixPath
+
+import yaml
+
 from baton.config import NodeSettings
-from tests.deploy.manifests import NODE_ROLES, ROLES, SETTINGS, Rendered
+from baton.security.roles import Role, dns_names_of, uri_of
+from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, SETTINGS, Rendered
 
 
 def test_the_base_serves_the_demo_model_in_the_images(base: Rendered) -> None:
@@ -72,3 +77,44 @@ def test_rdma_adds_an_adapter_and_a_ucx_that_supports_it(nvidia: Rendered, rdma:
         assert after["resources"]["limits"] == before["resources"]["limits"] | {"rdma/hca": 1}
         assert rdma.environment(role) == nvidia.environment(role) | {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
     assert rdma.deployment("gateway") == nvidia.deployment("gateway")
+
+
+def test_the_base_alone_has_neither_certificates_nor_permission_to_go_without(base: Rendered) -> None:
+    for role in ROLES:
+        assert not {"tls_cert", "insecure"} & base.settings(role).keys()
+
+
+def test_the_cpu_demo_goes_without_tls_on_purpose(cpu_demo: Rendered) -> None:
+    assert {cpu_demo.settings(role)["insecure"] for role in ROLES} == {"true"}
+
+
+def test_nvidia_mounts_every_file_of_its_certificates_and_keys(nvidia: Rendered) -> None:
+    for role, pod in nvidia.pods():
+        settings = nvidia.settings(role)
+        assert "insecure" not in settings
+        secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+        mounted = {
+            mount["mountPath"]: secrets[mount["name"]]
+            for mount in nvidia.container(role)["volumeMounts"]
+            if mount["name"] in secrets
+        }
+        named = [name for name in settings if name.startswith(("tls_", "client_tls_")) or name == "api_keys"]
+        assert len(named) == (6 if role == "gateway" else 3)
+        for name in named:
+            folder = str(PurePosixPath(settings[name]).parent)
+            assert mounted[folder] == {"tls": f"baton-{role}-tls"}.get(
+                PurePosixPath(folder).name, f"baton-{PurePosixPath(folder).name}"
+            )
+
+
+def test_cert_manager_makes_the_certificates_that_processes_expect() -> None:
+    file = KUSTOMIZE / "components" / "cert-manager" / "certificates.yaml"
+    made = {item["metadata"]["name"]: item["spec"] for item in yaml.safe_load_all(file.read_text())}
+    for role in Role:
+        certificate = made[f"baton-{role}"]
+        assert certificate["secretName"] == f"baton-{role}-tls"
+        assert certificate["uris"] == [uri_of(role)]
+        assert certificate["dnsNames"] == list(dns_names_of(role))
+        assert {"server auth", "client auth"} <= set(certificate["usages"])
+    assert "uris" not in made["baton-client"]
+    assert "client auth" not in made["baton-client"]["usages"]

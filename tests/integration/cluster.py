@@ -104,18 +104,20 @@ class Machines:
         decode: Sequence[Process],
         *,
         prepare: Callable[[], None] | None = None,
+        outputs: Path | None = None,
         **flags: object,
     ) -> Process:
         """Starts a gateway in front of these nodes and waits until it is ready and every pair has settled.
 
         Args:
             prepare: called in its process before it starts.
+            outputs: an existing directory for its files `stdout` and `stderr`.
         """
         joined = {
             "prefill": ",".join(node.address for node in prefill),
             "decode": ",".join(node.address for node in decode),
         }
-        self.processes.launch = partial(launch_warm, prepare=partial(_prepare_gateway, prepare))
+        self.processes.launch = partial(launch_warm, prepare=partial(_prepare_gateway, prepare), outputs=outputs)
         gateway = self.processes.start("gateway", arguments({**joined, **_STEADY["gateway"], **flags}))
         self.processes.wait_ready([gateway])
         return gateway

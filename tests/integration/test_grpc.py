@@ -45,7 +45,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     template.write_text(TEMPLATE)
     with machines() as start:
         nodes = start.nodes(("prefill", {"model": LLAMA}), ("decode", {"model": LLAMA}))
-        yield start.gateway(nodes[:1], nodes[1:], model=LLAMA, local_policy="strict", chat_template=template)
+        yield start.gateway(
+            nodes[:1], nodes[1:], model=LLAMA, local_policy="strict", chat_template=template, kv_events=True
+        )
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def test_an_advertised_address_that_cannot_be_reached_is_refused(program: str, v
 def test_a_node_that_listens_everywhere_warns_about_the_address_that_it_advertises(
     start: Machines, tmp_path: Path
 ) -> None:
-    start.nodes(("decode", {"listen": "0.0.0.0:0"}), outputs=tmp_path)
+    start.nodes(("decode", {"listen": "0.0.0.0:0", "insecure": "true"}), outputs=tmp_path)
     assert "set an address for others with --advertise" in (tmp_path / "stderr").read_text()
 
 

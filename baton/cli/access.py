@@ -1,0 +1,41 @@
+"""Flags of commands that call a gateway: the API key, and the CA of the gateway's certificate."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.config import set_client_access
+from baton.errors import InvalidRequest
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="API key; @FILE reads it from a file, which other users cannot see. Default: BATON_API_KEY."),
+]
+TlsCa = Annotated[
+    str | None,
+    typer.Option(help='PEM file with the CA of the gateway\'s certificate, or "system". Default: BATON_CLIENT_CA.'),
+]
+
+
+def use(api_key: str | None, tls_ca: str | None) -> None:
+    """Lets this command and its children call gateways so.
+
+    Raises:
+        InvalidRequest: the key's file cannot be read.
+    """
+    set_client_access(api_key=None if api_key is None else read_key(api_key), tls_ca=tls_ca)
+
+
+def read_key(given: str) -> str:
+    """The key, or what the file after an @ has.
+
+    Raises:
+        InvalidRequest: the file cannot be read.
+    """
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text().strip()
+    except OSError as error:
+        raise InvalidRequest(f"the key cannot be read: {error}", field="api_key") from None

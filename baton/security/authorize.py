@@ -1,0 +1,111 @@
+"""Who may call what: one table with a row for each RPC of each service. An RPC without a row is refused."""
+
+from collections.abc import Mapping, Set
+from enum import StrEnum
+
+from baton.errors import PermissionDenied
+
+
+class Right(StrEnum):
+    """What a caller has proved to be, by its certificate or key. Every caller has `ANYONE`."""
+
+    ANYONE = "anyone"
+    CLIENT = "client"
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    OPERATOR = "operator"
+
+
+ALL_RIGHTS = frozenset(Right)
+
+_ANYONE = frozenset({Right.ANYONE})
+_CLIENT = frozenset({Right.CLIENT, Right.OPERATOR})
+_OPERATOR = frozenset({Right.OPERATOR})
+_GATEWAY = frozenset({Right.GATEWAY})
+_PREFILL = frozenset({Right.PREFILL})
+_WATCHING = frozenset({Right.GATEWAY, Right.OPERATOR})
+
+TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
+    # Served by nodes.
+    "baton.v1.Decode": {"Session": _GATEWAY, "Pair": _PREFILL},
+    "baton.v1.Prefill": {"Prefill": _GATEWAY, "Connect": _GATEWAY},
+    "baton.v1.Node": {
+        "Describe": _WATCHING,
+        "Watch": _WATCHING,
+        "WatchCache": _WATCHING,  # tells prompts
+        "Drain": _OPERATOR,
+    },
+    # Served by gateways.
+    "baton.v1.Generation": {
+        "Generate": _CLIENT,
+        "Complete": _CLIENT,
+        "Abort": _CLIENT,
+        "Tokenize": _CLIENT,
+        "Detokenize": _CLIENT,
+        "ListModels": _CLIENT,
+        "GetModelInfo": _CLIENT,
+        "GetTokenizer": _CLIENT,
+        "GetLoads": _OPERATOR,
+        "ClusterStatus": _OPERATOR,
+    },
+    "vllm.grpc.engine.VllmEngine": {
+        "Generate": _CLIENT,
+        "Embed": _CLIENT,
+        "HealthCheck": _CLIENT,
+        "Abort": _CLIENT,
+        "GetModelInfo": _CLIENT,
+        "GetServerInfo": _CLIENT,
+        "GetTokenizer": _CLIENT,
+        "FlushCache": _OPERATOR,
+        "StartProfile": _OPERATOR,
+        "StopProfile": _OPERATOR,
+        "GetLoads": _OPERATOR,
+        "SubscribeKvEvents": _OPERATOR,  # tells prompts
+    },
+    "inference.GRPCInferenceService": {
+        "ServerLive": _ANYONE,
+        "ServerReady": _ANYONE,
+        "ModelReady": _ANYONE,
+        "ServerMetadata": _CLIENT,
+        "ModelMetadata": _CLIENT,
+        "ModelInfer": _CLIENT,
+        "ModelStreamInfer": _CLIENT,
+        "RepositoryModelLoad": _OPERATOR,
+        "RepositoryModelUnload": _OPERATOR,
+    },
+    # Served by all.
+    "grpc.health.v1.Health": {"Check": _ANYONE, "List": _ANYONE, "Watch": _ANYONE},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _OPERATOR},
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": _OPERATOR},
+}
+
+_NOBODY: frozenset[Right] = frozenset()
+
+# Paths of the gateway's HTTP server that need no key. Any other path is for clients, also one that does not exist.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/docs/oauth2-redirect", "/openapi.json"})
+OPERATOR_PATHS = frozenset({"/metrics"})
+
+
+def rights_for(method: str) -> frozenset[Right]:
+    """The rights of which a caller of `/package.Service/Method` needs one; none if the table does not have it."""
+    service, _, name = method.removeprefix("/").rpartition("/")
+    return TABLE.get(service, {}).get(name, _NOBODY)
+
+
+def rights_for_path(path: str) -> frozenset[Right]:
+    """As `rights_for`, of an HTTP path."""
+    if path in OPEN_PATHS:
+        return _ANYONE
+    return _OPERATOR if path in OPERATOR_PATHS else _CLIENT
+
+
+def check(what: str, needed: Set[Right], held: Set[Right]) -> None:
+    """Raises:
+    PermissionDenied: the caller has none of the rights that are needed.
+    """
+    if not needed & held:
+        mine = ", ".join(sorted(held - {Right.ANYONE})) or "nobody"
+        allowed = tuple(sorted(needed)) or ("nobody",)
+        cure = "call with a certificate or key of one of these"
+        raise PermissionDenied(f"{what} is not for {mine}", field="caller", value=mine, allowed=allowed, cure=cure)

@@ -1,0 +1,160 @@
+"""Makes a set of certificates for a laptop or a test: a CA, one certificate per role, and one for a gateway's clients.
+
+A cluster should get its certificates from whatever issues them there, with the same names: `baton.security.roles`.
+"""
+
+import ipaddress
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from baton.security.roles import Role, dns_names_of, uri_of
+
+CA_CERT, CA_KEY = "ca.crt", "ca.key"
+CLIENTS = "clients"  # the name of the certificate that a gateway shows its clients
+_SKEW = timedelta(minutes=5)  # between the clocks of machines
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its private key, as PEM."""
+
+    cert: bytes
+    key: bytes = field(repr=False)
+
+    def write(self, folder: Path, name: str) -> None:
+        """Writes NAME.crt and NAME.key, which only the owner may read, each in one step."""
+        for suffix, data, mode in ((".key", self.key, 0o600), (".crt", self.cert, 0o644)):
+            temporary = folder / f".{name}{suffix}.part"
+            temporary.unlink(missing_ok=True)
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+            temporary.replace(folder / f"{name}{suffix}")
+
+
+class Authority:
+    """A CA that signs certificates."""
+
+    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._cert = cert
+        self._key = key
+
+    @classmethod
+    def new(cls, *, days: float) -> Self:
+        key = ec.generate_private_key(ec.SECP256R1())
+        # Two CAs of one name would look like one that signs wrongly.
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Baton CA {secrets.token_hex(4)}")])
+        builder = _builder(name, name, key.public_key(), timedelta(days=days))
+        usage = _usage(signs_certificates=True)
+        signed = (
+            builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(signed, key)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The CA of a set that `pair.write` has written."""
+        cert = x509.load_pem_x509_certificate((folder / CA_CERT).read_bytes())
+        key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), password=None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        return cls(cert, key)
+
+    @property
+    def pair(self) -> Pair:
+        return Pair(_pem(self._cert), _pem_key(self._key))
+
+    def for_role(self, role: Role, *, lifetime: timedelta) -> Pair:
+        """For both ends of the traffic between processes. A negative lifetime: it has expired."""
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri_of(role))]
+        names += [x509.DNSName(name) for name in dns_names_of(role)]
+        return self._sign(role, names, (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH), lifetime)
+
+    def for_hosts(self, hosts: Sequence[str], *, lifetime: timedelta) -> Pair:
+        """For a server with these host names and addresses. It names no role, so it opens no door."""
+        return self._sign(CLIENTS, [_host(host) for host in hosts], (ExtendedKeyUsageOID.SERVER_AUTH,), lifetime)
+
+    def _sign(
+        self, name: str, names: Sequence[x509.GeneralName], uses: Sequence[x509.ObjectIdentifier], lifetime: timedelta
+    ) -> Pair:
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Baton {name}")])
+        signed = (
+            _builder(subject, self._cert.subject, key.public_key(), lifetime)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return Pair(_pem(signed), _pem_key(key))
+
+
+def write_set(folder: Path, *, hosts: Sequence[str], days: float) -> None:
+    """Writes a whole set into an existing folder; takes the CA that is there, or makes one."""
+    if (folder / CA_KEY).exists() and (folder / CA_CERT).exists():
+        authority = Authority.read(folder)
+    else:
+        authority = Authority.new(days=10 * days)
+        authority.pair.write(folder, "ca")
+    lifetime = timedelta(days=days)
+    for role in Role:
+        authority.for_role(role, lifetime=lifetime).write(folder, role)
+    authority.for_hosts(hosts, lifetime=lifetime).write(folder, CLIENTS)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, lifetime: timedelta
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    begins = now - _SKEW if lifetime > timedelta(0) else now + lifetime - _SKEW
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begins)
+        .not_valid_after(now + lifetime)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pem(cert: x509.Certificate) -> bytes:
+    return cert.public_bytes(serialization.Encoding.PEM)
+
+
+def _pem_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -1,0 +1,41 @@
+"""The TLS context of an HTTP server, which takes changed files at the next handshake."""
+
+import os
+import ssl
+import tempfile
+from pathlib import Path
+
+from baton.security.pem import Pems
+from baton.security.watched import Watched
+
+
+def http_context(pems: Watched[Pems]) -> ssl.SSLContext:
+    """For TLS 1.2 and 1.3, with what `pems` has at each handshake."""
+    used = pems.get()
+    current = first = _context(used)
+
+    def renew(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context_of: ssl.SSLContext) -> None:
+        """OpenSSL calls it at each handshake, whether or not the client names a host."""
+        nonlocal used, current
+        found = pems.get()
+        if found is not used:
+            used, current = found, _context(found)
+        connection.context = current
+
+    first.sni_callback = renew
+    return first
+
+
+def _context(pems: Pems) -> ssl.SSLContext:
+    assert pems.cert is not None
+    assert pems.key is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    # OpenSSL takes a chain from a file only: one that this user alone can read, for a moment.
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        file = Path(folder) / "pair.pem"
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(pems.key + b"\n" + pems.cert)
+        context.load_cert_chain(file)
+    return context

@@ -1,0 +1,114 @@
+"""Reads certificates and keys from the files that settings name, and checks that they fit each other."""
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+
+from baton.config import flag, variable
+from baton.errors import ConfigError
+from baton.security.roles import Role, dns_names_of, role_of
+from baton.security.watched import read_file
+
+
+@dataclass(frozen=True)
+class Files:
+    """A certificate chain, its key, and the CA that others' certificates are from. The fields are those of settings."""
+
+    cert: Path | None
+    key: Path | None
+    ca: Path | None
+    cert_field: str = "tls_cert"
+    key_field: str = "tls_key"
+    ca_field: str = "tls_ca"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(path for path in (self.cert, self.key, self.ca) if path is not None)
+
+
+@dataclass(frozen=True)
+class Pems:
+    """What the files have; None where none is named."""
+
+    cert: bytes | None
+    key: bytes | None = field(repr=False)
+    ca: bytes | None
+
+
+def read_pems(files: Files, *, role: Role | None = None) -> Pems:
+    """The content of all files.
+
+    Args:
+        role: which the certificate must name; None: any or none.
+
+    Raises:
+        ConfigError: a file cannot be read, certificate and key do not fit, or the certificate has expired or another
+            role.
+    """
+    ca = None
+    if files.ca is not None:
+        ca = read_file(files.ca, files.ca_field)
+        _certificates(ca, files.ca, files.ca_field)
+    if files.cert is None or files.key is None:
+        return Pems(None, None, ca)
+    cert, key = read_file(files.cert, files.cert_field), read_file(files.key, files.key_field)
+    own = _certificates(cert, files.cert, files.cert_field)[0]
+    _check_key(own, key, files)
+    where = _setting(files.cert_field, files.cert)
+    if own.not_valid_after_utc < datetime.now(UTC):
+        message = f"{where}, which expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        raise ConfigError(message, field=files.cert_field, cure="renew it; `baton certs` makes a set for a laptop")
+    if role is not None:
+        _check_role(own, role, where, files.cert_field)
+    return Pems(cert, key, ca)
+
+
+def _certificates(data: bytes, path: Path, field: str) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError:
+        cure = "name a file with PEM certificates"
+        raise ConfigError(f"{_setting(field, path)}, which has no certificate", field=field, cure=cure) from None
+
+
+def _check_key(cert: x509.Certificate, key: bytes, files: Files) -> None:
+    assert files.key is not None
+    where = _setting(files.key_field, files.key)
+    try:
+        public = serialization.load_pem_private_key(key, password=None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        cure = "name a file with an unencrypted PEM key"
+        raise ConfigError(f"{where}, which has no private key", field=files.key_field, cure=cure) from None
+    if _der(public) != _der(cert.public_key()):
+        message = f"{where}, which is not the key of the certificate {str(files.cert)!r}"
+        raise ConfigError(message, field=files.key_field, cure="name the two files that were made together")
+
+
+def _der(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _check_role(cert: x509.Certificate, role: Role, where: str, field: str) -> None:
+    try:
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        dns = names.get_values_for_type(x509.DNSName)
+    except x509.ExtensionNotFound:
+        uris, dns = [], []
+    cure = "name this role's certificate; docs/security.md says what it must have"
+    found = role_of(uris)
+    if found is not role:
+        message = f"{where}, which is the certificate of a {found}, not of a {role}"
+        raise ConfigError(message, field=field, value=found, allowed=(role,), cure=cure)
+    if missing := set(dns_names_of(role)) - set(dns):
+        message = f"{where}, which lacks the DNS name {', '.join(sorted(missing))}"
+        raise ConfigError(message, field=field, cure=cure)
+
+
+def _setting(field: str, path: Path) -> str:
+    return f"{variable(field)} ({flag(field)}) is {str(path)!r}"

@@ -1,0 +1,122 @@
+"""gRPC credentials from files: of servers, which take changed files at the next handshake, and of channels."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from baton.errors import ConfigError
+from baton.security.channels import KeyedChannel, Options
+from baton.security.pem import Files, Pems, read_pems
+from baton.security.roles import Role, name_of
+from baton.security.watched import Watched
+
+
+class TlsSettings(Protocol):
+    """The settings of traffic between processes."""
+
+    @property
+    def tls_cert(self) -> Path | None: ...
+    @property
+    def tls_key(self) -> Path | None: ...
+    @property
+    def tls_ca(self) -> Path | None: ...
+
+
+@dataclass(frozen=True)
+class InternalTls:
+    """Mutual TLS between processes of the cluster."""
+
+    pems: Watched[Pems]
+
+    @classmethod
+    def read(cls, settings: TlsSettings, role: Role | None) -> "InternalTls | None":
+        """None: the settings name no files.
+
+        Args:
+            role: of this process, which its certificate must name; None: any.
+
+        Raises:
+            ConfigError: they name some files only, or files that do not fit.
+        """
+        files = Files(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        if not files.paths:
+            return None
+        if len(files.paths) < 3:
+            raise ConfigError(
+                "only some of BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA are set", field="tls_cert",
+                cure="set all three, or none",
+            )  # fmt: skip
+        return cls(Watched(files.paths, lambda: read_pems(files, role=role)))
+
+    def server(self) -> grpc.ServerCredentials:
+        """Callers must show a certificate of the CA."""
+        return _server(self.pems, wants_certificate=True)
+
+    def to(self, name: str) -> "Dial":
+        """For channels to servers whose certificate has this DNS name, which says their role."""
+        return Dial(self.pems, server_name=name)
+
+    def to_role(self, role: Role) -> "Dial":
+        return self.to(name_of(role))
+
+
+@dataclass(frozen=True)
+class Dial:
+    """How to open channels.
+
+    Args:
+        pems: None: without TLS.
+        server_name: DNS name that the server's certificate must have; "": that of the address.
+        metadata: sent with every call.
+    """
+
+    pems: Watched[Pems] | None = None
+    server_name: str = ""
+    metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def channel(self, address: str, options: Options) -> grpc.aio.Channel:
+        """A channel that goes over to changed files with the next call after the change."""
+        if self.server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
+        if self.pems is None:
+            return KeyedChannel(
+                lambda _: grpc.aio.insecure_channel(address, options=options), lambda: None, self.metadata
+            )
+        return KeyedChannel(
+            lambda pems: grpc.aio.secure_channel(address, _channel_credentials(pems), options=options),
+            self.pems.get,
+            self.metadata,
+        )
+
+
+def client_server_credentials(pems: Watched[Pems]) -> grpc.ServerCredentials:
+    """Of a server whose callers show no certificate, but keys."""
+    return _server(pems, wants_certificate=False)
+
+
+def _server(pems: Watched[Pems], *, wants_certificate: bool) -> grpc.ServerCredentials:
+    used = pems.get()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls it at each handshake, one at a time."""
+        nonlocal used
+        found = pems.get()
+        if found is used:
+            return None
+        used = found
+        return _server_configuration(found)
+
+    fetch: Any = changed  # the stubs do not know that it may return None
+    return grpc.dynamic_ssl_server_credentials(_server_configuration(used), fetch, wants_certificate)
+
+
+def _server_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    assert pems.key is not None
+    assert pems.cert is not None
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], root_certificates=pems.ca)
+
+
+def _channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(pems.ca, private_key=pems.key, certificate_chain=pems.cert)

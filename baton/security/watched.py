@@ -1,0 +1,87 @@
+"""A value that is read from files, and read again once one of them has changed. Safe to use from several threads."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from baton.config import flag, variable
+from baton.errors import BatonError, ConfigError
+
+T = TypeVar("T")
+
+log = logging.getLogger("baton")
+
+_LOOK_EVERY_S = 1.0
+
+
+class Watched(Generic[T]):
+    """The value of some files.
+
+    Args:
+        read: returns the value; raises BatonError if the files have none.
+        look_every_s: least time between two looks at the files.
+
+    Raises:
+        BatonError: of the first `read`. Later, files that cannot be read leave the value as it was, with a warning.
+    """
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T], *, look_every_s: float = _LOOK_EVERY_S) -> None:
+        self._paths = tuple(paths)
+        self._read = read
+        self._look_every_s = look_every_s
+        self._lock = threading.Lock()
+        self._seen = self._stamps()
+        self._value = read()
+        self._looked_at_s = time.monotonic()
+        self._warned: object = None
+
+    def get(self) -> T:
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._looked_at_s >= self._look_every_s:
+                self._looked_at_s = now_s
+                self._look()
+            return self._value
+
+    def _look(self) -> None:
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        try:
+            value = self._read()
+        except BatonError as error:
+            # Perhaps one of two files is not written yet: the next look tries again.
+            if self._warned != stamps:
+                log.warning("changed files are not used: %s", error)
+                self._warned = stamps
+            return
+        if stamps == self._stamps():  # else a file changed while it was read
+            self._value, self._seen = value, stamps
+            log.info("using the changed %s", ", ".join(path.name for path in self._paths))
+
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(_stamp(path) for path in self._paths)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def read_file(path: Path, field: str) -> bytes:
+    """The file that a setting names.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        message = f"{variable(field)} ({flag(field)}) is {str(path)!r}, which cannot be read: {error.strerror}"
+        raise ConfigError(message, field=field, value=path, cure="name a file that this process may read") from None

@@ -1,0 +1,168 @@
+"""Files of certificates: what is refused at start, what is taken later; and log lines."""
+
+import io
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError, Unauthenticated
+from baton.rpc.server import Address
+from baton.security.access import dial_gateway, is_local
+from baton.security.certificates import CLIENTS, Authority, write_set
+from baton.security.log_lines import OneLine
+from baton.security.pem import Files, read_pems
+from baton.security.roles import Role, role_of
+from baton.security.servers import protect_node, watch_client_pems
+from baton.security.tls import InternalTls
+from baton.security.watched import Watched
+from tests.unit.security.settings import TlsSettings
+
+DAY = timedelta(days=1)
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certs")
+    write_set(folder, hosts=["127.0.0.1"], days=1)
+    return folder
+
+
+def test_only_the_owner_reads_keys(certs: Path) -> None:
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in certs.iterdir()}
+    assert modes[".key"] == 0o600
+    assert {path.name for path in certs.iterdir()} == {
+        f"{name}{suffix}" for name in ("ca", CLIENTS, *Role) for suffix in (".crt", ".key")
+    }
+
+
+def test_a_set_that_is_made_again_keeps_its_ca(certs: Path, tmp_path: Path) -> None:
+    for name in ("ca.crt", "ca.key"):
+        (tmp_path / name).write_bytes((certs / name).read_bytes())
+    write_set(tmp_path, hosts=["localhost"], days=1)
+    assert (tmp_path / "ca.crt").read_bytes() == (certs / "ca.crt").read_bytes()
+    assert (tmp_path / "decode.crt").read_bytes() != (certs / "decode.crt").read_bytes()
+
+
+def test_a_process_takes_its_own_certificate_and_no_other(certs: Path) -> None:
+    assert InternalTls.read(TlsSettings.of(certs, "decode"), Role.DECODE) is not None
+    with pytest.raises(ConfigError, match="the certificate of a prefill, not of a decode"):
+        InternalTls.read(TlsSettings.of(certs, "prefill"), Role.DECODE)
+    with pytest.raises(Unauthenticated, match="names no role"):
+        InternalTls.read(TlsSettings.of(certs, CLIENTS), Role.DECODE)
+
+
+def test_what_does_not_fit_is_a_wrong_setting(certs: Path, tmp_path: Path) -> None:
+    crt, key, ca = certs / "decode.crt", certs / "decode.key", certs / "ca.crt"
+    with pytest.raises(ConfigError, match=r"BATON_TLS_KEY .* is not the key of the certificate"):
+        read_pems(Files(crt, certs / "prefill.key", ca))
+    with pytest.raises(ConfigError, match=r"BATON_TLS_CERT .* has no certificate"):
+        read_pems(Files(key, key, ca))
+    with pytest.raises(ConfigError, match=r"BATON_TLS_KEY .* has no private key"):
+        read_pems(Files(crt, crt, ca))
+    with pytest.raises(ConfigError, match=r"BATON_TLS_CA .* cannot be read: No such file"):
+        read_pems(Files(crt, key, tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"only some of"):
+        InternalTls.read(TlsSettings(crt, None, ca), None)
+    with pytest.raises(ConfigError, match=r"only one of"):
+        watch_client_pems(Files(crt, None, None, "client_tls_cert", "client_tls_key"))
+    Authority.read(certs).for_role(Role.DECODE, lifetime=-DAY).write(tmp_path, "old")
+    with pytest.raises(ConfigError, match=r"which expired at 20"):
+        read_pems(Files(tmp_path / "old.crt", tmp_path / "old.key", ca))
+
+
+def test_files_that_fit_no_more_leave_the_old_ones_in_use(certs: Path, tmp_path: Path) -> None:
+    """As between the two writes of somebody who replaces certificate and key one after the other."""
+    for name in ("decode.crt", "decode.key", "ca.crt"):
+        (tmp_path / name).write_bytes((certs / name).read_bytes())
+    files = Files(tmp_path / "decode.crt", tmp_path / "decode.key", tmp_path / "ca.crt")
+    watched = Watched(files.paths, lambda: read_pems(files), look_every_s=0)
+    before = watched.get()
+    new = Authority.read(certs).for_role(Role.DECODE, lifetime=DAY)
+    (tmp_path / "decode.crt").write_bytes(new.cert)
+    assert watched.get() is before
+    (tmp_path / "decode.key").write_bytes(new.key)
+    assert (watched.get().cert, watched.get().key) == (new.cert, new.key)
+
+
+def test_files_behind_a_link_that_is_exchanged_are_new(tmp_path: Path) -> None:
+    """As Kubernetes replaces a mounted secret."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "key").write_text(name)
+        os.utime(tmp_path / name / "key", (0, 0))
+    (tmp_path / "data").symlink_to("one")
+    path = tmp_path / "data" / "key"
+    watched = Watched([path], path.read_text, look_every_s=0)
+    (tmp_path / "next").symlink_to("two")
+    (tmp_path / "next").replace(tmp_path / "data")
+    assert watched.get() == "two"
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [[], ["spiffe://baton/root"], ["spiffe://other/decode"], ["spiffe://baton/decode", "spiffe://baton/gateway"]],
+)
+def test_a_certificate_names_exactly_one_role(uris: list[str]) -> None:
+    with pytest.raises(Unauthenticated):
+        role_of(uris)
+    assert role_of(["https://example.com", "spiffe://baton/decode"]) is Role.DECODE
+
+
+def test_other_machines_are_served_with_tls_or_on_purpose(certs: Path) -> None:
+    wide, near = Address("0.0.0.0", 7001), Address("127.0.0.1", 7001)
+    with pytest.raises(ConfigError, match=r"BATON_LISTEN \(--listen\) is at 0.0.0.0.*`baton certs`.*--insecure"):
+        protect_node(TlsSettings(), Role.DECODE, wide)
+    assert protect_node(TlsSettings(), Role.DECODE, near).credentials is None
+    assert protect_node(TlsSettings(insecure=True), Role.DECODE, wide).credentials is None
+    assert protect_node(TlsSettings.of(certs, "decode"), Role.DECODE, wide).credentials is not None
+
+
+def test_a_key_crosses_no_network_unencrypted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BATON_API_KEY", "BATON_CLIENT_CA", "BATON_INSECURE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"10.0.0.9:7000 unencrypted"):
+        dial_gateway("10.0.0.9:7000", api_key="k")
+    assert dial_gateway("10.0.0.9:7000") is None
+    dial = dial_gateway("127.0.0.1:7000", api_key="my-key")
+    assert dial is not None
+    assert "my-key" not in repr(dial)
+    monkeypatch.setenv("BATON_INSECURE", "true")
+    assert dial_gateway("10.0.0.9:7000", api_key="k") is not None
+    local = ["unix:/run/s", "dns:///localhost:1", "[::1]:7"]
+    assert [is_local(each) for each in [*local, "dns:///example.com:1", "evil:7000"]] == [True] * 3 + [False] * 2
+
+
+def logged(message: str, *args: object, **more: object) -> list[str]:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(OneLine("decode"))
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    logger.info(message, *args, **more)  # type: ignore[arg-type]
+    return stream.getvalue().splitlines()
+
+
+def test_a_name_with_newlines_forges_no_log_line() -> None:
+    name = "p\n03:14:15 decode INFO drained\r\x1b[2J\u2028\x85\x00"
+    (line,) = logged("lost %s", name)
+    assert line.endswith(r"INFO lost p\n03:14:15 decode INFO drained\r\x1b[2J\u2028\x85\x00")
+    (line,) = logged("plain: Zürich, 東京")
+    assert line.endswith("plain: Zürich, 東京")
+
+
+def test_an_error_with_newlines_forges_no_log_line() -> None:
+    try:
+        raise ValueError("first\n03:14:15 decode INFO drained\x1b")
+    except ValueError as error:
+        lines = logged("a call failed", exc_info=error)
+    assert lines[0].endswith("INFO a call failed")
+    assert all(line.startswith("    ") for line in lines[1:])
+    assert "\x1b" not in "".join(lines)
+
+
+def test_lines_of_our_own_follow_indented() -> None:
+    lines = logged("stuck:", extra={"lines": "one\ntwo"})
+    assert lines[1:] == ["    one", "    two"]

@@ -59,7 +59,8 @@ class DecodeProcess(Node):
                 waiting_max=world.scenario.waiting_max,
                 block_size=world.scenario.decode.block_size,
                 split_unit=world.scenario.decode.block_size,
-            )
+            ),
+            itertools.count(1),
         )
         self._timer = Timer(world.clock, life.run, lambda: self.machine.deadline_s, self._time_passed)
         self._numbers = itertools.count(1)
@@ -180,9 +181,9 @@ class DecodeProcess(Node):
                 accepted = pb.PairAccepted(info=self.info, sender_number=pair.number)
                 pair.stream.to_client(pb.PairResponse(accepted=accepted))
             case "hand_over":
-                self.handle(e.HandOverReceived(pair.number, message.hand_over))
+                self.handle(e.HandOverReceived(pair.number, message.hand_over, pair.state.incarnation))
             case "quiet":
-                self.handle(e.QuietReceived(pair.number, message.quiet))
+                self.handle(e.QuietReceived(pair.number, message.quiet, pair.state.incarnation))
 
     def _pair_ended(self, pair: _Pair, _: BatonError | None) -> None:
         if pair.number:

@@ -37,6 +37,10 @@ class Attempts:
         self._losses = 0  # nodes lost in a row, without a token between
         self._gone = ""  # what became of the last node
 
+    def note_gone(self, gone: str) -> None:
+        """Tells what became of whoever had the request before its first attempt here."""
+        self._gone = gone
+
     def begin(self) -> None:
         """Submits to a node that decodes. A request that has begun waits for one, and its client is informed.
 

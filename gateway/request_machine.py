@@ -63,10 +63,10 @@ class RequestMachine:
         Raises:
             InvalidRequest: there is nothing after it.
         """
-        self._order.token_ids.extend(self._request.output)
-        self._gone = "the client's gateway was lost"
-        self._receipt.failed(f"continued after {len(self._request.output)} tokens that the client had")
-        return self._reply.resume(self._request.output)
+        tokens = self._state.request.output
+        self._attempts.note_gone("the client's gateway was lost")
+        self._receipt.failed(f"continued after {len(tokens)} tokens that the client had")
+        return self._output.resume(tokens)
 
     def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
         """Reacts to events in their order, at `now_s`, which never decreases.

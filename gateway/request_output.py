@@ -1,5 +1,7 @@
 """What the client of one request has and gets next: tokens in their order, messages, and the output's end. Pure."""
 
+from collections.abc import Sequence
+
 from baton.types import Usage
 from gateway.commands import Respond
 from gateway.receipt import ReceiptDraft
@@ -31,6 +33,15 @@ class Output:
     @property
     def completion_tokens(self) -> int:
         return self._reply.completion_tokens
+
+    def resume(self, token_ids: Sequence[int]) -> str:
+        """Goes on after tokens that the client has. Returns their text, as far as it was shown.
+
+        Raises:
+            InvalidRequest: there is nothing after them.
+        """
+        self._order.token_ids.extend(token_ids)
+        return self._reply.resume(token_ids)
 
     def add(self, step_token: decode_pb2.StepToken, *, hold: bool) -> bool:
         """Adds a node's token, and early ones whose turn it is then; returns whether that ended the output.

@@ -17,6 +17,7 @@ from gateway.cache_position import CachePosition
 from gateway.placement import Placement, place
 from gateway.prediction import prompt_s
 from gateway.prefix_index import PrefixIndex
+from gateway.request import Request
 from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
@@ -263,6 +264,13 @@ class Fleet:
             node.view().with_cached(cached[address]) if address in cached else node.view()
             for address, node in nodes.items()
         ]
+
+    def look_ahead(self, request: Request) -> Iterator[None]:
+        """Hashes as much of the prompt as the choice of its nodes will need, some at each step."""
+        if request.blocks is None or request.sampling.prompt_logprobs is not None:
+            return
+        for identity, block_size in {node.cache_kind for node in self.nodes() if node.cache.known}:
+            yield from self._index.look_ahead(request.blocks.numbers(identity, block_size))
 
     def _views_at(self, role: Role, wanted: Wanted, now_s: float) -> list[NodeView]:
         views = zip(self._of(role).values(), self.views(role, wanted), strict=True)

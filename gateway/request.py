@@ -1,9 +1,10 @@
 """One checked request and the rules for it: plain values, the input of the request's machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import DeadlineExceeded
 from baton.types import NO_SLO, LocalPolicy, SamplingParams, Slo
+from gateway.prefix_index import PromptBlocks
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Request:
         priority: among waiting requests lower values go first.
         slo: what the client expects; absent bounds are the gateway's.
         session_id: requests of one session go to the same nodes where that costs nothing.
+        blocks: names of the prompt's blocks, which all outputs share; None: not needed.
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class Request:
     priority: int = 0
     slo: Slo = NO_SLO
     session_id: str = ""
+    blocks: PromptBlocks | None = field(default=None, compare=False)
 
     @property
     def deadline_s(self) -> float:

@@ -73,7 +73,7 @@ class RequestMachine:
         self._rules = rules
         # A prompt whose logprobs are wanted is computed as a whole.
         scored = request.sampling.prompt_logprobs is not None
-        prompt = None if scored else PromptBlocks(request.prompt, cache_salt=request.cache_salt)
+        prompt = None if scored else request.blocks or PromptBlocks(request.prompt, cache_salt=request.cache_salt)
         self._choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id)
         self._messages = NodeMessages(request, rules.local_policy)
         self._slo = request.slo.over(rules.slo)

@@ -12,6 +12,7 @@ from gateway.chat.model import ChatModel
 from gateway.chat.types import ChatRequest
 from gateway.model import ServedModel, read_served_model
 from gateway.preparation import Call, Prepared, prepare
+from gateway.text_work import TextWork
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -29,7 +30,7 @@ async def prepared(
     model: ServedModel, message: pb.GenerateRequest, chat: ChatRequest | None = None, *, timeout_s: float = 1e9
 ) -> Prepared:
     call = Call(message, chat, "r", started_at_s=0.0, timeout_s=timeout_s)
-    return await prepare(call, model, max_context_tokens=CONTEXT_TOKENS)
+    return await prepare(call, model, TextWork(), max_context_tokens=CONTEXT_TOKENS)
 
 
 def sampling(**values: object) -> common_pb2.SamplingParams:

@@ -65,6 +65,7 @@ class RequestDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf  # asking the handle costs more
         self._task: asyncio.Task[object] | None = None  # the task that executes `run`
+        self._round = 0  # of the last turn
         self._writing = False  # while a message to the client waits
         self._slow = False  # the last message has waited for the client
         self._ended_by: BatonError | None = None  # the error for a request whose message to the client waits
@@ -108,8 +109,9 @@ class RequestDriver:
                     self._set_timer(machine.deadline_s)
                     self._waiter = waiter = loop.create_future()
                     if self._events:
-                        turns.ask(waiter)
+                        turns.ask(waiter, self._round)
                     await waiter
+                    self._round = turns.round
                     self._waiter = None
         except asyncio.CancelledError:
             if self._ended_by is None or self._task is None or self._task.uncancel() > 0:
@@ -191,7 +193,7 @@ class RequestDriver:
             return
         self._tokens = [step_token]
         if self._waiter is not None and not self._events:
-            self._turns.ask(self._waiter)
+            self._turns.ask(self._waiter, self._round)
         self._events.append(TokensCame(attempt, self._tokens))
 
     def _decode_replied(self, attempt: int, message: DecodeReply) -> None:

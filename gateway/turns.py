@@ -1,4 +1,4 @@
-"""Turns of streams that have something to send: each gets one before any gets its next.
+"""Turns of streams that have something to send, in rounds: each gets one before any gets its next.
 
 While a stream waits for its turn, more of its tokens come and join its next message. So nothing is held back while the
 process keeps up, and a process that does not sends fewer, larger messages. It keeps up as long as few messages are on
@@ -18,21 +18,31 @@ _SLOW_S = 0.02
 
 
 class Turns:
-    """Gives out the turns of one event loop, on which it must be created."""
+    """Gives out the turns of one event loop, on which it must be created.
+
+    Attributes:
+        round: the present one.
+    """
 
     def __init__(self) -> None:
+        self.round = 1
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()  # for a turn of this round
+        self._for_next: deque[asyncio.Future[None]] = deque()  # of streams that have had theirs
         self._left = _TURNS_PER_PASS  # in this pass of the loop
         self._scheduled = False
         self._writes = 0  # that have begun in this period and have not ended
         self._period = 1
         self._timer: asyncio.TimerHandle | None = None  # ends the period; only set while streams wait for a write's end
 
-    def ask(self, waiter: "asyncio.Future[None]") -> None:
-        """Sets the future's result when it is its turn, perhaps at once. One that is done by then takes no turn."""
-        if not self._left or self._waiting or self._writes >= _WRITES_MAX:
-            self._waiting.append(waiter)
+    def ask(self, waiter: "asyncio.Future[None]", last: int = 0) -> None:
+        """Sets the future's result when it is its turn, perhaps at once. One that is done by then takes no turn.
+
+        Args:
+            last: the round of the stream's last turn.
+        """
+        if not self._left or self._waiting or self._for_next or self._writes >= _WRITES_MAX:
+            (self._for_next if last == self.round else self._waiting).append(waiter)
             if not self._scheduled:
                 self._await_write()
             return
@@ -57,7 +67,7 @@ class Turns:
         """The message is written, or never will be. Returns whether the client is slow."""
         if period == self._period:
             self._writes -= 1
-            if self._waiting:
+            if self._waiting or self._for_next:
                 self._schedule()
             return False
         return period != -self._period
@@ -68,19 +78,23 @@ class Turns:
             self._loop.call_soon(self._pass)
 
     def _pass(self) -> None:
-        waiting, left = self._waiting, min(_TURNS_PER_PASS, _WRITES_MAX - self._writes)
-        most = left
-        while waiting and left > 0:
-            waiter = waiting.popleft()
+        most = min(_TURNS_PER_PASS, _WRITES_MAX - self._writes)
+        given = 0
+        while given < most:
+            if not self._waiting:
+                if not self._for_next:
+                    break
+                self._waiting, self._for_next = self._for_next, self._waiting
+                self.round += 1
+            waiter = self._waiting.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-                left -= 1
-        given = most - left
+                given += 1
         self._left = _TURNS_PER_PASS - given
         self._scheduled = False
         if given:
             self._schedule()
-        elif waiting:
+        elif self._waiting or self._for_next:
             self._await_write()
 
     def _await_write(self) -> None:
@@ -89,7 +103,7 @@ class Turns:
 
     def _end_period(self) -> None:
         self._timer = None
-        if self._waiting:
+        if self._waiting or self._for_next:
             self._writes = 0
             self._period += 1
             self._schedule()

@@ -253,7 +253,7 @@ class GatewaySettings(CommonSettings):
         "127.0.0.1:0",
         description="host:port of the HTTP server (OpenAI, Anthropic); port 0 takes a free port; off: none",
     )
-    http_body_mib: float = Field(32.0, gt=0, description="largest body of an HTTP request")
+    http_body_mib: float = Field(32.0, gt=0, description="largest body of an HTTP request, and largest gRPC message")
     failover_wait_s: float = Field(
         30.0, gt=0, description="how long a request that has begun waits for another decode node when its own was lost"
     )

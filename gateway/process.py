@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
-from baton.config import GatewaySettings
+from baton.config import MIB, GatewaySettings
 from baton.rpc.server import GrpcServer, stop_on_signals
 from gateway.connections import Connections
 from gateway.http.server import HttpServer, bind
@@ -39,7 +39,8 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
     Raises:
         ConfigError: an address cannot be listened on.
     """
-    server = GrpcServer(settings.listen, advertise=settings.advertise, shared=shared)
+    bytes_max = int(settings.http_body_mib * MIB)
+    server = GrpcServer(settings.listen, advertise=settings.advertise, shared=shared, receive_bytes_max=bytes_max)
     return Bound(server, bind(settings.http_listen, shared=shared))
 
 

@@ -32,15 +32,18 @@ _EVERYWHERE = ("0.0.0.0", "[::]")
 _PENDING_CALLS_MAX = 1 << 20
 
 
-def channel_options(*, keepalive_s: float, shared: bool = False) -> list[tuple[str, int]]:
+def channel_options(
+    *, keepalive_s: float, shared: bool = False, receive_bytes_max: int = MESSAGE_BYTES_MAX
+) -> list[tuple[str, int]]:
     """Options of servers and channels: large messages for long prompts, and pings that detect a silent peer.
 
     Args:
         shared: other servers may listen on the same port.
+        receive_bytes_max: of one message.
     """
     return [
         ("grpc.so_reuseport", int(shared)),
-        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", receive_bytes_max),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
@@ -124,12 +127,19 @@ class GrpcServer:
 
     Args:
         shared: other processes of this user may listen on the same port; the kernel gives each connection to one.
+        receive_bytes_max: of one message; a larger one is refused with RESOURCE_EXHAUSTED.
     """
 
     def __init__(
-        self, listen: str, *, advertise: str | None, keepalive_s: float = KEEPALIVE_S, shared: bool = False
+        self,
+        listen: str,
+        *,
+        advertise: str | None,
+        keepalive_s: float = KEEPALIVE_S,
+        shared: bool = False,
+        receive_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        options = channel_options(keepalive_s=keepalive_s, shared=shared)
+        options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=receive_bytes_max)
         self.grpc = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
         self.health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)

@@ -329,7 +329,9 @@ class GatewaySettings(CommonSettings):
         False,
         description="serve vLLM's SubscribeKvEvents, which tells the prompts of all clients, to operators",
     )
-    http_body_mib: float = Field(32.0, gt=0, le=_HTTP_BODY_MIB_MAX, description="largest body of an HTTP request")
+    http_body_mib: float = Field(
+        32.0, gt=0, le=_HTTP_BODY_MIB_MAX, description="largest body of an HTTP request, and largest gRPC message"
+    )
     failover_wait_s: float = Field(
         30.0,
         gt=0,

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
         supervisor = Supervisor(settings.supervisor)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if settings.workers > 1:
-                runner.run(workers.supervise(settings, supervisor))
+                _serve_with_workers(runner, settings, supervisor)
             else:
                 _serve_alone(runner, settings, supervisor)
     except ConfigError as error:
@@ -49,6 +49,14 @@ def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: 
     settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
     model = read_served_model(settings.model, settings.model_name, settings.chat_template)
     runner.run(process.run(settings, model, bound, ready))
+
+
+def _serve_with_workers(runner: asyncio.Runner, settings: GatewaySettings, supervisor: Supervisor) -> None:
+    with workers.reserve_ports(settings) as settings:
+        supervisor.report("starting", address=workers.reachable(settings))
+        # NOTE: outside of the event loop, where SIGTERM would wait for the end of a download.
+        settings = settings.model_copy(update={"model": find_model(settings.model, weights=False)})
+        runner.run(workers.supervise(settings, supervisor))
 
 
 async def _bind(settings: GatewaySettings) -> process.Bound:

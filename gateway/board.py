@@ -1,6 +1,6 @@
 """What the processes of one gateway have counted: a row of numbers for each process, in memory that all of them share.
 
-Only the owner of a row writes to it, so a sum is never older than the last write.
+A row has one writer at a time: its process, and the parent once that process has ended. So a sum misses no write.
 """
 
 import mmap

@@ -13,6 +13,7 @@ from gateway.cache_position import CachePosition
 from gateway.fleet_node import FleetNode, Role
 from gateway.placement import Placement, place
 from gateway.prefix_index import PrefixIndex
+from gateway.request import Request
 from gateway.router import NodeView, Wanted, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
@@ -163,6 +164,13 @@ class Fleet:
     def decoding_node(self, view: NodeView) -> FleetNode:
         """The node of one of the views that `place` chooses from."""
         return (self.prefills if view.also_prefills else self.decodes)[view.address]
+
+    def look_ahead(self, request: Request) -> Iterator[None]:
+        """Hashes as much of the prompt as the choice of its nodes will need, some at each step."""
+        if request.blocks is None or request.sampling.prompt_logprobs is not None:
+            return
+        for identity, block_size in {node.cache_kind for node in self.nodes() if node.cache.known}:
+            yield from self._index.look_ahead(request.blocks.numbers(identity, block_size))
 
     def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: Wanted) -> dict[str, int]:
         """By address; nodes that have nothing are left out."""

@@ -4,6 +4,7 @@ Callbacks receive what the node sends; `gateway.fleet` keeps the node's state.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.tls import Dial
 from gateway.decode_session import DecodeSession
 from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+log = logging.getLogger("baton")
 
 _WATCH_INTERVAL_S = 0.1
 _FIRST_STATUS_TIMEOUT_S = 5.0
@@ -215,6 +218,9 @@ class NodeClient:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # of an older version
+            except Exception:  # of our own code: nobody awaits this task
+                log.exception("%s: its prefix cache cannot be followed; trying again with a snapshot", self._address)
+                last = node_pb2.WatchCacheResponse()
             finally:
                 call.cancel()
             await asyncio.sleep(_RETRY_S_MAX)

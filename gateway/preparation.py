@@ -9,13 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import orjson
+
 from baton.convert import slo_from_proto
+from baton.errors import InvalidRequest
 from baton.types import SamplingParams
 from gateway.chat.json_request import chat_of_message
 from gateway.chat.types import ChatRequest, OutputParser
 from gateway.generation_defaults import with_defaults
 from gateway.model import ServedModel
+from gateway.prefix_index import PromptBlocks
 from gateway.request import Request, deadline_exceeded
+from gateway.text_work import TextWork
 from gateway.validate import (
     check_output,
     check_prompt,
@@ -29,6 +34,11 @@ from gateway.validate import (
 from protos.baton.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
+
+# More than a token of any ordinary text has on average. A text with more of them is tokenized as a whole only if its
+# beginning is not ordinary.
+_CHARACTERS_PER_TOKEN = 12
+_MESSAGES_COUNTED = 1000
 
 
 @dataclass(frozen=True)
@@ -61,11 +71,11 @@ class _Prompt:
     parser: Callable[[str], OutputParser] | None = None
 
 
-async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) -> Prepared:
+async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_context_tokens: int) -> Prepared:
     """The request as it can be served.
 
     Raises:
-        InvalidRequest, UnknownModel, DeadlineExceeded: it cannot.
+        InvalidRequest, UnknownModel, Overloaded, DeadlineExceeded: it cannot.
     """
     message, chat = call.message, call.chat
     model.check_name(message.model)
@@ -84,7 +94,7 @@ async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) ->
         prompt = _Prompt(list(ids if keep is None else ids[-keep:]), sampling)
     else:
         work = partial(_read_prompt, message, chat, sampling, model, max_context_tokens)
-        prompt = await _in_time(asyncio.to_thread(work), call)
+        prompt = await _in_time(texts.run(_size(message, chat), work), call)
     if prompt.sampling.grammar is not None:
         await _in_time(asyncio.wrap_future(model.grammars.checking(prompt.sampling.grammar)), call)
     token_ids = prompt.token_ids if keep is None else prompt.token_ids[-keep:]
@@ -103,6 +113,7 @@ async def prepare(call: Call, model: ServedModel, *, max_context_tokens: int) ->
         slo=slo_from_proto(message.slo),
         session_id=check_session_id(message.session_id),
         output=check_output(message, sampling, model, prompt_tokens=len(token_ids), max_tokens=max_context_tokens),
+        blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt),
     )
     return Prepared(request, prompt.parser)
 
@@ -144,6 +155,64 @@ def _read_prompt(
     else:
         parser = None
         text, special = message.text, not message.HasField("add_special_tokens") or message.add_special_tokens
-    check_text(text, model, max_context_tokens=max_context_tokens, field="prompt")
-    token_ids = model.tokenizer.encode(text, add_special_tokens=special, salt=message.cache_salt)
+    token_ids = encode(
+        text,
+        model,
+        max_context_tokens=max_context_tokens,
+        field="prompt",
+        add_special_tokens=special,
+        salt=message.cache_salt,
+        truncated=message.HasField("truncate_prompt_tokens"),
+    )
     return _Prompt(token_ids, sampling, parser)
+
+
+def encode(
+    text: str,
+    model: ServedModel,
+    *,
+    max_context_tokens: int,
+    field: str,
+    add_special_tokens: bool,
+    salt: str = "",
+    truncated: bool = False,
+) -> list[int]:
+    """The text's token ids. Texts far longer than a context are refused at little cost.
+
+    Args:
+        truncated: only the last tokens are wanted, so that a long text is no mistake.
+
+    Raises:
+        InvalidRequest: the text is longer than any prompt.
+    """
+    check_text(text, model, max_context_tokens=max_context_tokens, field=field)
+    if not truncated:
+        _check_beginning(text, model, max_context_tokens=max_context_tokens, field=field, salt=salt)
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens, salt=salt)
+
+
+def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, field: str, salt: str) -> None:
+    """Raises:
+    InvalidRequest: the beginning alone has far more tokens than a context, so that the rest need not be tokenized.
+    """
+    stop = _CHARACTERS_PER_TOKEN * max_context_tokens
+    if len(text) <= stop:
+        return
+    num_tokens = len(model.tokenizer.encode(text[:stop], add_special_tokens=False, salt=salt))
+    # Where a text is cut changes some tokens there, never half of all.
+    if num_tokens > 2 * max_context_tokens:
+        what = f"{field} has {len(text)} characters, and the first {stop} of them are {num_tokens} tokens"
+        allowed = (f"1 to {max_context_tokens - 1} tokens",)
+        raise InvalidRequest(what, field=field, value=len(text), allowed=allowed, cure="shorten it")
+
+
+def _size(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:
+    """Bytes of the prompt's text, roughly."""
+    if chat is None:
+        return message.ByteSize()
+    contents = [each.get("content") for each in chat.messages[:_MESSAGES_COUNTED]]
+    if len(chat.messages) <= _MESSAGES_COUNTED and all(isinstance(content, str) for content in contents):
+        size_bytes = sum(map(len, contents))  # type: ignore[arg-type]
+    else:
+        size_bytes = len(orjson.dumps(chat.messages))
+    return size_bytes + len(orjson.dumps([chat.tools, chat.template_kwargs]))

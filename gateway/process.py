@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
-from baton.config import GatewaySettings
+from baton.config import MIB, GatewaySettings
 from baton.rpc.server import Address, GrpcServer, stop_on_signals
 from baton.security.door import Door
 from baton.security.exposure import check_exposed
@@ -59,6 +59,7 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
         shared=shared,
         protection=protect_door(pems, door),
         health_listen=settings.health_listen,
+        receive_bytes_max=int(settings.http_body_mib * MIB),
     )
     return Bound(server, bind(settings.http_listen, shared=shared), door, pems)
 

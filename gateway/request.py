@@ -1,9 +1,10 @@
 """One checked request and the rules for it: plain values, the input of the request's machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import DeadlineExceeded
 from baton.types import NO_SLO, LocalPolicy, SamplingParams, Slo
+from gateway.prefix_index import PromptBlocks
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Request:
         slo: what the client expects; absent bounds are the gateway's.
         session_id: requests of one session go to the same nodes where that costs nothing.
         output: tokens that the client has already; the answer goes on after them.
+        blocks: names of the prompt's blocks, which all outputs share; None: not needed.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class Request:
     slo: Slo = NO_SLO
     session_id: str = ""
     output: tuple[int, ...] = ()
+    blocks: PromptBlocks | None = field(default=None, compare=False)
 
     @property
     def deadline_s(self) -> float:

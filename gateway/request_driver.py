@@ -5,6 +5,7 @@ the stream's turn (`gateway.turns`).
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from time import monotonic
@@ -62,8 +63,11 @@ class RequestDriver:
         self._hurries = False  # an event is there that waits for no turn
         self._waiter: asyncio.Future[None] | None = None  # set while `run` waits for an event, and perhaps for its turn
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = math.inf  # asking the handle costs more
         self._task: asyncio.Task[object] | None = None  # the task that executes `run`
+        self._round = 0  # of the last turn
         self._writing = False  # while a message to the client waits
+        self._slow = False  # the last message has waited for the client
         self._ended_by: BatonError | None = None  # the error for a request whose message to the client waits
         self._listening = False
         self._attempt: tuple[DecodeSession, int] | None = None  # the session and the request's key
@@ -76,7 +80,7 @@ class RequestDriver:
             BatonError: why it cannot be finished.
         """
         self._task = asyncio.current_task()
-        machine, write, loop = self._machine, self._write_to_client, self._loop
+        machine, write, loop, turns = self._machine, self._write_to_client, self._loop, self._turns
         self._events.append(Started())
         try:
             while True:
@@ -89,7 +93,11 @@ class RequestDriver:
                         if self._timer is None:  # it has just fired; a client that reads nothing has a deadline too
                             self._set_timer(self._request.deadline_s)
                         self._writing = True
-                        await write(command.message)
+                        period = turns.begin(slow=self._slow)
+                        try:
+                            await write(command.message)
+                        finally:
+                            self._slow = turns.end(period)
                         self._writing = False
                     elif isinstance(command, Finish):
                         if command.error is not None:
@@ -101,8 +109,9 @@ class RequestDriver:
                     self._set_timer(machine.deadline_s)
                     self._waiter = waiter = loop.create_future()
                     if self._events:
-                        self._turns.ask(waiter)
+                        turns.ask(waiter, self._round)
                     await waiter
+                    self._round = turns.round
                     self._waiter = None
         except asyncio.CancelledError:
             if self._ended_by is None or self._task is None or self._task.uncancel() > 0:
@@ -184,7 +193,7 @@ class RequestDriver:
             return
         self._tokens = [step_token]
         if self._waiter is not None and not self._events:
-            self._turns.ask(self._waiter)
+            self._turns.ask(self._waiter, self._round)
         self._events.append(TokensCame(attempt, self._tokens))
 
     def _decode_replied(self, attempt: int, message: DecodeReply) -> None:
@@ -215,14 +224,14 @@ class RequestDriver:
     def _set_timer(self, at_s: float | None) -> None:
         # NOTE: a timer is only replaced by an earlier one. Replacing it with every token would cost more than all other
         # work for that token. It may fire too early; the machine then returns the next time.
-        if at_s is None or (self._timer is not None and self._timer.when() <= at_s):
+        if at_s is None or self._timer_at_s <= at_s:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(at_s, self._timer_fired)
+        self._timer, self._timer_at_s = self._loop.call_at(at_s, self._timer_fired), at_s
 
     def _timer_fired(self) -> None:
-        self._timer = None
+        self._timer, self._timer_at_s = None, math.inf
         if not self._writing:
             self._put(TimePassed())
         elif monotonic() < self._request.deadline_s:  # a slow client must not count as a silent node

@@ -24,7 +24,7 @@ class RequestState:
     def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
         # A prompt whose logprobs are wanted is computed as a whole.
         scored = request.sampling.prompt_logprobs is not None
-        prompt = None if scored else PromptBlocks(request.prompt, cache_salt=request.cache_salt)
+        prompt = None if scored else request.blocks or PromptBlocks(request.prompt, cache_salt=request.cache_salt)
         self.request = request
         self.rules = rules
         self.slo = request.slo.over(rules.slo)

@@ -22,15 +22,18 @@ from gateway.chat_output import ChatOutput
 from gateway.connections import Connections
 from gateway.fan_out import fan_out
 from gateway.model import ServedModel
-from gateway.preparation import Call, Prepared, prepare
+from gateway.preparation import Call, Prepared, encode, prepare
 from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
+from gateway.text_work import TextWork
 from gateway.turns import Turns
-from gateway.validate import check_outputs, check_request_id, check_text
+from gateway.validate import check_outputs, check_request_id
 from protos.baton.v1 import generation_pb2 as pb
 
 log = logging.getLogger("baton")
+
+_BYTES_PER_TOKEN = 8  # of texts that are made of tokens, with their ids
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Serving:
         colleagues: Colleagues | None = None,
     ) -> None:
         self.model = model
+        self.texts = TextWork()
         self._colleagues = colleagues or Alone()
         self._board = self._colleagues.board
         self._running = 0  # here
@@ -202,13 +206,18 @@ class Serving:
 
         Raises:
             InvalidRequest: the text is longer than any prompt.
+            Overloaded: too many large texts wait already.
         """
-        check_text(text, self.model, max_context_tokens=self._connections.fleet.max_context_tokens, field="text")
-        return await asyncio.to_thread(self.model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        limit = self._connections.fleet.max_context_tokens
+        work = partial(
+            encode, text, self.model, max_context_tokens=limit, field="text", add_special_tokens=add_special_tokens
+        )
+        return await self.texts.run(len(text), work)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes in a thread, as `encode`."""
-        return await asyncio.to_thread(self.model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        work = partial(self.model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self.texts.run(_BYTES_PER_TOKEN * len(token_ids), work)
 
     # ----
 
@@ -228,8 +237,10 @@ class Serving:
         with self._admitted(request_id, outputs) as running:
             call = Call(message, chat, request_id, started_at_s, timeout_s)
             max_context_tokens = self._connections.fleet.max_context_tokens
-            prepared = await prepare(call, self.model, max_context_tokens=max_context_tokens)
+            prepared = await prepare(call, self.model, self.texts, max_context_tokens=max_context_tokens)
             identity.current().budget.spend(len(prepared.request.prompt))
+            for _ in self._connections.fleet.look_ahead(prepared.request):
+                await asyncio.sleep(0)
             run = partial(self._run, running, prepared)
             if outputs.drawn == 1:
                 await run(0, prepared.request, write)

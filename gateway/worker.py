@@ -1,6 +1,10 @@
-"""`python -m gateway.worker`: one of several processes that serve one gateway's ports. Only its parent starts it."""
+"""`python -m gateway.worker`: one of several processes that serve one gateway's ports. Only its parent starts it.
+
+A worker never outlives its parent: it would keep the ports from the next gateway.
+"""
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -22,18 +26,25 @@ from gateway.serving import Serving
 
 log = logging.getLogger("baton")
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main(line_fd: int, board_fd: int, row: int) -> None:
-    """Serves until SIGTERM or the end of the parent.
+    """Serves until SIGTERM, or until the parent ends.
 
     Args:
         line_fd: of the socket to the parent, which first sends the settings.
         board_fd: of the memory that all workers share.
         row: the own one on the board.
     """
+    # A parent that ended before this line has closed the socket, which `follow` notices.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=line_fd)
     with end.dup().makefile("rb", buffering=0) as first:
-        settings = GatewaySettings(**json.loads(first.readline()))
+        line = first.readline()
+    if not line:
+        return
+    settings = GatewaySettings(**json.loads(line))
     program = f"gateway/{row}"
     set_up_logging(settings.log_level, program)
     try:
@@ -63,8 +74,8 @@ class _Colleagues:
 
     async def follow(self) -> None:
         await self._line.run()
-        log.warning("the parent of this worker has ended: ending")
-        os.kill(os.getpid(), signal.SIGTERM)
+        log.error("the parent of this worker has ended: ending")
+        os._exit(1)
 
     def join(self, serving: Serving) -> None:
         self._serving = serving

@@ -10,11 +10,11 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from baton.config import GatewaySettings, child_environment
 from baton.errors import ConfigError
-from baton.model_source import find_model
 from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_taken, write_ready_file
 from baton.supervisor import Supervisor
 from gateway.board import Board
@@ -27,39 +27,55 @@ _RESTART_S_MIN, _RESTART_S_MAX = 0.1, 5.0
 _CONFIG_ERROR = 2
 
 
+@contextmanager
+def reserve_ports(settings: GatewaySettings) -> Iterator[GatewaySettings]:
+    """Keeps the ports for the workers; yields the settings with the ports that were found.
+
+    Raises:
+        ConfigError: an address cannot be listened on.
+    """
+    with ExitStack() as stack:
+        grpc_port = stack.enter_context(_reserve(settings.listen, "listen"))
+        found = {"listen": _with_port(settings.listen, grpc_port)}
+        if settings.http_listen != "off":
+            http_port = stack.enter_context(_reserve(settings.http_listen, "http_listen"))
+            found["http_listen"] = _with_port(settings.http_listen, http_port)
+        yield settings.model_copy(update=found)
+
+
+def reachable(settings: GatewaySettings) -> str:
+    """The gRPC address for other processes of this machine; the port is known."""
+    if settings.advertise or not listens_everywhere(settings.listen):
+        return settings.advertise or settings.listen
+    return f"127.0.0.1:{settings.listen.rpartition(':')[2]}"
+
+
 async def supervise(settings: GatewaySettings, supervisor: Supervisor) -> None:
     """Serves until SIGTERM, and then until all workers have drained.
 
+    Args:
+        settings: with the ports that `reserve_ports` keeps, and the directory of the model.
+
     Raises:
-        ConfigError: an address cannot be listened on, or the workers cannot start with these settings.
+        ConfigError: the workers cannot start with these settings, or the ready file cannot be written.
     """
     stop = stop_on_signals()
     check_doors(settings)
-    with _reserve(settings.listen, "listen") as grpc_port:
-        http_port = None if settings.http_listen == "off" else _reserve(settings.http_listen, "http_listen")
-        listen = _with_port(settings.listen, grpc_port)
-        supervisor.report("starting", address=settings.advertise or _reachable(listen))
-        workers = _Workers(
-            settings.model_copy(
-                update={
-                    "model": find_model(settings.model, weights=False),
-                    "listen": listen,
-                    "http_listen": "off" if http_port is None else _with_port(settings.http_listen, http_port),
-                    "supervisor": None,
-                    "ready_file": None,
-                }
-            )
-        )
-        readiness = asyncio.create_task(_report_readiness(settings, workers, supervisor), name="readiness")
-        serving = asyncio.create_task(workers.serve(), name="workers")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    workers = _Workers(settings.model_copy(update={"supervisor": None, "ready_file": None}))
+    readiness = asyncio.create_task(_report_readiness(settings, workers, supervisor), name="readiness")
+    serving = asyncio.create_task(workers.serve(), name="workers")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        while not (serving.done() or stopping.done()):
+            running = [task for task in (serving, stopping, readiness) if not task.done()]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if readiness.done():
+                await readiness
+    finally:
         readiness.cancel()
         stopping.cancel()
         workers.stop()
         await serving
-        if http_port is not None:
-            http_port.close()
     log.info("all workers have ended")
 
 
@@ -193,11 +209,6 @@ def _reserve(listen: str, field: str) -> socket.socket:
 
 def _with_port(listen: str, reserved: socket.socket) -> str:
     return f"{listen.rpartition(':')[0]}:{reserved.getsockname()[1]}"
-
-
-def _reachable(listen: str) -> str:
-    """The address for other processes of this machine."""
-    return f"127.0.0.1:{listen.rpartition(':')[2]}" if listens_everywhere(listen) else listen
 
 
 def _terminate(process: Process) -> None:

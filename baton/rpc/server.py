@@ -36,15 +36,18 @@ _EVERYWHERE = ("0.0.0.0", "[::]")
 _PENDING_CALLS_MAX = 1 << 20
 
 
-def channel_options(*, keepalive_s: float, shared: bool = False) -> list[tuple[str, int]]:
+def channel_options(
+    *, keepalive_s: float, shared: bool = False, receive_bytes_max: int = MESSAGE_BYTES_MAX
+) -> list[tuple[str, int]]:
     """Options of servers and channels: large messages for long prompts, and pings that detect a silent peer.
 
     Args:
         shared: other servers may listen on the same port.
+        receive_bytes_max: of one message.
     """
     return [
         ("grpc.so_reuseport", int(shared)),
-        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", receive_bytes_max),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
@@ -146,6 +149,7 @@ class GrpcServer:
         shared: other processes of this user may listen on the same port; the kernel gives each connection to one.
         protection: None: without TLS, and whoever connects may call everything.
         health_listen: host:port of a second server without TLS, with the health service only; "off": none.
+        receive_bytes_max: of one message; a larger one is refused with RESOURCE_EXHAUSTED.
     """
 
     def __init__(
@@ -157,8 +161,9 @@ class GrpcServer:
         shared: bool = False,
         protection: Protection | None = None,
         health_listen: str = "off",
+        receive_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        options = channel_options(keepalive_s=keepalive_s, shared=shared)
+        options = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=receive_bytes_max)
         interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
         if protection is not None:
             interceptors.insert(0, Authorize(protection.guard))

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -136,18 +136,21 @@ class Call:
 
         Raises:
             InvalidRequest: it is none, or too large, or `understand` says so.
+            Overloaded: too many large bodies wait already.
             ClientLeft: it ends early.
         """
-        body = await self._read_body()
-        if len(body) <= _SMALL_BODY:
-            return understand(parse_object(body))
-        return await asyncio.to_thread(lambda: understand(parse_object(body)))
+        with self.serving.texts.holding() as hold:
+            body = await self._read_body(hold)
+            if len(body) <= _SMALL_BODY:
+                return understand(parse_object(body))
+            return await self.serving.texts.run(len(body), lambda: understand(parse_object(body)))
 
-    async def _read_body(self) -> bytes:
+    async def _read_body(self, hold: Callable[[int], None]) -> bytes:
         bytes_max = int(self.context.settings.http_body_mib * MIB)
+        chunks = _counted(self.request.stream(), hold)
         try:
             async with asyncio.timeout(self.budget_s):
-                return await read_body(self.request.stream(), self.request.headers, bytes_max=bytes_max)
+                return await read_body(chunks, self.request.headers, bytes_max=bytes_max)
         except ClientDisconnect:
             raise ClientLeft from None
         except TimeoutError:
@@ -294,6 +297,12 @@ class EventStream(Response):
         if not self._written and not self._writing:
             await self._write(comment("keep-alive"))
         self._written = False
+
+
+async def _counted(chunks: AsyncIterator[bytes], hold: Callable[[int], None]) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        hold(len(chunk))
+        yield chunk
 
 
 def comment(text: str) -> bytes:

@@ -5,6 +5,7 @@ that comes back: it begins anew, above its last number.
 """
 
 import asyncio
+import logging
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -19,6 +20,8 @@ from gateway.fleet import Fleet
 from gateway.fleet_node import FleetNode
 from gateway.node_clients import NodeClient
 from protos.baton.v1 import node_pb2
+
+log = logging.getLogger("baton")
 
 _LOOK_S = 0.5  # between looks at which nodes there are
 _QUEUE_MESSAGES = 64  # a slow subscriber slows the nodes' streams down
@@ -122,6 +125,8 @@ class _Subscription:
                 await self._queue.put((address, message))
         except grpc.aio.AioRpcError:
             return  # followed again at the next look, if it can be reached
+        except Exception:
+            log.exception("%s: its prefix cache cannot be followed for a subscriber; trying again", address)
         finally:
             call.cancel()
 

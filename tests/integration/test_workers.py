@@ -1,6 +1,9 @@
 """`gateway --workers`: several processes on one port answer as one gateway, and one that crashes is replaced."""
 
 import asyncio
+import os
+import signal
+import socket
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,14 +13,18 @@ import grpc
 import psutil
 import pytest
 
-from baton.cli.processes import Process
-from baton.rpc.server import connect
+from baton.cli.processes import Process, Processes
+from baton.config import DEMO_MODELS
+from baton.errors import ConfigError
+from baton.rpc.server import Address, connect, why_taken
+from gateway.model import read_served_model
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
 
 if TYPE_CHECKING:
     from protos.baton.v1.generation_pb2_grpc import GenerationAsyncStub
 from tests.integration.cluster import DEADLINE_S, Machines
+from tests.unit.gateway.scripted_nodes import scripted_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -125,3 +132,50 @@ async def test_a_crashed_worker_is_replaced_and_the_others_drain(start: Machines
         messages = await kept
         assert sum(len(message.tokens) for message in messages) == 4
         assert await asyncio.to_thread(found.gateway.popen.wait, DEADLINE_S) == 0
+
+
+@asynccontextmanager
+async def scripted_decode() -> AsyncIterator[Process]:
+    """A decode node without a process of its own."""
+    async with scripted_nodes(read_served_model(DEMO_MODELS / "llama", None).identity) as (_, decode):
+        own = psutil.Popen(["true"])
+        own.wait()
+        yield Process("decode_node", "scripted", own, address=decode.address)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def test_workers_end_with_a_parent_that_is_killed_and_leave_their_ports(start: Machines) -> None:
+    async with scripted_decode() as decode:
+        gateway = await asyncio.to_thread(start.gateway, [], [decode], workers=2, local_policy="local")
+        workers = {child.pid for child in psutil.Process(gateway.pid).children()}
+        assert len(workers) == 2
+        await asyncio.to_thread(start.kill, gateway)
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(map(_has_ended, workers)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert why_taken(Address.parse(gateway.address, field="listen")) is None
+
+
+async def test_a_ready_file_that_cannot_be_written_ends_the_gateway(start: Machines) -> None:
+    async with scripted_decode() as decode:
+        with pytest.raises(ConfigError, match="exit code 2"):
+            await asyncio.to_thread(
+                start.gateway, [], [decode], workers=2, local_policy="local", ready_file="/no/such/folder/ready"
+            )
+
+
+def test_sigterm_ends_a_gateway_that_still_looks_for_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent_hub, Processes(lambda _: None) as processes:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent_hub.getsockname()[1]}")
+        flags = ["--model", "owner/model", "--workers", "2", "--decode", "127.0.0.1:1"]
+        gateway = processes.start("gateway", [*flags, "--listen", "127.0.0.1:0", "--http-listen", "off"])
+        processes.wait_bound([gateway])
+        with silent_hub.accept()[0]:  # it asks, and waits for the answer
+            os.kill(gateway.pid, signal.SIGTERM)
+            assert gateway.popen.wait(DEADLINE_S) == -signal.SIGTERM

@@ -1,6 +1,7 @@
 """The index finds what a plain set of blocks per node would find, within its bound."""
 
 from array import array
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,3 +114,26 @@ def test_a_prompt_that_no_node_has_is_not_hashed_to_its_end() -> None:
     index.store("a", [1])
     assert index.cached_blocks(numbers, ["a"]) == {}
     assert len(numbers.up_to(0)) == 1
+
+
+def test_looking_ahead_hashes_what_some_node_may_have_a_slice_at_a_time() -> None:
+    tokens, index = list(range(2000)), PrefixIndex()
+    known = BlockNumbers(tokens, identity="", cache_salt="", block_size=4)
+    index.store("a", known.up_to(300))
+    prompt = BlockNumbers(tokens, identity="", cache_salt="", block_size=4)
+    sizes = [len(prompt._numbers) for _ in index.look_ahead(prompt)]
+    assert all(later - earlier <= prefix_index._HASHED_AT_ONCE for earlier, later in pairwise([0, *sizes]))
+    hashed = len(prompt._numbers)
+    assert 300 < hashed < 500, "the rest of the prompt is on no node"
+    assert index.cached_blocks(prompt, ["a"]) == {"a": 300}
+    assert len(prompt._numbers) == hashed
+
+
+def test_looking_ahead_for_a_prompt_that_no_node_has_costs_one_block() -> None:
+    prompt = BlockNumbers(list(range(2000)), identity="", cache_salt="", block_size=4)
+    assert not list(PrefixIndex().look_ahead(prompt))
+    assert len(prompt._numbers) == 1
+
+
+def test_looking_ahead_for_a_prompt_without_a_whole_block_is_nothing() -> None:
+    assert not list(PrefixIndex().look_ahead(BlockNumbers([1, 2], identity="", cache_salt="", block_size=4)))

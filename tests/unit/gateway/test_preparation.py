@@ -1,7 +1,12 @@
 """A client's message becomes a checked request: prompt tokens, sampling parameters, and a parser for chats."""
 
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Event, Thread
 
+import psutil
 import pytest
 
 from baton.config import DEMO_MODELS
@@ -12,6 +17,7 @@ from gateway.chat.model import ChatModel
 from gateway.chat.types import ChatRequest
 from gateway.model import ServedModel, read_served_model
 from gateway.preparation import Call, Prepared, prepare
+from gateway.text_work import TextWork
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -29,7 +35,7 @@ async def prepared(
     model: ServedModel, message: pb.GenerateRequest, chat: ChatRequest | None = None, *, timeout_s: float = 1e9
 ) -> Prepared:
     call = Call(message, chat, "r", started_at_s=0.0, timeout_s=timeout_s)
-    return await prepare(call, model, max_context_tokens=CONTEXT_TOKENS)
+    return await prepare(call, model, TextWork(), max_context_tokens=CONTEXT_TOKENS)
 
 
 def sampling(**values: object) -> common_pb2.SamplingParams:
@@ -128,3 +134,62 @@ async def test_another_model_is_not_served(model: ServedModel) -> None:
 async def test_tokenizing_counts_toward_the_deadline(model: ServedModel) -> None:
     with pytest.raises(DeadlineExceeded):
         await prepared(model, pb.GenerateRequest(text="a"), timeout_s=0.0)
+
+
+# ---- texts that are far too long
+
+CROWD, LONG_CONTEXT_TOKENS = 12, 16384
+LONG = "def main(argument): return the value of the argument. " * 5000  # 270 kB, 65,000 tokens
+
+
+async def test_a_crowd_of_huge_texts_costs_little_memory_and_delays_no_small_one(model: ServedModel) -> None:
+    texts = TextWork(running_bytes=1 << 18)
+    ended: list[int] = []
+
+    async def refused(number: int) -> None:
+        call = Call(pb.GenerateRequest(text=f"{number}{LONG}"), None, "r", started_at_s=0.0, timeout_s=1e9)
+        with pytest.raises(InvalidRequest, match="the first 196608 of them are"):
+            await prepare(call, model, texts, max_context_tokens=LONG_CONTEXT_TOKENS)
+        ended.append(number)
+
+    crowd = [asyncio.create_task(refused(number)) for number in range(CROWD)]
+    await asyncio.sleep(0)
+    with peak_bytes() as peak:
+        call = Call(pb.GenerateRequest(text="a light user's"), None, "r", started_at_s=0.0, timeout_s=1e9)
+        await prepare(call, model, texts, max_context_tokens=LONG_CONTEXT_TOKENS)
+        assert len(ended) < CROWD
+        await asyncio.gather(*crowd)
+    # All at once they would take 100 bytes for each of their 3.2 million bytes.
+    assert peak() < 100e6
+
+
+async def test_a_text_of_long_tokens_that_fits_is_no_long_prompt(model: ServedModel) -> None:
+    text = " implementations" * (CONTEXT_TOKENS - 10)
+    given = await prepared(model, pb.GenerateRequest(text=text, sampling=sampling(max_tokens=1)))
+    assert len(given.request.prompt) == CONTEXT_TOKENS - 10
+
+
+async def test_the_last_tokens_of_a_long_text_are_kept_on_request(model: ServedModel) -> None:
+    text = "a bc " * (14 * CONTEXT_TOKENS // 5)
+    given = await prepared(model, pb.GenerateRequest(text=text, truncate_prompt_tokens=7))
+    assert given.request.prompt == model.tokenizer.encode(text)[-7:]
+
+
+@contextmanager
+def peak_bytes() -> Iterator[Callable[[], int]]:
+    """What this process's memory grows by within the block, at most."""
+    process, ends = psutil.Process(), Event()
+    before = most = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal most
+        while not ends.wait(0.002):
+            most = max(most, process.memory_info().rss)
+
+    watching = Thread(target=watch)
+    watching.start()
+    try:
+        yield lambda: most - before
+    finally:
+        ends.set()
+        watching.join()

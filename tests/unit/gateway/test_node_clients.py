@@ -55,7 +55,7 @@ async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and
     node_pb2_grpc.add_NodeServicer_to_server(node, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    client = NodeClient(address, WatchCallbacks(lambda _: None, lambda _: None, take))
+    client = NodeClient(address, WatchCallbacks(lambda _: None, lambda _: None, take), lambda: None)
     watching = asyncio.create_task(client.watch())
     try:
         with caplog.at_level(logging.ERROR, "baton"):

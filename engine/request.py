@@ -52,7 +52,7 @@ class EngineRequest:
             see `engine.scheduling.slices`.
         stop_tokens: compute only the tokens before this one and sample nothing; the request ends with its last
             `ChunkComputed`, and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
-        since_s: when it arrived, on the engine's clock, if it was refused before for lack of room. None: it arrives now.
+        since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
     """
 
     request_id: str

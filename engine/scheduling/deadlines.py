@@ -18,7 +18,8 @@ PATIENCE_S = 10.0
 
 def place_of(request: EngineRequest, *, arrival: int, now: float) -> QueuePlace:
     """The place of a request that arrives now."""
-    due_s = now + PATIENCE_S if request.due_s is None else request.due_s
+    since_s = now if request.since_s is None else request.since_s
+    due_s = since_s + PATIENCE_S if request.due_s is None else request.due_s
     return QueuePlace(request.priority, due_s, arrival)
 
 

@@ -53,6 +53,18 @@ def test_a_request_that_needs_more_than_the_share_runs_if_it_is_the_only_one() -
         scheduler.reserve(request("b", 4), 0.0)
 
 
+def test_with_one_seat_both_kinds_take_turns() -> None:
+    scheduler = make(requests=1, stream_share=0.75)
+    scheduler.submit(request("p", 4, prefill_only=True), 0.0)
+    with pytest.raises(Overloaded):
+        scheduler.reserve(request("a", 4, since_s=1.0), 1.0)
+    assert step(scheduler)[0] == {"p": 4}
+    scheduler.submit(request("q", 4, prefill_only=True), 2.0)
+    scheduler.reserve(request("a", 4, since_s=1.0), 3.0)  # it came before `q`
+    scheduler.prefill_here("a", (), 3.0)
+    assert step(scheduler)[0] == {"a": 4}
+
+
 def test_a_prompt_waits_for_no_stream_that_came_after_it() -> None:
     scheduler = make(num_blocks=16, requests=4, stream_share=0.75, tokens=64)
     decode(scheduler, "a", 35)  # 9 blocks

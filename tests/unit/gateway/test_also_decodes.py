@@ -114,7 +114,7 @@ def test_what_it_serves_alone_counts_as_its_work_for_prompts_too() -> None:
     assert only(served.commands, SubmitToDecode).address == "p1"
     assert served.fleet.prefills["p1"].queue_s(0.0) > 1.0 > served.fleet.prefills["p2"].queue_s(0.0)
     served.fleet.connect("d1", 0.0)
-    placement = served.fleet.place(WANTED, 0.0)
+    placement = served.fleet.place(replace(WANTED, policy=LocalPolicy.PREFER), 0.0)
     assert placement is not None
     assert placement.prefill is not None
     assert placement.prefill.address == "p2"

@@ -188,6 +188,7 @@ class DecodeMachine:
             priority=submit.priority,
             due_s=now_s + submit.first_token_s if submit.HasField("first_token_s") else None,
             tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
+            since_s=now_s,
         )
 
     def _cancel(self, tasks: Iterable[DecodeTask]) -> list[Command]:

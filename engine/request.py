@@ -52,6 +52,7 @@ class EngineRequest:
             see `engine.scheduling.slices`.
         stop_tokens: compute only the tokens before this one and sample nothing; the request ends with its last
             `ChunkComputed`, and its blocks stay held. Only for `prefill_only`, without prompt logprobs.
+        since_s: when it arrived, on the engine's clock, if it may have been refused before for lack of room; None: now.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class EngineRequest:
     refuse_late: bool = False
     tpot_s: float | None = None
     stop_tokens: int | None = None
+    since_s: float | None = None
 
     @property
     def scores_prompt(self) -> bool:
@@ -106,7 +108,7 @@ class EngineLimits:
             tokens, so the cuts of a prompt do not depend on other requests. A chunk that does not fit into a step's
             budget waits for the next step. None: a chunk ends where the budget ends.
         stream_share: part of the seats and blocks up to which requests that decode here are admitted, so that those
-            that are `prefill_only` find room. The first one is admitted in any case.
+            that are `prefill_only` find room. The first one is admitted in any case, when it is its turn.
 
     Raises:
         ConfigError: a limit is too small.

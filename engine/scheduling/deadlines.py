@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from baton.costs import StepCosts, chunk_pairs
 from engine.request import EngineRequest, QueuePlace
+from engine.scheduling.slices import Pace
 from engine.scheduling.state import RequestState
 
 PATIENCE_S = 10.0
@@ -17,7 +18,8 @@ PATIENCE_S = 10.0
 
 def place_of(request: EngineRequest, *, arrival: int, now: float) -> QueuePlace:
     """The place of a request that arrives now."""
-    due_s = now + PATIENCE_S if request.due_s is None else request.due_s
+    since_s = now if request.since_s is None else request.since_s
+    due_s = since_s + PATIENCE_S if request.due_s is None else request.due_s
     return QueuePlace(request.priority, due_s, arrival)
 
 
@@ -26,17 +28,16 @@ def place_of_late(state: RequestState) -> QueuePlace:
     return state.place._replace(due_s=state.place.due_s + PATIENCE_S)
 
 
-def is_late(state: RequestState, costs: StepCosts | None, *, start: int, step_tokens: int, now: float) -> bool:
-    """Whether the first token comes after it is due, even if the prompt is computed next and alone.
+def is_late(state: RequestState, pace: Pace | None, *, start: int, now: float) -> bool:
+    """Whether the first token comes after it is due, even if the prompt is computed before all others.
 
     Args:
-        costs: None: not known, so only a deadline that has passed counts.
+        pace: next to the present decodes; None: not known, so only a deadline that has passed counts.
         start: tokens before this one need not be computed.
-        step_tokens: most tokens of one step.
     """
     if state.due_s is None:
         return False
-    computing_s = 0.0 if costs is None else costs.prompt_s(start, state.prefill_stop, step_tokens=step_tokens)
+    computing_s = 0.0 if pace is None else pace.seconds(start, state.prefill_stop)
     return now + computing_s > state.due_s
 
 

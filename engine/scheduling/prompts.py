@@ -3,6 +3,7 @@
 from collections import deque
 from operator import attrgetter
 
+from baton.costs import StepWork
 from baton.errors import Overloaded
 from engine.events import RequestFailed
 from engine.request import EngineLimits
@@ -10,7 +11,7 @@ from engine.scheduling.costs import Costs
 from engine.scheduling.deadlines import backlog_s, is_late, place_of_late
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.roster import Roster
-from engine.scheduling.slices import Slicer
+from engine.scheduling.slices import Pace, Slicer
 from engine.scheduling.state import Phase, RequestState
 from engine.scheduling.steps import NextStep
 
@@ -48,7 +49,11 @@ class Prompts:
         """Raises:
         Overloaded: a new request is to be refused if it is late, and is.
         """
-        if state.request.refuse_late and self._is_late(state, self._blocks.num_cached(state), now):
+        if not state.request.refuse_late:
+            return
+        decoding = self._roster.decoding()
+        decodes = StepWork(len(decoding), sum(each.num_tokens for each in decoding))
+        if is_late(state, self._pace(decodes), start=self._blocks.num_cached(state), now=now):
             self.num_refused += 1
             raise self._too_late()
 
@@ -62,7 +67,8 @@ class Prompts:
         roster = self._roster
         if not running and not (admit and roster.waiting and roster.free_seats):
             return
-        for state in [state for state in running if self._is_late(state, state.num_scheduled, now)]:
+        pace = self._pace(step.work)
+        for state in [state for state in running if is_late(state, pace, start=state.num_scheduled, now=now)]:
             self._fall_back(state)
         prompts = deque(sorted(running, key=_place_of))
         waited_s = now - (prompts[0] if prompts else roster.waiting[0]).queued_at
@@ -70,7 +76,7 @@ class Prompts:
         while step.budget > 0:
             waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
             if waiting is not None and (not prompts or waiting.place < prompts[0].place):
-                admit = self._try_to_run(waiting, step, now)
+                admit = self._try_to_run(waiting, step, pace, now)
             elif prompts:
                 step.add_chunk(prompts.popleft())
             else:
@@ -82,11 +88,11 @@ class Prompts:
         refused, self._refused = tuple(self._refused), []
         return refused
 
-    def _try_to_run(self, state: RequestState, step: NextStep, now: float) -> bool:
+    def _try_to_run(self, state: RequestState, step: NextStep, pace: Pace | None, now: float) -> bool:
         """Lets the first waiting request run if its blocks and its chunk fit. False: it waits, and so do all others."""
         cached = self._blocks.cached(state)
         start = self._blocks.tokens_in(cached)
-        if self._is_late(state, start, now):
+        if is_late(state, pace, start=start, now=now):
             self._fall_back(state)
             return True  # with the next one
         if not self._blocks.fits(state, cached, spare=self._roster.num_decoders):
@@ -98,11 +104,11 @@ class Prompts:
         step.add_chunk(state)
         return True
 
-    def _is_late(self, state: RequestState, start: int, now: float) -> bool:
-        if state.due_s is None:
-            return False
-        step_tokens = self._limits.max_batch_tokens
-        return is_late(state, self._meter.costs, start=start, step_tokens=step_tokens, now=now)
+    def _pace(self, decodes: StepWork) -> Pace | None:
+        costs = self._meter.costs
+        if costs is None:
+            return None
+        return self._slicer.pace(costs, decodes, self._roster.tpots, step_tokens=self._limits.max_batch_tokens)
 
     def _fall_back(self, state: RequestState) -> None:
         """A request that cannot meet its deadline goes after those that can, or is refused while nothing of it is

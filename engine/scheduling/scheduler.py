@@ -330,11 +330,14 @@ class Scheduler:
     def _in_stream_share(self, state: RequestState) -> bool:
         """Whether one more request may decode here."""
         share, roster = self._limits.stream_share, self._roster
-        if share == 1.0 or (num_streams := roster.num_streams) == 0:
+        if share == 1.0:
             return True
+        num_streams = roster.num_streams
         held = self._blocks.num_blocks - self._blocks.num_free - roster.num_prompt_blocks
         fits = held + self._blocks.needed(state) <= share * self._blocks.num_blocks
-        return fits and num_streams + 1 <= share * roster.seats
+        if fits and num_streams + 1 <= share * roster.seats:
+            return True
+        return num_streams == 0 and not roster.waiting_before(state.place)
 
     def _decoding(self, unsteady: list[RequestState], now: float) -> list[RequestState] | None:
         """The requests that decode in the next step, each with a slot for its token. Preempts the last requests where

@@ -15,6 +15,7 @@ Slices under `MIN_SLICE_TOKENS` are not worth their step, so a prompt waits for 
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from baton.costs import StepCosts, StepWork, chunk_pairs
 
@@ -63,6 +64,35 @@ class StepBound:
         return self._costs.seconds(whole) <= self._seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast prompts are computed in steps that also decode.
+
+    Args:
+        decodes: of each step.
+        slice_tokens: tokens of prompts in a step that has some.
+        skips: steps without any after each of these.
+        stretch: by how much a prompt's attention takes longer than alone, because it makes slices smaller.
+    """
+
+    costs: StepCosts
+    decodes: StepWork
+    slice_tokens: int
+    skips: int = 0
+    stretch: float = 1.0
+
+    def seconds(self, start: int, stop: int) -> float:
+        """The time to compute a prompt's tokens from `start` to `stop` if no other prompt is computed meanwhile."""
+        whole, rest = divmod(max(0, stop - start), self.slice_tokens)
+        seconds = whole * (self._step_s(self.slice_tokens) + (self.skips * self._step_s(0) if self.skips else 0.0))
+        if rest:
+            seconds += self._step_s(rest)
+        return seconds + self.costs.pair_s * chunk_pairs(start, stop) * self.stretch
+
+    def _step_s(self, tokens: int) -> float:
+        return self.costs.seconds(StepWork(self.decodes.decode_rows, self.decodes.keys, tokens))
+
+
 class Slicer:
     """Makes the bound of each step; keeps count of steps without a slice.
 
@@ -71,6 +101,7 @@ class Slicer:
     """
 
     def __init__(self, align_tokens: int = 1) -> None:
+        self._align_tokens = align_tokens
         self._least_tokens = max(MIN_SLICE_TOKENS, align_tokens)
         self._skips = 0
 
@@ -87,13 +118,37 @@ class Slicer:
         if costs is None or not work.decode_rows:
             return None
         plain_s, growth = costs.seconds(work), 1 + max(0.0, waited_s) / _DOUBLING_S
-        kept = [tpot for tpot in tpots if tpot is not None and plain_s <= _OUT_OF_REACH * tpot]
-        bounds = [tpot * _TPOT_SHARE for tpot in kept]
-        if len(kept) < len(tpots):
+        bounds = _tpot_bounds(tpots, plain_s)
+        if len(bounds) < len(tpots):
             bounds.append(max(_MOST_DECODES * plain_s, _STEADY_S) * growth)
         forced = self._skips >= _SKIPS_MAX
         return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
 
+    def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> Pace:
+        """How fast prompts are computed next to these decodes, at best: those without a TPOT allow steps of any length.
+
+        Args:
+            work, tpots: as for `bound`.
+            step_tokens: most tokens of one step.
+        """
+        # An aligned prompt gets one piece of a step.
+        room = self._align_tokens if self._align_tokens > 1 else max(1, step_tokens - work.decode_rows)
+        plain_s = costs.seconds(work) if work.decode_rows else 0.0
+        bounds = _tpot_bounds(tpots, plain_s) if work.decode_rows else []
+        if not bounds:
+            return Pace(costs, work, room)
+        without_pairs = replace(costs, pair_s=0.0)
+        bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=False)
+        if slice_tokens := bound.tokens(work, 0, room):
+            step_s = without_pairs.seconds(StepWork(work.decode_rows, work.keys, slice_tokens))
+            return Pace(costs, work, slice_tokens, stretch=step_s / (step_s - plain_s) if step_s > plain_s else 1.0)
+        return Pace(costs, work, min(self._least_tokens, room), skips=_SKIPS_MAX)
+
     def launched(self, *, skipped: bool) -> None:
         """A step is launched. `skipped`: the first prompt got nothing of it for lack of time."""
         self._skips = self._skips + 1 if skipped else 0
+
+
+def _tpot_bounds(tpots: Collection[float | None], plain_s: float) -> list[float]:
+    """The bounds by those TPOTs that are in reach of a decode step that takes so long without prompts."""
+    return [tpot * _TPOT_SHARE for tpot in tpots if tpot is not None and plain_s <= _OUT_OF_REACH * tpot]

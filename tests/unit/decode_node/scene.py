@@ -37,7 +37,7 @@ SESSION = 1
 class Scene:
     """One machine and the present time. `on` delivers an event; the other methods are events with short names."""
 
-    def __init__(self, *, waiting_max: int = 8, local_prefill_tokens: int = 32) -> None:
+    def __init__(self, *, waiting_max: int = 8, local_prefill_tokens: int = 32, gives_leases: bool = True) -> None:
         rules = DecodeRules(
             name="decode-0",
             address="127.0.0.1:7002",
@@ -47,6 +47,7 @@ class Scene:
             block_size=4,
             split_unit=4,
             waiting_max=waiting_max,
+            gives_leases=gives_leases,
         )
         self.machine = DecodeMachine(rules)
         self.now_s = 1000.0
@@ -66,6 +67,7 @@ class Scene:
         output: Iterable[int] = (),
         policy: pb.LocalPolicy.ValueType = pb.LOCAL_POLICY_PREFER,
         prefill_available: bool = True,
+        placement: pb.Placement.ValueType = pb.PLACEMENT_UNSPECIFIED,
         budget_s: float | None = None,
         queue_s: float | None = None,
         temperature: float = 0.0,
@@ -80,6 +82,7 @@ class Scene:
             sampling=common_pb2.SamplingParams(max_tokens=50, temperature=temperature, prompt_logprobs=prompt_logprobs),
             policy=policy,
             prefill_available=prefill_available,
+            placement=placement,
             budget_s=budget_s,
             queue_s=queue_s,
             priority=priority,

@@ -36,6 +36,7 @@ def make(
     align: int | None = None,
     window: int = 0,
     costs: StepCosts | None = None,
+    stream_share: float = 1.0,
 ) -> Scheduler:
     limits = EngineLimits(
         max_batch_tokens=tokens,
@@ -43,6 +44,7 @@ def make(
         max_waiting=waiting,
         prefix_cache=prefix_cache,
         chunk_align_tokens=align,
+        stream_share=stream_share,
     )
     facts = ModelFacts(
         num_blocks=num_blocks,

@@ -11,7 +11,7 @@ import pytest
 from baton.config import DecodeSettings, NodeSettings, PrefillSettings
 from baton.costs import StepCosts, StepWork, chunk_pairs
 from engine.batch import Batch, RowResult
-from engine.build import Built, gpu_seats, measured
+from engine.build import Built, gpu_seats, measured, step_rule
 from engine.device.graphs import GraphSettings
 from engine.device.runner import ModelRunner
 from engine.device.step_costs import (
@@ -235,7 +235,17 @@ def test_seats_depend_on_role_and_cache() -> None:
     large, small = 1 << 20, 1 << 14
     assert [gpu_seats(NodeSettings(), tokens) for tokens in (large, small)] == [512, 256]
     assert [gpu_seats(DecodeSettings(), tokens) for tokens in (large, small)] == [512, 256]
-    assert [gpu_seats(PrefillSettings(), tokens) for tokens in (large, small)] == [128, 128]
+    assert [gpu_seats(PrefillSettings(), tokens) for tokens in (large, small)] == [512, 256]
+    only_prompts = PrefillSettings(also_decodes=False)
+    assert [gpu_seats(only_prompts, tokens) for tokens in (large, small)] == [128, 128]
+
+
+def test_a_prefill_node_that_also_decodes_has_long_steps_with_room_next_to_its_decodes() -> None:
+    assert step_rule(DecodeSettings()) is DECODE_RULE
+    assert step_rule(PrefillSettings(also_decodes=False)) is PREFILL_RULE
+    rule = step_rule(PrefillSettings())
+    assert rule.longest_s == PREFILL_RULE.longest_s
+    assert step_sizes(rule, most_tokens=8192, max_batch_requests=512)[0] == 768
 
 
 @pytest.fixture

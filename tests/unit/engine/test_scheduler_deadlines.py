@@ -150,3 +150,18 @@ def test_a_request_that_has_output_is_never_late() -> None:
     scheduler.submit(request("in time", 4, prefill_only=True, due_s=9.0), 0.0)
     scheduler.submit(request("begun", 3, prefill_only=True, due_s=0.0, output=(1,)), 0.0)
     assert list(order(scheduler, now=1.0)) == ["begun", "in time"]
+
+
+def test_the_decodes_of_a_node_count_when_a_prompt_is_judged() -> None:
+    costs = StepCosts(((1, 0.005), (100, 0.005), (1100, 0.015)))
+    late = {"prefill_only": True, "refuse_late": True, "due_s": 0.02}
+    scheduler = make(tokens=1100, num_blocks=100, costs=costs)
+    scheduler.submit(request("alone", 90, **late), 0.0)
+    assert computed(scheduler, 0.0) == ["alone"]
+    scheduler.submit(request("stream", 4, tpot_s=0.0061), 0.0)
+    assert computed(scheduler, 0.0) == ["stream"]
+    # A slice of 128 tokens in every fourth step.
+    with pytest.raises(Overloaded):
+        scheduler.submit(request("next to it", 90, **{**late, "due_s": 0.0049}), 0.0)
+    scheduler.submit(request("in time", 90, **late), 0.0)
+    scheduler.abort("stream")

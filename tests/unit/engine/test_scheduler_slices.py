@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.costs import StepCosts, StepWork, chunk_pairs
+from baton.types import SamplingParams
 from engine.batch import Batch
 from engine.request import EngineLimits, ModelFacts
 from engine.scheduling.scheduler import Scheduler
@@ -44,6 +45,12 @@ def test_a_step_that_also_decodes_keeps_the_tightest_tpot() -> None:
     scheduler = decoding(Meter(COSTS), 0.02, 0.01, None)
     scheduler.submit(request("p", 4000), 0.0)
     assert prompt_tokens(scheduler) == 100 + 400 - 3  # 9 of 10 ms
+
+
+def test_prompts_that_decode_elsewhere_do_not_loosen_the_bound() -> None:
+    scheduler = decoding(Meter(COSTS), 0.01)
+    scheduler.submit(request("p", 4000, prefill_only=True), 0.0)
+    assert [prompt_tokens(scheduler, 5.0) for _ in range(3)] == [100 + 400 - 1] * 3
 
 
 def test_the_tightest_tpot_leaves_with_its_request() -> None:
@@ -185,3 +192,26 @@ def test_a_tpot_out_of_reach_does_not_stop_prompts() -> None:
     assert steady is not None
     assert hasty is not None
     assert hasty.tokens(work, 0, 1000) == steady.tokens(work, 0, 1000) > 0
+
+
+@pytest.mark.parametrize("tpots", [(), (0.01,), (0.02, 0.007, None), (0.005,), (0.0052,), (None,), (0.001,)])
+@pytest.mark.parametrize("align", [None, 512])
+def test_the_pace_is_that_of_the_steps_that_follow(tpots: tuple[float | None, ...], align: int | None) -> None:
+    costs = StepCosts(COSTS.points, pair_s=1e-9)
+    meter = Meter(costs)
+    scheduler = make(meter, align=align)
+    for index, tpot_s in enumerate(tpots):
+        stays = SamplingParams(max_tokens=5000, temperature=0.0)
+        scheduler.submit(request(f"d{index}", 4, tpot_s=tpot_s, sampling=stays), 0.0)
+    if tpots:
+        prompt_tokens(scheduler)
+    decodes = StepWork(len(tpots), 5 * len(tpots))
+    pace = Slicer(align or 1).pace(costs, decodes, tpots, step_tokens=8192)
+    scheduler.submit(request("p", 6000, prefill_only=True), 0.0)
+    meter.observed.clear()
+    while scheduler.load().tokens_waiting:
+        batch = scheduler.schedule(1000.0)  # it has waited so long that streams without a TPOT give whole steps
+        assert batch is not None
+        finish(scheduler, batch)
+    taken_s = sum(costs.seconds(work) for work, _ in meter.observed)
+    assert pace.seconds(0, 6000) == pytest.approx(taken_s, rel=0.2)

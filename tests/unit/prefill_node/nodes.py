@@ -159,9 +159,13 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
 
 @asynccontextmanager
 async def decode_node(
-    *, mismatches: tuple[common_pb2.Mismatch, ...] = (), hangs_up: bool = False, is_silent: bool = False
+    *,
+    mismatches: tuple[common_pb2.Mismatch, ...] = (),
+    hangs_up: bool = False,
+    is_silent: bool = False,
+    **values: object,
 ) -> AsyncIterator[ScriptedDecodeNode]:
-    settings = DecodeSettings.model_validate({**_COMMON, "name": "decode-0"})
+    settings = DecodeSettings.model_validate({**_COMMON, "name": "decode-0", **values})
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     node = Node(settings, load(settings), role=common_pb2.ROLE_DECODE, address=f"127.0.0.1:{port}")

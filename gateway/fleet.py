@@ -128,33 +128,31 @@ class Fleet:
         """The node that decodes a request, and where its prompt is prefilled; None: no node can take it."""
         wanted = self._of_session(wanted)
         cached = self._cached_tokens(self.nodes(), wanted)
-        decodes = [
-            _with_cached(node.decode_view(), cached).with_queue(node.queue_s(now_s)) for node in self.decoding_nodes()
-        ]
-        prefills = [
-            _with_cached(node.view(), cached).with_queue(node.queue_s(now_s)) for node in self.prefills.values()
-        ]
+        decodes = [_at(node.decode_view(), cached, node.queue_s(now_s)) for node in self.decoding_nodes()]
+        prefills = [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
         placement = place(decodes, prefills, wanted)
         if placement is not None:
             self._picked(self.decoding_node(placement.decode), placement.decode, wanted)
         return placement
 
-    def pick_prefill(self, decode: FleetNode, wanted: Wanted, *, placed: int | None = None) -> FleetNode | None:
+    def pick_prefill(
+        self, decode: FleetNode, wanted: Wanted, now_s: float, *, placed: int | None = None
+    ) -> FleetNode | None:
         """The prefill node, paired with the decode node, that fits the request best, or None.
 
         Args:
             placed: incarnation of the node that `place` chose; it is taken while it is usable.
         """
         wanted = self._of_session(wanted)
-        views = self.prefill_views(wanted)
+        views = self.prefill_views(wanted, now_s)
         first = [view for view in views if view.incarnation == placed]
         picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
         return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
 
-    def prefill_views(self, wanted: Wanted) -> list[NodeView]:
-        """All prefill nodes, with how much of the request's prompt their caches have."""
+    def prefill_views(self, wanted: Wanted, now_s: float) -> list[NodeView]:
+        """All prefill nodes as they are now, with how much of the request's prompt their caches have."""
         cached = self._cached_tokens(self.prefills.values(), wanted)
-        return [_with_cached(node.view(), cached) for node in self.prefills.values()]
+        return [_at(node.view(), cached, node.queue_s(now_s)) for node in self.prefills.values()]
 
     def decoding_nodes(self) -> Iterator[FleetNode]:
         """All nodes that can decode: the decode nodes, then the prefill nodes that do it too."""
@@ -295,8 +293,9 @@ class Fleet:
         )
 
 
-def _with_cached(view: NodeView, cached: Mapping[str, int]) -> NodeView:
-    return view.with_cached(cached[view.address]) if view.address in cached else view
+def _at(view: NodeView, cached: Mapping[str, int], queue_s: float) -> NodeView:
+    """The node as one request finds it."""
+    return (view.with_cached(cached[view.address]) if view.address in cached else view).with_queue(queue_s)
 
 
 def _role_name(role: Role) -> str:

@@ -74,12 +74,12 @@ class NodeChoice:
             raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
         return None
 
-    def prefill_node(self, attempt: Attempt, num_tokens: int) -> FleetNode | None:
+    def prefill_node(self, attempt: Attempt, num_tokens: int, *, now_s: float, slo: Slo = NO_SLO) -> FleetNode | None:
         """The prefill node for the attempt's next call; None if its calls or the nodes are used up."""
         if attempt.failed_calls >= self._max_calls:
             return None
-        wanted = self._wanted(num_tokens, attempt.excluded)
-        return self._fleet.pick_prefill(attempt.node, wanted, placed=attempt.placed_prefill)
+        wanted = replace(self._wanted(num_tokens, attempt.excluded), slo=slo)
+        return self._fleet.pick_prefill(attempt.node, wanted, now_s, placed=attempt.placed_prefill)
 
     def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:
         """The request is sent to the node that decodes it: counts what the nodes will compute. Returns the incarnation

@@ -4,34 +4,47 @@ import math
 from dataclasses import dataclass
 
 from baton.costs import StepCosts, StepWork, chunk_pairs
-from gateway.router import NodeView
+from gateway.router import OUTPUT_TOKENS, NodeView, Wanted, decode_s
 
 # Steps that hold a prompt are planned to take this part of the streams' TPOT, and the streams alone this part of them.
 _TPOT_USED = 0.9
 _DECODE_USED = 0.9
 _LEAST_SLICE = 32
+_SHARED_SLICE = 256  # of a step that also decodes on a prefill node: its speed with prompts is kept
 _SOLVER_ROUNDS = 10
 _DEFAULT_BYTES_PER_S = 10e9
 
 
-def prefill_s(node: NodeView, start: int, stop: int) -> float | None:
-    """From now until a prefill node has computed a prompt's tokens from `start` to `stop`; None: no costs are known."""
-    if node.costs is None:
-        return None
-    return node.queue_s + prompt_s(node, start, stop)
-
-
 def prompt_s(node: NodeView, start: int, stop: int) -> float:
     """The node's time for a prompt's tokens, alone; 0 where no costs are known."""
-    if node.costs is None:
-        return 0.0
-    return node.costs.prompt_s(start, stop, step_tokens=node.step_tokens)
+    return 0.0 if node.costs is None else node.prompt_s(start, stop)
+
+
+def prefill_s(node: NodeView, start: int, stop: int, tpot_s: float | None) -> float:
+    """From now until a prefill node has computed a prompt's tokens from `start` to `stop`, next to its own streams if
+    it has some; infinite: no costs are known, or the streams leave no time."""
+    if not node.decode_rows:
+        return node.prefill_s(start, stop)
+    steps = local_steps(node, stop, tpot_s)
+    return math.inf if steps is None else steps.first_token_s(node.queue_s, start, stop)
 
 
 def transfer_s(prefill: NodeView, decode: NodeView, tokens: int) -> float:
     """The time to send the KV of so many tokens over the pair's link."""
     speed = prefill.peer_bytes_per_s.get(decode.incarnation) or _DEFAULT_BYTES_PER_S
     return max(0, tokens) * prefill.kv_bytes_per_token / speed
+
+
+def hand_over_s(prefill: NodeView, decode: NodeView, wanted: Wanted) -> float:
+    """Between the first token, of the prefill node, and the second one, of the decode node: the last step's KV is sent,
+    the step that runs there ends, and the next one computes."""
+    tokens = min(prefill.step_tokens, wanted.num_tokens - decode.cached_tokens)
+    return transfer_s(prefill, decode, tokens) + 2 * decode_s(decode, wanted)
+
+
+def output_s(node: NodeView, wanted: Wanted) -> float:
+    """The time of a typical output on this node, without prompts in its steps."""
+    return OUTPUT_TOKENS * decode_s(node, wanted)
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,12 @@ class LocalSteps:
         return math.ceil((stop - start) / self.slice_tokens) * max(0.0, self.step_s - plain_s)
 
 
-def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None) -> LocalSteps | None:
-    """The steps of a decode node that computes a prompt; None: no costs are known, or its streams leave no time."""
+def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None, *, grows: bool = False) -> LocalSteps | None:
+    """The steps of a node that computes a prompt; None: no costs are known, or its streams leave no time.
+
+    Args:
+        grows: no other node takes streams from it.
+    """
     costs = node.costs
     if costs is None:
         return None
@@ -86,13 +103,24 @@ def local_steps(node: NodeView, prompt_tokens: int, tpot_s: float | None) -> Loc
         work = StepWork(rows, keys, tokens, chunk_pairs(middle, middle + tokens))
         return LocalSteps(costs, rows, keys, tokens, costs.seconds(work), bounded=not rows)
     step_s = _TPOT_USED * tpot_s
-    # NOTE: longer steps keep streams longer, so there will be more of them. Prompts taken while only the present ones
-    # fit would make the decode steps alone exceed the TPOT.
-    later = max(1.0, step_s / costs.seconds(StepWork(rows, keys)))
+    # NOTE: longer steps keep streams longer, so there will be more of them. If all streams stay on this node, and
+    # prompts are taken while only the present ones fit, the decode steps alone will exceed the TPOT.
+    later = max(1.0, step_s / costs.seconds(StepWork(rows, keys))) if grows else 1.0
     if costs.seconds(StepWork(math.ceil(later * rows), math.ceil(later * keys))) > _DECODE_USED * step_s:
         return None
     tokens = _slice_tokens(costs, rows, keys, middle, most=most, step_s=step_s)
     return None if tokens < _LEAST_SLICE else LocalSteps(costs, rows, keys, tokens, step_s, bounded=True)
+
+
+def leaves_time_for_prompts(node: NodeView, wanted: Wanted) -> bool:
+    """Whether a prefill node still computes prompts well while it keeps the request's TPOT. One stream bounds all steps
+    of the node, and short steps with long contexts have hardly any room for prompts."""
+    if node.costs is None or wanted.slo.tpot_s is None:
+        return node.costs is not None
+    middle = wanted.num_tokens // 2
+    pairs = chunk_pairs(middle, middle + _SHARED_SLICE)
+    step_s = node.costs.seconds(StepWork(1, wanted.num_tokens, _SHARED_SLICE, pairs))
+    return step_s <= _TPOT_USED * wanted.slo.tpot_s
 
 
 def _slice_tokens(costs: StepCosts, rows: int, keys: int, start: int, *, most: int, step_s: float) -> int:

@@ -10,14 +10,11 @@ from baton.errors import (
     PeerRefused,
     UnknownLease,
 )
-from baton.types import Slo
 from gateway.attempt import Attempt
 from gateway.commands import LeaveDecode, Respond, SubmitToDecode
 from gateway.request_hand_over import HandOver
 from gateway.request_state import RequestState
 from protos.baton.v1 import generation_pb2 as pb
-
-_SOON_S = 1e-3
 
 
 class Attempts:
@@ -49,14 +46,12 @@ class Attempts:
         """
         state = self._state
         output = state.output.token_ids
-        begun, due = self._losses > 0 or bool(output), state.due
-        # A token that is late already is due as soon as possible.
-        ttft_s = None if due.first_token_s is None else max(due.first_token_s, _SOON_S)
+        begun = self._losses > 0 or bool(output)
         chosen = state.choice.decode_node(
             state.num_tokens,
             begun=begun,
             now_s=state.now_s,
-            slo=Slo(ttft_s, due.tpot_s),
+            slo=state.slo_left,
             splittable=state.request.sampling.prompt_logprobs is None or begun,
         )
         if chosen is None:
@@ -74,7 +69,7 @@ class Attempts:
         submission = state.messages.submit(
             output,
             placement,
-            due=due,
+            due=state.due,
             budget_s=state.remaining_s,
             queue_s=min(state.rules.queue_s, state.remaining_s),
         )

@@ -4,6 +4,7 @@ from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloade
 from baton.types import LocalPolicy
 from gateway.attempt import Attempt, PrefillCall
 from gateway.commands import AskDecode, CallPrefill, CancelPrefill
+from gateway.fleet_node import FleetNode
 from gateway.node_choice import prefill_failure
 from gateway.request_state import RequestState
 from protos.baton.v1 import common_pb2, decode_pb2
@@ -23,7 +24,7 @@ class HandOver:
             BatonError: as `failed`, if there is none.
         """
         state = self._state
-        node = state.choice.prefill_node(attempt, state.num_tokens)
+        node = self._next_node(attempt)
         if node is None:
             self.failed(attempt, "", state.choice.no_prefill_node())
             return
@@ -66,13 +67,17 @@ class HandOver:
         attempt.waiting_since_s = state.now_s
         # NOTE: policy strict asks for a ticket even when no prefill node is left: the last one may have failed only
         # because the decode node is gone, and this message finds that out.
-        renew = strict or state.choice.prefill_node(attempt, state.num_tokens) is not None
+        renew = strict or self._next_node(attempt) is not None
         if state.refuses_late(attempt) and isinstance(error, Overloaded) and not renew:
             raise error  # prefilled here, it would be late too
         question = (decode_pb2.RenewTicket if renew else decode_pb2.PrefillHere)(
             failed_lease=attempt.lease, output_token_ids=state.output.token_ids
         )
         state.commands.append(AskDecode(attempt.number, question))
+
+    def _next_node(self, attempt: Attempt) -> FleetNode | None:
+        state = self._state
+        return state.choice.prefill_node(attempt, state.num_tokens, now_s=state.now_s, slo=state.slo_left)
 
     def drop(self, attempt: Attempt) -> None:
         """Ends the attempt's call, if one runs."""

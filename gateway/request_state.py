@@ -1,6 +1,7 @@
 """What the parts of one request's machine share: the request, what is known of it, the time, and the commands. Pure."""
 
 from baton.errors import Overloaded
+from baton.types import Slo
 from gateway.attempt import Attempt
 from gateway.commands import Command
 from gateway.fleet import Fleet
@@ -11,6 +12,8 @@ from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing
 from gateway.request import Request, Rules
 from gateway.request_output import Output
+
+_SOON_S = 1e-3
 
 
 class RequestState:
@@ -58,6 +61,12 @@ class RequestState:
         if self.output.token_ids:
             return Due(0.0, self.slo.tpot_s)
         return Due(max(0.0, self.request.started_at_s + self.slo.ttft_s - self.now_s), self.slo.tpot_s)
+
+    @property
+    def slo_left(self) -> Slo:
+        """What is left of the SLO, for the choice of nodes: a token that is late already is due as soon as possible."""
+        due = self.due
+        return Slo(None if due.first_token_s is None else max(due.first_token_s, _SOON_S), due.tpot_s)
 
     def refuses_late(self, attempt: Attempt) -> bool:
         """Whether nodes may refuse the request for its TTFT: only before it begins. To lose tokens is worse than to be

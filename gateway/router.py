@@ -26,7 +26,7 @@ _SLO_SHARE = 0.5
 # A session stays on its node while that takes at most so much longer.
 _SESSION_FACTOR, _SESSION_S = 1.15, 5e-3
 # To weigh a decode node's steps against KV that it has already: a typical output, and a fast network's transfer.
-_OUTPUT_TOKENS = 200
+OUTPUT_TOKENS = 200
 _TRANSFER_TOKEN_S = 5e-6
 
 
@@ -78,6 +78,21 @@ class NodeView:
         """Predicted time until a prompt that is sent now would be computed; infinite without costs."""
         return self.backlog_s + self.step_s / self.step_tokens * self.tokens_since if self.costs is not None else inf
 
+    def prompt_s(self, start: int, stop: int) -> float:
+        """Predicted time for a prompt's tokens alone, from `start` to `stop`; infinite without costs."""
+        costs = self.costs
+        if costs is None:
+            return inf
+        # As `StepCosts.prompt_s`, with what is equal for all requests computed once for each view.
+        start = min(start, stop - 1)
+        whole, rest = divmod(stop - start, self.step_tokens)
+        dense_s = whole * self.step_s + (costs.dense_s(rest) if rest else 0.0)
+        return dense_s + costs.pair_s * chunk_pairs(start, stop)
+
+    def prefill_s(self, start: int, stop: int) -> float:
+        """Predicted time until these tokens would be computed: what waits here comes first."""
+        return self.queue_s + self.prompt_s(start, stop)
+
     def has_room(self, num_tokens: int) -> bool:
         return self.blocks_free * self.block_size >= num_tokens + self.tokens_since
 
@@ -122,19 +137,6 @@ class Wanted:
     prompt: PromptBlocks | None = None
     session_id: str = ""
     session_nodes: Set[str] = frozenset()
-
-
-def prefill_s(view: NodeView, wanted: Wanted) -> float:
-    """Predicted time until this node would have computed the request's prompt: what waits there, then the tokens that
-    its cache lacks. Infinite while its costs are not known."""
-    costs, stop = view.costs, wanted.num_tokens
-    if costs is None:
-        return inf
-    # As `StepCosts.prompt_s`, with what is equal for all requests computed once for each view.
-    start = min(view.cached_tokens, stop - 1)
-    whole, rest = divmod(stop - start, view.step_tokens)
-    dense_s = whole * view.step_s + (costs.dense_s(rest) if rest else 0.0)
-    return view.queue_s + dense_s + costs.pair_s * chunk_pairs(start, stop)
 
 
 def decode_s(view: NodeView, wanted: Wanted) -> float:
@@ -216,11 +218,11 @@ def _paired(decodes: list[NodeView], partners: list[NodeView]) -> list[NodeView]
 def _decode_whole_s(node: NodeView, wanted: Wanted) -> float:
     """A measure of how long the request takes at a decode node once its prompt is computed."""
     missing = wanted.num_tokens - node.cached_tokens
-    return _OUTPUT_TOKENS * decode_s(node, wanted) + _TRANSFER_TOKEN_S * missing
+    return OUTPUT_TOKENS * decode_s(node, wanted) + _TRANSFER_TOKEN_S * missing
 
 
 def _least_work(nodes: Sequence[NodeView], wanted: Wanted) -> NodeView | None:
-    times_s = [prefill_s(node, wanted) for node in nodes]
+    times_s = [node.prefill_s(node.cached_tokens, wanted.num_tokens) for node in nodes]
     ttft_s, weight = wanted.slo.ttft_s, _WORK_WEIGHT
     if ttft_s is not None:
         in_time = [place for place, s in enumerate(times_s) if s <= _SLO_SHARE * ttft_s]

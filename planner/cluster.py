@@ -4,6 +4,7 @@ Equal arguments give equal results. Transports, faults and gateways' own time ar
 a request costs outside of its nodes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -27,6 +28,7 @@ Choose = Callable[[Sequence[NodeView], Sequence[NodeView], Wanted], Placement | 
 class ClusterSpec:
     """Args:
     policy: as the gateway's `--local-policy`.
+    also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
     local_tokens: a decode node prefills prompts itself of which its cache lacks at most so many tokens.
     link_bytes_per_s, link_latency_s: of each prefill node's sends.
     hand_over_s: from the last byte on the link to the request's admission.
@@ -39,6 +41,7 @@ class ClusterSpec:
     prefill: NodeSpec
     decode: NodeSpec
     policy: LocalPolicy = LocalPolicy.ELASTIC
+    also_decodes: bool = True
     local_tokens: int = 0
     link_bytes_per_s: float = 100e9
     link_latency_s: float = 1e-3
@@ -157,6 +160,7 @@ class Simulation:
         counted = sum(job.counted for job in self.jobs)
         self._may_miss = (1 - goal.share) * counted if until_failed else inf
         self._missed = 0
+        self.ways: Counter[tuple[Way, bool]] = Counter()  # and whether on a prefill node alone
 
     def run(self) -> Outcome:
         """Until all requests are complete, or too many have missed the goal."""
@@ -198,9 +202,12 @@ class Simulation:
         spec, report_s = self._spec, self._spec.report_s
         prefills = [known.view_for(job, now_s, report_s) for known in self._prefills]
         decodes = [known.view_for(job, now_s, report_s) for known in self._decodes]
+        if spec.also_decodes:
+            decodes += [_also(view) for view in prefills]
         chosen = self._choose(decodes, prefills, Wanted(job.prompt, spec.policy, slo=self._slo))
         assert chosen is not None, "all simulated nodes take requests"
         job.way, job.decode = chosen.way, chosen.decode.incarnation
+        self.ways[chosen.way, chosen.decode.also_prefills] += 1
         decode = self.nodes[job.decode]
         missing = job.prompt - chosen.decode.cached_tokens
         if chosen.way is Way.REMOTE and missing <= spec.local_tokens:
@@ -310,6 +317,14 @@ class Simulation:
     @staticmethod
     def _busy(known: Sequence[_Known], now_s: float) -> float:
         return sum(each.node.busy_until(now_s) for each in known) / (now_s * len(known)) if known else 0.0
+
+
+def _also(prefill: NodeView) -> NodeView:
+    """A prefill node as one that serves requests alone."""
+    view = object.__new__(NodeView)
+    view.__dict__.update(prefill.__dict__)
+    view.__dict__["also_prefills"] = True
+    return view
 
 
 def simulate(

@@ -28,10 +28,17 @@ def status(role: common_pb2.Role.ValueType, incarnation: int, *peers: common_pb2
 
 
 class SmallFleet(Fleet):
-    """Prefill nodes p1, p2, ... of incarnations 11, 12, ..., decode nodes d1, d2, ... of 21, 22, ...; all paired."""
+    """Prefill nodes p1, p2, ... of incarnations 11, 12, ..., decode nodes d1, d2, ... of 21, 22, ...; all paired.
 
-    def __init__(self, prefills: int, decodes: int, policy: LocalPolicy = LocalPolicy.PREFER) -> None:
+    Args:
+        also_decode: whether the prefill nodes do.
+    """
+
+    def __init__(
+        self, prefills: int, decodes: int, policy: LocalPolicy = LocalPolicy.PREFER, *, also_decode: bool = False
+    ) -> None:
         super().__init__(MODEL, 1000, policy)
+        self._also_decode = also_decode
         self._num_decodes = decodes
         for number in range(1, prefills + 1):
             self.add(PREFILL, f"p{number}")
@@ -46,7 +53,9 @@ class SmallFleet(Fleet):
         if address.startswith("d"):
             return self.status_received(DECODE, address, status(DECODE, 20 + number), now_s)
         peers = [peer(20 + decode) for decode in range(1, self._num_decodes + 1)]
-        return self.status_received(PREFILL, address, status(PREFILL, 10 + number, *peers), now_s)
+        said = status(PREFILL, 10 + number, *peers)
+        said.info.also_decodes = self._also_decode
+        return self.status_received(PREFILL, address, said, now_s)
 
     def lose(self, address: str, reason: str = "gone") -> list[FleetCommand]:
         return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason)

@@ -53,9 +53,10 @@ class Served:
         policy: LocalPolicy = LocalPolicy.PREFER,
         timeout_s: float = 100.0,
         failover_wait_s: float = 20.0,
+        also_decode: bool = False,
         start: bool = True,
     ) -> None:
-        self.fleet = SmallFleet(prefills, decodes, policy)
+        self.fleet = SmallFleet(prefills, decodes, policy, also_decode=also_decode)
         settings = rules(policy, failover_wait_s=failover_wait_s)
         self.machine = RequestMachine(request(timeout_s=timeout_s), settings, self.fleet, Words())
         self.now_s = 0.0

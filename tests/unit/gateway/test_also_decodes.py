@@ -33,18 +33,14 @@ def also_decode(fleet: SmallFleet, *addresses: str, restarts: int = 0, **changes
 
 def alone(policy: LocalPolicy = LocalPolicy.ELASTIC, *, decodes: int = 0) -> Served:
     """A request in a fleet with two prefill nodes that also decode; it has begun on p1 if there is no decode node."""
-    served = Served(decodes=decodes, policy=policy, start=False)
-    also_decode(served.fleet, "p1", "p2")
-    served.handle(Started())
-    return served
+    return Served(decodes=decodes, policy=policy, also_decode=True)
 
 
 # ---- the fleet
 
 
 def test_it_is_listed_once_and_pairs_as_a_prefill_node_only() -> None:
-    fleet = SmallFleet(2, 1)
-    also_decode(fleet, "p1", "p2")
+    fleet = SmallFleet(2, 1, also_decode=True)
     assert [node.address for node in fleet.nodes()] == ["p1", "p2", "d1"]
     assert [(load.address, load.role) for load in fleet.loads()] == [("p1", PREFILL), ("p2", PREFILL), ("d1", DECODE)]
     assert [report.address for report in fleet.report()] == ["p1", "p2", "d1"]
@@ -92,8 +88,7 @@ def test_a_restarted_process_that_only_computes_prompts_gets_no_more_requests_of
 
 
 def test_it_gets_nothing_while_it_drains_or_is_no_longer_listed() -> None:
-    fleet = SmallFleet(2, 0)
-    also_decode(fleet, "p1", "p2")
+    fleet = SmallFleet(2, 0, also_decode=True)
     also_decode(fleet, "p1", draining=True)
     assert decoding_node(fleet, WANTED) is fleet.prefills["p2"]
     fleet.prefills["p2"].retired = True
@@ -119,15 +114,14 @@ def test_what_it_serves_alone_counts_as_its_work_for_prompts_too() -> None:
     assert only(served.commands, SubmitToDecode).address == "p1"
     assert served.fleet.prefills["p1"].queue_s(0.0) > 1.0 > served.fleet.prefills["p2"].queue_s(0.0)
     served.fleet.connect("d1", 0.0)
-    placement = served.fleet.place(WANTED, 0.0)
+    placement = served.fleet.place(replace(WANTED, policy=LocalPolicy.PREFER), 0.0)
     assert placement is not None
     assert placement.prefill is not None
     assert placement.prefill.address == "p2"
 
 
 def test_a_session_comes_back_to_the_prefill_node_that_served_it_alone_and_to_its_decode_node() -> None:
-    fleet = SmallFleet(2, 2)
-    also_decode(fleet, "p1", "p2")
+    fleet = SmallFleet(2, 2, also_decode=True)
     mine = replace(WANTED, session_id="s")
     decode = decoding_node(fleet, mine)
     assert decode is fleet.decodes["d1"]

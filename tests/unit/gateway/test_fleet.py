@@ -142,4 +142,4 @@ def test_a_node_with_an_impossible_backlog_does_not_hide_the_others(reported: fl
         sent.step_costs.points.add(tokens=1, seconds=0.01)
         fleet.status_received(PREFILL, address, sent, 1.0)
     assert fleet.prefills["p1"].queue_s(1.0) == 0.0
-    assert fleet.pick_prefill(fleet.decodes["d1"], WANTED) is not None
+    assert fleet.pick_prefill(fleet.decodes["d1"], WANTED, 0.0) is not None

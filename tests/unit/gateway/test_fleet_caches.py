@@ -26,7 +26,7 @@ def changed(fleet: SmallFleet, address: str, sequence: int, **fields: object) ->
 
 
 def cached(fleet: SmallFleet, request: Wanted | None = None) -> dict[str, int]:
-    return {view.address: view.cached_tokens for view in fleet.prefill_views(request or wanted())}
+    return {view.address: view.cached_tokens for view in fleet.prefill_views(request or wanted(), 0.0)}
 
 
 def test_a_prompt_goes_to_the_prefill_node_that_has_most_of_it() -> None:
@@ -34,11 +34,11 @@ def test_a_prompt_goes_to_the_prefill_node_that_has_most_of_it() -> None:
     assert changed(fleet, "p2", 1, snapshot=True, stored=BLOCKS[:2])
     assert changed(fleet, "p3", 1, snapshot=True, stored=BLOCKS)
     assert cached(fleet) == {"p1": 0, "p2": 32, "p3": 96}
-    picked = fleet.pick_prefill(fleet.decodes["d1"], wanted())
+    picked = fleet.pick_prefill(fleet.decodes["d1"], wanted(), 0.0)
     assert picked is fleet.prefills["p3"]
     assert picked.cached_tokens == 96
     assert changed(fleet, "p3", 2, removed=BLOCKS[1:])
-    assert fleet.pick_prefill(fleet.decodes["d1"], wanted()) is fleet.prefills["p2"]
+    assert fleet.pick_prefill(fleet.decodes["d1"], wanted(), 0.0) is fleet.prefills["p2"]
 
 
 def test_the_last_token_is_computed_in_any_case() -> None:
@@ -107,7 +107,7 @@ def test_a_session_stays_on_its_nodes() -> None:
     request = wanted(prompt=None, session_id="s")
     decode = decoding_node(fleet, request)
     assert decode is not None
-    prefill = fleet.pick_prefill(decode, request)
+    prefill = fleet.pick_prefill(decode, request, 0.0)
     assert prefill is not None
     other = wanted(prompt=None)
     for node in (decode, prefill):
@@ -117,8 +117,8 @@ def test_a_session_stays_on_its_nodes() -> None:
     for address in list(fleet.decodes):
         fleet.connect(address, 1.0)
     assert decoding_node(fleet, other) is not decode
-    assert fleet.pick_prefill(decode, other) is not prefill
+    assert fleet.pick_prefill(decode, other, 0.0) is not prefill
     assert decoding_node(fleet, request) is decode
-    assert fleet.pick_prefill(decode, request) is prefill
+    assert fleet.pick_prefill(decode, request, 0.0) is prefill
     fleet.lose(prefill.address)
-    assert fleet.pick_prefill(decode, request) not in (prefill, None)
+    assert fleet.pick_prefill(decode, request, 0.0) not in (prefill, None)

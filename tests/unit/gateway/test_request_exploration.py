@@ -31,7 +31,7 @@ from gateway.events import (
     Started,
     TimePassed,
 )
-from protos.baton.v1 import decode_pb2, prefill_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.unit.gateway.served import (
     LENGTH,
     PROGRESS,
@@ -90,8 +90,10 @@ class Stay:
 class World:
     """The nodes of one request, and the request."""
 
-    def __init__(self, policy: LocalPolicy) -> None:
-        self.served = Served(prefills=2, decodes=2, policy=policy, timeout_s=TIMEOUT_S, start=False)
+    def __init__(self, policy: LocalPolicy, *, also_decode: bool) -> None:
+        self.served = Served(
+            prefills=2, decodes=2, policy=policy, timeout_s=TIMEOUT_S, also_decode=also_decode, start=False
+        )
         self.stays: dict[int, Stay] = {}
         self.calls: dict[int, deque[Event]] = {}
         self.requests: dict[int, prefill_pb2.PrefillRequest] = {}  # by call
@@ -138,7 +140,10 @@ class World:
 
     def obey(self, command: Command) -> None:
         match command:
-            case SubmitToDecode(attempt, _, address, request):
+            case SubmitToDecode(attempt, role, address, request):
+                if role == common_pb2.ROLE_PREFILL:
+                    assert request.placement == decode_pb2.PLACEMENT_LOCAL
+                    assert request.policy != decode_pb2.LOCAL_POLICY_STRICT
                 stay = self.stays[attempt] = Stay(attempt, address, len(request.output_token_ids))
                 if request.prefill_available:
                     stay.reserve()
@@ -279,9 +284,15 @@ def steps_of(actions: list[str]) -> st.SearchStrategy[list[tuple[str, int]]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(policy=st.sampled_from([LocalPolicy.PREFER, LocalPolicy.STRICT]), steps=steps_of(ORDERLY + FAULTS))
-def test_any_interleaving_gives_every_token_once_and_one_end(policy: LocalPolicy, steps: list[tuple[str, int]]) -> None:
-    world = World(policy)
+@given(
+    policy=st.sampled_from([LocalPolicy.PREFER, LocalPolicy.STRICT]),
+    also_decode=st.booleans(),
+    steps=steps_of(ORDERLY + FAULTS),
+)
+def test_any_interleaving_gives_every_token_once_and_one_end(
+    policy: LocalPolicy, also_decode: bool, steps: list[tuple[str, int]]
+) -> None:
+    world = World(policy, also_decode=also_decode)
     for action, which in steps:
         if world.live:
             world.step(action, which)
@@ -291,7 +302,7 @@ def test_any_interleaving_gives_every_token_once_and_one_end(policy: LocalPolicy
 @settings(max_examples=150, deadline=None)
 @given(steps=steps_of([*ORDERLY, "tokens twice"]))
 def test_without_faults_any_order_and_batching_serves_the_request(steps: list[tuple[str, int]]) -> None:
-    world = World(LocalPolicy.PREFER)
+    world = World(LocalPolicy.PREFER, also_decode=True)
     for action, which in steps:
         if world.live:
             world.step(action, which)
@@ -302,7 +313,7 @@ def test_without_faults_any_order_and_batching_serves_the_request(steps: list[tu
 @settings(max_examples=100, deadline=None)
 @given(steps=steps_of(ORDERLY + FAULTS))
 def test_cancelling_at_any_point_closes_everything(steps: list[tuple[str, int]]) -> None:
-    world = World(LocalPolicy.PREFER)
+    world = World(LocalPolicy.PREFER, also_decode=True)
     for action, which in steps:
         if world.live:
             world.step(action, which)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.costs import StepCosts, StepWork
 from baton.types import LocalPolicy, Slo
-from gateway.router import NodeView, Wanted, decode_s, pick_decode, pick_prefill, prefill_s
+from gateway.router import NodeView, Wanted, decode_s, pick_decode, pick_prefill
 from tests.unit.gateway.test_router import address, node
 
 FAST = StepCosts(((64, 0.005), (2048, 0.05)), key_s=1e-8, pair_s=1e-9, decode_row_s=1e-5)
@@ -27,6 +27,10 @@ def prefill(number: int, **changes: object) -> NodeView:
         blocks_free=100_000,
     )
     return replace(view, **changes)  # type: ignore[arg-type]
+
+
+def prefill_s(view: NodeView, wanted: Wanted) -> float:
+    return view.prefill_s(view.cached_tokens, wanted.num_tokens)
 
 
 def pick(*nodes: NodeView, wanted: Wanted = REQUEST) -> str | None:

@@ -15,6 +15,7 @@ from typing import Protocol
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
 from baton.security import identity
+from baton.security.log_lines import loggable
 from baton.types import Path, Slo
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
@@ -166,7 +167,7 @@ class Serving:
         except BatonError as error:
             error.request_id = request_id
             level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel) else logging.INFO
-            log.log(level, "%s failed: %s", request_id, error)
+            log.log(level, "%s failed: %s", request_id, loggable(error))
             raise
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:

@@ -180,6 +180,8 @@ def bench(
     tls_ca: Annotated[
         str | None,
         typer.Option(
+            "--tls-ca",
+            "--client-ca",
             help='PEM file with the CA of the server\'s certificate, or "system". Default: BATON_CLIENT_CA.',
             rich_help_panel=_CLIENT,
         ),

@@ -68,7 +68,8 @@ def commands(plan: Plan, model: str) -> list[str]:
         f"{variables}baton up --model {model} --prefill {spec.prefills} --decode {spec.decodes}{ranks}{policy}"
     )
     lines.append(
-        "# or one process for each node, on any machines (PREFILL and DECODE: their addresses, with commas between):"
+        "# or one process for each node, on any machines (PREFILL and DECODE: their addresses, with commas between),"
+        " with certificates or --insecure (docs/security.md):"
     )
     if spec.prefills:
         lines.append(

@@ -14,7 +14,11 @@ ApiKey = Annotated[
 ]
 TlsCa = Annotated[
     str | None,
-    typer.Option(help='PEM file with the CA of the gateway\'s certificate, or "system". Default: BATON_CLIENT_CA.'),
+    typer.Option(
+        "--tls-ca",
+        "--client-ca",
+        help='PEM file with the CA of the gateway\'s certificate, or "system". Default: BATON_CLIENT_CA.',
+    ),
 ]
 
 

@@ -34,6 +34,7 @@ _EVERYWHERE = ("0.0.0.0", "[::]")
 # With gRPC's default limit, random calls of a burst of over 1000 end as cancelled before they reach a service. Our
 # services limit their requests themselves, with a typed error.
 _PENDING_CALLS_MAX = 1 << 20
+_HANDSHAKE_MS = 20_000  # gRPC's default keeps the connection of a silent stranger for two minutes
 
 
 def channel_options(
@@ -57,6 +58,7 @@ def channel_options(
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.server.max_pending_requests", _PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS_MAX),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ]
 
 

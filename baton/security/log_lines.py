@@ -2,6 +2,8 @@
 
 import logging
 
+from baton.errors import BatonError, InvalidRequest
+
 _TIME = "%H:%M:%S"
 
 
@@ -25,6 +27,13 @@ class OneLine(logging.Formatter):
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802 (logging's name)
         return _indented(stack_info).removeprefix("\n")
+
+
+def loggable(error: BatonError) -> str:
+    """The error for a log. Of a wrong request only the field, since the message shows what the client sent."""
+    if isinstance(error, InvalidRequest):
+        return f"{error.reason} in {error.field or 'the request'}"
+    return str(error)
 
 
 def escaped(text: str) -> str:

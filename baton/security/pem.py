@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from baton.config import flag, variable
-from baton.errors import ConfigError
-from baton.security.roles import Role, dns_names_of, role_of
+from baton.errors import ConfigError, Unauthenticated
+from baton.security.roles import Role, dns_names_of, role_of, uri_of
 from baton.security.watched import read_file
 
 
@@ -101,7 +101,11 @@ def _check_role(cert: x509.Certificate, role: Role, where: str, field: str) -> N
     except x509.ExtensionNotFound:
         uris, dns = [], []
     cure = "name this role's certificate; docs/security.md says what it must have"
-    found = role_of(uris)
+    try:
+        found = role_of(uris)
+    except Unauthenticated:
+        message = f"{where}, whose certificate names no role, or several"
+        raise ConfigError(message, field=field, allowed=(uri_of(role),), cure=cure) from None
     if found is not role:
         message = f"{where}, which is the certificate of a {found}, not of a {role}"
         raise ConfigError(message, field=field, value=found, allowed=(role,), cure=cure)

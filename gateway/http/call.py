@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from baton.config import MIB, GatewaySettings
 from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.security.door import Door
+from baton.security.log_lines import loggable
 from gateway.chat.types import ChatRequest
 from gateway.collected import Collector
 from gateway.fleet import Fleet
@@ -312,7 +313,7 @@ def comment(text: str) -> bytes:
 
 def log_answer(request_id: str, error: BatonError) -> None:
     """`gateway.serving` has logged what failed there."""
-    log.debug("%s: %s", request_id, error)
+    log.debug("%s: %s", request_id, loggable(error))
 
 
 async def unless_left(

@@ -17,7 +17,7 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.client import Client
-from baton.errors import BatonError, NoNode, PermissionDenied, Unauthenticated
+from baton.errors import BatonError, InvalidRequest, NoNode, PermissionDenied, Unauthenticated
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.certificates import CLIENTS, Authority, write_set
@@ -26,9 +26,10 @@ from baton.security.pem import Files, Pems, read_pems
 from baton.security.roles import NODE, Role, name_of
 from baton.security.tls import Dial
 from baton.security.watched import Watched
+from baton.types import Grammar, GrammarKind
 from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, prefill_pb2_grpc
 from protos.baton.v1 import prefill_pb2 as prefill_messages
-from tests.integration.cluster import DEADLINE_S, Flags, Machines, machines
+from tests.integration.cluster import DEADLINE_S, Machines, machines
 from tests.integration.reference import Reference
 
 PROMPT = list(range(5, 69))
@@ -86,7 +87,7 @@ def write_keys(folder: Path, keys: dict[str, str], *names: str) -> None:
     temporary.replace(folder / "keys.toml")
 
 
-def own(folder: Path, role: str) -> Flags:
+def own(folder: Path, role: str) -> dict[str, Any]:
     return {"tls_cert": folder / f"{role}.crt", "tls_key": folder / f"{role}.key", "tls_ca": folder / "ca.crt"}
 
 
@@ -100,7 +101,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         prefill, decode = started.nodes(
             ("prefill", own(folder, "prefill")), ("decode", own(folder, "decode")), outputs=logs
         )
-        doors = {
+        doors: dict[str, Any] = {
             "client_tls_cert": folder / f"{CLIENTS}.crt",
             "client_tls_key": folder / f"{CLIENTS}.key",
             "api_keys": folder / "keys.toml",
@@ -342,10 +343,8 @@ async def test_no_log_has_a_key_or_a_prompt(secured: Secured) -> None:
     secret = "my doctor says that"
     async with secured.client("alice") as client:
         await client.complete(secret, {"max_tokens": 2})
-        for wrong in ({"max_tokens": 0}, {"temperature": -1.0}):
-            with pytest.raises(BatonError) as caught:
-                await client.complete(secret, wrong)
-            assert secret not in str(caught.value)
+        with pytest.raises(InvalidRequest):
+            await client.complete("x", {"grammar": Grammar(GrammarKind.REGEX, f"({secret}")})
     logs = [file.read_text() for file in secured.logs.rglob("std*")]
     assert any("paired" in log for log in logs)
     for log in logs:

@@ -50,7 +50,7 @@ def test_a_process_takes_its_own_certificate_and_no_other(certs: Path) -> None:
     assert InternalTls.read(TlsSettings.of(certs, "decode"), Role.DECODE) is not None
     with pytest.raises(ConfigError, match="the certificate of a prefill, not of a decode"):
         InternalTls.read(TlsSettings.of(certs, "prefill"), Role.DECODE)
-    with pytest.raises(Unauthenticated, match="names no role"):
+    with pytest.raises(ConfigError, match="names no role, or several; allowed: spiffe://baton/decode"):
         InternalTls.read(TlsSettings.of(certs, CLIENTS), Role.DECODE)
 
 

@@ -31,8 +31,8 @@ KEEPALIVE_S = 10.0
 CPU_CACHE_MIB = 128
 CPU_BATCH_TOKENS = 256
 CPU_BATCH_REQUESTS = 64
-# Of nodes that decode; the smaller one where the cache is too small for more. A prefill node's requests leave it with
-# their first token, so its steps hold few of them.
+# Of nodes that decode; the smaller one where the cache is too small for more. Where only prompts are computed, requests
+# leave with their first token, so steps hold few of them.
 GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 128
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
@@ -129,8 +129,8 @@ class NodeSettings(CommonSettings):
         None,
         ge=1,
         description=f"most requests in one engine step; default: {CPU_BATCH_REQUESTS} on a CPU; on a GPU, "
-        f"{GPU_PREFILL_REQUESTS} on a prefill node, and {GPU_BATCH_REQUESTS} on a decode node, or "
-        f"{SMALL_GPU_BATCH_REQUESTS} with a small cache",
+        f"{GPU_BATCH_REQUESTS}, or {SMALL_GPU_BATCH_REQUESTS} with a small cache, or {GPU_PREFILL_REQUESTS} on a "
+        "prefill node that only computes prompts",
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="make logits bit-equal alone and in any batch; slower")
@@ -180,6 +180,11 @@ class NodeSettings(CommonSettings):
         return ()
 
     @property
+    def decodes(self) -> bool:
+        """Whether requests decode on this node."""
+        return True
+
+    @property
     def kv_cache_bytes(self) -> int | None:
         return None if self.kv_cache_mib is None else self.kv_cache_mib * MIB
 
@@ -193,6 +198,15 @@ class PrefillSettings(NodeSettings):
         description="send the KV of a chunk's first layers while later layers compute, in as many groups as suit the "
         "measured link; false: send once the chunk is computed",
     )
+    also_decodes: bool = Field(
+        True,
+        description="serve whole requests too, prompt and decode, which gateways send where the decode nodes have no "
+        "room for them; false: this node computes prompts only",
+    )
+
+    @property
+    def decodes(self) -> bool:
+        return self.also_decodes
 
 
 class DecodeSettings(NodeSettings):

@@ -81,9 +81,8 @@ class DecodeTask:
         self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
         self._policy = submit.policy
-        self._prefill_available = submit.prefill_available
         self.prefill_incarnation = submit.prefill_incarnation  # of the node that may fill the lease; 0: any one
-        self._placement, self._placement_why = submit.placement, submit.placement_why
+        self._why_wanted_here = why_wanted_here(submit)
         self._split_tokens = _split_tokens(submit, request, rules)
         self._rules = rules
         self._lease_numbers = lease_numbers
@@ -139,14 +138,8 @@ class DecodeTask:
 
     def _why_here(self, reservation: Reservation) -> str:
         """Why this node should prefill the request itself; empty when a prefill node should."""
-        if self._policy == pb.LOCAL_POLICY_STRICT:
-            return ""
-        if self._policy == pb.LOCAL_POLICY_LOCAL:
-            return "the policy is local"
-        if self._placement == pb.PLACEMENT_LOCAL:
-            return self._placement_why or "the gateway chose it"
-        if not self._prefill_available:
-            return "no prefill node is available"
+        if self._why_wanted_here or self._policy == pb.LOCAL_POLICY_STRICT:
+            return self._why_wanted_here
         cached = self._cached_tokens(reservation)
         if 0 < self._split_tokens <= cached:
             return f"the first {cached} tokens, which a prefill node would compute, are cached"
@@ -385,6 +378,17 @@ class DecodeTask:
 
     def _send(self, message: pb.SessionResponse) -> Send:
         return Send(self.session, message)
+
+
+def why_wanted_here(submit: pb.SubmitRequest) -> str:
+    """Why the gateway wants the prompt computed on this node, whatever its cache has; empty: it does not."""
+    if submit.policy == pb.LOCAL_POLICY_STRICT:
+        return ""
+    if submit.policy == pb.LOCAL_POLICY_LOCAL:
+        return "the policy is local"
+    if submit.placement == pb.PLACEMENT_LOCAL:
+        return submit.placement_why or "the gateway chose it"
+    return "" if submit.prefill_available else "no prefill node is available"
 
 
 def _split_tokens(submit: pb.SubmitRequest, request: EngineRequest, rules: DecodeRules) -> int:

@@ -49,6 +49,8 @@ from engine.events import StepEvents
 from kvtransfer import records
 from kvtransfer.leases import LeaseTotals
 from node.assembly import Listener, Node
+from protos.baton.v1 import common_pb2
+from protos.baton.v1 import decode_pb2 as pb
 
 log = logging.getLogger("baton")
 
@@ -57,34 +59,42 @@ class DecodeDriver:
     """Connects the machine of one decode node to gateways, prefill nodes, the engine and the transfer.
 
     All methods belong to the event loop's thread.
+
+    Args:
+        settings: None: this is a prefill node, which decodes only requests whose prompt it computes itself.
     """
 
-    def __init__(self, node: Node, settings: DecodeSettings) -> None:
+    def __init__(self, node: Node, settings: DecodeSettings | None) -> None:
         self.machine = DecodeMachine(
             DecodeRules(
                 name=node.name,
                 address=node.address,
                 incarnation=node.incarnation,
-                lease_s=settings.lease_s,
+                lease_s=settings.lease_s if settings else 0.0,
                 why_local=self._why_local,
-                waiting_max=settings.max_waiting,
+                waiting_max=node.settings.max_waiting,
                 block_size=node.description.shape.block_size,
                 split_unit=math.lcm(node.description.shape.block_size, node.limits.chunk_align_tokens or 1),
+                gives_leases=settings is not None,
             ),
             lease_numbers(),
         )
         self.sessions = GatewaySessions(self.deliver)
         self.peers = PrefillPeers(node, self.deliver)
+        self._node_info = node.info
         self._engine = node.engine
         self._transfer = node.transfer
         self._meter = node.meter
-        self._local_prefill_tokens = settings.local_prefill_tokens
+        self._local_prefill_tokens = settings.local_prefill_tokens if settings else None
         self._max_batch_tokens = node.limits.max_batch_tokens
         self._timer: asyncio.TimerHandle | None = None
         # Not a TaskGroup: a call that fails must not cancel the others.
         self._calls: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
-        node.listen(Listener(on_step=self._on_step, on_filled=self._on_filled, on_refused=self._on_refused))
+        if settings is None:
+            node.listen(Listener(self._on_step))
+        else:
+            node.listen(Listener(self._on_step, on_filled=self._on_filled, on_refused=self._on_refused))
 
     def deliver(self, event: Event) -> None:
         """Hands an event to the machine and executes what follows, the engine's answers included."""
@@ -108,6 +118,12 @@ class DecodeDriver:
         self.deliver(Closing())
         await self._idle.wait()
         self.peers.close()
+
+    def pair_refused(self) -> pb.PairRefused:
+        """The answer of a prefill node to another one that takes it for a decode node."""
+        cure = "pair prefill nodes with decode nodes"
+        mismatch = common_pb2.Mismatch(field="role", ours="prefill", theirs="prefill", cure=cure)
+        return pb.PairRefused(info=self._node_info, mismatches=[mismatch])
 
     def _why_local(self, uncached: int, cached: int) -> str:
         load = self._engine.load()

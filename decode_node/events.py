@@ -140,6 +140,11 @@ class SegmentRefused:
 
 
 @dataclass(frozen=True)
+class RoomFreed:
+    """A prefill node that also decodes: a call of its Prefill service has given its blocks back."""
+
+
+@dataclass(frozen=True)
 class TimePassed:
     """The machine's `deadline_s` is reached."""
 
@@ -171,6 +176,7 @@ Event = (
     | LeaseClosed
     | LeaseFailed
     | SegmentRefused
+    | RoomFreed
     | TimePassed
     | Draining
     | Closing

@@ -13,7 +13,7 @@ from baton.errors import Draining as DrainingError
 from decode_node.admission import BlockQueue
 from decode_node.commands import Command, EndSession, OpenLease, Send
 from decode_node.deadlines import Deadlines
-from decode_node.decode_task import DecodeTask, Phase
+from decode_node.decode_task import DecodeTask, Phase, why_wanted_here
 from decode_node.events import (
     Aborted,
     Admitted,
@@ -29,6 +29,7 @@ from decode_node.events import (
     PeerLost,
     QuietReceived,
     Reserved,
+    RoomFreed,
     SegmentRefused,
     SessionClosed,
     SessionMessage,
@@ -122,6 +123,8 @@ class DecodeMachine:
                 return self._of_request(engine_id, lambda task: task.admitted(finish_reason))
             case Aborted(engine_id=engine_id):
                 return [*self._of_request(engine_id, DecodeTask.aborted), *self._reserve_first()]
+            case RoomFreed():
+                return self._reserve_first()
             case TimePassed():
                 return self._time_passed(now_s)
             case Draining():
@@ -168,12 +171,21 @@ class DecodeMachine:
     def _new_request(self, session: int, submit: pb.SubmitRequest, now_s: float) -> EngineRequest:
         """Raises:
         Draining: this node takes no new request.
-        InvalidRequest: the key is in use, or a sampling parameter is out of range.
+        InvalidRequest: the key is in use, a sampling parameter is out of range, or the prompt's KV would have to come
+            from elsewhere to a node that gives no leases.
         """
         if self._draining:
             raise DrainingError(f"{self.rules.name} is draining", cure="send the request to another decode node")
         if (session, submit.key) in self._by_key:
             raise InvalidRequest(f"request {submit.key} is here already", field="key", value=submit.key)
+        if not self.rules.gives_leases and not why_wanted_here(submit):
+            raise InvalidRequest(
+                f"{self.rules.name} is a prefill node, which decodes only requests whose prompt it computes itself",
+                field="placement",
+                value=pb.Placement.Name(submit.placement),
+                allowed=(pb.Placement.Name(pb.PLACEMENT_LOCAL),),
+                cure="send a request that needs a hand-over to a decode node",
+            )
         return EngineRequest(
             request_id=f"{session}.{submit.key}",
             prompt=tuple(submit.prompt_token_ids),

@@ -15,6 +15,7 @@ class DecodeRules:
         waiting_max: how many requests may wait for blocks.
         block_size: tokens of one block of the cache.
         split_unit: the first part of a split prompt is a multiple of so many tokens; itself a multiple of `block_size`.
+        gives_leases: False: a prefill node, which decodes only what it has prefilled itself, so that no KV arrives.
     """
 
     name: str
@@ -25,3 +26,4 @@ class DecodeRules:
     waiting_max: int
     block_size: int
     split_unit: int
+    gives_leases: bool = True

@@ -7,6 +7,7 @@ import grpc
 from baton.errors import BatonError
 from baton.rpc.status import abort, client_may_leave
 from decode_node.driver import DecodeDriver
+from decode_node.events import RoomFreed
 from protos.baton.v1 import decode_pb2 as pb
 from protos.baton.v1 import decode_pb2_grpc, node_pb2
 
@@ -16,7 +17,7 @@ SERVICE_NAME = "baton.v1.Decode"
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     """The decode role of a node process (`node.process.Role`)."""
 
-    service_name = SERVICE_NAME
+    service_names = (SERVICE_NAME,)
 
     def __init__(self, driver: DecodeDriver) -> None:
         self._driver = driver
@@ -35,12 +36,21 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         context: grpc.aio.ServicerContext[pb.PairRequest, pb.PairResponse],
     ) -> None:
         with client_may_leave():
+            if not self._driver.machine.rules.gives_leases:
+                async for _ in request_iterator:  # its hello
+                    await context.write(pb.PairResponse(refused=self._driver.pair_refused()))
+                    break
+                return
             try:
                 await self._driver.peers.serve(request_iterator, context.write)
             except BatonError as error:
                 await abort(context, error)
 
     # ---- the role
+
+    def room_freed(self) -> None:
+        """Another request of the same engine has given its blocks back."""
+        self._driver.deliver(RoomFreed())
 
     def add_to(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)

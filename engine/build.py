@@ -29,9 +29,11 @@ from engine.device.out_of_memory import allocating
 from engine.device.profile import MemoryPlan, MemoryShare, size_on_gpu
 from engine.device.runner import ModelRunner
 from engine.device.step_costs import (
+    BOTH_RULE,
     DECODE_RULE,
     PREFILL_RULE,
     STEP_TOKENS,
+    StepRule,
     choose_step_tokens,
     measure_costs,
     served_steps,
@@ -223,7 +225,7 @@ def measured(built: Built, settings: NodeSettings) -> Built:
     with allocating("steps of the largest size"):
         costs = measure_costs(runner.launch, runner.facts, steps, agree=lambda value: parallel.smallest(value, device))
     if settings.max_batch_tokens is None:
-        rule = DECODE_RULE if isinstance(settings, DecodeSettings) else PREFILL_RULE
+        rule = step_rule(settings)
         sizes = step_sizes(rule, most_tokens=limits.max_batch_tokens, max_batch_requests=limits.max_batch_requests)
         limits = replace(limits, max_batch_tokens=parallel.smallest(choose_step_tokens(costs, sizes, rule), device))
     rates = ", ".join(f"{tokens}: {tokens / seconds:,.0f}" for tokens, seconds in costs.points)
@@ -231,6 +233,14 @@ def measured(built: Built, settings: NodeSettings) -> Built:
         "%s: steps of up to %d tokens; tokens per second by step size: %s", device, limits.max_batch_tokens, rates
     )
     return built._replace(limits=limits, costs=costs)
+
+
+def step_rule(settings: NodeSettings) -> StepRule:
+    """What the node's step size is chosen for."""
+    if isinstance(settings, DecodeSettings):
+        return DECODE_RULE
+    also_decodes = isinstance(settings, PrefillSettings) and settings.also_decodes
+    return BOTH_RULE if also_decodes else PREFILL_RULE
 
 
 def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device) -> _Sizes:
@@ -255,8 +265,8 @@ def _given_sizes(settings: NodeSettings, spec: KVCacheSpec, device: torch.device
 
 
 def gpu_seats(settings: NodeSettings, cache_tokens: int) -> int:
-    """Requests of a step on a GPU, by the role and the size that the cache is expected to have."""
-    if isinstance(settings, PrefillSettings):
+    """Requests of a step on a GPU, by what the node serves and the size that the cache is expected to have."""
+    if not settings.decodes:
         return GPU_PREFILL_REQUESTS
     return GPU_BATCH_REQUESTS if cache_tokens >= GPU_BATCH_REQUESTS * _SEAT_TOKENS else SMALL_GPU_BATCH_REQUESTS
 

@@ -105,6 +105,8 @@ class EngineLimits:
         chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the known
             tokens, so the cuts of a prompt do not depend on other requests. A chunk that does not fit into a step's
             budget waits for the next step. None: a chunk ends where the budget ends.
+        stream_share: part of the seats and blocks up to which requests that decode here are admitted, so that those
+            that are `prefill_only` find room. The first one is admitted in any case.
 
     Raises:
         ConfigError: a limit is too small.
@@ -116,6 +118,7 @@ class EngineLimits:
     prefix_cache: bool
     max_context_tokens: int | None = None
     chunk_align_tokens: int | None = None
+    stream_share: float = 1.0
 
     def __post_init__(self) -> None:
         _at_least("max_batch_tokens", self.max_batch_tokens, 1)

@@ -7,6 +7,7 @@ serving                                       requests from every door, and the 
   request_driver ── connections               the asyncio shell: one driver per output, one connection per node
                      ├─ node_clients, decode_session, discovery
   request_machine    └─ fleet, pairing        the decisions: pure, events in and commands out
-    ├─ attempt, node_choice, router           where the request is and where it goes next
-    └─ token_order, reply, stop, receipt      what its client receives
+    ├─ request_attempts, node_choice, router  which node decodes it
+    ├─ request_hand_over                      which prefill nodes are called for it
+    └─ request_output, reply, stop, receipt   what its client receives
 """

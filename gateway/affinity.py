@@ -14,9 +14,9 @@ class Affinity:
         self._max_sessions = max_sessions
         self._nodes: OrderedDict[str, dict[int, str]] = OrderedDict()
 
-    def node(self, session_id: str, role: int) -> str | None:
-        """The address of the node of this role that served the session last."""
-        return self._nodes.get(session_id, {}).get(role)
+    def nodes(self, session_id: str) -> frozenset[str]:
+        """The addresses of the nodes that served the session last."""
+        return frozenset(self._nodes.get(session_id, {}).values())
 
     def note(self, session_id: str, role: int, address: str) -> None:
         """The session's request goes to this node."""

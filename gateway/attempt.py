@@ -1,4 +1,4 @@
-"""One attempt to serve a request on one decode node, its Prefill calls, and the node that owes the next answer.
+"""One attempt to have a request decoded on one node, its Prefill calls, and the node that owes the next answer.
 
 Pure. `gateway.request_machine` decides what to do next.
 """
@@ -6,7 +6,7 @@ Pure. `gateway.request_machine` decides what to do next.
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from gateway.fleet import FleetNode
+from gateway.fleet_node import FleetNode
 
 
 @dataclass
@@ -23,16 +23,19 @@ class PrefillCall:
 
 @dataclass
 class Attempt:
-    """One attempt on one decode node.
+    """One attempt on one node that decodes: a decode node, or a prefill node that serves the request alone.
 
     Attributes:
         num_given: number of tokens sent to the client before the attempt.
+        begun: the client had tokens, or another node was lost, before the attempt.
         waiting_since_s: time of the attempt's last event.
         answered: the decode node has answered the submission, or the last request for another ticket.
         admitted: the decode node decodes with KV from a prefill node.
         ended_by_node: the decode node has ended the request and needs no cancellation.
         first_token_passed: the last call has sent its first token, or its ticket asks for none.
-        prefill_noted: incarnation of the prefill node whose backlog has the prompt; None: none has.
+        placed_prefill: incarnation of the prefill node that was placed with the decode node, and whose backlog has the
+            prompt; None: there was none, or it has been called.
+        ticket_for: incarnation of the prefill node that alone can use the ticket; 0: any one can.
         failed_calls, last_error: hand-overs that failed, and why the last one did.
         excluded: incarnations of the prefill nodes called so far. Each gets one ticket only.
     """
@@ -41,12 +44,14 @@ class Attempt:
     node: FleetNode
     num_given: int
     waiting_since_s: float
+    begun: bool = False
     lease: int = 0
     answered: bool = False
     admitted: bool = False
     ended_by_node: bool = False
     first_token_passed: bool = False
-    prefill_noted: int | None = None
+    placed_prefill: int | None = None
+    ticket_for: int = 0
     call: PrefillCall | None = None
     failed_calls: int = 0
     last_error: BatonError | None = None

@@ -8,9 +8,14 @@ from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 
 @dataclass(frozen=True)
 class SubmitToDecode:
-    """Submit the request on the session with a decode node; the shell fills in the key."""
+    """Submit the request on the session with the node that decodes it; the shell fills in the key.
+
+    Args:
+        role: of the node. A prefill node serves the request alone.
+    """
 
     attempt: int
+    role: common_pb2.Role.ValueType
     address: str
     request: decode_pb2.SubmitRequest
 

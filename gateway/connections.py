@@ -11,11 +11,11 @@ from typing import Self
 from baton.config import GatewaySettings
 from baton.errors import BatonError, ConfigError
 from baton.types import LocalPolicy
-from gateway.decode_session import DecodeSession
 from gateway.discovery import Directory, parse_addresses
-from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine, Role
+from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
+from gateway.fleet_node import Role
 from gateway.model import ServedModel
-from gateway.node_clients import DecodeClient, NodeClient, PrefillClient, WatchCallbacks
+from gateway.node_clients import NodeClient, WatchCallbacks
 from gateway.pairing import Connect, Pairing, PairingCommand
 from protos.baton.v1 import common_pb2, node_pb2
 
@@ -49,8 +49,7 @@ class Connections:
         self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
         self._resolve_s = settings.resolve_s
         self._directories = {_PREFILL: Directory(prefill), _DECODE: Directory(decode)}
-        self._prefills: dict[str, PrefillClient] = {}
-        self._decodes: dict[str, DecodeClient] = {}
+        self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
         self._watches: dict[NodeClient, asyncio.Task[None]] = {}
         self._pairing = Pairing(self.fleet, settings.link_retry_s)
         self._listeners: set[Callable[[], None]] = set()
@@ -68,7 +67,7 @@ class Connections:
         assert self._upkeep is not None
         self._upkeep.cancel()
         await asyncio.wait([self._upkeep])
-        await asyncio.gather(*(client.close() for client in self._clients()))
+        await asyncio.gather(*(client.close() for clients in self._clients.values() for client in clients.values()))
 
     @property
     def upkeep(self) -> "asyncio.Task[None]":
@@ -78,19 +77,16 @@ class Connections:
 
     def clients(self) -> Mapping[str, NodeClient]:
         """The connections to all nodes by address."""
-        return {**self._prefills, **self._decodes}
+        return {**self._clients[_PREFILL], **self._clients[_DECODE]}
 
     # ---- for requests
 
-    def session(self, decode_address: str) -> DecodeSession:
-        return self._decodes[decode_address].session()
-
-    def prefill_client(self, address: str) -> PrefillClient:
-        return self._prefills[address]
+    def client(self, role: Role, address: str) -> NodeClient:
+        return self._clients[role][address]
 
     def lose(self, role: Role, address: str, reason: str) -> None:
         """Marks a silent node as lost and reconnects. The node gets no requests until its next status."""
-        client = self._of(role).get(address)
+        client = self._clients[role].get(address)
         if client is not None:
             self._lost(role, address, reason)
             client.end_watch()
@@ -145,10 +141,11 @@ class Connections:
     async def _follow_directory(self, listed: Listed) -> None:
         """Connects to new nodes; drops nodes that are no longer listed, once their requests are done."""
         for role, addresses in listed.items():
-            for address in addresses - self._of(role).keys():
+            clients = self._clients[role]
+            for address in addresses - clients.keys():
                 self._add(role, address)
-            for address in list(self._of(role)):
-                node, client = self.fleet.node(role, address), self._of(role)[address]
+            for address, client in list(clients.items()):
+                node = self.fleet.node(role, address)
                 node.retired = address not in addresses
                 if node.retired and not client.busy:
                     await self._remove(role, address, client)
@@ -160,13 +157,8 @@ class Connections:
             partial(self._lost, role, address),
             partial(self.fleet.cache_changed, role, address),
         )
-        client: NodeClient
-        if role == _PREFILL:
-            client = self._prefills[address] = PrefillClient(address, callbacks)
-        else:
-            client = self._decodes[address] = DecodeClient(
-                address, callbacks, partial(self._message_received, role, address)
-            )
+        client = NodeClient(address, callbacks, partial(self._message_received, role, address))
+        self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
 
     async def _remove(self, role: Role, address: str, client: NodeClient) -> None:
@@ -174,7 +166,7 @@ class Connections:
         watch = self._watches.pop(client)
         watch.cancel()
         await asyncio.wait([watch])
-        del self._of(role)[address]
+        del self._clients[role][address]
         self.fleet.remove(role, address)
         await client.close()
 
@@ -196,8 +188,8 @@ class Connections:
             match command:
                 case LogLine(text, warning):
                     log.log(logging.WARNING if warning else logging.INFO, "%s", text)
-                case DropSession(address, reason):
-                    self._decodes[address].drop_session(reason)
+                case DropSession(role, address, reason):
+                    self._clients[role][address].drop_session(reason)
                 case Connect():
                     self._tasks.create_task(self._connect(command), name="connect")
 
@@ -213,7 +205,7 @@ class Connections:
             await asyncio.sleep(_PAIR_CHECK_S)
 
     async def _connect(self, connect: Connect) -> None:
-        client = self._prefills.get(connect.prefill_address)
+        client = self._clients[_PREFILL].get(connect.prefill_address)
         if client is None:
             return  # removed since the pairing asked for it
         node = self.fleet.node(_PREFILL, connect.prefill_address)
@@ -227,12 +219,6 @@ class Connections:
             self._notify()
 
     # ----
-
-    def _of(self, role: Role) -> dict[str, PrefillClient] | dict[str, DecodeClient]:
-        return self._prefills if role == _PREFILL else self._decodes
-
-    def _clients(self) -> list[NodeClient]:
-        return [*self._prefills.values(), *self._decodes.values()]
 
     def _now_s(self) -> float:
         return monotonic()

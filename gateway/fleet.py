@@ -4,27 +4,18 @@ A node is reachable from its first status until its connection is lost. Methods 
 for the shell.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
-from baton.convert import costs_from_proto
 from baton.types import LocalPolicy
 from gateway.affinity import Affinity
-from gateway.backlog import Backlog
+from gateway.breaker import Breakers
 from gateway.cache_position import CachePosition
+from gateway.fleet_node import FleetNode, Role
 from gateway.placement import Placement, place
-from gateway.prediction import prompt_s
 from gateway.prefix_index import PrefixIndex
-from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
+from gateway.router import NodeView, Wanted, pick_prefill
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
-
-Role: TypeAlias = common_pb2.Role.ValueType
-
-_DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_NEVER_CONNECTED = "not connected yet"
-_UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
 
 
 @dataclass(frozen=True)
@@ -37,113 +28,14 @@ class LogLine:
 
 @dataclass(frozen=True)
 class DropSession:
-    """A decode node is lost or was restarted: end the session with it, and with that all requests on it."""
+    """A node is lost or was restarted: end the session with it, if there is one, and with that all requests on it."""
 
+    role: Role
     address: str
     reason: str
 
 
 FleetCommand = LogLine | DropSession
-
-
-class FleetNode:
-    """One node: its last status, its peers, and what this gateway has sent to it since that status."""
-
-    def __init__(self, role: Role, address: str) -> None:
-        self.role = role
-        self.address = address
-        self.reachable = False
-        self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
-        self.status = node_pb2.NodeStatus()
-        self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
-        self.last_message_at_s = 0.0  # last message on any connection
-        self.retired = False  # no longer listed: removed once its requests are done
-        self.cache = CachePosition()
-        self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
-        self._view: NodeView | None = _UNKNOWN  # None: something has changed since
-        self._picks = self._requests_since = self._tokens_since = 0
-        self._backlog = Backlog()
-
-    @property
-    def name(self) -> str:
-        return self.status.info.name or self.address
-
-    @property
-    def incarnation(self) -> int:
-        return self.status.info.incarnation
-
-    @property
-    def model(self) -> tuple[str, ...]:
-        """Architecture and digests: requests continue only on nodes that are equal in all of them."""
-        return _model(self.status.info)
-
-    @property
-    def cache_kind(self) -> tuple[str, int]:
-        """Nodes that are equal in it name equal blocks equally."""
-        return self.status.info.cache_identity, self.status.info.cache_shape.block_size
-
-    @property
-    def open(self) -> bool:
-        """Whether it may get new requests."""
-        return self.reachable and not (self.detail or self.status.draining or self.retired)
-
-    @property
-    def never_connected(self) -> bool:
-        return self.detail == _NEVER_CONNECTED
-
-    def view(self) -> NodeView:
-        view = self._view
-        if view is None or view.open != self.open:
-            view = self._view = replace(
-                _to_view(self.address, self.status, self.peers),
-                open=self.open,
-                requests_since=self._requests_since,
-                tokens_since=self._tokens_since,
-                picks=self._picks,
-            )
-            _ = view.queue_s  # computed once, not in each copy of the view
-        return view
-
-    def queue_s(self, now_s: float) -> float:
-        """Predicted time until a prompt that is sent now would be computed."""
-        return self._backlog.at(now_s)
-
-    def note_prompt(self, start: int, stop: int, now_s: float) -> None:
-        """It will compute these tokens of a prompt."""
-        self._backlog.add(prompt_s(self.view(), start, stop), now_s)
-
-    def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
-        """A request has been sent to it, of which it has `cached_tokens` already."""
-        self._picks += 1
-        self._requests_since += 1
-        self._tokens_since += num_tokens - cached_tokens
-        self._view = None
-
-    def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
-        self.status = status
-        self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
-        self.reachable, self.detail = True, detail
-        self._requests_since = self._tokens_since = 0
-        self._view = None
-        self._backlog.reported(_seconds(status.backlog_s), self.last_message_at_s)
-
-    def take_peer(self, state: common_pb2.PeerState) -> None:
-        if state.incarnation:
-            self.peers[state.incarnation] = state
-            self._view = None
-
-    def explain(self) -> str:
-        """Why it is not chosen for a request."""
-        if self.detail:
-            return f"{self.name} cannot be used ({self.detail})"
-        if self.status.draining:
-            return f"{self.name} is draining"
-        refused = [
-            f"{peer.name} refused ({', '.join(item.field for item in peer.mismatches)})"
-            for peer in self.peers.values()
-            if peer.mismatches
-        ]
-        return f"{self.name}: {', '.join(refused)}" if refused else f"{self.name} is available"
 
 
 class Fleet:
@@ -163,6 +55,7 @@ class Fleet:
         self._policy = policy
         self._index = PrefixIndex()
         self._affinity = Affinity()
+        self.breakers = Breakers()
 
     # ---- recording
 
@@ -172,7 +65,7 @@ class Fleet:
         return node
 
     def remove(self, role: Role, address: str) -> None:
-        del self._of(role)[address]
+        self.breakers.forget(self._of(role).pop(address).incarnation)
         self._index.forget(address)
 
     def status_received(
@@ -193,7 +86,8 @@ class Fleet:
             if foreign:
                 commands.append(LogLine(f"{info.name} gets no requests: {foreign}", warning=True))
         if restarted:
-            commands += _drop_session(node, "it was restarted")
+            commands.append(DropSession(role, address, "it was restarted"))
+            self.breakers.forget(node.incarnation)
             self._forget_cache(node)
         node.take_status(status, foreign)
         return commands
@@ -208,7 +102,7 @@ class Fleet:
             commands.append(LogLine(f"{address}: unreachable, retrying: {reason}", warning=True))
         node.reachable, node.detail = False, reason
         self._forget_cache(node)
-        return [*commands, *_drop_session(node, reason)]
+        return [*commands, DropSession(role, address, reason)]
 
     def message_received(self, role: Role, address: str, now_s: float) -> None:
         """Records a sign of life: a message on any connection of the node."""
@@ -232,41 +126,46 @@ class Fleet:
 
     # ---- choices for one request
 
-    def pick_decode(self, wanted: Wanted) -> FleetNode | None:
-        """The decode node that fits the request best, or None."""
-        role = common_pb2.ROLE_DECODE
-        prefills = [node.view() for node in self.prefills.values()]
-        picked = pick_decode(self.views(role, wanted), prefills, self._of_session(wanted, role))
-        return None if picked is None else self._picked(role, picked, wanted)
-
     def place(self, wanted: Wanted, now_s: float) -> Placement | None:
-        """The decode node for a request, and where its prompt is prefilled; None: no decode node can take it."""
-        role = common_pb2.ROLE_DECODE
-        decodes = self._views_at(role, wanted, now_s)
-        prefills = self._views_at(common_pb2.ROLE_PREFILL, wanted, now_s)
-        placement = place(decodes, prefills, self._of_session(wanted, role))
+        """The node that decodes a request, and where its prompt is prefilled; None: no node can take it."""
+        wanted = self._of_session(wanted)
+        cached = self._cached_tokens(self.nodes(), wanted)
+        decodes = [
+            _with_cached(node.decode_view(), cached).with_queue(node.queue_s(now_s)) for node in self.decoding_nodes()
+        ]
+        prefills = [
+            _with_cached(node.view(), cached).with_queue(node.queue_s(now_s)) for node in self.prefills.values()
+        ]
+        placement = place(decodes, prefills, wanted)
         if placement is not None:
-            self._picked(role, placement.decode, wanted)
+            self._picked(self.decoding_node(placement.decode), placement.decode, wanted)
         return placement
 
-    def pick_prefill(self, decode: FleetNode, wanted: Wanted) -> FleetNode | None:
-        """The prefill node, paired with the decode node, that fits the request best, or None."""
-        role = common_pb2.ROLE_PREFILL
-        picked = pick_prefill(self.views(role, wanted), decode.view(), self._of_session(wanted, role))
-        return None if picked is None else self._picked(role, picked, wanted)
+    def pick_prefill(self, decode: FleetNode, wanted: Wanted, *, placed: int | None = None) -> FleetNode | None:
+        """The prefill node, paired with the decode node, that fits the request best, or None.
 
-    def views(self, role: Role, wanted: Wanted) -> list[NodeView]:
-        """All nodes of a role, with how much of the request's prompt their caches have."""
-        nodes = self._of(role)
-        cached = self._cached_tokens(nodes.values(), wanted)
-        return [
-            node.view().with_cached(cached[address]) if address in cached else node.view()
-            for address, node in nodes.items()
-        ]
+        Args:
+            placed: incarnation of the node that `place` chose; it is taken while it is usable.
+        """
+        wanted = self._of_session(wanted)
+        views = self.prefill_views(wanted)
+        first = [view for view in views if view.incarnation == placed]
+        picked = pick_prefill(first, decode.view(), wanted) or pick_prefill(views, decode.view(), wanted)
+        return None if picked is None else self._picked(self.prefills[picked.address], picked, wanted)
 
-    def _views_at(self, role: Role, wanted: Wanted, now_s: float) -> list[NodeView]:
-        views = zip(self._of(role).values(), self.views(role, wanted), strict=True)
-        return [view.with_queue(node.queue_s(now_s)) for node, view in views]
+    def prefill_views(self, wanted: Wanted) -> list[NodeView]:
+        """All prefill nodes, with how much of the request's prompt their caches have."""
+        cached = self._cached_tokens(self.prefills.values(), wanted)
+        return [_with_cached(node.view(), cached) for node in self.prefills.values()]
+
+    def decoding_nodes(self) -> Iterator[FleetNode]:
+        """All nodes that can decode: the decode nodes, then the prefill nodes that do it too."""
+        yield from self.decodes.values()
+        yield from (node for node in self.prefills.values() if node.also_decodes)
+
+    def decoding_node(self, view: NodeView) -> FleetNode:
+        """The node of one of the views that `place` chooses from."""
+        return (self.prefills if view.also_prefills else self.decodes)[view.address]
 
     def _cached_tokens(self, nodes: Iterable[FleetNode], wanted: Wanted) -> dict[str, int]:
         """By address; nodes that have nothing are left out."""
@@ -284,14 +183,13 @@ class Fleet:
             cached.update((address, min(blocks, most) * block_size) for address, blocks in found.items())
         return cached
 
-    def _of_session(self, wanted: Wanted, role: Role) -> Wanted:
+    def _of_session(self, wanted: Wanted) -> Wanted:
         if not wanted.session_id:
             return wanted
-        return replace(wanted, session_node=self._affinity.node(wanted.session_id, role))
+        return replace(wanted, session_nodes=self._affinity.nodes(wanted.session_id))
 
-    def _picked(self, role: Role, view: NodeView, wanted: Wanted) -> FleetNode:
-        self._affinity.note(wanted.session_id, role, view.address)
-        node = self._of(role)[view.address]
+    def _picked(self, node: FleetNode, view: NodeView, wanted: Wanted) -> FleetNode:
+        self._affinity.note(wanted.session_id, node.role, node.address)
         node.cached_tokens = view.cached_tokens
         return node
 
@@ -309,7 +207,7 @@ class Fleet:
     def serves(self) -> bool:
         """Whether a request could be served now."""
         if self._policy is not LocalPolicy.STRICT:
-            return any(node.open for node in self.decodes.values())
+            return any(node.open for node in self.decoding_nodes())
         return any(
             decode.incarnation in prefill.view().ready_peers
             for prefill, decode in self.reachable_pairs()
@@ -318,7 +216,10 @@ class Fleet:
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt plus output that some decode node can hold; the model's own limit while none is known."""
+        """Longest prompt plus output that some decode node can hold; the model's own limit while none is known.
+
+        Prefill nodes do not count: a longer request that one of them began could continue on no decode node.
+        """
         known = [node.view().max_context_tokens for node in self.decodes.values() if not node.detail]
         return min(self._max_context_tokens, max(known, default=self._max_context_tokens))
 
@@ -373,7 +274,10 @@ class Fleet:
             return []
         node.reachable, node.detail = False, wrong
         self._forget_cache(node)
-        return [LogLine(f"{node.address} is not used: {wrong}", warning=True), *_drop_session(node, wrong)]
+        return [
+            LogLine(f"{node.address} is not used: {wrong}", warning=True),
+            DropSession(node.role, node.address, wrong),
+        ]
 
     def _foreign(self, theirs: common_pb2.ModelIdentity) -> str:
         """Why the node cannot serve this gateway's model; empty when it can."""
@@ -386,51 +290,11 @@ class Fleet:
         )
 
 
-def _drop_session(node: FleetNode, reason: str) -> list[FleetCommand]:
-    return [DropSession(node.address, reason)] if node.role == common_pb2.ROLE_DECODE else []
+def _with_cached(view: NodeView, cached: Mapping[str, int]) -> NodeView:
+    return view.with_cached(cached[view.address]) if view.address in cached else view
 
 
 def _role_name(role: Role) -> str:
     if role not in common_pb2.Role.values():
         return f"role {role}"  # of a newer version
     return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def _model(info: common_pb2.NodeInfo) -> tuple[str, ...]:
-    return (info.model.architecture, info.model.config_digest, info.model.weights_digest)
-
-
-def _seconds(reported: float) -> float:
-    """A node's number, or 0 if it is none."""
-    return reported if 0 <= reported < math.inf else 0.0
-
-
-def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:
-    info = status.info
-    ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
-    return NodeView(
-        address=address,
-        incarnation=info.incarnation,
-        model=_model(info),
-        open=True,
-        max_context_tokens=info.max_context_tokens,
-        block_size=info.cache_shape.block_size,
-        blocks_free=status.blocks_free,
-        requests=status.requests_running + status.requests_waiting,
-        tokens_waiting=status.tokens_waiting,
-        ready_peers=frozenset(ready),
-        costs=costs_from_proto(status.step_costs),
-        backlog_s=_seconds(status.backlog_s),
-        decode_rows=status.decode_rows,
-        context_tokens=status.context_tokens,
-        max_batch_requests=status.max_batch_requests,
-        max_batch_tokens=status.max_batch_tokens,
-        kv_bytes_per_token=_kv_bytes_per_token(info.cache_spec),
-        peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
-    )
-
-
-def _kv_bytes_per_token(spec: common_pb2.CacheSpec) -> int:
-    """Of all layers, as if none had a sliding window."""
-    per_head = spec.head_dim * _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind == common_pb2.KV_KIND_MLA else 2)
-    return spec.num_layers * spec.num_kv_heads * per_head

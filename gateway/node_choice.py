@@ -2,15 +2,30 @@
 
 from collections.abc import Set
 from dataclasses import replace
+from typing import NamedTuple
 
-from baton.errors import BatonError, DataLoss, NoNode, Overloaded
+from baton.errors import BatonError, DataLoss, InternalError, NoNode, Overloaded
 from baton.types import NO_SLO, LocalPolicy, Slo
 from gateway.attempt import Attempt
-from gateway.fleet import Fleet, FleetNode
+from gateway.fleet import Fleet
+from gateway.fleet_node import FleetNode
 from gateway.placement import Placement, Way
 from gateway.prefix_index import PromptBlocks
 from gateway.request import Rules
 from gateway.router import Wanted
+from protos.baton.v1 import common_pb2
+
+
+class _Refusal(NamedTuple):
+    """A node's refusal to decode the request.
+
+    Args:
+        ends_a_begun_request: it does not wait for another node. Decode nodes are full then. That a prefill node has no
+            room for what it would decode says nothing about them.
+    """
+
+    error: BatonError
+    ends_a_begun_request: bool
 
 
 class NodeChoice:
@@ -29,13 +44,14 @@ class NodeChoice:
             LocalPolicy.LOCAL: 0,
         }[rules.local_policy]
         self._model: tuple[str, ...] | None = None  # that the request began on
-        self._refusals: dict[int, BatonError] = {}  # by decode node's incarnation
+        self._refusals: dict[int, _Refusal] = {}  # by incarnation
         self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
 
     def decode_node(
         self, num_tokens: int, *, begun: bool, now_s: float, slo: Slo = NO_SLO, splittable: bool = True
     ) -> tuple[FleetNode, Placement] | None:
-        """The next decode node, and where the prompt is prefilled; None if a request that has begun must wait for one.
+        """The next node to decode it, and where the prompt is prefilled; None if a request that has begun must wait for
+        one.
 
         Args:
             num_tokens: prompt and output so far.
@@ -45,28 +61,48 @@ class NodeChoice:
             BatonError: there is none for a new request, or all have refused it.
         """
         wanted = replace(self._wanted(num_tokens), slo=slo, splittable=splittable)
-        placement = self._fleet.place(wanted, now_s)
+        placement = self._place(wanted, now_s)
         if placement is not None:
-            node = self._fleet.decodes[placement.decode.address]
+            node = self._fleet.decoding_node(placement.decode)
+            self._fleet.breakers.chosen(node.incarnation, now_s)
             self._model = node.model
             return node, placement
         for refusal in self._refusals.values():
-            if isinstance(refusal, Overloaded) or not begun:
-                raise refusal
+            if not begun or refusal.ends_a_begun_request:
+                raise refusal.error
         if not begun:
             cure = "see `baton status`, and try again"
             raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
         return None
 
-    def prefill_node(self, attempt: Attempt, num_tokens: int) -> FleetNode | None:
+    def _place(self, wanted: Wanted, now_s: float) -> Placement | None:
+        """Without the nodes whose breakers are open, unless there are no others."""
+        broken = self._fleet.breakers.open(now_s)
+        if broken:
+            whole = replace(
+                wanted,
+                excluded_decode=wanted.excluded_decode | broken,
+                excluded_prefill=wanted.excluded_prefill | broken,
+            )
+            if (placement := self._fleet.place(whole, now_s)) is not None:
+                return placement
+        return self._fleet.place(wanted, now_s)
+
+    def prefill_node(self, attempt: Attempt, num_tokens: int, now_s: float) -> FleetNode | None:
         """The prefill node for the attempt's next call; None if its calls or the nodes are used up."""
         if attempt.failed_calls >= self._max_calls:
             return None
-        return self._fleet.pick_prefill(attempt.node, self._wanted(num_tokens, attempt.excluded))
+        placed = attempt.ticket_for or attempt.placed_prefill
+        broken = self._fleet.breakers.open(now_s)
+        if broken:
+            wanted = self._wanted(num_tokens, attempt.excluded | (broken - {placed}))
+            if (node := self._fleet.pick_prefill(attempt.node, wanted, placed=placed)) is not None:
+                return node
+        return self._fleet.pick_prefill(attempt.node, self._wanted(num_tokens, attempt.excluded), placed=placed)
 
     def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:
-        """The request is sent to the decode node: counts what the nodes will compute. Returns the incarnation of the
-        prefill node that counts a part."""
+        """The request is sent to the node that decodes it: counts what the nodes will compute. Returns the incarnation
+        of the prefill node that counts a part."""
         decode.note_sent(num_tokens)
         cached = placement.decode.cached_tokens
         here_from = {Way.REMOTE: num_tokens, Way.LOCAL: cached, Way.SPLIT: placement.split_tokens}[placement.way]
@@ -83,12 +119,23 @@ class NodeChoice:
 
     def no_decode_node(self, failures: str, waited_s: float) -> NoNode:
         """The error of a request that has begun; `failures` says how it lost its nodes."""
-        what = f"{failures}, and no other decode node came within {waited_s:.3g} s: {self._fleet.explain()}"
+        what = f"{failures}, and no other node came within {waited_s:.3g} s: {self._fleet.explain()}"
         return NoNode(what, cure="see `baton status`, and try again", retry_after_s=1.0)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:
-        """Records that the decode node refused the request: it is not asked again."""
-        self._refusals[node.incarnation] = error
+        """Records that the node refused to decode the request: it is not asked again."""
+        full = isinstance(error, Overloaded) and node.role == common_pb2.ROLE_DECODE
+        self._refusals[node.incarnation] = _Refusal(error, ends_a_begun_request=full)
+
+    def failed(self, node: FleetNode, error: BatonError, now_s: float) -> None:
+        """Records why a node's part of the request failed, for the node's circuit breaker."""
+        if isinstance(error, InternalError):
+            self._fleet.breakers.failed(node.incarnation, now_s)
+
+    def answered(self, *nodes: FleetNode) -> None:
+        """Records that the nodes have done their parts of the request."""
+        for node in nodes:
+            self._fleet.breakers.answered(node.incarnation)
 
     def losing(self, node: FleetNode) -> None:
         """Records that the node is silent: it is not chosen, even while the fleet still lists it as reachable."""

@@ -1,4 +1,4 @@
-"""The gateway's connection to one node: its channel, its Watch stream, and the calls of the node's role.
+"""The gateway's connection to one node: its channel, its Watch stream, the Prefill calls and the session with it.
 
 Callbacks receive what the node sends; `gateway.fleet` keeps the node's state.
 """
@@ -36,15 +36,119 @@ class WatchCallbacks:
     cache: Callable[[node_pb2.WatchCacheResponse], bool]
 
 
-class NodeClient:
-    """The channel to one node, and its Watch stream while `watch` runs."""
+class PrefillStream:
+    """One Prefill call. It makes no callbacks after `cancel`.
 
-    def __init__(self, address: str, callbacks: WatchCallbacks) -> None:
+    Its task is not part of a TaskGroup: nothing waits for a cancelled call, and its failure concerns one request only.
+    """
+
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent],
+        on_event: Callable[[prefill_pb2.PrefillEvent], None],
+        on_end: Callable[[BatonError | None], None],
+    ) -> None:
+        self.running = True
+        self._call = call
+        self._on_event = on_event
+        self._on_end = on_end
+        self._task = asyncio.create_task(self._follow(), name="prefill-call")
+
+    def cancel(self) -> None:
+        if self.running:
+            self.running = False
+            self._task.cancel()
+            self._call.cancel()
+
+    async def _follow(self) -> None:
+        error: BatonError | None = None
+        try:
+            async for event in self._call:
+                self._on_event(event)
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+        self.running = False
+        self._on_end(error)
+
+
+class NodeClient:
+    """One node: its channel, its Watch stream while `watch` runs, the Prefill calls and the session with it.
+
+    A node of one role serves only one of the two, a prefill node that also decodes serves both.
+
+    Args:
+        on_message: called at every message of the session, as a sign of life.
+    """
+
+    def __init__(self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None]) -> None:
+        self._address = address
         self._channel = connect(address)
         self._stub = node_pb2_grpc.NodeStub(self._channel)
+        self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
         self._callbacks = callbacks
+        self._on_message = on_message
         self._status_received = False  # on the present stream
         self._watching: asyncio.Task[str] | None = None
+        self._calls: list[PrefillStream] = []
+        self._session: DecodeSession | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the node holds requests of this gateway."""
+        calls = any(call.running for call in self._calls)
+        return calls or (self._session is not None and self._session.num_held > 0)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close(_CLOSED)
+        await self._channel.close()
+
+    # ---- requests
+
+    def prefill(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        *,
+        timeout_s: float,
+        on_event: Callable[[prefill_pb2.PrefillEvent], None],
+        on_end: Callable[[BatonError | None], None],
+    ) -> PrefillStream:
+        """Starts one prefill. `on_end` gets the call's error, None where its stream ended without one."""
+        call = PrefillStream(self._prefill_stub.Prefill(request, timeout=timeout_s), on_event, on_end)
+        self._calls = [*(running for running in self._calls if running.running), call]
+        return call
+
+    async def connect_to(self, decode_address: str) -> common_pb2.PeerState:
+        """Asks the node to connect to a decode node; returns the pair's state.
+
+        Raises:
+            BatonError: the node could not be asked.
+        """
+        request = prefill_pb2.ConnectRequest(decode_address=decode_address)
+        try:
+            return await self._prefill_stub.Connect(request, timeout=_CONNECT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    def session(self) -> DecodeSession:
+        """The stream that carries all requests that the node decodes for this gateway: opened when it is first needed,
+        and again after it broke."""
+        if self._session is None or not self._session.open:
+            self._session = DecodeSession(
+                self._decode_stub.Session(), name=self._address, on_message=self._on_message, on_lost=self._session_lost
+            )
+        return self._session
+
+    def drop_session(self, reason: str) -> None:
+        if self._session is not None:
+            self._session.drop(reason)
+
+    def _session_lost(self, reason: str) -> None:
+        self._callbacks.lost(reason)
+        self.end_watch()
+
+    # ---- what the node reports
 
     async def watch(self) -> None:
         """Watches the node, and connects again whenever the stream ends; runs until it is cancelled."""
@@ -68,9 +172,6 @@ class NodeClient:
     ) -> grpc.aio.UnaryStreamCall[node_pb2.WatchCacheRequest, node_pb2.WatchCacheResponse]:
         """A stream of the changes of the node's prefix cache; the caller cancels it."""
         return self._stub.WatchCache(request)
-
-    async def close(self) -> None:
-        await self._channel.close()
 
     async def _watch_once(self) -> str:
         """Receives statuses until the stream ends, and with them what its cache has; returns why it did."""
@@ -113,118 +214,3 @@ class NodeClient:
             finally:
                 call.cancel()
             await asyncio.sleep(_RETRY_S_MAX)
-
-
-class PrefillStream:
-    """One Prefill call. It makes no callbacks after `cancel`.
-
-    Its task is not part of a TaskGroup: nothing waits for a cancelled call, and its failure concerns one request only.
-    """
-
-    def __init__(
-        self,
-        call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent],
-        on_event: Callable[[prefill_pb2.PrefillEvent], None],
-        on_end: Callable[[BatonError | None], None],
-    ) -> None:
-        self.running = True
-        self._call = call
-        self._on_event = on_event
-        self._on_end = on_end
-        self._task = asyncio.create_task(self._follow(), name="prefill-call")
-
-    def cancel(self) -> None:
-        if self.running:
-            self.running = False
-            self._task.cancel()
-            self._call.cancel()
-
-    async def _follow(self) -> None:
-        error: BatonError | None = None
-        try:
-            async for event in self._call:
-                self._on_event(event)
-        except grpc.aio.AioRpcError as failure:
-            error = from_rpc_error(failure)
-        self.running = False
-        self._on_end(error)
-
-
-class PrefillClient(NodeClient):
-    """The connection to one prefill node."""
-
-    def __init__(self, address: str, callbacks: WatchCallbacks) -> None:
-        super().__init__(address, callbacks)
-        self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
-        self._streams: list[PrefillStream] = []
-
-    @property
-    def busy(self) -> bool:
-        """Whether calls of this gateway still run there."""
-        return any(stream.running for stream in self._streams)
-
-    def prefill(
-        self,
-        request: prefill_pb2.PrefillRequest,
-        *,
-        timeout_s: float,
-        on_event: Callable[[prefill_pb2.PrefillEvent], None],
-        on_end: Callable[[BatonError | None], None],
-    ) -> PrefillStream:
-        """Starts one prefill. `on_end` gets the call's error, None where its stream ended without one."""
-        stream = PrefillStream(self._prefill_stub.Prefill(request, timeout=timeout_s), on_event, on_end)
-        self._streams = [*(running for running in self._streams if running.running), stream]
-        return stream
-
-    async def connect_to(self, decode_address: str) -> common_pb2.PeerState:
-        """Asks the node to connect to a decode node; returns the pair's state.
-
-        Raises:
-            BatonError: the node could not be asked.
-        """
-        request = prefill_pb2.ConnectRequest(decode_address=decode_address)
-        try:
-            return await self._prefill_stub.Connect(request, timeout=_CONNECT_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-
-
-class DecodeClient(NodeClient):
-    """The connection to one decode node.
-
-    Args:
-        on_message: called at every message of the session, as a sign of life.
-    """
-
-    def __init__(self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None]) -> None:
-        super().__init__(address, callbacks)
-        self._address = address
-        self._on_message = on_message
-        self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
-        self._session: DecodeSession | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether the node holds requests of this gateway."""
-        return self._session is not None and self._session.num_held > 0
-
-    def session(self) -> DecodeSession:
-        """The stream that carries all requests of this gateway; a new one when the last one broke."""
-        if self._session is None or not self._session.open:
-            self._session = DecodeSession(
-                self._decode_stub.Session(), name=self._address, on_message=self._on_message, on_lost=self._session_lost
-            )
-        return self._session
-
-    def drop_session(self, reason: str) -> None:
-        if self._session is not None:
-            self._session.drop(reason)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close(_CLOSED)
-        await super().close()
-
-    def _session_lost(self, reason: str) -> None:
-        self._callbacks.lost(reason)
-        self.end_watch()

@@ -7,7 +7,8 @@ traffic. Asking twice does no harm, so any number of gateways may do so.
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from gateway.fleet import Fleet, FleetNode, LogLine
+from gateway.fleet import Fleet, LogLine
+from gateway.fleet_node import FleetNode
 from protos.baton.v1 import common_pb2
 
 _RETRY_S_MIN, _RETRY_S_MAX = 0.1, 5.0

@@ -57,9 +57,11 @@ class Placement:
 
 def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
     """The nodes and the way for a request; None: no decode node can take it."""
+    alone = [node for node in decodes if node.also_prefills]
+    decodes = [node for node in decodes if not node.also_prefills]
     decode = pick_decode(decodes, prefills, wanted)
     if decode is None:
-        return None
+        return _on_prefill_node(alone, wanted)
     if wanted.policy is LocalPolicy.LOCAL:
         return _local_by_policy(decode, "the policy is local", wanted)
     prefill = pick_prefill(prefills, decode, wanted)
@@ -151,6 +153,14 @@ def _split(local: _Local | None, prefill: NodeView, remote_s: float, ttft_s: flo
             why = f"{prefill.address} alone would take {_s(remote_s)} of the {_s(ttft_s)} to the first token"
             return Placement(Way.SPLIT, node, prefill, split, why, first_s)
     return None
+
+
+def _on_prefill_node(alone: Sequence[NodeView], wanted: Wanted) -> Placement | None:
+    """The whole request on a prefill node that also decodes, without a hand-over."""
+    if wanted.policy is LocalPolicy.STRICT:
+        return None
+    node = pick_decode(alone, [], wanted)
+    return None if node is None else _local_by_policy(node, "no decode node is available", wanted)
 
 
 def _local_by_policy(decode: NodeView, why: str, wanted: Wanted) -> Placement:

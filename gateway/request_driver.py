@@ -40,7 +40,7 @@ from gateway.node_clients import PrefillStream
 from gateway.request import Request, deadline_exceeded
 from gateway.request_machine import RequestMachine
 from gateway.turns import Turns
-from protos.baton.v1 import decode_pb2, generation_pb2, prefill_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[object]]
 
@@ -124,8 +124,8 @@ class RequestDriver:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case SubmitToDecode(attempt, address, request):
-                session = self._connections.session(address)
+            case SubmitToDecode(attempt, role, address, request):
+                session = self._connections.client(role, address).session()
                 self._tokens = None
                 receiver = Receiver(
                     partial(self._token_came, attempt),
@@ -140,7 +140,7 @@ class RequestDriver:
             case LeaveDecode(_, cancel):
                 self._leave(cancel=cancel)
             case CallPrefill(call, address, request, timeout_s):
-                self._call = self._connections.prefill_client(address).prefill(
+                self._call = self._connections.client(common_pb2.ROLE_PREFILL, address).prefill(
                     request,
                     timeout_s=timeout_s,
                     on_event=partial(self._prefill_replied, call),

@@ -109,7 +109,7 @@ class Wanted:
         splittable: the prompt may be computed in two parts.
         prompt: for `NodeView.cached_tokens`; None: nothing of the request may come from a prefix cache.
         session_id: empty where the client named none.
-        session_node: address of the node that served the session last, of the role that is chosen.
+        session_nodes: addresses of the nodes that served the session last, one of each role.
     """
 
     num_tokens: int
@@ -121,7 +121,7 @@ class Wanted:
     splittable: bool = True
     prompt: PromptBlocks | None = None
     session_id: str = ""
-    session_node: str | None = None
+    session_nodes: Set[str] = frozenset()
 
 
 def prefill_s(view: NodeView, wanted: Wanted) -> float:
@@ -165,7 +165,7 @@ def pick_decode(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wante
         return _least(usable, scores, wanted, lambda node: (node.load, node.picks, node.address))
 
     def cost(node: NodeView) -> tuple[object, ...]:
-        return node.load, node.address != wanted.session_node, -node.cached_tokens, node.picks, node.address
+        return node.load, node.address not in wanted.session_nodes, -node.cached_tokens, node.picks, node.address
 
     return min(usable, key=cost, default=None)
 
@@ -187,7 +187,7 @@ def pick_prefill(prefills: Sequence[NodeView], decode: NodeView, wanted: Wanted)
 
     def cost(node: NodeView) -> tuple[object, ...]:
         tokens = node.tokens_waiting + node.tokens_since - node.cached_tokens
-        return tokens, node.address != wanted.session_node, node.load, node.picks, node.address
+        return tokens, node.address not in wanted.session_nodes, node.load, node.picks, node.address
 
     return min(usable, key=cost, default=None)
 
@@ -243,7 +243,7 @@ def _least(
     equal, of_session = best * _EQUAL_FACTOR + _EQUAL_S, best * _SESSION_FACTOR + _SESSION_S
     candidates = []
     for node, score in zip(nodes, scores, strict=True):
-        if score <= of_session and node.address == wanted.session_node:
+        if score <= of_session and node.address in wanted.session_nodes:
             return node
         if score <= equal:
             candidates.append(node)

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from baton import __version__
-from baton.config import NodeSettings
+from baton.config import NodeSettings, PrefillSettings
 from baton.supervisor import Supervisor
 from engine.build import Built, build_runner, measured
 from engine.device.device_thread import StepRunner
@@ -20,9 +20,11 @@ from engine.events import StepEvents
 from engine.request import EngineLimits
 from engine.step_meter import StepMeter
 from kvcache.spec import KVCacheShape
+from kvtransfer.leases import LeaseTotals
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.ranked import MakeTransfer, RankedTransfer
+from kvtransfer.records import SegmentRefused
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
 from models.identity import ModelIdentity
@@ -41,17 +43,26 @@ from protos.baton.v1 import common_pb2, node_pb2
 _INVARIANT_CHUNK_TOKENS = MappingProxyType({"cpu": 128, "cuda": 512})
 
 
+# Of a prefill node's seats and blocks, this part is for requests that decode there. Other prompts find the rest free.
+_STREAM_SHARE = 0.75
+
+
 @dataclass(frozen=True)
 class Listener:
-    """A role's callbacks, called on the event loop."""
+    """A driver's callbacks, called on the event loop.
+
+    Args:
+        on_step: gets the steps of all requests; a driver ignores the requests of others.
+        on_filled, on_refused: None: the driver gives no leases.
+    """
 
     on_step: Callable[[StepEvents], None]
-    on_filled: OnFilled
-    on_refused: OnRefused
+    on_filled: OnFilled | None = None
+    on_refused: OnRefused | None = None
 
 
 class Node:
-    """One node's engine and transfer; an async context manager. The role calls `listen` before it is entered.
+    """One node's engine and transfer; an async context manager. Its drivers call `listen` before it is entered.
 
     Args:
         built: rank 0's loaded model with its cache, from `load`.
@@ -89,8 +100,9 @@ class Node:
             model_name=built.identity.name,
             max_context_tokens=self.max_context_tokens,
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
+            also_decodes=role == common_pb2.ROLE_PREFILL and settings.decodes,
         )
-        self._listener: Listener | None = None
+        self._listeners: list[Listener] = []
         self.limits = limits = engine_limits(settings, built, max_context_tokens=self.max_context_tokens)
         self._workers = group.workers if group is not None else ()
         runner: StepRunner = built.runner
@@ -103,15 +115,18 @@ class Node:
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
         message_bytes = transfer_settings(settings, built, self.incarnation).message_bytes
         self.transfer = RankedTransfer(makers, message_bytes=message_bytes)
+        self.transfer.deliver_to(_no_lease_here, _no_lease_here)
 
     def listen(self, listener: Listener) -> None:
-        """Sets who receives steps and lease events; before the node is entered."""
-        self._listener = listener
-        self.transfer.deliver_to(listener.on_filled, listener.on_refused)
+        """Adds a driver that receives steps, and lease events if it is the one that gives leases; before the node is
+        entered. Drivers name their requests so that no two have the same id."""
+        self._listeners.append(listener)
+        if listener.on_filled is not None and listener.on_refused is not None:
+            self.transfer.deliver_to(listener.on_filled, listener.on_refused)
 
     def _on_step(self, events: StepEvents) -> None:
-        assert self._listener is not None
-        self._listener.on_step(events)
+        for listener in self._listeners:
+            listener.on_step(events)
 
     async def __aenter__(self) -> Self:
         await self.transfer.start()
@@ -232,7 +247,12 @@ def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: i
         max_waiting=settings.max_waiting,
         prefix_cache=settings.prefix_cache,
         chunk_align_tokens=align_tokens,
+        stream_share=_STREAM_SHARE if isinstance(settings, PrefillSettings) else 1.0,
     )
+
+
+def _no_lease_here(event: LeaseTotals | SegmentRefused) -> None:
+    raise AssertionError(f"this node gives no leases: {event}")
 
 
 def _describe(identity: ModelIdentity, built: Built, settings: NodeSettings) -> NodeDescription:

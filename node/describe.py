@@ -27,6 +27,7 @@ def to_info(
     model_name: str,
     max_context_tokens: int,
     cache_identity: str = "",
+    also_decodes: bool = False,
 ) -> pb.NodeInfo:
     """A node's description for its peers and gateways."""
     spec, shape = description.spec, description.shape
@@ -57,6 +58,7 @@ def to_info(
         tensor_parallel_size=description.tensor_parallel_size,
         converted_kv_dtypes=description.converted_kv_dtypes,
         cache_identity=cache_identity,
+        also_decodes=also_decodes,
     )
 
 

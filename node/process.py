@@ -52,10 +52,12 @@ _FAIL_REQUESTS_S = 1.0
 class Role(Protocol):
     """What a role adds to a node."""
 
-    service_name: str
+    @property
+    def service_names(self) -> Sequence[str]:
+        """The names of the role's services."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the role's service."""
+        """Adds the role's services."""
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         """Adds peers, leases and refusals to a status."""
@@ -164,7 +166,10 @@ async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node)
         if not failed.done():
             failed.set_result(reason)
 
-    group.on_failure(lambda reason: loop.call_soon_threadsafe(fail, reason))
+    def on_failure(reason: str) -> None:
+        loop.call_soon_threadsafe(fail, reason)
+
+    group.on_failure(on_failure)
     node.transfer.on_failed(lambda error: fail(error.message))
     waits: list[asyncio.Future[Any]] = [serving, failed]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -202,7 +207,7 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     service = NodeService(status=status, drain=drain, cache=events)
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     role.add_to(server.grpc)
-    services: Sequence[str] = (SERVICE_NAME, role.service_name)
+    services: Sequence[str] = (SERVICE_NAME, *role.service_names)
     await server.start(services)
     await server.set_ready(ready=True)
     if not settings.advertise and listens_everywhere(settings.listen):

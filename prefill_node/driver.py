@@ -5,15 +5,14 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 from baton.config import PrefillSettings
 from baton.convert import grammar_from_proto
 from baton.errors import BatonError, InternalError
 from engine.request import EngineRequest
 from kvtransfer.layer_groups import choose_layers_per_group
-from kvtransfer.leases import LeaseTotals
-from kvtransfer.records import SegmentRefused, SendJob
+from kvtransfer.records import SendJob
 from node.assembly import Listener, Node
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.decode_peers import DecodePeer, DecodePeers
@@ -42,11 +41,14 @@ class PrefillDriver:
 
     All methods belong to the event loop's thread.
 
+    Args:
+        on_freed: called when a call has given its blocks back.
+
     Attributes:
         peers: the decode nodes that calls send KV to.
     """
 
-    def __init__(self, node: Node, settings: PrefillSettings) -> None:
+    def __init__(self, node: Node, settings: PrefillSettings, *, on_freed: Callable[[], None] = lambda: None) -> None:
         self._engine = node.engine
         self._transfer = node.transfer
         self._spec = node.description.spec
@@ -54,16 +56,13 @@ class PrefillDriver:
         self._layer_groups = settings.layer_groups
         self._machine = PrefillMachine(PrefillRules(node.name, node.description.spec.num_layers))
         self.peers = DecodePeers(node, timeout_s=settings.connect_timeout_s, deliver=self.deliver)
+        self._on_freed = on_freed
         self._numbers = itertools.count(1)
         self._streams: dict[int, ResponseStream] = {}
         self._sends: dict[int, asyncio.Task[None]] = {}
         # What runs for calls must outlive their handlers, which gRPC cancels: so no task group owns these tasks.
         self._tasks: set[asyncio.Task[None]] = set()
-        node.listen(
-            Listener(
-                on_step=lambda step: self.deliver(StepDone(step)), on_filled=_no_lease_here, on_refused=_no_lease_here
-            )
-        )
+        node.listen(Listener(on_step=lambda step: self.deliver(StepDone(step))))
 
     @property
     def busy(self) -> bool:
@@ -145,6 +144,7 @@ class PrefillDriver:
     async def _abort(self, call: int) -> None:
         await self._engine.abort(str(call))
         self.deliver(Aborted(call))
+        self._on_freed()
 
     async def _send(self, call: int, job: SendJob) -> None:
         try:
@@ -178,7 +178,3 @@ def _typed(error: Exception) -> BatonError:
         return error
     log.error("a prefill call failed", exc_info=error)
     return InternalError(f"the prefill node failed: {type(error).__name__}: {error}", cure="see the node's log")
-
-
-def _no_lease_here(event: LeaseTotals | SegmentRefused) -> None:
-    raise AssertionError(f"a prefill node gives no leases: {event}")

@@ -1,7 +1,7 @@
 """Events of a prefill node's machine. Plain values.
 
-`call` is this node's number for one Prefill call, and names its request in the engine as `str(call)`; `peer` is this
-node's number for one decode node.
+`call` is this node's number for one Prefill call, and names its request in the engine as `str(call)`; requests of the
+Decode service have a dot in their names. `peer` is this node's number for one decode node.
 """
 
 from collections.abc import Sequence

@@ -42,7 +42,7 @@ class PrefillMachine:
 
     def __init__(self, rules: PrefillRules) -> None:
         self._rules = rules
-        self._tasks: dict[int, PrefillTask] = {}
+        self._tasks: dict[str, PrefillTask] = {}  # by the request's id in the engine
         self._draining = False
 
     @property
@@ -57,14 +57,15 @@ class PrefillMachine:
         return None
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Reacts to one event. `now_s` never decreases. Events of calls that have ended are ignored."""
+        """Reacts to one event. `now_s` never decreases. Events of calls that have ended are ignored, as are those of
+        other requests in the same engine."""
         match event:
             case Called():
                 return self._start(event, now_s)
             case StepDone(events=step):
                 return self._step(step, now_s)
             case EngineRefused() | Sent() | SendFailed() | BecameQuiet() | StopFailed() | Aborted():
-                return self._pass_on(event.call, event, now_s)
+                return self._pass_on(str(event.call), event, now_s)
             case CallCancelled(call=call):
                 return self._fail(errors.Cancelled("the gateway cancelled the call"), lambda task: task.call == call)
             case LeaseEnded(peer=peer, lease=lease):
@@ -88,10 +89,12 @@ class PrefillMachine:
             task = PrefillTask(called, num_layers=self._rules.num_layers, now_s=now_s)
         except BatonError as error:
             return [EndCall(called.call, error)]
-        self._tasks[called.call] = task
+        self._tasks[str(called.call)] = task
         return task.start()
 
     def _step(self, step: StepEvents, now_s: float) -> list[Command]:
+        if not self._tasks:
+            return []
         # Chunks and prompt logprobs come before tokens: all of them are known when the first token is sampled.
         events: list[EngineEvent] = [
             *step.layers,
@@ -101,15 +104,15 @@ class PrefillMachine:
             *step.tokens,
             *step.failed,
         ]
-        return [command for event in events for command in self._pass_on(int(event.request_id), event, now_s)]
+        return [command for event in events for command in self._pass_on(event.request_id, event, now_s)]
 
-    def _pass_on(self, call: int, event: TaskEvent, now_s: float) -> list[Command]:
-        task = self._tasks.get(call)
+    def _pass_on(self, request_id: str, event: TaskEvent, now_s: float) -> list[Command]:
+        task = self._tasks.get(request_id)
         if task is None:
             return []
         commands = task.handle(event, now_s)
         if task.phase is Phase.ENDED:
-            del self._tasks[call]
+            del self._tasks[request_id]
         return commands
 
     def _fail(self, error: BatonError, concerns: Callable[[PrefillTask], bool]) -> list[Command]:

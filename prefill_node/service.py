@@ -1,10 +1,14 @@
-"""The Prefill service, and the prefill role of a node process (`node.process.Role`)."""
+"""The Prefill service, and the prefill role of a node process (`node.process.Role`), which may also serve Decode."""
+
+from collections.abc import Sequence
 
 import grpc
 
 from baton.config import PrefillSettings
 from baton.errors import BatonError
 from baton.rpc.status import abort, client_may_leave
+from decode_node.driver import DecodeDriver
+from decode_node.service import DecodeService
 from node.assembly import Node
 from node.waiting import until
 from prefill_node.driver import PrefillDriver
@@ -20,10 +24,9 @@ _CLOSE_TIMEOUT_S = 5.0
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """Everything that one prefill node serves."""
 
-    service_name = SERVICE_NAME
-
     def __init__(self, node: Node, settings: PrefillSettings) -> None:
-        self._driver = PrefillDriver(node, settings)
+        self._decode = DecodeService(DecodeDriver(node, None)) if settings.also_decodes else None
+        self._driver = PrefillDriver(node, settings, on_freed=self._freed)
 
     async def Prefill(  # type: ignore[override]  # the stubs know generators only
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillEvent]
@@ -39,23 +42,39 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     ) -> common_pb2.PeerState:
         return await self._driver.peers.connect(request.decode_address)
 
+    def _freed(self) -> None:
+        if self._decode is not None:
+            self._decode.room_freed()
+
     # ---- the role
+
+    @property
+    def service_names(self) -> Sequence[str]:
+        return (SERVICE_NAME,) if self._decode is None else (SERVICE_NAME, *self._decode.service_names)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+        if self._decode is not None:
+            self._decode.add_to(server)
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         status.peers.extend(self._driver.peers.states())
+        if self._decode is not None:
+            self._decode.fill_status(status)
 
     @property
     def busy(self) -> bool:
-        return self._driver.busy
+        return self._driver.busy or (self._decode is not None and self._decode.busy)
 
     def stop_admission(self) -> None:
         self._driver.deliver(Draining())
+        if self._decode is not None:
+            self._decode.stop_admission()
 
     async def close(self) -> None:
         """Ends what still runs, with a typed error for each call, and closes every connection to a decode node."""
         self._driver.deliver(Closing())
+        if self._decode is not None:
+            await self._decode.close()
         await until(lambda: not self._driver.busy, timeout_s=_CLOSE_TIMEOUT_S)
         await self._driver.peers.close()

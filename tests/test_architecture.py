@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "kvtransfer": {"kvcache", "baton", "protos"},
     "load": {"baton"},
     "node": {"engine", "kvtransfer", "grammar"} | MODEL_SIDE,
-    "prefill_node": NODE_SIDE,
+    "prefill_node": {"decode_node"} | NODE_SIDE,  # it also decodes
     "decode_node": NODE_SIDE,
     "gateway": {"grammar", "models", "baton", "protos"},
     "planner": {"gateway", "load", "models", "kvcache", "baton", "protos"},

@@ -55,6 +55,8 @@ class StepRule:
 PREFILL_RULE = StepRule(longest_s=0.15)
 # Streams get 20 tokens a second while prompts are computed next to them.
 DECODE_RULE = StepRule(longest_s=0.05, decode_rows=32)
+# A prefill node that also decodes. The scheduler bounds the steps that hold streams, so they need no smaller size.
+BOTH_RULE = StepRule(longest_s=PREFILL_RULE.longest_s, decode_rows=DECODE_RULE.decode_rows)
 
 
 def choose_step_tokens(costs: StepCosts, sizes: Sequence[int], rule: StepRule) -> int:

@@ -14,10 +14,11 @@ class Roster:
     """A request has a seat while it runs.
 
     Attributes:
+        seats: most running requests.
         waiting: waiting requests, sorted by place.
         ready: requests that have their blocks and wait for a seat, sorted by place.
         running: running requests, sorted by place.
-        tpots: of the running requests, with their number; None for those without.
+        tpots: of the running requests that decode here, with their number; None for those without.
         arrivals: number of all requests so far.
         num_reserved: requests whose KV is on its way; no more than there are seats.
     """
@@ -29,23 +30,33 @@ class Roster:
         self.tpots: Counter[float | None] = Counter()
         self.arrivals = 0
         self.num_reserved = 0
-        self._seats = seats
+        self.seats = seats
         self._by_id: dict[str, RequestState] = {}
 
     @property
     def free_seats(self) -> int:
-        return self._seats - len(self.running)
+        return self.seats - len(self.running)
 
     @property
     def may_reserve(self) -> bool:
         """Whether one more request may be on its way: it should find a seat soon after it arrives."""
-        return not self.ready and self.num_reserved < self._seats
+        return not self.ready and self.num_reserved < self.seats
 
     @property
     def num_decoders(self) -> int:
         """Requests with a seat, or waiting for one, that decode now or later. A newcomer leaves each of them a free
         block."""
         return sum(1 for state in self.running if not state.prefill_only) + len(self.ready)
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that decode here, now or later."""
+        return sum(1 for state in self._by_id.values() if not state.prefill_only)
+
+    @property
+    def num_prompt_blocks(self) -> int:
+        """Blocks of `prefill_only` requests; blocks that two of them share count twice."""
+        return sum(len(state.blocks) for state in self._by_id.values() if state.prefill_only)
 
     @property
     def last_decoder(self) -> RequestState:
@@ -125,7 +136,8 @@ class Roster:
         state.phase = phase
         if phase is Phase.RUNNING:
             insort(self.running, state, key=_place_of)
-            self.tpots[state.request.tpot_s] += 1
+            if not state.prefill_only:
+                self.tpots[state.request.tpot_s] += 1
         elif phase is Phase.WAITING:
             insort(self.waiting, state, key=_place_of)
         elif phase is Phase.READY:
@@ -136,9 +148,10 @@ class Roster:
     def _leave(self, state: RequestState) -> None:
         if state.phase is Phase.RUNNING:
             self.running.remove(state)
-            self.tpots[state.request.tpot_s] -= 1
-            if not self.tpots[state.request.tpot_s]:
-                del self.tpots[state.request.tpot_s]
+            if not state.prefill_only:
+                self.tpots[state.request.tpot_s] -= 1
+                if not self.tpots[state.request.tpot_s]:
+                    del self.tpots[state.request.tpot_s]
         elif state.phase is Phase.WAITING:
             self.waiting.remove(state)
         elif state.phase is Phase.READY:

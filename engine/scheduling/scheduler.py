@@ -119,6 +119,8 @@ class Scheduler:
         if not self._roster.may_reserve:
             ready, reserved = len(self._roster.ready), self._roster.num_reserved
             raise self._overloaded(f"{ready} requests wait for a seat with all their KV, and {reserved} for their KV")
+        if not self._in_stream_share(state):
+            raise self._overloaded("the rest of the seats and blocks is for prompts of requests that decode elsewhere")
         if not self._has_blocks(state):
             raise self._overloaded("no room for the request's blocks")
         self._blocks.take(state, self._blocks.cached(state))
@@ -324,6 +326,15 @@ class Scheduler:
         before = self._roster.waiting_before(state.place)
         waiting = sum(map(self._blocks.needed, before))
         return self._blocks.fits(state, self._blocks.cached(state), spare=self._roster.num_decoders + waiting)
+
+    def _in_stream_share(self, state: RequestState) -> bool:
+        """Whether one more request may decode here."""
+        share, roster = self._limits.stream_share, self._roster
+        if share == 1.0 or (num_streams := roster.num_streams) == 0:
+            return True
+        held = self._blocks.num_blocks - self._blocks.num_free - roster.num_prompt_blocks
+        fits = held + self._blocks.needed(state) <= share * self._blocks.num_blocks
+        return fits and num_streams + 1 <= share * roster.seats
 
     def _decoding(self, unsteady: list[RequestState], now: float) -> list[RequestState] | None:
         """The requests that decode in the next step, each with a slot for its token. Preempts the last requests where

@@ -15,7 +15,8 @@ from smg_grpc_proto.generated import common_pb2 as smg
 
 from baton.block_keys import number_of, root_digest
 from gateway.cache_union import CacheUnion, Changes
-from gateway.fleet import Fleet, FleetNode
+from gateway.fleet import Fleet
+from gateway.fleet_node import FleetNode
 from gateway.node_clients import NodeClient
 from protos.baton.v1 import node_pb2
 

@@ -24,9 +24,14 @@ QUIET_WITHIN_S = 6.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one run: its requests' ends, the number and kinds of its events, and its trace."""
+    """The result of one run: its requests' ends, the number and kinds of its events, and its trace.
+
+    Attributes:
+        hit_both: kinds of faults that hit a prefill node while it computed prompts for others and decoded itself.
+    """
 
     ends: tuple[str, ...]
+    hit_both: frozenset[str]
     events: int
     seconds: float
     kinds: frozenset[type]
@@ -54,6 +59,7 @@ class Cluster:
         self._incarnations = 0
         self._nodes: dict[str, PrefillProcess | DecodeProcess] = {}
         self._calls: list[ClientCall] = []
+        self._hit_both: set[str] = set()
         self._faults_over_s = 0.0
         self._busy_until_s = 0.0
         for address in PREFILLS + DECODES:
@@ -93,7 +99,8 @@ class Cluster:
         if world.scenario.calm:
             self._check_served()
         ends = tuple(call.outcome for call in self._calls)
-        return Outcome(ends, self.events, world.clock.now_s, frozenset(world.trace.kinds), tuple(world.trace.lines))
+        kinds, lines = frozenset(world.trace.kinds), tuple(world.trace.lines)
+        return Outcome(ends, frozenset(self._hit_both), self.events, world.clock.now_s, kinds, lines)
 
     def _check_served(self) -> None:
         """I5 without faults: only the client, its deadline and a lack of room may end a request early."""
@@ -118,7 +125,7 @@ class Cluster:
         return Life(self.world.clock, address, 1000 + self._incarnations)
 
     def _call(self, client: Client) -> None:
-        call = ClientCall(len(self._calls) + 1, client, context_tokens=self.world.scenario.decode.context_tokens)
+        call = ClientCall(len(self._calls) + 1, client, contexts=self.world.scenario.contexts)
         self._calls.append(call)
         if not self._gateway.life.alive:
             call.lose_gateway()
@@ -133,6 +140,9 @@ class Cluster:
     def _inflict(self, fault: Fault) -> None:
         self._faults_over_s = max(self._faults_over_s, self.world.clock.now_s + fault.seconds)
         self.world.trace.note("", f"**** {fault.kind} {' '.join(fault.target)} for {fault.seconds:.3f} s")
+        for node in map(self._nodes.get, fault.target):
+            if isinstance(node, PrefillProcess) and node.decodes and node.machine.busy:
+                self._hit_both.add(fault.kind)
         getattr(self, fault.kind)(*fault.target, fault.seconds)
 
     def kill(self, address: str, seconds: float) -> None:

@@ -1,21 +1,16 @@
-"""A decode node's process: the shell around the real `DecodeMachine`."""
+"""A decode node's process: its Decode service, and the pairs with prefill nodes that send it KV."""
 
-import itertools
-from collections import deque
 from functools import partial
 
 from baton.errors import BatonError
 from decode_node import commands as c
 from decode_node import events as e
-from decode_node.local_prefill import UNKNOWN, why_here
-from decode_node.machine import DecodeMachine
-from decode_node.rules import DecodeRules
 from decode_node.sender_numbers import SenderNumbers
 from engine.events import StepEvents
 from kvtransfer.leases import LeaseTotals
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
-from tests.simulation.clock import Timer
+from tests.simulation.decode_side import DecodeSide, OfLeases
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream
 from tests.simulation.node import Node
@@ -49,50 +44,17 @@ class DecodeProcess(Node):
             on_refused=self._segment_refused,
         )
         world.receivers[life.incarnation] = self.receiver
-        self.machine = DecodeMachine(
-            DecodeRules(
-                name=life.address,
-                address=life.address,
-                incarnation=life.incarnation,
-                lease_s=world.scenario.lease_s,
-                why_local=partial(why_here, world.scenario.local_prefill_tokens, streams=UNKNOWN),
-                waiting_max=world.scenario.waiting_max,
-                block_size=world.scenario.decode.block_size,
-                split_unit=world.scenario.decode.block_size,
-            ),
-            itertools.count(1),
-        )
-        self._timer = Timer(world.clock, life.run, lambda: self.machine.deadline_s, self._time_passed)
-        self._numbers = itertools.count(1)
+        self.decoding = DecodeSide(self, on_lease=self._lease, check_blocks=self._check_not_leased)
         self._sender_numbers = SenderNumbers()
-        self._sessions: dict[int, Stream] = {}
         self._pairs: dict[int, _Pair] = {}
-        self._answers: deque[e.Event] = deque()
 
     # ---- the machine
 
     def handle(self, event: e.Event) -> None:
-        """Delivers an event and executes the machine's commands; the engine's answers come before all other events."""
-        self._answers.append(event)
-        while self._answers:
-            event = self._answers.popleft()
-            commands = self.machine.handle(event, self.world.clock.now_s)
-            self.world.trace.handled(self.life.address, [event], commands)
-            for command in commands:
-                self._execute(command)
-        self.changed()
-        self._timer.arm()
+        self.decoding.handle(event)
 
-    def _execute(self, command: c.Command) -> None:
+    def _lease(self, command: OfLeases) -> None:
         match command:
-            case c.Send(session, message):
-                if stream := self._sessions.get(session):
-                    stream.to_client(message)
-            case c.EndSession(session):
-                if stream := self._sessions.pop(session, None):
-                    stream.finish(None)
-            case c.Abort(engine_id):
-                self.device.abort(engine_id, partial(self.handle, e.Aborted(engine_id)))
             case c.OpenLease(grant):
                 self.receiver.open(grant, partial(self.handle, e.LeaseOpened(grant.number)))
             case c.CloseLease(lease):
@@ -100,32 +62,9 @@ class DecodeProcess(Node):
             case c.SendLeaseEnded(lease):
                 for pair in self._pairs.values():
                     pair.stream.to_client(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
-            case _:
-                answer = self._ask_engine(command)
-                if answer is not None:
-                    self._answers.append(answer)
 
-    def _ask_engine(self, command: c.Reserve | c.ExtendReserved | c.PrefillHere | c.Admit) -> e.Event | None:
-        engine_id = command.request.request_id if isinstance(command, c.Reserve) else command.engine_id
-        now_s = self.world.clock.now_s
-        try:
-            match command:
-                case c.Reserve(request):
-                    return e.Reserved(engine_id, self.device.reserve(request, now_s))
-                case c.ExtendReserved(_, output):
-                    return e.Reserved(engine_id, self.device.extend_reserved(engine_id, output))
-                case c.PrefillHere(_, output, received):
-                    self.receiver.check_not_leased(self.device.blocks_of(engine_id), engine_id)
-                    self.device.prefill_here(engine_id, output, now_s, received_tokens=received)
-                    return None
-                case c.Admit(_, first):
-                    self.receiver.check_not_leased(self.device.blocks_of(engine_id), engine_id)
-                    return e.Admitted(engine_id, self.device.admit(engine_id, first))
-        except BatonError as error:
-            return e.EngineRefused(engine_id, error)
-
-    def _time_passed(self) -> None:
-        self.handle(e.TimePassed())
+    def _check_not_leased(self, engine_id: str) -> None:
+        self.receiver.check_not_leased(self.device.blocks_of(engine_id), engine_id)
 
     def step_done(self, events: StepEvents) -> None:
         self.handle(e.StepDone(events))
@@ -150,19 +89,9 @@ class DecodeProcess(Node):
         if kind == "watch":
             return self.watch(stream)
         if kind == "session":
-            number = next(self._numbers)
-            self._sessions[number] = stream
-            self.handle(e.SessionOpened(number))
-            return partial(self._session_message, number), partial(self._session_closed, number)
+            return self.decoding.accept(stream)
         pair = _Pair(stream)
         return partial(self._pair_message, pair), partial(self._pair_ended, pair)
-
-    def _session_message(self, number: int, message: pb.SessionRequest) -> None:
-        self.handle(e.SessionMessage(number, message))
-
-    def _session_closed(self, number: int, _: BatonError | None) -> None:
-        self._sessions.pop(number, None)
-        self.handle(e.SessionClosed(number))
 
     def _pair_message(self, pair: _Pair, message: pb.PairRequest) -> None:
         match message.WhichOneof("message"):
@@ -176,7 +105,7 @@ class DecodeProcess(Node):
                     phase=common_pb2.PEER_PHASE_READY,
                 )
                 self._pairs[pair.number] = pair
-                self.receiver.peers.add(pair.number)
+                self.receiver.peers[pair.number] = info.incarnation
                 self.changed()
                 accepted = pb.PairAccepted(info=self.info, sender_number=pair.number)
                 pair.stream.to_client(pb.PairResponse(accepted=accepted))
@@ -202,11 +131,11 @@ class DecodeProcess(Node):
 
     @property
     def busy(self) -> bool:
-        return self.machine.busy or self.receiver.leases.open_leases > 0
+        return self.decoding.machine.busy or self.receiver.leases.open_leases > 0
 
     @property
     def requests_waiting(self) -> int:
-        return self.device.load.requests_waiting + self.machine.waiting
+        return self.device.load.requests_waiting + self.decoding.machine.waiting
 
     def drain(self) -> None:
         self.draining = True

@@ -108,6 +108,7 @@ class Device:
         random: Random,
         sizes: Sizes,
         *,
+        stream_share: float,
         on_step: Callable[[StepEvents], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -123,6 +124,7 @@ class Device:
             max_batch_requests=sizes.batch_tokens,
             max_waiting=sizes.max_waiting,
             prefix_cache=True,
+            stream_share=stream_share,
         )
         facts = ModelFacts(sizes.num_blocks, sizes.block_size, VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), "model")
         self.scheduler = Scheduler(limits, facts)

@@ -80,6 +80,7 @@ class Storm:
         haste: divides the duration of faults.
         targets: if given, faults hit only these processes.
         weather: for all runs; if not given, each run's seed draws it.
+        rush: probability that all requests come at once, and the faults right then.
     """
 
     weights: Mapping[str, float]
@@ -87,6 +88,7 @@ class Storm:
     haste: float = 1.0
     targets: tuple[str, ...] = ()
     weather: Weather | None = None
+    rush: float = 0.1
 
 
 USUAL = Storm(
@@ -102,8 +104,17 @@ USUAL = Storm(
     }
 )
 
+# Hits prefill nodes while they compute prompts for decode nodes and decode themselves.
+BUSY_PREFILL_NODES = Storm(
+    {kind: 1 for kind in KINDS if kind != "kill_gateway"},
+    most=6,
+    targets=(GATEWAY, *PREFILLS),
+    weather=Weather(),
+    rush=1.0,
+)
 
-def draw_faults(random: Random, storm: Storm) -> tuple[Fault, ...]:
+
+def draw_faults(random: Random, storm: Storm, *, within_s: float) -> tuple[Fault, ...]:
     names, weights = list(storm.weights), list(storm.weights.values())
     faults = []
     for _ in range(random.randint(0, storm.most)):
@@ -111,5 +122,5 @@ def draw_faults(random: Random, storm: Storm) -> tuple[Fault, ...]:
         kind = KINDS[name]
         seconds = random.uniform(*kind.seconds) / storm.haste
         targets = [target for target in kind.targets if not storm.targets or set(target) <= set(storm.targets)]
-        faults.append(Fault(name, random.choice(targets), 0.3 * random.random(), seconds))
+        faults.append(Fault(name, random.choice(targets), within_s * random.random(), seconds))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -13,7 +13,7 @@ from gateway.fleet import DropSession, Fleet, FleetCommand
 from gateway.placement import Placement, Way
 from gateway.request import Request, Rules
 from gateway.request_machine import RequestMachine
-from gateway.router import Wanted
+from gateway.router import Wanted, usable_decodes
 from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from tests.simulation.client import ClientCall, Detokenizer
 from tests.simulation.clock import Timer
@@ -28,6 +28,7 @@ STALL_S = 1.0
 MAX_ATTEMPTS = 3
 _FIRST_STATUS_TIMEOUT_S = 1.0
 _PAIR_RETRY_S = 0.1
+_ALONE = 0.5  # of the requests that a prefill node could serve alone
 _READY = common_pb2.PEER_PHASE_READY
 _PHASE = common_pb2.PeerPhase.Name
 
@@ -48,9 +49,10 @@ class _Running:
 
 
 class _Session:
-    """One stream with one decode node."""
+    """One stream with one node that decodes."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, role: Role, address: str) -> None:
+        self.role = role
         self.address = address
         self.stream: Stream | None = None
         self.open = True
@@ -68,7 +70,12 @@ class _DrawingFleet(Fleet):
 
     def place(self, wanted: Wanted, now_s: float) -> Placement | None:
         placement, random = super().place(wanted, now_s), self._world.random
-        if placement is None or placement.way is not Way.REMOTE or wanted.policy is not LocalPolicy.ELASTIC:
+        if wanted.policy is not LocalPolicy.ELASTIC:
+            return placement
+        alone = usable_decodes([node.decode_view() for node in self.decoding_nodes() if node.also_decodes], wanted)
+        if alone and random.random() < _ALONE:
+            return Placement(Way.LOCAL, random.choice(alone), None, 0, "it was drawn", None)
+        if placement is None or placement.way is not Way.REMOTE:
             return placement
         way = random.choice((Way.REMOTE,) * 5 + (Way.LOCAL,) + (Way.SPLIT,) * 5)
         if way is Way.SPLIT and not wanted.splittable:
@@ -171,8 +178,8 @@ class GatewayProcess:
 
     def _execute(self, running: _Running, command: c.Command) -> None:
         match command:
-            case c.SubmitToDecode(attempt, address, request):
-                self._submit(running, attempt, address, request)
+            case c.SubmitToDecode(attempt, role, address, request):
+                self._submit(running, attempt, self._session(role, address), request)
             case c.AskDecode(attempt, message):
                 session, key = running.attempts[attempt]
                 message.key = key
@@ -232,25 +239,24 @@ class GatewayProcess:
 
     # ---- sessions
 
-    def _submit(self, running: _Running, attempt: int, address: str, request: decode_pb2.SubmitRequest) -> None:
-        session = self._session(address)
+    def _submit(self, running: _Running, attempt: int, session: _Session, request: decode_pb2.SubmitRequest) -> None:
         key = next(session.keys)
         request.key = key
         session.routes[key] = (running, attempt)
         running.attempts[attempt] = (session, key)
         _send(session, decode_pb2.SessionRequest(submit=request))
 
-    def _session(self, address: str) -> _Session:
+    def _session(self, role: Role, address: str) -> _Session:
         session = self._sessions.get(address)
         if session is None:
-            session = self._sessions[address] = _Session(address)
+            session = self._sessions[address] = _Session(role, address)
             session.stream = self.world.network.open(
                 self.life, address, "session", partial(self._session_message, session), partial(self._broken, session)
             )
         return session
 
     def _session_message(self, session: _Session, response: decode_pb2.SessionResponse) -> None:
-        self.fleet.message_received(common_pb2.ROLE_DECODE, session.address, self.world.clock.now_s)
+        self.fleet.message_received(session.role, session.address, self.world.clock.now_s)
         kind = response.WhichOneof("message")
         if kind == "step":
             for token in response.step.tokens:
@@ -273,7 +279,7 @@ class GatewayProcess:
         if session.open:
             reason = "it ended the session" if error is None else str(error)
             # As in the gateway, the node is lost first, and is reachable again with its next status.
-            self._lose(common_pb2.ROLE_DECODE, session.address, reason)
+            self._lose(session.role, session.address, reason)
 
     def _drop_session(self, address: str, reason: str) -> None:
         session = self._sessions.pop(address, None)

@@ -5,6 +5,7 @@ A mutant names the storm under which it shows soonest, and how many seeds may pa
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -21,19 +22,22 @@ from decode_node.machine import DecodeMachine
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.state import RequestState
 from gateway.attempt import Attempt
-from gateway.fleet import FleetNode
-from gateway.node_messages import Due, NodeMessages
-from gateway.placement import Placement
-from gateway.request_machine import RequestMachine
+from gateway.fleet import Fleet, FleetCommand
+from gateway.fleet_node import FleetNode, Role
+from gateway.node_messages import NodeMessages
+from gateway.placement import Placement, Way
+from gateway.request_attempts import Attempts
 from gateway.token_order import TokenOrder
 from kvtransfer.coverage import Coverage
 from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal
 from kvtransfer.segments import Segment, Tag
 from prefill_node.commands import Abort as AbortPrefill
 from prefill_node.commands import Command as PrefillCommand
-from prefill_node.prefill_task import PrefillTask
-from protos.baton.v1 import decode_pb2, node_pb2
-from tests.simulation.faults import DECODES, GATEWAY, PREFILLS, USUAL, Storm
+from prefill_node.machine import PrefillMachine
+from prefill_node.prefill_task import PrefillTask, TaskEvent
+from protos.baton.v1 import common_pb2, decode_pb2, node_pb2
+from protos.baton.v1.decode_pb2 import SubmitRequest
+from tests.simulation.faults import BUSY_PREFILL_NODES, DECODES, GATEWAY, PREFILLS, USUAL, Storm
 from tests.simulation.weather import Weather
 
 _KILLS = Storm({"kill": 1})
@@ -188,33 +192,32 @@ def _hands_over_before_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def _token_twice(patch: pytest.MonkeyPatch) -> None:
-    lose = RequestMachine._lose_attempt
+    lose = Attempts.lose
 
-    def mutated(self: RequestMachine, attempt: Attempt, reason: str) -> None:
-        del self._order.token_ids[-1:]
+    def mutated(self: Attempts, attempt: Attempt, reason: str) -> None:
+        del self._state.output.token_ids[-1:]
         lose(self, attempt, reason)
 
-    patch.setattr(RequestMachine, "_lose_attempt", mutated)
+    patch.setattr(Attempts, "lose", mutated)
 
 
 def _token_dropped(patch: pytest.MonkeyPatch) -> None:
-    lose = RequestMachine._lose_attempt
+    lose = Attempts.lose
 
-    def mutated(self: RequestMachine, attempt: Attempt, reason: str) -> None:
-        early = [self._order._early[index].token.token_id for index in sorted(self._order._early)]
-        self._order.token_ids += early or self._order.token_ids[-1:]
+    def mutated(self: Attempts, attempt: Attempt, reason: str) -> None:
+        order = self._state.output._order
+        early = [order._early[index].token.token_id for index in sorted(order._early)]
+        order.token_ids += early or order.token_ids[-1:]
         lose(self, attempt, reason)
 
-    patch.setattr(RequestMachine, "_lose_attempt", mutated)
+    patch.setattr(Attempts, "lose", mutated)
 
 
 def _continuation_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
     submit = NodeMessages.submit
 
-    def mutated(
-        self: NodeMessages, output: Sequence[int], placement: Placement, *, due: Due, budget_s: float, queue_s: float
-    ) -> decode_pb2.SubmitRequest:
-        return submit(self, (), placement, due=due, budget_s=budget_s, queue_s=queue_s)
+    def mutated(self: NodeMessages, output: Sequence[int], placement: Placement, **rest: Any) -> SubmitRequest:
+        return submit(self, (), placement, **rest)
 
     patch.setattr(NodeMessages, "submit", mutated)
 
@@ -229,13 +232,13 @@ def _overtaking_token_is_a_gap(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_cancels(patch: pytest.MonkeyPatch) -> None:
-    leave = RequestMachine._leave
+    leave = Attempts.leave
 
-    def mutated(self: RequestMachine, attempt: Attempt) -> None:
+    def mutated(self: Attempts, attempt: Attempt) -> None:
         attempt.ended_by_node = True
         leave(self, attempt)
 
-    patch.setattr(RequestMachine, "_leave", mutated)
+    patch.setattr(Attempts, "leave", mutated)
 
 
 def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:
@@ -247,6 +250,36 @@ def _keeps_dead_peers(patch: pytest.MonkeyPatch) -> None:
         self.peers = {**before, **self.peers}
 
     patch.setattr(FleetNode, "take_status", mutated)
+
+
+def _keeps_sessions_with_prefill_nodes(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: Fleet, role: Role, address: str, reason: str) -> list[FleetCommand]:
+        commands = lost(self, role, address, reason)
+        return commands if role == common_pb2.ROLE_DECODE else []
+
+    lost = Fleet.lost
+    patch.setattr(Fleet, "lost", mutated)
+
+
+def _hand_over_to_itself(patch: pytest.MonkeyPatch) -> None:
+    submit = NodeMessages.submit
+
+    def mutated(self: NodeMessages, output: Sequence[int], placement: Placement, **rest: Any) -> SubmitRequest:
+        return submit(self, output, replace(placement, way=Way.REMOTE), **rest)
+
+    patch.setattr(NodeMessages, "submit", mutated)
+
+
+# ---- a prefill node that also decodes
+
+
+def _mixes_calls_and_whole_requests(patch: pytest.MonkeyPatch) -> None:
+    pass_on = PrefillMachine._pass_on
+
+    def mutated(self: PrefillMachine, request_id: str, event: TaskEvent, now_s: float) -> list[PrefillCommand]:
+        return pass_on(self, request_id.partition(".")[0], event, now_s)
+
+    patch.setattr(PrefillMachine, "_pass_on", mutated)
 
 
 # ---- the engine
@@ -318,6 +351,19 @@ MUTANTS: Mapping[str, Mutant] = {
     "never_cancels": Mutant("A gateway leaves decode nodes without cancelling the request there.", _never_cancels),
     "keeps_dead_peers": Mutant(
         "A gateway keeps counting a prefill node's peers that are gone.", _keeps_dead_peers, _KILLS
+    ),
+    "keeps_sessions_with_prefill_nodes": Mutant(
+        "A gateway that loses a prefill node keeps its session with it, and waits there for whole requests.",
+        _keeps_sessions_with_prefill_nodes,
+        BUSY_PREFILL_NODES,
+    ),
+    "hand_over_to_itself": Mutant(
+        "A prefill node that shall serve a request alone is asked for a hand-over.", _hand_over_to_itself
+    ),
+    "mixes_calls_and_whole_requests": Mutant(
+        "A prefill node takes the tokens of a request that it decodes for those of a call.",
+        _mixes_calls_and_whole_requests,
+        BUSY_PREFILL_NODES,
     ),
     "frees_blocks_of_a_running_step": Mutant(
         "An aborted request's blocks are freed while a step still writes to them.",

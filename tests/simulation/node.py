@@ -14,6 +14,7 @@ MODEL = common_pb2.ModelIdentity(
     architecture="simulated", config_digest="config", weights_digest="weights", name="model"
 )
 STATUS_INTERVAL_S = 0.1
+_STREAM_SHARE = 0.75
 
 
 class Node:
@@ -39,6 +40,7 @@ class Node:
             life,
             world.random,
             sizes,
+            stream_share=_STREAM_SHARE if self.role == common_pb2.ROLE_PREFILL else 1.0,
             on_step=self.step_done,
             on_change=self.changed,
         )

@@ -1,10 +1,14 @@
-"""A prefill node's process: the shell around the real `PrefillMachine`, with its pairs."""
+"""A prefill node's process: the shell around the real `PrefillMachine`, with its pairs.
+
+It may also serve Decode, from the same device.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.errors import BatonError, NoNode, UnknownLease
+from baton.errors import BatonError, InternalError, NoNode, UnknownLease
+from decode_node import events as decode_events
 from engine.events import StepEvents
 from kvtransfer.segments import Segment
 from prefill_node import commands as c
@@ -12,6 +16,7 @@ from prefill_node import events as e
 from prefill_node.machine import PrefillMachine, PrefillRules
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import prefill_pb2 as pb
+from tests.simulation.decode_side import DecodeSide
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life, OnEnd, OnMessage, Stream
 from tests.simulation.node import Node
@@ -70,6 +75,8 @@ class PrefillProcess(Node):
 
     def __init__(self, world: World, life: Life) -> None:
         super().__init__(world, life, world.scenario.prefill)
+        self.info.also_decodes = world.random.random() < world.scenario.also_decodes
+        self.decoding = DecodeSide(self, on_lease=None, check_blocks=_nothing) if self.info.also_decodes else None
         self.sender = Sender(
             life,
             world.network,
@@ -102,7 +109,7 @@ class PrefillProcess(Node):
                 except BatonError as error:
                     self.life.after(0.0, partial(self.handle, e.EngineRefused(int(request.request_id), error)))
             case c.Abort(call):
-                self.device.abort(str(call), partial(self.handle, e.Aborted(call)))
+                self.device.abort(str(call), partial(self._aborted, call))
             case c.SendKV(call, job):
                 self.sender.send(str(call), job, partial(self._send_over, call))
             case c.StopSending(call, peer, lease):
@@ -119,8 +126,15 @@ class PrefillProcess(Node):
     def _send_over(self, call: int, segments: Sequence[Segment], error: BatonError | None) -> None:
         self.handle(e.Sent(call, segments) if error is None else e.SendFailed(call, error))
 
+    def _aborted(self, call: int) -> None:
+        self.handle(e.Aborted(call))
+        if self.decoding is not None:
+            self.decoding.handle(decode_events.RoomFreed())
+
     def step_done(self, events: StepEvents) -> None:
         self.handle(e.StepDone(events))
+        if self.decoding is not None:
+            self.decoding.handle(decode_events.StepDone(events))
 
     # ---- streams
 
@@ -129,8 +143,16 @@ class PrefillProcess(Node):
             return self.watch(stream)
         if kind == "connect":
             return partial(self._connect, stream), _nothing
+        if kind == "session":
+            return self._session(stream)
         call = _Call(next(self._numbers), stream)
         return partial(self._called, call), partial(self._call_ended, call)
+
+    def _session(self, stream: Stream) -> tuple[OnMessage, OnEnd]:
+        if self.decoding is not None:
+            return self.decoding.accept(stream)
+        stream.finish(InternalError(f"{self.life.address} does not serve Decode"))
+        return _nothing, _nothing
 
     def _connect(self, stream: Stream, request: pb.ConnectRequest) -> None:
         def answer() -> None:
@@ -223,14 +245,27 @@ class PrefillProcess(Node):
 
     @property
     def busy(self) -> bool:
-        return self.machine.busy or self.sender.busy
+        return self.machine.busy or self.sender.busy or self.decodes
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any request is live that it serves whole."""
+        return self.decoding is not None and self.decoding.machine.busy
+
+    @property
+    def requests_waiting(self) -> int:
+        return super().requests_waiting + (0 if self.decoding is None else self.decoding.machine.waiting)
 
     def drain(self) -> None:
         self.draining = True
         self.handle(e.Draining())
+        if self.decoding is not None:
+            self.decoding.handle(decode_events.Draining())
 
     def close(self) -> None:
         self.handle(e.Closing())
+        if self.decoding is not None:
+            self.decoding.handle(decode_events.Closing())
 
     def check(self) -> None:
         super().check()
@@ -248,4 +283,4 @@ class PrefillProcess(Node):
 
 
 def _nothing(_: object) -> None:
-    """Does nothing: a Connect call is answered whether or not its gateway still waits."""
+    """Does nothing: a Connect call is answered whether or not its gateway still waits, and no block is ever leased."""

@@ -46,6 +46,12 @@ class Client:
 
 @dataclass(frozen=True)
 class Scenario:
+    """What a seed decides.
+
+    Attributes:
+        also_decodes: probability that a prefill node that starts also decodes.
+    """
+
     policy: LocalPolicy
     prefill: Sizes
     decode: Sizes
@@ -59,6 +65,13 @@ class Scenario:
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
     failover_wait_s: float
+    also_decodes: float
+
+    @property
+    def contexts(self) -> frozenset[int]:
+        """Longest prompt plus output of the nodes that may decode."""
+        alone = {self.prefill.context_tokens} if self.also_decodes else set[int]()
+        return frozenset({self.decode.context_tokens} | alone)
 
     @property
     def calm(self) -> bool:
@@ -68,7 +81,11 @@ class Scenario:
 
 def draw(random: Random, storm: Storm) -> Scenario:
     decode_tokens = random.choice((20, 20, 40))
+    # Many requests at once, and faults while they run: prefill nodes then have both kinds of work.
+    rush = random.random() < storm.rush
     policy = random.choice((LocalPolicy.STRICT, LocalPolicy.ELASTIC, LocalPolicy.ELASTIC, LocalPolicy.LOCAL))
+    if rush:
+        policy = LocalPolicy.ELASTIC
     weather = Weather(
         duplicated=random.choice((0.0, 0.0, 0.1)),
         late=random.choice((0.0, 0.0, 0.2)),
@@ -86,9 +103,10 @@ def draw(random: Random, storm: Storm) -> Scenario:
         waiting_max=random.choice((1, 4)),
         queue_s=random.choice((0.0, 1.0, 1.0)),
         weather=storm.weather or weather,
-        clients=_clients(random),
-        faults=draw_faults(random, storm),
+        clients=_clients(random, 6, within_s=0.03) if rush else _clients(random, random.choice((2, 3, 3, 4))),
+        faults=draw_faults(random, storm, within_s=0.06 if rush else 0.3),
         failover_wait_s=random.choice((0.3, 20.0, 20.0)),
+        also_decodes=1.0 if rush else random.choice((0.0, 0.5, 1.0, 1.0)),
     )
 
 
@@ -102,17 +120,17 @@ def _sizes(random: Random, *, tokens: int) -> Sizes:
     )
 
 
-def _clients(random: Random) -> tuple[Client, ...]:
+def _clients(random: Random, count: int, *, within_s: float = 0.15) -> tuple[Client, ...]:
     shared = tuple(random.randrange(EOS) for _ in range(12))
-    return tuple(_client(random, shared) for _ in range(random.choice((2, 3, 3, 4))))
+    return tuple(_client(random, shared, within_s=within_s) for _ in range(count))
 
 
-def _client(random: Random, shared: tuple[int, ...]) -> Client:
+def _client(random: Random, shared: tuple[int, ...], *, within_s: float) -> Client:
     own = tuple(random.randrange(EOS) for _ in range(random.randint(1, 6)))
     common = random.choice((0, 0, 4, 8, 12))
     draw = random.random()
     return Client(
-        at_s=0.15 * random.random(),
+        at_s=within_s * random.random(),
         prompt=shared[:common] + own,
         max_tokens=random.randint(1, 8),
         timeout_s=0.3 * random.random() if draw < 0.1 else 20.0,

@@ -12,7 +12,7 @@ from gateway import events as gateway_events
 from prefill_node import commands as prefill_commands
 from prefill_node import events as prefill_events
 from tests.simulation.cluster import run_seed
-from tests.simulation.faults import KINDS, USUAL
+from tests.simulation.faults import BUSY_PREFILL_NODES, KINDS, USUAL
 from tests.simulation.many import run_seeds
 
 SEEDS = 10_000
@@ -25,6 +25,11 @@ def test_every_seed_holds_the_invariants(part: int) -> None:
     ends = Counter(end for outcome in run_seeds(range(part * size, (part + 1) * size)) for end in outcome.ends)
     # Most requests outlive the faults. If they did not, no seed would say much about tokens.
     assert ends["finished"] > 0.7 * ends.total(), f"few requests finish: {ends}"
+
+
+def test_every_kind_of_fault_hits_prefill_nodes_while_they_also_decode() -> None:
+    hit = frozenset[str]().union(*(run_seed(seed, BUSY_PREFILL_NODES).hit_both for seed in range(100)))
+    assert hit == BUSY_PREFILL_NODES.weights.keys()
 
 
 def test_every_event_and_command_of_the_machines_occurs() -> None:

@@ -2,7 +2,9 @@
 
 from baton.types import LocalPolicy, SamplingParams
 from gateway.fleet import Fleet, FleetCommand
+from gateway.fleet_node import FleetNode
 from gateway.request import Request, Rules
+from gateway.router import Wanted
 from protos.baton.v1 import common_pb2, node_pb2
 
 MODEL = common_pb2.ModelIdentity(name="m", architecture="Llama", config_digest="digest", weights_digest="weights")
@@ -48,6 +50,12 @@ class SmallFleet(Fleet):
 
     def lose(self, address: str, reason: str = "gone") -> list[FleetCommand]:
         return self.lost(DECODE if address.startswith("d") else PREFILL, address, reason)
+
+
+def decoding_node(fleet: Fleet, wanted: Wanted) -> FleetNode | None:
+    """The node on which the request would be placed."""
+    placement = fleet.place(wanted, 0.0)
+    return None if placement is None else fleet.decoding_node(placement.decode)
 
 
 def rules(policy: LocalPolicy = LocalPolicy.PREFER, *, failover_wait_s: float = 20.0) -> Rules:

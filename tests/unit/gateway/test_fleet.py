@@ -8,7 +8,7 @@ from baton.types import LocalPolicy
 from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
 from gateway.router import Wanted
 from protos.baton.v1 import common_pb2
-from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, peer, status
+from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status
 
 WANTED = Wanted(num_tokens=64, policy=LocalPolicy.PREFER)
 
@@ -21,34 +21,34 @@ def test_a_node_is_used_from_its_first_status_until_it_is_lost() -> None:
     fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
     node = fleet.add(DECODE, "d1")
     assert not fleet.serves()
-    assert fleet.pick_decode(WANTED) is None
+    assert decoding_node(fleet, WANTED) is None
     assert lines(fleet.status_received(DECODE, "d1", status(DECODE, 21), 1.0)) == [
         "node-21: connected, d1, KV NHD x 16"
     ]
     assert fleet.serves()
-    assert fleet.pick_decode(WANTED) is node
+    assert decoding_node(fleet, WANTED) is node
     assert lines(fleet.status_received(DECODE, "d1", status(DECODE, 21), 2.0)) == []
     assert node.last_message_at_s == 2.0
     assert fleet.lost(DECODE, "d1", "it ended the stream") == [
         LogLine("node-21: lost, it ended the stream", warning=True),
-        DropSession("d1", "it ended the stream"),
+        DropSession(DECODE, "d1", "it ended the stream"),
     ]
     assert not fleet.serves()
     fleet.status_received(DECODE, "d1", status(DECODE, 21), 3.0)
-    assert fleet.pick_decode(WANTED) is node
+    assert decoding_node(fleet, WANTED) is node
 
 
 def test_a_node_that_never_answered_is_named_once() -> None:
     fleet = Fleet(MODEL, 1000, LocalPolicy.PREFER)
     fleet.add(PREFILL, "p1")
     assert lines(fleet.lost(PREFILL, "p1", "Connection refused")) == ["p1: unreachable, retrying: Connection refused"]
-    assert fleet.lost(PREFILL, "p1", "Connection refused") == []
+    assert lines(fleet.lost(PREFILL, "p1", "Connection refused")) == []
 
 
 def test_requests_on_a_restarted_decode_node_are_dropped() -> None:
     fleet = SmallFleet(0, 1)
     commands = fleet.connect("d1", 1.0, restarts=1)
-    assert DropSession("d1", "it was restarted") in commands
+    assert DropSession(DECODE, "d1", "it was restarted") in commands
     assert fleet.decodes["d1"].reachable
 
 
@@ -56,7 +56,7 @@ def test_a_node_with_another_role_is_named_once_and_not_used() -> None:
     fleet = SmallFleet(1, 1)
     commands = fleet.status_received(DECODE, "d1", status(PREFILL, 30), 1.0)
     wrong = "it is a prefill node, not a decode node"
-    assert commands == [LogLine(f"d1 is not used: {wrong}", warning=True), DropSession("d1", wrong)]
+    assert commands == [LogLine(f"d1 is not used: {wrong}", warning=True), DropSession(DECODE, "d1", wrong)]
     assert fleet.status_received(DECODE, "d1", status(PREFILL, 30), 2.0) == []
     assert not fleet.serves()
     assert fleet.explain() == "node-11 is available; node-21 cannot be used (it is a prefill node, not a decode node)"
@@ -77,16 +77,16 @@ def test_a_node_with_another_model_gets_no_requests() -> None:
     other.info.model.config_digest = "another"
     (_, foreign) = lines(fleet.status_received(DECODE, "d1", other, 1.0))
     assert foreign.startswith("node-21 gets no requests: it serves m (Llama, config digest another)")
-    assert fleet.pick_decode(WANTED) is None
+    assert decoding_node(fleet, WANTED) is None
     assert fleet.max_context_tokens == 1000
 
 
 def test_sent_requests_count_until_the_next_status() -> None:
     fleet = SmallFleet(0, 2)
-    first = fleet.pick_decode(WANTED)
+    first = decoding_node(fleet, WANTED)
     assert first is fleet.decodes["d1"]
     first.note_sent(64)
-    assert fleet.pick_decode(WANTED) is fleet.decodes["d2"]
+    assert decoding_node(fleet, WANTED) is fleet.decodes["d2"]
     assert first.view().tokens_since == 64
     fleet.connect("d1", 1.0)
     assert first.view().tokens_since == 0
@@ -107,7 +107,7 @@ def test_draining_and_retired_nodes_get_no_requests() -> None:
     draining.draining = True
     fleet.status_received(DECODE, "d1", draining, 1.0)
     fleet.decodes["d2"].retired = True
-    assert fleet.pick_decode(WANTED) is None
+    assert decoding_node(fleet, WANTED) is None
     assert "node-21 is draining" in fleet.explain()
 
 

@@ -6,7 +6,7 @@ from baton.types import LocalPolicy
 from gateway.prefix_index import PromptBlocks
 from gateway.router import Wanted
 from protos.baton.v1 import node_pb2
-from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet
+from tests.unit.gateway.fleets import DECODE, PREFILL, SmallFleet, decoding_node
 
 PROMPT = list(range(100))
 BLOCKS = PromptBlocks(PROMPT, cache_salt="").numbers("", 16).up_to(6)
@@ -26,7 +26,7 @@ def changed(fleet: SmallFleet, address: str, sequence: int, **fields: object) ->
 
 
 def cached(fleet: SmallFleet, request: Wanted | None = None) -> dict[str, int]:
-    return {view.address: view.cached_tokens for view in fleet.views(PREFILL, request or wanted())}
+    return {view.address: view.cached_tokens for view in fleet.prefill_views(request or wanted())}
 
 
 def test_a_prompt_goes_to_the_prefill_node_that_has_most_of_it() -> None:
@@ -105,7 +105,7 @@ def test_changes_of_an_earlier_incarnation_are_not_taken() -> None:
 def test_a_session_stays_on_its_nodes() -> None:
     fleet = SmallFleet(3, 3)
     request = wanted(prompt=None, session_id="s")
-    decode = fleet.pick_decode(request)
+    decode = decoding_node(fleet, request)
     assert decode is not None
     prefill = fleet.pick_prefill(decode, request)
     assert prefill is not None
@@ -116,9 +116,9 @@ def test_a_session_stays_on_its_nodes() -> None:
         fleet.connect(address, 1.0)
     for address in list(fleet.decodes):
         fleet.connect(address, 1.0)
-    assert fleet.pick_decode(other) is not decode
+    assert decoding_node(fleet, other) is not decode
     assert fleet.pick_prefill(decode, other) is not prefill
-    assert fleet.pick_decode(request) is decode
+    assert decoding_node(fleet, request) is decode
     assert fleet.pick_prefill(decode, request) is prefill
     fleet.lose(prefill.address)
     assert fleet.pick_prefill(decode, request) not in (prefill, None)

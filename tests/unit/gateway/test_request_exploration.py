@@ -138,7 +138,7 @@ class World:
 
     def obey(self, command: Command) -> None:
         match command:
-            case SubmitToDecode(attempt, address, request):
+            case SubmitToDecode(attempt, _, address, request):
                 stay = self.stays[attempt] = Stay(attempt, address, len(request.output_token_ids))
                 if request.prefill_available:
                     stay.reserve()

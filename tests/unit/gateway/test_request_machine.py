@@ -175,10 +175,33 @@ def test_the_last_token_may_come_after_the_release() -> None:
 
 def test_a_prompt_is_prefilled_where_it_waits_least() -> None:
     served = Served()
-    other = Served()
+    other = Served(start=False)
     other.fleet.prefills["p1"].note_sent(64)
+    other.handle(events.Started())
     assert only(served.decode(reserved()), CallPrefill).address == "p1"
     assert only(other.decode(reserved()), CallPrefill).address == "p2"
+
+
+def test_the_prefill_node_that_was_placed_is_called_although_another_has_less_to_do_by_then() -> None:
+    served = Served()
+    served.fleet.prefills["p1"].note_sent(64)
+    assert only(served.decode(reserved()), CallPrefill).address == "p1"
+
+
+@pytest.mark.parametrize("change", ["lost", "restarted", "unpaired"])
+def test_another_prefill_node_is_called_if_the_placed_one_cannot_be_used_any_more(change: str) -> None:
+    served = Served()
+    if change == "unpaired":
+        served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_LOST))
+    else:
+        served.fleet.lose("p1")
+    if change == "restarted":
+        served.fleet.connect("p1", 1.0, restarts=1)
+        served.fleet.prefills["p1"].note_sent(64)
+    # The ticket is for the placed node alone, so the decode node is asked for another one.
+    asked = only(served.decode(reserved()), AskDecode).message
+    assert asked == decode_pb2.RenewTicket(failed_lease=1, prefill_incarnation=12)
+    assert only(served.decode(reserved(lease=2)), CallPrefill).address == "p2"
 
 
 # ---- the receipt waits for the prefill node's count
@@ -238,7 +261,7 @@ def test_another_prefill_node_redoes_the_prompt(how: str) -> None:
         commands = served.decode(hand_over_failed(DataLoss("digest")))
         assert only(commands, CancelPrefill) == CancelPrefill(1)
     asked = only(commands, AskDecode).message
-    assert asked == decode_pb2.RenewTicket(failed_lease=1)
+    assert asked == decode_pb2.RenewTicket(failed_lease=1, prefill_incarnation=12)
     call = only(served.decode(reserved(lease=2)), CallPrefill)
     assert (call.call, call.address, call.request.ticket.lease.number) == (2, "p2", 2)
     served.prefill(first_token(), SENT, call=2)
@@ -407,7 +430,7 @@ def test_its_client_is_informed_at_once_that_a_request_waits_for_a_decode_node()
     commands = served.handle(TokensCame(1, [token(2)]), SessionLost(1, "gone"))
     tokens, notice = (command.message for command in of(commands, Respond))
     assert tokens.text == " 102"
-    expected = "the decode node node-21 was lost; waiting up to 20 s for another one"
+    expected = "the node node-21 was lost; waiting up to 20 s for another one"
     assert notice == generation_pb2.GenerateResponse(notice=expected)
     assert served.handle(FleetChanged(), after_s=1.0) == []
 
@@ -418,7 +441,7 @@ def test_the_wait_for_a_decode_node_ends_with_the_name_of_the_lost_one() -> None
     assert served.handle(TimePassed(), after_s=19.9) == []
     served.handle(TimePassed(), after_s=0.1)
     assert isinstance(served.error, NoNode)
-    assert "node-21 was lost (gone), and no other decode node came within 20 s" in served.error.message
+    assert "node-21 was lost (gone), and no other node came within 20 s" in served.error.message
     assert served.error.retry_after_s is not None
 
 
@@ -492,7 +515,7 @@ def test_losses_in_a_row_end_the_request_and_tokens_reset_the_count() -> None:
         assert of(served.handle(SessionLost(attempt, "gone")), SubmitToDecode)
     served.handle(SessionLost(4, "gone"))
     assert isinstance(served.error, NoNode)
-    assert "4 decode nodes in a row were lost" in served.error.message
+    assert "4 nodes in a row were lost" in served.error.message
 
 
 def test_a_first_token_that_can_no_longer_arrive_is_a_loss() -> None:
@@ -524,6 +547,28 @@ def test_a_token_that_no_node_will_send_is_an_error() -> None:
 
 
 # ---- overload and drain
+
+
+def test_an_internal_error_before_the_first_token_is_retried_on_another_node() -> None:
+    served = Served(prefills=1, decodes=2)
+    submitted = only(served.decode(failed(InternalError("a bug"))), SubmitToDecode)
+    assert submitted.address == "d2"
+    served.decode(failed(InternalError("a bug there, too")), attempt=2)
+    assert isinstance(served.error, InternalError)
+
+
+def test_a_node_that_keeps_failing_gets_no_requests_for_a_while() -> None:
+    served = Served(start=False)
+    for _ in range(3):
+        served.fleet.breakers.failed(served.fleet.decodes["d1"].incarnation, 0.0)
+    assert only(served.handle(events.Started()), SubmitToDecode).address == "d2"
+
+
+def test_the_only_node_is_asked_although_it_keeps_failing() -> None:
+    served = Served(decodes=1, start=False)
+    for _ in range(3):
+        served.fleet.breakers.failed(served.fleet.decodes["d1"].incarnation, 0.0)
+    assert only(served.handle(events.Started()), SubmitToDecode).address == "d1"
 
 
 def test_a_node_without_room_is_passed_over() -> None:
@@ -657,7 +702,7 @@ def test_a_request_that_would_be_late_is_refused_at_once_where_the_gateway_says_
     settings = replace(rules(), slo=Slo(ttft_s=0.5, tpot_s=0.02), refuse_late=refuse_late)
     machine = RequestMachine(request(), settings, fleet, Words())
     if begun:  # it has lost its node, and may not lose its tokens
-        machine._order.token_ids.append(100)
+        machine._output.token_ids.append(100)
     (command,) = machine.handle([events.Started()], 0.0)
     if refuse_late and not begun:
         assert isinstance(command, Finish)

@@ -67,7 +67,7 @@ def test_nearly_equal_nodes_take_turns() -> None:
 
 
 def test_a_session_stays_while_that_costs_next_to_nothing() -> None:
-    request = replace(REQUEST, session_node="node-1")
+    request = replace(REQUEST, session_nodes={"node-1"})
     assert pick(prefill(1, picks=9, backlog_s=0.01), prefill(2), wanted=request) == "node-1"
     assert pick(prefill(1, picks=9, backlog_s=0.1), prefill(2), wanted=request) == "node-2"
 
@@ -108,7 +108,7 @@ def test_kv_that_is_there_already_need_not_be_sent() -> None:
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.integers(1, 4000))
 def test_the_session_costs_at_most_a_little(backlogs: list[int], num_tokens: int) -> None:
     nodes = [prefill(number, backlog_s=backlog / 20) for number, backlog in enumerate(backlogs)]
-    wanted = Wanted(num_tokens=num_tokens, policy=LocalPolicy.STRICT, session_node="node-0", slo=Slo(ttft_s=0.01))
+    wanted = Wanted(num_tokens=num_tokens, policy=LocalPolicy.STRICT, session_nodes={"node-0"}, slo=Slo(ttft_s=0.01))
     picked = pick_prefill(nodes, DECODE, wanted)
     assert picked is not None
     best_s = min(prefill_s(view, wanted) for view in nodes)

@@ -16,8 +16,10 @@ from gateway.connections import Connections
 from gateway.discovery import Directory
 from gateway.model import ServedModel, read_served_model
 from gateway.serving import Serving
+from node import waiting
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
+from tests.unit.gateway.fleets import DECODE
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, first_token, reserved, token
 
@@ -136,7 +138,7 @@ async def test_tokens_for_a_slow_client_collect_and_leave_together(running: Runn
         running.decode.send_tokens(token(index))
     running.decode.send_tokens(token(4, LENGTH))
     running.answer(released=decode_pb2.Released(key=1))
-    session = running.connections.session(running.decode.address)
+    session = running.connections.client(DECODE, running.decode.address).session()
     async with asyncio.timeout(BOUND_S):
         while session.num_held:  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.01)
@@ -218,7 +220,7 @@ async def test_a_request_waits_for_its_lost_decode_node_and_continues(running: R
     running.decode.send_tokens(token(1, LENGTH), key=submission.key)
     await asyncio.wait_for(request, BOUND_S)
     assert client.num_tokens == [1, 0, 1, 0]
-    assert client.messages[1].notice == "the decode node node-21 was lost; waiting up to 30 s for another one"
+    assert client.messages[1].notice == "the node node-21 was lost; waiting up to 30 s for another one"
     assert "was lost (it ended the session)" in client.messages[-1].receipt.why
 
 
@@ -231,14 +233,11 @@ async def test_a_silent_node_is_lost_and_watched_again(running: Running) -> None
     assert node.last_message_at_s > lost_at_s
 
 
-async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
-    model: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def listed_addresses(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The addresses of the prefill nodes and of the decode nodes; they may change, as those of a DNS name do."""
     listings: list[set[str]] = []
 
     class Listing(Directory):
-        """A directory whose addresses change, as those of a DNS name do."""
-
         def __init__(self, addresses: Sequence[Address]) -> None:
             super().__init__(addresses)
             self.listed = {f"{address.host}:{address.port}" for address in addresses}
@@ -248,6 +247,39 @@ async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
             return frozenset(self.listed)
 
     monkeypatch.setattr(gateway.connections, "Directory", Listing)
+    return listings
+
+
+async def test_a_prefill_node_that_also_decodes_is_one_node_and_stays_while_it_serves_a_request_alone(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listings = listed_addresses(monkeypatch)
+    async with scripted_nodes(model.identity) as (prefill, _):
+        prefill.status.info.also_decodes = True
+        settings = settings_of("--prefill", prefill.address, "--decode", "127.0.0.1:1", "--resolve-s", "0.01")
+        async with Connections(settings, model) as connections, asyncio.timeout(BOUND_S):
+            known = connections.fleet.prefills
+            await connections.until(connections.fleet.serves)
+            assert [report.address for report in connections.fleet.report()] == [prefill.address, "127.0.0.1:1"]
+            running, client = Running(Serving(settings, model, connections), connections, prefill, prefill), Client()
+            request = await decoding(running, client)
+            listings[0].clear()
+            assert await waiting.until(lambda: known[prefill.address].retired, timeout_s=BOUND_S)
+            assert prefill.address in known
+            prefill.send_tokens(token(1, LENGTH))
+            running.answer(released=decode_pb2.Released(key=1))
+            await request
+            receipt = client.messages[-1].receipt
+            assert (receipt.path, receipt.decode_node) == (common_pb2.PATH_LOCAL, "node-11")
+            assert await waiting.until(lambda: prefill.address not in known, timeout_s=BOUND_S)
+            await asyncio.wait_for(prefill.call_ended.wait(), BOUND_S)
+            assert not connections.upkeep.done()
+
+
+async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listings = listed_addresses(monkeypatch)
     async with scripted_nodes(model.identity) as (prefill, decode):
         decode.reports_all_the_time = True
         settings = settings_of("--prefill", prefill.address, "--decode", decode.address, "--resolve-s", "0.01")

@@ -1,0 +1,182 @@
+"""One node as this gateway knows it: its last status, its peers, and what was sent to it since. Pure.
+
+A prefill node may also decode: it serves whole requests, prompt and output, without a hand-over. It is one node all the
+same, with one status, one backlog and one prefix cache, and two views: `view` for prompts that it computes for decode
+nodes, `decode_view` for requests that it serves alone.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from baton.convert import costs_from_proto
+from gateway.backlog import Backlog
+from gateway.cache_position import CachePosition
+from gateway.prediction import prompt_s
+from gateway.router import NodeView
+from protos.baton.v1 import common_pb2, node_pb2
+
+Role: TypeAlias = common_pb2.Role.ValueType
+
+_DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_NEVER_CONNECTED = "not connected yet"
+_UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
+
+
+class FleetNode:
+    """One node: its last status, its peers, and what this gateway has sent to it since that status."""
+
+    def __init__(self, role: Role, address: str) -> None:
+        self.role = role
+        self.address = address
+        self.reachable = False
+        self.detail = _NEVER_CONNECTED  # why it cannot be used; empty when it can
+        self.status = node_pb2.NodeStatus()
+        self.peers: dict[int, common_pb2.PeerState] = {}  # by incarnation
+        self.last_message_at_s = 0.0  # last message on any connection
+        self.retired = False  # no longer listed: removed once its requests are done
+        self.cache = CachePosition()
+        self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
+        self._view: NodeView | None = _UNKNOWN  # None: something has changed since
+        self._decode_view: NodeView | None = None
+        self._picks = self._requests_since = self._tokens_since = 0
+        self._backlog = Backlog()
+
+    @property
+    def name(self) -> str:
+        return self.status.info.name or self.address
+
+    @property
+    def incarnation(self) -> int:
+        return self.status.info.incarnation
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """Architecture and digests: requests continue only on nodes that are equal in all of them."""
+        return _model(self.status.info)
+
+    @property
+    def cache_kind(self) -> tuple[str, int]:
+        """Nodes that are equal in it name equal blocks equally."""
+        return self.status.info.cache_identity, self.status.info.cache_shape.block_size
+
+    @property
+    def also_decodes(self) -> bool:
+        """Whether it is a prefill node that serves whole requests too."""
+        return self.role == common_pb2.ROLE_PREFILL and self.status.info.also_decodes
+
+    @property
+    def open(self) -> bool:
+        """Whether it may get new requests."""
+        return self.reachable and not (self.detail or self.status.draining or self.retired)
+
+    @property
+    def never_connected(self) -> bool:
+        return self.detail == _NEVER_CONNECTED
+
+    def view(self) -> NodeView:
+        """As a node of its role."""
+        view = self._view
+        if view is None or view.open != self.open:
+            view = self._view = replace(
+                _to_view(self.address, self.status, self.peers),
+                open=self.open,
+                requests_since=self._requests_since,
+                tokens_since=self._tokens_since,
+                picks=self._picks,
+            )
+            _ = view.queue_s  # computed once, not in each copy of the view
+            self._decode_view = None
+        return view
+
+    def decode_view(self) -> NodeView:
+        """As a node that decodes. A prefill node does it alone: it is no decode node's or prefill node's peer then."""
+        view = self.view()
+        if self.role == common_pb2.ROLE_DECODE:
+            return view
+        if self._decode_view is None:
+            self._decode_view = replace(view, also_prefills=True, ready_peers=frozenset())
+            _ = self._decode_view.queue_s
+        return self._decode_view
+
+    def queue_s(self, now_s: float) -> float:
+        """Predicted time until a prompt that is sent now would be computed."""
+        return self._backlog.at(now_s)
+
+    def note_prompt(self, start: int, stop: int, now_s: float) -> None:
+        """It will compute these tokens of a prompt."""
+        self._backlog.add(prompt_s(self.view(), start, stop), now_s)
+
+    def note_sent(self, num_tokens: int, *, cached_tokens: int = 0) -> None:
+        """A request has been sent to it, of which it has `cached_tokens` already."""
+        self._picks += 1
+        self._requests_since += 1
+        self._tokens_since += num_tokens - cached_tokens
+        self._view = None
+
+    def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
+        self.status = status
+        self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
+        self.reachable, self.detail = True, detail
+        self._requests_since = self._tokens_since = 0
+        self._view = None
+        self._backlog.reported(_seconds(status.backlog_s), self.last_message_at_s)
+
+    def take_peer(self, state: common_pb2.PeerState) -> None:
+        if state.incarnation:
+            self.peers[state.incarnation] = state
+            self._view = None
+
+    def explain(self) -> str:
+        """Why it is not chosen for a request."""
+        if self.detail:
+            return f"{self.name} cannot be used ({self.detail})"
+        if self.status.draining:
+            return f"{self.name} is draining"
+        refused = [
+            f"{peer.name} refused ({', '.join(item.field for item in peer.mismatches)})"
+            for peer in self.peers.values()
+            if peer.mismatches
+        ]
+        return f"{self.name}: {', '.join(refused)}" if refused else f"{self.name} is available"
+
+
+def _model(info: common_pb2.NodeInfo) -> tuple[str, ...]:
+    return (info.model.architecture, info.model.config_digest, info.model.weights_digest)
+
+
+def _seconds(reported: float) -> float:
+    """A node's number, or 0 if it is none."""
+    return reported if 0 <= reported < math.inf else 0.0
+
+
+def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:
+    info = status.info
+    ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
+    return NodeView(
+        address=address,
+        incarnation=info.incarnation,
+        model=_model(info),
+        open=True,
+        max_context_tokens=info.max_context_tokens,
+        block_size=info.cache_shape.block_size,
+        blocks_free=status.blocks_free,
+        requests=status.requests_running + status.requests_waiting,
+        tokens_waiting=status.tokens_waiting,
+        ready_peers=frozenset(ready),
+        costs=costs_from_proto(status.step_costs),
+        backlog_s=_seconds(status.backlog_s),
+        decode_rows=status.decode_rows,
+        context_tokens=status.context_tokens,
+        max_batch_requests=status.max_batch_requests,
+        max_batch_tokens=status.max_batch_tokens,
+        kv_bytes_per_token=_kv_bytes_per_token(info.cache_spec),
+        peer_bytes_per_s={number: 1e9 * peer.gigabytes_per_s for number, peer in peers.items()},
+    )
+
+
+def _kv_bytes_per_token(spec: common_pb2.CacheSpec) -> int:
+    """Of all layers, as if none had a sliding window."""
+    per_head = spec.head_dim * _DTYPE_BYTES.get(spec.dtype, 2) * (1 if spec.kind == common_pb2.KV_KIND_MLA else 2)
+    return spec.num_layers * spec.num_kv_heads * per_head

@@ -1,0 +1,101 @@
+"""The Prefill calls of one request: with a decode node's ticket to a prefill node, and on to the next. Pure."""
+
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
+from baton.types import LocalPolicy
+from gateway.attempt import Attempt, PrefillCall
+from gateway.commands import AskDecode, CallPrefill, CancelPrefill
+from gateway.fleet_node import FleetNode
+from gateway.node_choice import prefill_failure
+from gateway.request_state import RequestState
+from protos.baton.v1 import common_pb2, decode_pb2
+
+
+class HandOver:
+    """Gets the KV of the prompt to the decode node of the present attempt."""
+
+    def __init__(self, state: RequestState) -> None:
+        self._state = state
+        self._num_calls = 0
+
+    def call(self, attempt: Attempt, ticket: common_pb2.Ticket) -> None:
+        """Calls a prefill node with the ticket: the one that was placed with the decode node, while it is usable.
+
+        Raises:
+            BatonError: as `failed`, if there is none.
+        """
+        state = self._state
+        node = state.choice.prefill_node(attempt, state.num_tokens, state.now_s)
+        if node is None:
+            self.failed(attempt, "", state.choice.no_prefill_node())
+            return
+        if attempt.ticket_for not in (0, node.incarnation):
+            self._renew(attempt, node)  # the decode node would refuse what this one sends
+            return
+        attempt.excluded.add(node.incarnation)
+        pair = node.peers[attempt.node.incarnation]
+        state.receipt.calling(node.name, pair.transport, pair.kv_converted)
+        self._num_calls += 1
+        attempt.call = PrefillCall(self._num_calls, node, state.now_s)
+        attempt.first_token_passed = ticket.first_part  # the decode node draws it
+        request = state.messages.prefill(
+            state.output.token_ids, ticket, due=state.due, refuse_late=state.refuses_late(attempt)
+        )
+        node.note_sent(state.num_tokens, cached_tokens=node.cached_tokens)
+        if attempt.placed_prefill != node.incarnation:
+            node.note_prompt(node.cached_tokens, ticket.token_stop, state.now_s)
+        attempt.placed_prefill = None
+        state.commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=state.remaining_s))
+
+    def failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> None:
+        """Asks for a ticket for another prefill node, or the decode node to prefill the prompt itself.
+
+        Args:
+            prefill_node: empty when no node could be called.
+
+        Raises:
+            BatonError: the failure is the client's doing, or no prefill node is left under policy strict.
+        """
+        state = self._state
+        if attempt.call is not None:
+            state.choice.failed(attempt.call.node, error, state.now_s)
+        self.drop(attempt)
+        if isinstance(error, InvalidRequest | DeadlineExceeded):
+            raise error
+        strict = state.rules.local_policy is LocalPolicy.STRICT
+        if prefill_node:
+            attempt.failed_calls += 1
+            attempt.last_error = error
+            state.receipt.failed(f"{prefill_node} failed ({error.message})")
+        elif strict:
+            raise prefill_failure(attempt, error)
+        attempt.answered = False
+        attempt.waiting_since_s = state.now_s
+        # NOTE: policy strict asks for a ticket even when no prefill node is left: the last one may have failed only
+        # because the decode node is gone, and this message finds that out.
+        following = state.choice.prefill_node(attempt, state.num_tokens, state.now_s)
+        if strict or following is not None:
+            self._renew(attempt, following)
+            return
+        if state.refuses_late(attempt) and isinstance(error, Overloaded):
+            raise error  # prefilled here, it would be late too
+        here = decode_pb2.PrefillHere(failed_lease=attempt.lease, output_token_ids=state.output.token_ids)
+        state.commands.append(AskDecode(attempt.number, here))
+
+    def _renew(self, attempt: Attempt, node: FleetNode | None) -> None:
+        """Asks for a ticket for that prefill node."""
+        state = self._state
+        attempt.answered = False
+        attempt.waiting_since_s = state.now_s
+        attempt.ticket_for = 0 if node is None else node.incarnation
+        renew = decode_pb2.RenewTicket(
+            failed_lease=attempt.lease,
+            output_token_ids=state.output.token_ids,
+            prefill_incarnation=attempt.ticket_for,
+        )
+        state.commands.append(AskDecode(attempt.number, renew))
+
+    def drop(self, attempt: Attempt) -> None:
+        """Ends the attempt's call, if one runs."""
+        if attempt.call is not None and attempt.call.running:
+            self._state.commands.append(CancelPrefill(attempt.call.number))
+        attempt.call = None

@@ -1,0 +1,72 @@
+"""What the parts of one request's machine share: the request, what is known of it, the time, and the commands. Pure."""
+
+from baton.errors import Overloaded
+from gateway.attempt import Attempt
+from gateway.commands import Command
+from gateway.fleet import Fleet
+from gateway.node_choice import NodeChoice
+from gateway.node_messages import Due, NodeMessages
+from gateway.prefix_index import PromptBlocks
+from gateway.receipt import ReceiptDraft
+from gateway.reply import Detokenizing
+from gateway.request import Request, Rules
+from gateway.request_output import Output
+
+
+class RequestState:
+    """The state of one request that has no owner among the parts.
+
+    Attributes:
+        now_s: the time of the events at hand.
+        commands: of the events at hand, so far.
+    """
+
+    def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
+        # A prompt whose logprobs are wanted is computed as a whole.
+        scored = request.sampling.prompt_logprobs is not None
+        prompt = None if scored else PromptBlocks(request.prompt, cache_salt=request.cache_salt)
+        self.request = request
+        self.rules = rules
+        self.slo = request.slo.over(rules.slo)
+        self.choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id)
+        self.messages = NodeMessages(request, rules.local_policy)
+        self.output = Output(request, detokenizer)
+        self.receipt = ReceiptDraft()
+        self.now_s = request.started_at_s
+        self.commands: list[Command] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.request.prompt) + len(self.output.token_ids)
+
+    def respond(self) -> None:
+        """Sends the client the tokens that it does not have yet."""
+        self.commands += self.output.message(self.now_s)
+
+    # ---- time
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self.request.deadline_s - self.now_s)
+
+    @property
+    def due(self) -> Due:
+        """What is left of the SLO."""
+        if self.slo.ttft_s is None:
+            return Due(None, self.slo.tpot_s)
+        if self.output.token_ids:
+            return Due(0.0, self.slo.tpot_s)
+        return Due(max(0.0, self.request.started_at_s + self.slo.ttft_s - self.now_s), self.slo.tpot_s)
+
+    def refuses_late(self, attempt: Attempt) -> bool:
+        """Whether nodes may refuse the request for its TTFT: only before it begins. To lose tokens is worse than to be
+        late."""
+        return self.rules.refuse_late and not attempt.begun and not self.output.token_ids
+
+    def too_late(self, predicted_s: float | None) -> Overloaded:
+        """The error of a request whose first token would come after so many seconds more."""
+        assert self.slo.ttft_s is not None, "without a TTFT nothing is late"
+        assert predicted_s is not None, "only predictions are late"
+        what = f"the first token would take {predicted_s:.3g} s more, and is due {self.slo.ttft_s:.3g} s after arrival"
+        return Overloaded(what, cure="try again later, or allow it more time", retry_after_s=max(0.1, predicted_s))

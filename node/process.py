@@ -176,7 +176,10 @@ async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node)
         if not failed.done():
             failed.set_result(reason)
 
-    group.on_failure(lambda reason: loop.call_soon_threadsafe(fail, reason))
+    def on_failure(reason: str) -> None:
+        loop.call_soon_threadsafe(fail, reason)
+
+    group.on_failure(on_failure)
     node.transfer.on_failed(lambda error: fail(error.message))
     waits: list[asyncio.Future[Any]] = [serving, failed]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -105,7 +105,7 @@ class DecodeProcess(Node):
                     phase=common_pb2.PEER_PHASE_READY,
                 )
                 self._pairs[pair.number] = pair
-                self.receiver.peers.add(pair.number)
+                self.receiver.peers[pair.number] = info.incarnation
                 self.changed()
                 accepted = pb.PairAccepted(info=self.info, sender_number=pair.number)
                 pair.stream.to_client(pb.PairResponse(accepted=accepted))

@@ -80,13 +80,15 @@ def main(arguments: Sequence[str]) -> None:
             continue
         rows: list[Row] = []
         try:
-            measure = importlib.import_module(module).run
+            imported = importlib.import_module(module)
+            measure = imported.run
             rows.extend(measure(_print_progress, *traces) if name in OF_TRACES else measure(_print_progress))
         finally:  # a benchmark that fails or is stopped keeps its rows so far
             if rows:
                 print_rows(title, rows)
                 page = f"{name}_gpu" if name in EITHER and torch.cuda.is_available() else name
-                write_markdown(f"{title} ({_machine()})", rows, RESULTS / f"{page}.md")
+                write = getattr(imported, "write_markdown", write_markdown)  # some pages have columns of their own
+                write(f"{title} ({_machine()})", rows, RESULTS / f"{page}.md")
                 write_json(rows, RESULTS / f"{page}.json")
 
 

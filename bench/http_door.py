@@ -1,9 +1,9 @@
 """What a streamed token costs the gateway: CPU seconds of all its processes over tokens, through HTTP and through gRPC.
 
-A scripted decode node sends each stream one token a step. At a slow pace every token is a message of its own; at a
-pace far above what the gateway can send, tokens merge, and the longest pause of a stream shows how fair it is. The
-gateway is a real one with default settings; node and clients run in other processes, and the clients parse next to
-nothing.
+A scripted decode node sends each stream one token a step. At a slow pace every token is a message of its own; at twice
+what the gateway can send, tokens merge, and the longest pause of a stream shows how fair it is. The gateway is a real
+one with default settings, of one and of several processes; node and clients run in other processes, and the clients
+parse next to nothing. Figures in CPU time hold on a busy machine too; the others need idle cores.
 """
 
 import asyncio
@@ -11,39 +11,35 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-import grpc
 import orjson
 import psutil
 import uvloop
 
 from baton.cli.processes import Process, Processes
-from baton.config import DEMO_MODELS
-from baton.rpc.status import client_may_leave
+from bench import bare_grpc, scripted_decode
 from bench.h2_client import GrpcConnection
+from bench.scripted_decode import FIRST_STEP_S, MODEL
 from bench.table import Row
-from decode_node.events import SessionMessage
-from decode_node.gateway_sessions import GatewaySessions
-from gateway.model import read_served_model
-from protos.baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, generation_pb2, node_pb2, node_pb2_grpc
+from protos.baton.v1 import generation_pb2
 
-MODEL = DEMO_MODELS / "llama"
-ROUNDS = 3
+ROUNDS = 2
 ALONE_GOAL_US, MERGED_GOAL_US = 50.0, 1e6 / 60_000
 PAUSE_GOAL_MS = 100.0
 WORKERS = (1, 2, 4)
-_INCARNATION = 21
 _PROMPT = list(range(10, 74))
-_TOKENS = range(300, 1300)  # of whole words, for the most part
-_FIRST_STEP_S = 0.5  # until all clients have their first token
 _STREAMS_PER_CONNECTION = 8
 _TIMEOUT_S = 120.0
+_LOOK_S = 0.005  # between looks of the clients at their own pauses
+
+_ALONE_STREAMS, _ALONE_STEPS, _ALONE_TOKENS_PER_S = 256, 40, 4000
+_MERGED_STREAMS, _MERGED_STEPS, _MERGED_TOKENS_PER_S = 512, 250, 120_000
 
 
 @dataclass(frozen=True)
@@ -57,111 +53,15 @@ class Pace:
 
     @property
     def work(self) -> str:
-        return f"{self.streams} streams, a step each {1e3 * self.step_s:.0f} ms, {self.output_tokens} tokens out"
+        return f"{self.streams} streams, a step each {1e3 * self.step_s:.1f} ms, {self.output_tokens} tokens out"
 
 
-def paces(streams: int) -> tuple[Pace, Pace]:
-    """One at which each token is a message, and one at some times what a gateway can send."""
-    return Pace("alone", streams, 80, streams / 4000), Pace("merged", streams, 400, streams / 100_000)
-
-
-class ScriptedDecode(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeServicer):
-    """A decode node without a model: once all streams' requests are there, each step has a token for every one.
-
-    Args:
-        pace: streams and seconds per step of the present round, which another process sets.
-    """
-
-    def __init__(self, identity: common_pb2.ModelIdentity, pace: Sequence[float]) -> None:
-        info = common_pb2.NodeInfo(
-            name="scripted", role=common_pb2.ROLE_DECODE, incarnation=_INCARNATION, model=identity,
-            max_context_tokens=4096, cache_shape=common_pb2.CacheShape(block_size=16, layout="NHD"),
-        )  # fmt: skip
-        self.status = node_pb2.NodeStatus(info=info, blocks_free=1 << 20, blocks_total=1 << 20)
-        self._pace = pace
-        self._sessions = GatewaySessions(self._deliver)
-        self._batches: dict[int, list[decode_pb2.SubmitRequest]] = {}  # by session
-        self._stepping: asyncio.Task[None] | None = None
-
-    async def Watch(self, request: node_pb2.WatchRequest, context: object) -> AsyncIterator[node_pb2.NodeStatus]:
-        while True:
-            yield self.status
-            await asyncio.sleep(1.0)
-
-    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> node_pb2.NodeStatus:
-        return self.status
-
-    async def Drain(self, request: node_pb2.DrainRequest, context: object) -> node_pb2.DrainResponse:
-        raise NotImplementedError
-
-    def Pair(
-        self, requests: AsyncIterator[decode_pb2.PairRequest], context: object
-    ) -> AsyncIterator[decode_pb2.PairResponse]:
-        raise NotImplementedError
-
-    def WatchCache(self, request: object, context: object) -> AsyncIterator[Any]:
-        raise NotImplementedError
-
-    async def Session(  # type: ignore[override]  # the stubs know generators only
-        self, requests: AsyncIterator[decode_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
-        with client_may_leave():
-            await self._sessions.serve(context.peer(), requests, context.write)
-
-    def _deliver(self, event: object) -> None:
-        if not isinstance(event, SessionMessage) or not event.message.HasField("submit"):
-            return
-        request = event.message.submit
-        accepted = decode_pb2.Accepted(key=request.key, why="scripted")
-        self._sessions.send(event.session, decode_pb2.SessionResponse(accepted=accepted))
-        self._batches.setdefault(event.session, []).append(request)
-        if sum(map(len, self._batches.values())) == int(self._pace[0]):
-            batches, self._batches = self._batches, {}
-            self._stepping = asyncio.create_task(self._steps(batches))
-
-    async def _steps(self, batches: dict[int, list[decode_pb2.SubmitRequest]]) -> None:
-        steps = {session: decode_pb2.SessionResponse(step=decode_pb2.Step()) for session in batches}
-        for session, batch in batches.items():
-            for request in batch:
-                steps[session].step.tokens.add(key=request.key, token=common_pb2.Token())
-        output_tokens = next(iter(batches.values()))[0].sampling.max_tokens
-        due_s = time.monotonic()
-        for index in range(output_tokens):
-            for session, response in steps.items():
-                for step_token in response.step.tokens:
-                    step_token.token.token_id = _TOKENS[(step_token.key * 7 + index) % len(_TOKENS)]
-                    step_token.token.index = index
-                    if index == output_tokens - 1:
-                        step_token.finish_reason = common_pb2.FINISH_REASON_LENGTH
-                self._sessions.send(session, _copy(response))
-            due_s += self._pace[1] if index else _FIRST_STEP_S
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        for session, batch in batches.items():
-            for request in batch:
-                released = decode_pb2.Released(key=request.key)
-                self._sessions.send(session, decode_pb2.SessionResponse(released=released))
-
-
-def _copy(response: decode_pb2.SessionResponse) -> decode_pb2.SessionResponse:
-    copy = decode_pb2.SessionResponse()
-    copy.CopyFrom(response)
-    return copy
-
-
-def _serve_node(addresses: Connection, pace: Sequence[float]) -> None:
-    """The scripted node's process."""
-
-    async def serve() -> None:
-        server = grpc.aio.server()
-        node = ScriptedDecode(read_served_model(MODEL, None).identity, pace)
-        node_pb2_grpc.add_NodeServicer_to_server(node, server)
-        decode_pb2_grpc.add_DecodeServicer_to_server(node, server)
-        node.status.info.address = address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        addresses.send(address)
-        await server.wait_for_termination()
-
-    uvloop.run(serve())
+def paces(workers: int) -> tuple[Pace, Pace]:
+    """One at which each token is a message, and one at about twice what so many processes can send."""
+    return (
+        Pace("alone", _ALONE_STREAMS, _ALONE_STEPS, _ALONE_STREAMS / _ALONE_TOKENS_PER_S),
+        Pace("merged", _MERGED_STREAMS, _MERGED_STEPS * workers, _MERGED_STREAMS / (_MERGED_TOKENS_PER_S * workers)),
+    )
 
 
 @dataclass
@@ -172,6 +72,11 @@ class Stream:
     last_s: float = 0.0
     messages: int = 0
     longest_s: float = 0.0  # between two messages
+
+    @property
+    def span_s(self) -> float:
+        """Without the pause before the second step, which is the node's."""
+        return self.last_s - self.first_s - FIRST_STEP_S
 
     def came(self, messages: int) -> None:
         now_s = time.monotonic()
@@ -190,6 +95,7 @@ class Load:
     pace: Pace
     streams: list[Stream] = field(default_factory=list)
     begun: int = 0
+    own_pause_s: float = 0.0  # the longest of the clients' process
     all_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stream(self) -> Stream:
@@ -201,7 +107,7 @@ class Load:
         if self.begun == self.pace.streams:
             now_s = time.monotonic()
             for stream in self.streams:  # the pause before the second step is the node's
-                stream.last_s, stream.longest_s = now_s + _FIRST_STEP_S, 0.0
+                stream.last_s, stream.longest_s = now_s + FIRST_STEP_S, 0.0
             self.all_begun.set()
 
     @property
@@ -209,14 +115,19 @@ class Load:
         return sum(stream.messages for stream in self.streams)
 
     @property
-    def pause_s(self) -> float:
-        """The longest pause of any stream, over the mean one of all."""
-        return max(stream.longest_s for stream in self.streams) - self.mean_pause_s
+    def longest_pauses_s(self) -> list[float]:
+        """Of each stream, in ascending order."""
+        return sorted(stream.longest_s for stream in self.streams)
 
     @property
     def mean_pause_s(self) -> float:
-        spans = [(s.last_s - s.first_s - _FIRST_STEP_S) / max(1, s.messages - 1) for s in self.streams]
-        return statistics.fmean(spans)
+        return statistics.fmean(stream.span_s / max(1, stream.messages - 1) for stream in self.streams)
+
+    @property
+    def fairness(self) -> float:
+        """All streams get equally many tokens: the time until the first one has all, over that of the last one."""
+        spans_s = [stream.span_s for stream in self.streams]
+        return min(spans_s) / max(spans_s)
 
 
 class SseClient(asyncio.Protocol):
@@ -256,6 +167,10 @@ class Cost:
 
     Attributes:
         busy: CPU seconds of the busiest process of the gateway over seconds.
+        pause_ms: the longest pause of the worst stream, over the mean pause.
+        unfair_ms: the same, over the longest pause of the median stream: what is not a pause of all streams.
+        client_pause_ms: of the clients' own process, which the pauses above include.
+        fairness: as `Load.fairness`.
     """
 
     cpu_us: float  # a token, of all processes of the gateway
@@ -263,19 +178,56 @@ class Cost:
     tokens_per_s: float
     busy: float
     pause_ms: float
+    unfair_ms: float
     mean_pause_ms: float
+    client_pause_ms: float
+    fairness: float
+
+
+@dataclass(frozen=True)
+class DoorRow(Row):
+    """A row for one number of the gateway's processes; 0: of no gateway."""
+
+    workers: int = 0
+
+    def cells(self) -> tuple[str, ...]:
+        name, *more = super().cells()
+        return (f"{name} ({self.workers})" if self.workers else name, *more)
 
 
 def run(progress: Callable[[str], None]) -> list[Row]:
-    """The rows of this benchmark; takes some minutes."""
+    """The rows of this benchmark; takes three minutes where cores are idle."""
     rows: list[Row] = []
     cores = os.cpu_count() or 1
     for workers in WORKERS:
-        if workers > max(1, cores - 2) and workers > 2:
+        if workers > max(2, cores - 2):
             progress(f"http_door: no figures for {workers} workers, which need {workers + 2} cores of {cores}")
             continue
         rows += measure(workers, progress)
     return rows
+
+
+def write_markdown(title: str, rows: Sequence[Row], path: Path) -> None:
+    """Writes one table with a column for each number of processes; makes the directory."""
+    counts = sorted({row.workers for row in rows if isinstance(row, DoorRow) and row.workers})
+    figures: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in rows:
+        work = row.work.partition(", ")[0]
+        figures.setdefault((row.name, work), {})[row.workers if isinstance(row, DoorRow) else 0] = row
+    heads = ["what", "work", *(f"{count} process{'es' if count > 1 else ''}" for count in counts), "goal"]
+    lines = [f"# {title}", "", _line(heads), _line(["---"] * len(heads))]
+    for (name, work), found in figures.items():
+        any_row = next(iter(found.values()))
+        cells = [found[count].cells()[2] if count in found else "" for count in counts]
+        if 0 in found:
+            cells[0] = found[0].cells()[2]
+        lines.append(_line([name, work, *cells, any_row.cells()[-1]]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def measure(workers: int, progress: Callable[[str], None]) -> list[Row]:
@@ -283,7 +235,7 @@ def measure(workers: int, progress: Callable[[str], None]) -> list[Row]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     pace = context.Array("d", [0.0, 0.0], lock=False)
-    node = context.Process(target=_serve_node, args=(theirs, pace), daemon=True)
+    node = context.Process(target=scripted_decode.serve, args=(theirs, pace), daemon=True)
     node.start()
     try:
         with Processes(progress) as processes:
@@ -298,35 +250,47 @@ def measure(workers: int, progress: Callable[[str], None]) -> list[Row]:
 
 async def _measure(gateway: Process, workers: int, shared: Any, progress: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
-    for streams in (256, 512):
-        for pace in paces(streams):
-            shared[0], shared[1] = pace.streams, pace.step_s
-            for name, door in DOORS.items():
-                rounds = []
-                for number in range(ROUNDS + 1):
-                    progress(f"http_door: {workers} worker(s), {name}, {pace.name}, round {number} of {ROUNDS}")
-                    cost = await _round(gateway, door, pace)
-                    if number:  # the first one warms up
-                        rounds.append(cost)
-                rows += _rows(name, workers, pace, rounds)
+    for pace in paces(workers):
+        shared[0], shared[1] = pace.streams, pace.step_s
+        for name, door in DOORS.items():
+            if workers > 1 and name == CHAT:
+                continue
+            rounds, bare = [], []
+            for number in range(ROUNDS + 1):
+                progress(f"http_door: {workers} process(es), {name}, {pace.name}, round {number} of {ROUNDS}")
+                cost = await _round(gateway, door, pace)
+                if number:  # the first one warms up
+                    rounds.append(cost)
+                if number and workers == 1 and name == GRPC and pace.name == "alone":
+                    # In turns, because other work on the machine moves both figures.
+                    bare.append(await asyncio.to_thread(bare_grpc.cpu_us, pace.streams, _ALONE_STEPS, pace.step_s))
+            rows += _rows(name, workers, pace, rounds)
+            if bare:
+                what = "grpc.aio alone, a constant message: CPU a message"
+                rows.append(DoorRow(what, pace.work, statistics.median(bare), "us", less_is_better=True))
     return rows
 
 
 def _rows(door: str, workers: int, pace: Pace, rounds: Sequence[Cost]) -> Iterable[Row]:
     merged = pace.name == "merged"
-    what = f"{door}, {pace.name}" + (f", {workers} workers" if workers > 1 else "")
 
     def row(name: str, of: Callable[[Cost], float], unit: str, limit: float | None = None) -> Row:
         middle = statistics.median(map(of, rounds))
-        return Row(f"{what}: {name}", pace.work, middle, unit, limit=limit, less_is_better=unit != "tok/s")
+        what = f"{door}, {pace.name}: {name}"
+        return DoorRow(what, pace.work, middle, unit, limit=limit, less_is_better=True, workers=workers)
 
-    yield row("CPU a token", lambda cost: cost.cpu_us, "us", MERGED_GOAL_US if merged else ALONE_GOAL_US)
     yield row("messages a token", lambda cost: cost.messages, "")
-    if merged:
+    if not merged:
+        yield row("CPU a message", lambda cost: cost.cpu_us / cost.messages, "us", ALONE_GOAL_US)
+    else:
+        yield row("CPU a token", lambda cost: cost.cpu_us, "us", round(MERGED_GOAL_US, 1))
         yield row("delivered", lambda cost: cost.tokens_per_s, "tok/s")
         yield row("busiest process", lambda cost: cost.busy, "cores")
         yield row("mean pause", lambda cost: cost.mean_pause_ms, "ms")
         yield row("longest pause over the mean", lambda cost: cost.pause_ms, "ms", PAUSE_GOAL_MS)
+        yield row("the same over the median stream's longest", lambda cost: cost.unfair_ms, "ms")
+        yield row("longest pause of the clients' process", lambda cost: cost.client_pause_ms, "ms")
+        yield row("first stream's end over the last one's", lambda cost: cost.fairness, "")
 
 
 async def _round(gateway: Process, door: "Door", pace: Pace) -> Cost:
@@ -336,18 +300,31 @@ async def _round(gateway: Process, door: "Door", pace: Pace) -> Cost:
     clients = await door(gateway, load)
     await asyncio.wait_for(load.all_begun.wait(), _TIMEOUT_S)
     messages, cpu_s, from_s = load.messages, [_cpu_s(process) for process in processes], time.monotonic()
+    looking = asyncio.create_task(_look_at_own_pauses(load))
     await asyncio.wait_for(asyncio.gather(*clients), _TIMEOUT_S)
-    seconds = time.monotonic() - from_s - _FIRST_STEP_S
+    looking.cancel()
+    seconds = time.monotonic() - from_s - FIRST_STEP_S
     tokens = pace.streams * (pace.output_tokens - 1)
     used_s = [_cpu_s(process) - before_s for process, before_s in zip(processes, cpu_s, strict=True)]
+    longest_s = load.longest_pauses_s
     return Cost(
         cpu_us=1e6 * sum(used_s) / tokens,
         messages=(load.messages - messages) / tokens,
         tokens_per_s=tokens / seconds,
         busy=max(used_s) / seconds,
-        pause_ms=1e3 * load.pause_s,
+        pause_ms=1e3 * (longest_s[-1] - load.mean_pause_s),
+        unfair_ms=1e3 * (longest_s[-1] - statistics.median(longest_s)),
         mean_pause_ms=1e3 * load.mean_pause_s,
+        client_pause_ms=1e3 * load.own_pause_s,
+        fairness=load.fairness,
     )
+
+
+async def _look_at_own_pauses(load: Load) -> None:
+    while True:
+        before_s = time.monotonic()
+        await asyncio.sleep(_LOOK_S)
+        load.own_pause_s = max(load.own_pause_s, time.monotonic() - before_s - _LOOK_S)
 
 
 Door = Callable[[Process, Load], "asyncio.Future[Sequence[asyncio.Future[None]]]"]
@@ -391,11 +368,12 @@ def _came(load: Load, stream: Stream, _: bytes) -> None:
         load.begins()
 
 
-_CHAT = {"messages": [{"role": "user", "content": "Write the given bytes to the file."}]}
+_CHAT_BODY = {"messages": [{"role": "user", "content": "Write the given bytes to the file."}]}
+GRPC, CHAT = "gRPC, Generate", "HTTP, chat"
 DOORS: dict[str, Any] = {
+    GRPC: _grpc,
     "HTTP, completions": partial(_http, "/v1/completions", {"prompt": _PROMPT}),
-    "HTTP, chat": partial(_http, "/v1/chat/completions", _CHAT),
-    "gRPC, Generate": _grpc,
+    CHAT: partial(_http, "/v1/chat/completions", _CHAT_BODY),
 }
 
 

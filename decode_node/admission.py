@@ -3,10 +3,9 @@ served, each for as long as it may wait. Pure.
 """
 
 from bisect import bisect_left, insort
-from math import inf
 
 from baton.errors import Overloaded
-from engine.request import QueuePlace
+from engine.request import EngineRequest, QueuePlace
 
 _RETRY_AFTER_S = 1.0
 
@@ -27,11 +26,8 @@ class BlockQueue:
         self._places: dict[str, QueuePlace] = {}
         self._queue: list[tuple[QueuePlace, str]] = []  # sorted
 
-    def enter(self, engine_id: str, *, queue_s: float, priority: int = 0, due_s: float | None = None) -> None:
+    def enter(self, request: EngineRequest, *, queue_s: float, now_s: float) -> None:
         """Puts a request at its place, where it may wait for `queue_s`; 0: it must be served at once.
-
-        Args:
-            due_s: when its first token is due; None: no bound, so it goes after those with one.
 
         Raises:
             Overloaded: too many wait already, or others go first and this one may not wait.
@@ -39,7 +35,8 @@ class BlockQueue:
         waiting = len(self._queue)
         if waiting >= self._waiting_max:
             raise Overloaded(f"{waiting} requests wait for room already", retry_after_s=_RETRY_AFTER_S)
-        entry = QueuePlace(priority, inf if due_s is None else due_s, self._arrivals), engine_id
+        engine_id = request.request_id
+        entry = QueuePlace.of(request, arrival=self._arrivals, now=now_s), engine_id
         if waiting and self._queue[0] < entry and queue_s <= 0:
             raise no_room(queue_s)
         self._arrivals += 1

@@ -11,7 +11,7 @@ from baton.error_detail import from_detail, to_detail
 from baton.errors import BatonError, InvalidRequest
 from baton.errors import Draining as DrainingError
 from decode_node.admission import BlockQueue
-from decode_node.commands import Command, EndSession, OpenLease, Send
+from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
 from decode_node.deadlines import Deadlines
 from decode_node.decode_task import DecodeTask, Phase, why_wanted_here
 from decode_node.events import (
@@ -156,9 +156,7 @@ class DecodeMachine:
     def _submit(self, session: int, submit: pb.SubmitRequest, now_s: float) -> list[Command]:
         try:
             request = self._new_request(session, submit, now_s)
-            self._queue.enter(
-                request.request_id, queue_s=submit.queue_s, priority=request.priority, due_s=request.due_s
-            )
+            self._queue.enter(request, queue_s=submit.queue_s, now_s=now_s)
         except BatonError as error:
             failed = pb.SessionResponse(failed=pb.Failed(key=submit.key, error=to_detail(error)))
             released = pb.SessionResponse(released=pb.Released(key=submit.key))
@@ -293,7 +291,9 @@ class DecodeMachine:
             del self._by_key[task.session, task.key]
             del self._by_engine_id[task.engine_id]
             return [*commands, *self._end_sessions()]
-        if task.phase is not Phase.WAITING and self._queue.leave(task.engine_id):
+        turn_is_over = task.phase is not Phase.WAITING and self._queue.leave(task.engine_id)
+        # The engine reserves for a limited number of requests, until they have their KV.
+        if turn_is_over or any(isinstance(command, Admit | PrefillHere) for command in commands):
             return [*commands, *self._reserve_first()]
         return commands
 

@@ -2,7 +2,8 @@
 
 from array import array
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from math import inf
+from typing import NamedTuple, Self, TypeAlias
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.types import SamplingParams, TokenOutput
@@ -16,19 +17,40 @@ def int_array(values: tuple[int, ...] | list[int] = ()) -> IntArray:
     return array("i", values)
 
 
+# A request without a deadline counts as due so long after its arrival.
+PATIENCE_S = 10.0
+
+
 class QueuePlace(NamedTuple):
     """Where a request stands among others: lower places go first and give way last.
 
     All queues of a node sort by this alone.
 
     Args:
-        due_s: when the request's first token is due; infinite: never.
+        due_s: when the request's first token is due; minus infinity: its client has tokens, so its stream stalls
+            while it waits.
         arrival: number in order of arrival.
     """
 
     priority: int
     due_s: float
     arrival: int
+
+    @classmethod
+    def of(cls, request: "EngineRequest", *, arrival: int, now: float) -> Self:
+        """The place of a request that arrives now."""
+        if request.output:
+            return cls(request.priority, -inf, arrival)
+        since_s = now if request.since_s is None else request.since_s
+        return cls(request.priority, since_s + PATIENCE_S if request.due_s is None else request.due_s, arrival)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the request has begun: nothing of its priority that arrived later goes before it."""
+        return self.due_s == -inf
+
+    def as_begun(self) -> Self:
+        return self._replace(due_s=-inf)
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,7 @@ class EngineRequest:
         priority: among waiting requests lower values go first, and equal ones by `due_s`, then in order of arrival.
         due_s: when its first token is due, on the engine's clock. Late requests go after those that can still be in
             time; None: see `engine.scheduling.deadlines`.
-        refuse_late: fail a `prefill_only` request that cannot meet `due_s` before anything of it is computed.
+        refuse_late: fail the request as soon as it cannot meet `due_s`, wherever possible before anything is computed.
         tpot_s: the mean time per further token that is expected; bounds the prompts in steps with this request. None:
             see `engine.scheduling.slices`.
         stop_tokens: compute only the tokens before this one and sample nothing; the request ends with its last
@@ -100,8 +122,7 @@ class EngineLimits:
 
     Args:
         max_batch_tokens: tokens of one step; prompts are cut to what the decodes leave.
-        max_batch_requests: requests of one step, also called seats. A request takes one when it can be computed, not
-            while its KV is on the way; as many more may be on the way.
+        max_batch_requests: requests of one step. See `seats`.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
         chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the known
@@ -131,6 +152,12 @@ class EngineLimits:
         if self.chunk_align_tokens is not None:
             _at_least("chunk_align_tokens", self.chunk_align_tokens, 1)
             self._check_room_for_a_chunk(self.chunk_align_tokens)
+
+    @property
+    def seats(self) -> int:
+        """Most requests that run at a time: each must find a token in every step. A request takes a seat when it can be
+        computed, not while its KV is on the way; as many more may be on the way."""
+        return min(self.max_batch_requests, self.max_batch_tokens)
 
     def chunk_tokens(self, start: int, stop: int, budget: int) -> int:
         """How many tokens of a prompt from `start` to `stop` fit into a step with this budget; 0: the prompt waits."""
@@ -178,6 +205,7 @@ class EngineLoad:
 
     Args:
         blocks_free: blocks that no request holds, including cached ones.
+        requests_waiting: requests that wait for room, for their KV or for a seat.
         blocks_leased: blocks of requests that wait for their KV, or that were prefilled and wait for release.
         tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
         requests_total: number of all requests so far.

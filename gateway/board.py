@@ -12,13 +12,17 @@ _NUMBER_BYTES = 8
 
 
 class Count(IntEnum):
-    """The columns. All count outputs of requests since the start of the gateway, but RUNNING those of now."""
+    """The columns. RUNNING counts outputs now; the others since the start of the gateway, up to LOCAL outputs."""
 
     RUNNING = 0
     FINISHED = 1
     FAILED = 2  # also cancelled ones
     REMOTE = 3
     LOCAL = 4
+    REFUSED_FULL = 5  # requests that never ran, by reason
+    REFUSED_QUEUE = 6
+    REFUSED_DEADLINE = 7
+    SHED = 8
 
 
 class Board:

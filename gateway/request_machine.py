@@ -114,6 +114,15 @@ class RequestMachine:
         return self._output.completion_tokens
 
     @property
+    def max_tokens(self) -> int:
+        return self._state.request.sampling.max_tokens
+
+    @property
+    def first_token_at_s(self) -> float | None:
+        """When the first token was passed on; None: not yet."""
+        return self._output.first_token_at_s
+
+    @property
     def failures(self) -> str:
         """What has failed so far, as one sentence."""
         return self._receipt.failures

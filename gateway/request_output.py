@@ -16,6 +16,7 @@ class Output:
 
     Attributes:
         end: how it ended; None: more tokens are due.
+        first_token_at_s: when the first token was passed on; None: not yet.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizing) -> None:
@@ -23,7 +24,7 @@ class Output:
         self._request = request
         self._order = TokenOrder()
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
-        self._first_token_at_s: float | None = None
+        self.first_token_at_s: float | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -71,19 +72,19 @@ class Output:
         message = self._reply.take()
         if message is None:
             return []
-        if self._first_token_at_s is None:
-            self._first_token_at_s = now_s
+        if self.first_token_at_s is None:
+            self.first_token_at_s = now_s
         return [Respond(message)]
 
     def last_message(self, draft: ReceiptDraft, now_s: float) -> Respond:
         """The message with usage and receipt, after all tokens were sent."""
         assert self.end is not None, "only a finished output has a last message"
-        assert self._first_token_at_s is not None, "an output ends with a token"
+        assert self.first_token_at_s is not None, "an output ends with a token"
         started_at_s, prompt_tokens = self._request.started_at_s, len(self._request.prompt)
         usage = Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             cached_tokens=min(draft.cached_tokens, prompt_tokens),
         )
-        receipt = draft.finish(first_token_s=self._first_token_at_s - started_at_s, total_s=now_s - started_at_s)
+        receipt = draft.finish(first_token_s=self.first_token_at_s - started_at_s, total_s=now_s - started_at_s)
         return Respond(self._reply.last(self.end, usage, receipt))

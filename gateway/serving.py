@@ -1,11 +1,11 @@
 """Requests from admission to their last message, for every API that admits them.
 
-Owns what all requests share: the limit on running requests, the counters, and the drain at the end of the process.
+Owns what all requests share: their admission, the counters, and the drain at the end of the process.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Protocol
 
 from baton.config import GatewaySettings
-from baton.errors import BatonError, Cancelled, Draining, InvalidRequest, Overloaded, UnknownModel
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, UnknownModel
 from baton.security import identity
 from baton.security.log_lines import loggable
 from baton.types import Path, Slo
@@ -30,6 +30,7 @@ from gateway.request_machine import RequestMachine
 from gateway.text_work import TextWork
 from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id
+from gateway.waiting_room import REFUSALS, WaitingRoom
 from protos.baton.v1 import generation_pb2 as pb
 
 log = logging.getLogger("baton")
@@ -39,12 +40,17 @@ _BYTES_PER_TOKEN = 8  # of texts that are made of tokens, with their ids
 
 @dataclass(frozen=True)
 class Counters:
-    """Since the start of the gateway; a cancelled request counts as failed, and each output as a request."""
+    """Since the start of the gateway; a cancelled request counts as failed, and each output as a request.
+
+    Attributes:
+        refused: requests that never ran, by reason.
+    """
 
     finished: int
     failed: int
     remote: int
     local: int
+    refused: Mapping[str, int]
 
 
 class Colleagues(Protocol):
@@ -82,13 +88,28 @@ class _Running:
         self.request_id = request_id
         self.client = client
         self.drivers: set[RequestDriver] = set()
+        self.tokens = 0  # of the outputs that have ended
         self.ended_by: BatonError | None = None
+        self._turn: asyncio.Future[None] | None = None  # while it waits for its turn
 
     def end(self, error: BatonError) -> None:
         """Ends all its outputs with this error, also those that have not begun."""
         self.ended_by = self.ended_by or error
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(self.ended_by)
         for driver in self.drivers:
             driver.end(self.ended_by)
+
+    async def until(self, turn: "asyncio.Future[None] | None") -> None:
+        """Waits for the request's turn; None: it has come.
+
+        Raises:
+            BatonError: the request may not run, or was ended.
+        """
+        if turn is not None:
+            self._turn = turn
+            await turn
+            self._turn = None
 
 
 class Serving:
@@ -123,6 +144,7 @@ class Serving:
         )
         self._connections = connections
         self._turns = Turns()
+        self._waiting_room = WaitingRoom(settings, connections, self._board)
         self._requests: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -137,7 +159,13 @@ class Serving:
     @property
     def counters(self) -> Counters:
         total = self._board.total
-        return Counters(total(Count.FINISHED), total(Count.FAILED), total(Count.REMOTE), total(Count.LOCAL))
+        return Counters(
+            total(Count.FINISHED),
+            total(Count.FAILED),
+            total(Count.REMOTE),
+            total(Count.LOCAL),
+            refused={name: total(count) for name, count in REFUSALS.items()},
+        )
 
     async def generate(
         self,
@@ -146,6 +174,7 @@ class Serving:
         *,
         budget_s: float | None,
         chat: ChatRequest | None = None,
+        client: str = "",
     ) -> None:
         """Serves one request in the current task; `write` gets its messages. Cancel the task to cancel the request.
 
@@ -154,6 +183,7 @@ class Serving:
         Args:
             budget_s: time until the client's deadline.
             chat: takes the place of the message's prompt.
+            client: whose request it is. Clients share the nodes evenly.
 
         Raises:
             BatonError: why it cannot be finished. It has the request's id.
@@ -163,10 +193,12 @@ class Serving:
             caller = identity.current()
             with caller.budget.request():
                 message.cache_salt = caller.salt(message.cache_salt)
-                await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id)
+                client = caller.name or client
+                await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id, client=client)
         except BatonError as error:
             error.request_id = request_id
-            level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel) else logging.INFO
+            # A line for each refusal would be one more load in an overload; they are counted.
+            level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel | Overloaded) else logging.INFO
             log.log(level, "%s failed: %s", request_id, loggable(error))
             raise
 
@@ -230,12 +262,13 @@ class Serving:
         budget_s: float | None,
         chat: ChatRequest | None,
         request_id: str,
+        client: str,
     ) -> None:
         started_at_s = monotonic()
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
         outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
-        with self._admitted(request_id, outputs) as running:
+        with self._admitted(request_id, outputs, client) as running:
             call = Call(message, chat, request_id, started_at_s, timeout_s)
             max_context_tokens = self._connections.fleet.max_context_tokens
             prepared = await prepare(call, self.model, self.texts, max_context_tokens=max_context_tokens)
@@ -243,10 +276,18 @@ class Serving:
             for _ in self._connections.fleet.look_ahead(prepared.request):
                 await asyncio.sleep(0)
             run = partial(self._run, running, prepared)
-            if outputs.drawn == 1:
-                await run(0, prepared.request, write)
-            else:
-                await fan_out(prepared.request, outputs, run, write)
+            asked = self._waiting_room.ask(prepared.request, outputs, client, has_deadline=budget_s is not None)
+            try:
+                await running.until(self._waiting_room.offer(asked))
+            finally:
+                self._waiting_room.withdraw(asked)
+            try:
+                if outputs.drawn == 1:
+                    await run(0, prepared.request, write)
+                else:
+                    await fan_out(prepared.request, outputs, run, write)
+            finally:
+                self._waiting_room.settle(asked, running.tokens)
 
     async def _run(self, running: _Running, prepared: Prepared, index: int, request: Request, write: Write) -> None:
         """Serves one output in the current task."""
@@ -262,19 +303,27 @@ class Serving:
                 parser.push(text)  # the client has what comes of it
         if parser is not None:
             write = partial(_write_chat, ChatOutput(parser), write)
-        driver = RequestDriver(request, machine, self._connections, self._turns, write)
+        output = self._waiting_room.begins()
+        driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write))
         running.drivers.add(driver)
+        whole, in_time = False, True
         try:
             await driver.run()
+            whole = True
+        except DeadlineExceeded:
+            in_time = False
+            raise
         finally:
             running.drivers.discard(driver)
             identity.current().budget.spend(machine.completion_tokens)
+            running.tokens += machine.completion_tokens
+            self._waiting_room.ran(output, machine, whole=whole, in_time=in_time)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
         # The first part of a split prompt is remote.
         self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
 
     @contextmanager
-    def _admitted(self, request_id: str, outputs: Outputs) -> Iterator[_Running]:
+    def _admitted(self, request_id: str, outputs: Outputs, client: str) -> Iterator[_Running]:
         """Counts a running request, each of its outputs as one.
 
         Raises:
@@ -282,12 +331,8 @@ class Serving:
         """
         if self._draining:
             raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)
-        limit, count = self._settings.max_concurrent_requests, outputs.drawn
-        if self.running + count > limit:
-            cure = "try again later, or raise BATON_MAX_CONCURRENT_REQUESTS"
-            raise Overloaded(
-                f"{self.running} requests are running already, of at most {limit}", cure=cure, retry_after_s=1.0
-            )
+        count = outputs.drawn
+        self._waiting_room.enter(client, count)
         running = _Running(request_id, identity.current().name)
         self._requests.add(running)
         self._running += count
@@ -299,6 +344,7 @@ class Serving:
             finished = True
         finally:
             self._requests.discard(running)
+            self._waiting_room.leave(client, count)
             self._running -= count
             self._board.add(Count.RUNNING, -count)
             if not self._running:

@@ -177,7 +177,7 @@ class Node:
             backlog_s=load.backlog_s,
             context_tokens=load.context_tokens,
             decode_rows=load.decode_rows,
-            max_batch_requests=self.limits.max_batch_requests,
+            max_batch_requests=self.limits.seats,
             max_batch_tokens=self.limits.max_batch_tokens,
         )
 
@@ -240,6 +240,8 @@ def engine_limits(settings: NodeSettings, built: Built, *, max_context_tokens: i
     if align_tokens is not None and settings.max_batch_tokens is None:
         # A step size chosen for speed may be too small for a chunk next to decodes.
         max_batch_tokens = max(max_batch_tokens, align_tokens + max_batch_requests - 1)
+    elif align_tokens is not None and settings.max_batch_requests is None:
+        max_batch_requests = max(1, min(max_batch_requests, max_batch_tokens - align_tokens + 1))
     return EngineLimits(
         max_batch_tokens=max_batch_tokens,
         max_batch_requests=max_batch_requests,

@@ -4,23 +4,16 @@ Requests are computed in the order of priority, then of the time when their firs
 long as every deadline can be met. Under overload it fails all of them, so a request that is late even if it is computed
 next goes after those that are not: it counts as due `PATIENCE_S` later than it was. A request without a deadline counts
 as due `PATIENCE_S` after its arrival. Each of these is therefore first in its priority after a bounded time.
+
+Requests whose client has tokens go before all others of their priority, in order of arrival (`QueuePlace.begun`).
 """
 
 from collections.abc import Sequence
 
 from baton.costs import StepCosts, chunk_pairs
-from engine.request import EngineRequest, QueuePlace
+from engine.request import PATIENCE_S, QueuePlace
 from engine.scheduling.slices import Pace
 from engine.scheduling.state import RequestState
-
-PATIENCE_S = 10.0
-
-
-def place_of(request: EngineRequest, *, arrival: int, now: float) -> QueuePlace:
-    """The place of a request that arrives now."""
-    since_s = now if request.since_s is None else request.since_s
-    due_s = since_s + PATIENCE_S if request.due_s is None else request.due_s
-    return QueuePlace(request.priority, due_s, arrival)
 
 
 def place_of_late(state: RequestState) -> QueuePlace:

@@ -1,6 +1,7 @@
 """Which prompts a step computes, and how much of each: earliest deadline first, within the step's bound. Pure."""
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from baton.costs import StepWork
@@ -23,12 +24,24 @@ _place_of = attrgetter("place")
 class Prompts:
     """The prompts of one engine, of waiting and of running requests.
 
+    Args:
+        stop: computes nothing more of a running request.
+
     Attributes:
         num_refused: how many requests were refused for being late.
     """
 
-    def __init__(self, roster: Roster, blocks: RequestBlocks, limits: EngineLimits, meter: Costs) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        blocks: RequestBlocks,
+        limits: EngineLimits,
+        meter: Costs,
+        *,
+        stop: Callable[[RequestState], None],
+    ) -> None:
         self.num_refused = 0
+        self._stop = stop
         self._roster = roster
         self._blocks = blocks
         self._limits = limits
@@ -70,8 +83,8 @@ class Prompts:
         pace = self._pace(step.work)
         for state in [state for state in running if is_late(state, pace, start=state.num_scheduled, now=now)]:
             self._fall_back(state)
-        prompts = deque(sorted(running, key=_place_of))
-        waited_s = now - (prompts[0] if prompts else roster.waiting[0]).queued_at
+        prompts = deque(sorted([state for state in running if state.phase is Phase.RUNNING], key=_place_of))
+        waited_s = self._waited_s(prompts, now, admit=admit)
         step.bound = self._slicer.bound(self._meter.costs, step.work, roster.tpots, waited_s=waited_s)
         while step.budget > 0:
             waiting = roster.waiting[0] if admit and roster.waiting and roster.free_seats else None
@@ -84,9 +97,17 @@ class Prompts:
         self._slicer.launched(skipped=step.has_skipped)
 
     def take_refused(self) -> tuple[RequestFailed, ...]:
-        """The waiting requests that were refused since the last call, because they cannot meet their deadline."""
+        """The requests that were refused since the last call, because they cannot meet their deadline."""
         refused, self._refused = tuple(self._refused), []
         return refused
+
+    def _waited_s(self, running: Iterable[RequestState], now: float, *, admit: bool) -> float:
+        """For how long the first prompt has waited of which nothing is computed. A prompt in progress does not wait."""
+        roster = self._roster
+        untouched = [state for state in running if not state.started]
+        if admit and roster.free_seats:
+            untouched += roster.waiting[:1]
+        return now - min(untouched, key=_place_of).queued_at if untouched else 0.0
 
     def _try_to_run(self, state: RequestState, step: NextStep, pace: Pace | None, now: float) -> bool:
         """Lets the first waiting request run if its blocks and its chunk fit. False: it waits, and so do all others."""
@@ -111,13 +132,15 @@ class Prompts:
         return self._slicer.pace(costs, decodes, self._roster.tpots, step_tokens=self._limits.max_batch_tokens)
 
     def _fall_back(self, state: RequestState) -> None:
-        """A request that cannot meet its deadline goes after those that can, or is refused while nothing of it is
-        computed."""
+        """A request that cannot meet its deadline goes after those that can, or is refused."""
         state.due_s = None
-        if not state.request.refuse_late or state.phase is not Phase.WAITING:
+        if not state.request.refuse_late:
             self._roster.move(state, place_of_late(state))
             return
-        self._roster.end(state)
+        if state.phase is Phase.WAITING:
+            self._roster.end(state)
+        else:
+            self._stop(state)
         self.num_refused += 1
         self._refused.append(RequestFailed(state.request_id, self._too_late()))
 

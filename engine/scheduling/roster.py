@@ -105,13 +105,15 @@ class Roster:
         self._leave(state)
         self._join(state, Phase.READY)
 
-    def fill_seats(self) -> None:
-        """Lets the first ready requests run, as many as there are free seats."""
-        for state in self.ready[: self.free_seats]:
+    def fill_seats(self, *, kept: int = 0) -> None:
+        """Lets the first ready requests run, as many as there are free seats; `kept` of them stay free."""
+        for state in self.ready[: max(0, self.free_seats - kept)]:
             self.run(state)
 
     def move(self, state: RequestState, place: QueuePlace) -> None:
         """Changes the request's place."""
+        if place == state.place:
+            return
         phase = state.phase
         self._leave(state)
         state.place = place
@@ -122,7 +124,7 @@ class Roster:
         self._join(state, Phase.HELD)
 
     def wait(self, state: RequestState) -> None:
-        """A preempted request waits at its place, before all later ones."""
+        """A preempted request waits at its place."""
         self._leave(state)
         self._join(state, Phase.WAITING)
 

@@ -16,6 +16,7 @@ from engine.request import (
     EngineLoad,
     EngineRequest,
     ModelFacts,
+    QueuePlace,
     Reservation,
     check_first_token,
     check_received,
@@ -24,7 +25,6 @@ from engine.request import (
 )
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.costs import Costs, NoCosts
-from engine.scheduling.deadlines import place_of
 from engine.scheduling.load import engine_load
 from engine.scheduling.prompts import RETRY_AFTER_S, Prompts
 from engine.scheduling.request_blocks import RequestBlocks
@@ -44,7 +44,9 @@ class Scheduler:
     first token is worse than one that starts late, so nothing new is reserved while any waits for a seat, or while as
     many requests as there are seats are reserved.
     A request runs only with blocks for all its known tokens. A decode that finds no further block preempts the running
-    request of the last place, which is recomputed later; prefill-only requests are never preempted.
+    request of the last place, which is recomputed later; prefill-only requests are never preempted. From its first
+    token on, a request has the earliest place among those of its priority that arrive later, whatever their deadlines,
+    and also when it waits after a preemption: then no ready request takes the seat that it could have.
 
     Waiting requests run in the order of their places, and none overtakes another, except that one that cannot meet its
     deadline falls back (`deadlines`). Prompts share a step in the same order, whether they run already or not; but no
@@ -65,10 +67,10 @@ class Scheduler:
         self._block_size = facts.block_size
         align_tokens = limits.chunk_align_tokens or 1
         self._blocks = RequestBlocks(facts, prefix_cache=limits.prefix_cache, align_tokens=align_tokens)
-        self._roster = Roster(seats=min(limits.max_batch_requests, limits.max_batch_tokens))
+        self._roster = Roster(seats=limits.seats)
         self._in_flight = StepsInFlight()
         self._decode_order = DecodeOrder()
-        self._prompts = Prompts(self._roster, self._blocks, limits, self._meter)
+        self._prompts = Prompts(self._roster, self._blocks, limits, self._meter, stop=self._stop_running)
         self._void: list[RequestState] = []  # ended requests that still have a row in a step in flight
         self._preemptions = 0
 
@@ -158,8 +160,9 @@ class Scheduler:
         if (end := state.append(first.token_id)) is not NO_END:
             self._end(state)
         else:
+            self._begin(state)
             self._roster.make_ready(state)
-            self._roster.fill_seats()
+            self._fill_seats()
         return end.reason
 
     def prefill_here(self, request_id: str, output: tuple[int, ...], now: float, *, received_tokens: int = 0) -> None:
@@ -189,7 +192,7 @@ class Scheduler:
             self._preempt(state, now)
         else:
             self._roster.make_ready(state)
-            self._roster.fill_seats()
+            self._fill_seats()
 
     # ---- requests leave
 
@@ -197,7 +200,7 @@ class Scheduler:
         """Ends the request in any phase. Returns True while a step in flight still writes to its blocks."""
         if (state := self._roster.find(request_id)) is not None:
             self._end(state)
-            self._roster.fill_seats()
+            self._fill_seats()
         return self._in_flight.has_row_with_id(request_id)
 
     def fail_all(self, error: BatonError) -> StepEvents:
@@ -219,7 +222,7 @@ class Scheduler:
         """
         if self._in_flight.full:
             return None
-        self._roster.fill_seats()
+        self._fill_seats()
         preemptions = self._preemptions
         # All other requests decode as before. Passes over all requests cost time in every step, so there is only one.
         unsteady = [state for state in self._roster.running if state.num_scheduled >= state.steady_stop]
@@ -234,7 +237,7 @@ class Scheduler:
         return self._in_flight.launch(step) if step.rows else None
 
     def take_refused(self) -> StepEvents | None:
-        """The waiting requests that `schedule` refused since the last call, because they cannot meet their deadline."""
+        """The requests that `schedule` refused since the last call, because they cannot meet their deadline."""
         refused = self._prompts.take_refused()
         return StepEvents(self._in_flight.launched, 0.0, failed=refused) if refused else None
 
@@ -288,9 +291,10 @@ class Scheduler:
                 reason, stop_reason = state.end_at(token.token_id)
                 if reason is not None or state.prefill_only:
                     self._stop_running(state)
+            if start < state.prefill_stop and state.phase is running:
+                self._begin(state)
             sampled.append((state.request_id, token, reason, stop_reason))
-        if self._roster.ready:
-            self._roster.fill_seats()
+        self._fill_seats()
         if not step.scores:
             self._meter.observe(step.work, seconds)
         tokens = tuple(map(token_sampled, sampled))
@@ -307,7 +311,7 @@ class Scheduler:
         failed = [state for state in step.states if state.phase is Phase.RUNNING]
         for state in failed:
             self._stop_running(state)
-        self._roster.fill_seats()
+        self._fill_seats()
         events = tuple(RequestFailed(state.request_id, error) for state in failed)
         return StepEvents(step.number, seconds, failed=events)
 
@@ -385,7 +389,7 @@ class Scheduler:
         )
         return RequestState(
             request,
-            place=place_of(request, arrival=self._roster.arrivals, now=now),
+            place=QueuePlace.of(request, arrival=self._roster.arrivals, now=now),
             queued_at=now,
             keys=self._blocks.keys(request),
             eos_token_ids=self._facts.eos_token_ids,
@@ -401,11 +405,30 @@ class Scheduler:
     def _preempt(self, state: RequestState, now: float) -> None:
         """Takes the blocks of a request. Its tokens stay, and their KV is recomputed when there is room."""
         assert not self._in_flight.has_row_of(state), "a step in flight writes to its blocks"
-        if state.started:  # its first token is no longer due
-            state.due_s, state.queued_at = None, now
+        if state.started:
+            self._begin(state)
+            state.queued_at = now
         self._roster.wait(state)
         self._blocks.give_back(state)
         self._preemptions += 1
+
+    def _begin(self, state: RequestState) -> None:
+        """From now on its first token is not due any more, and newcomers go after it."""
+        state.due_s = None
+        self._roster.move(state, state.place.as_begun())
+
+    def _fill_seats(self) -> None:
+        """Lets ready requests run. A preempted request that goes before them, and whose blocks are free, keeps a seat
+        until it is scheduled."""
+        roster = self._roster
+        if not roster.ready or not roster.free_seats:
+            return
+        kept, spare = 0, roster.num_decoders
+        for state in roster.waiting_before(roster.ready[0].place):
+            if not state.place.begun or not self._blocks.fits(state, self._blocks.cached(state), spare=spare):
+                break
+            kept, spare = kept + 1, spare + self._blocks.needed(state)
+        roster.fill_seats(kept=kept)
 
     def _stop_running(self, state: RequestState) -> None:
         """Nothing more of the request is computed here."""

@@ -44,7 +44,7 @@ class RequestState:
     Attributes:
         place: among the waiting requests, and among the running ones.
         queued_at: since when it waits to be computed here.
-        due_s: when its first token is due; None: never, or it is late already, or it has been sent.
+        due_s: when its first token is due; None: never, or it is late already, or it has been sampled.
         tokens: prompt and output as far as they are known.
         blocks: the request's blocks in order; empty while it waits.
         num_computed: leading tokens whose KV is in `blocks`.
@@ -178,7 +178,7 @@ class RequestState:
         self.tokens = int_array([*self.request.prompt, *output])
         self.prefill_stop = len(self.tokens)
         if output:
-            self.due_s = None
+            self.due_s, self.place = None, self.place.as_begun()
 
     def score_prompt(self) -> None:
         """Its prompt is computed here: the logprobs are collected if they are wanted."""

@@ -86,6 +86,9 @@ async def metrics(call: Call) -> Response:
         ("baton_gateway_local_total", "counter", "Requests prefilled on their decode node", counters.local),
     ]
     text = "".join(f"# HELP {name} {what}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, what, value in rows)
+    refused = "baton_gateway_requests_refused_total"
+    text += f"# HELP {refused} Requests that never ran, by reason\n# TYPE {refused} counter\n"
+    text += "".join(f'{refused}{{reason="{reason}"}} {number}\n' for reason, number in counters.refused.items())
     return Response(text, media_type=_PROMETHEUS)
 
 

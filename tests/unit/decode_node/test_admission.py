@@ -1,12 +1,16 @@
 """Requests get free blocks in order of arrival, each within its own time."""
 
+from typing import Any
+
 import pytest
 
 from baton.error_detail import from_detail
 from baton.errors import InvalidRequest, Overloaded
+from baton.types import SamplingParams
 from decode_node.admission import BlockQueue
 from decode_node.commands import Abort, Command, Reserve
 from decode_node.events import EngineRefused, SessionClosed, SessionOpened
+from engine.request import PATIENCE_S, EngineRequest
 from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.scene import SESSION, Scene, names, sent
 
@@ -27,6 +31,19 @@ def refuse(scene: Scene, key: int) -> list[Command]:
     return scene.on(EngineRefused(f"{SESSION}.{key}", FULL))
 
 
+def enter(queue: BlockQueue, engine_id: str, *, queue_s: float = 1.0, now_s: float = 0.0, **given: Any) -> None:
+    request = EngineRequest(engine_id, (1,), SamplingParams(max_tokens=9), **given)
+    queue.enter(request, queue_s=queue_s, now_s=now_s)
+
+
+def order(queue: BlockQueue) -> list[str]:
+    served = []
+    while (first := queue.first) is not None:
+        served.append(first)
+        assert queue.leave(first)
+    return served
+
+
 def reserves(commands: list[Command]) -> list[int]:
     """The keys of the requests for which blocks are to be reserved."""
     return [int(each.request.request_id.split(".")[1]) for each in commands if isinstance(each, Reserve)]
@@ -45,7 +62,7 @@ def error(commands: list[Command]) -> Overloaded:
 def test_only_the_first_may_reserve_and_the_next_follows_when_it_leaves() -> None:
     queue = BlockQueue(waiting_max=3)
     for engine_id in ("1.1", "1.2", "1.3"):
-        queue.enter(engine_id, queue_s=1.0)
+        enter(queue, engine_id)
     assert (queue.first, len(queue)) == ("1.1", 3)
     assert not queue.leave("1.2")
     assert queue.leave("1.1")
@@ -56,7 +73,7 @@ def test_only_the_first_may_reserve_and_the_next_follows_when_it_leaves() -> Non
 def test_a_full_queue_takes_no_request() -> None:
     queue = BlockQueue(waiting_max=0)
     with pytest.raises(Overloaded, match="0 requests wait for room already") as full:
-        queue.enter("1.1", queue_s=9.0)
+        enter(queue, "1.1", queue_s=9.0)
     assert full.value.retry_after_s == 1.0
     assert (queue.first, len(queue)) == (None, 0)
 
@@ -164,20 +181,16 @@ def test_released_is_sent_before_the_next_one_reserves(scene: Scene) -> None:
 def test_lower_priorities_go_first_and_equal_ones_in_order_of_arrival() -> None:
     queue = BlockQueue(waiting_max=9)
     for engine_id, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 0)):
-        queue.enter(engine_id, queue_s=1.0, priority=priority)
-    order = []
-    while (first := queue.first) is not None:
-        order.append(first)
-        assert queue.leave(first)
-    assert order == ["c", "a", "d", "b"]
+        enter(queue, engine_id, priority=priority)
+    assert order(queue) == ["c", "a", "d", "b"]
 
 
 def test_a_request_that_may_not_wait_is_served_at_once_if_it_goes_first() -> None:
     queue = BlockQueue(waiting_max=9)
-    queue.enter("a", queue_s=1.0)
+    enter(queue, "a")
     with pytest.raises(Overloaded, match="no room within 0 s"):
-        queue.enter("b", queue_s=0.0)
-    queue.enter("c", queue_s=0.0, priority=-1)
+        enter(queue, "b", queue_s=0.0)
+    enter(queue, "c", queue_s=0.0, priority=-1)
     assert queue.first == "c"
 
 
@@ -188,3 +201,44 @@ def test_a_better_request_reserves_before_those_that_wait(scene: Scene) -> None:
     refuse(scene, 3)
     assert reserves(scene.aborted(9)) == [3]
     assert reserves(scene.reserved(3)) == [1]
+
+
+# ---- deadlines
+
+
+def test_a_request_without_a_deadline_does_not_wait_for_ever_for_those_with_one() -> None:
+    queue = BlockQueue(waiting_max=9)
+    enter(queue, "none", now_s=5.0)
+    for number in range(3):
+        enter(queue, f"due-{number}", now_s=5.0 + 6 * number, due_s=10.0 + 6 * number)
+    assert 10.0 < 5.0 + PATIENCE_S < 16.0
+    assert order(queue) == ["due-0", "none", "due-1", "due-2"]
+
+
+def test_a_request_whose_client_has_tokens_goes_first() -> None:
+    queue = BlockQueue(waiting_max=9)
+    enter(queue, "new", due_s=0.1)
+    enter(queue, "begun", output=(4,))
+    enter(queue, "better", priority=-1)
+    assert order(queue) == ["better", "begun", "new"]
+
+
+def test_the_next_one_is_asked_for_as_soon_as_another_has_its_kv(scene: Scene) -> None:
+    scene.submit(2, queue_s=5.0)
+    scene.aborted(9)
+    scene.reserved(1)
+    refuse(scene, 2)  # because 1 is on its way
+    scene.opened(1)
+    scene.hand_over(1)
+    scene.filled(1)
+    assert names(scene.closed(1)) == ["Send admitted", "Admit", "Reserve"]
+
+
+def test_the_next_one_is_asked_for_as_soon_as_another_is_left_to_this_node(scene: Scene) -> None:
+    scene.submit(2, queue_s=5.0)
+    scene.aborted(9)
+    scene.reserved(1)
+    refuse(scene, 2)
+    scene.opened(1)
+    scene.prefill_here(1, 1)
+    assert names(scene.closed(1)) == ["Send accepted", "PrefillHere", "Reserve"]

@@ -6,7 +6,7 @@ import pytest
 
 from baton.costs import StepCosts
 from baton.errors import Overloaded
-from engine.scheduling.deadlines import PATIENCE_S
+from engine.request import PATIENCE_S
 from engine.scheduling.scheduler import Scheduler
 from tests.unit.engine.scheduling import finish, make, request
 

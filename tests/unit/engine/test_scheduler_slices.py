@@ -115,6 +115,8 @@ def test_without_a_tpot_steps_stay_short_until_prompts_wait() -> None:
     scheduler = decoding(Meter(COSTS), None)
     scheduler.submit(request("p", 19000), 0.0)
     assert prompt_tokens(scheduler) == 100 + 2000 - 1  # 25 ms
+    assert prompt_tokens(scheduler, 0.5) == 100 + 2000 - 1, "a prompt in progress does not wait"
+    scheduler.submit(request("q", 19000), 0.0)
     assert prompt_tokens(scheduler, 0.5) == 100 + 4500 - 1  # 50 ms
     assert prompt_tokens(scheduler, 5.0) == 8191
 

@@ -124,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = replace(
             request,
             due_s=None if due_in_s is None else self.now + due_in_s,
-            refuse_late=refuse_late and prefill_only,
+            refuse_late=refuse_late,
             tpot_s=tpot_s,
             stop_tokens=part if prefill_only and 0 < part < len(prompt) and alternatives is None else None,
         )
@@ -230,6 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for failed in refused.failed:
                 assert isinstance(failed.error, Overloaded)
                 self.live.remove(failed.request_id)
+                if failed.request_id in self.states():
+                    self.held.add(failed.request_id)
+        prefilling = [state for state in prefilling if state.phase is not Phase.HELD and state.phase is not Phase.ENDED]
         left = [state.place for state in waiting if state.phase is Phase.WAITING]
         assert not any(state.place > min(left) for state in waiting if left and state.phase is Phase.RUNNING)
         sent_back = self.scheduler.load().preemptions - before.preemptions

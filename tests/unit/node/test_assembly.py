@@ -29,7 +29,17 @@ def test_a_batch_invariant_node_starts_with_any_step_size_of_its_profile() -> No
     assert larger.max_batch_tokens == 2048
 
 
-def test_a_step_size_that_the_operator_gave_is_not_changed() -> None:
+def test_a_batch_invariant_node_has_as_many_seats_as_its_given_step_size_allows() -> None:
+    limits = engine_limits(settings(batch_invariant=True, max_batch_tokens=600), built(600), max_context_tokens=4096)
+    assert (limits.max_batch_tokens, limits.max_batch_requests) == (600, 89)
+    smallest = engine_limits(settings(batch_invariant=True, max_batch_tokens=512), built(512), max_context_tokens=4096)
+    assert smallest.max_batch_requests == 1
+
+
+def test_sizes_that_the_operator_gave_are_not_changed() -> None:
+    given = settings(batch_invariant=True, max_batch_tokens=512, max_batch_requests=256)
     with pytest.raises(ConfigError, match="max_batch_tokens is 512"):
-        engine_limits(settings(batch_invariant=True, max_batch_tokens=512), built(512), max_context_tokens=4096)
+        engine_limits(given, built(512), max_context_tokens=4096)
+    with pytest.raises(ConfigError, match="no room for a chunk of 512"):
+        engine_limits(settings(batch_invariant=True, max_batch_tokens=511), built(511), max_context_tokens=4096)
     assert engine_limits(settings(), built(512), max_context_tokens=4096).max_batch_tokens == 512

@@ -1,0 +1,199 @@
+"""Goodput of a small cluster at its capacity and far above it, with default settings: real processes on the CPU.
+
+The capacity is measured first, by as many requests at once as the decode node takes. Then requests arrive at random
+times at multiples of it, each with a deadline. Last, a light user sends one request after the other from an address of
+its own, alone and beside a client that keeps 150 requests open. `python -m bench.overload` takes about three minutes;
+an argument gives the seconds of each round.
+"""
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from baton.cli.processes import Processes
+from baton.client import Client, Finished
+from baton.config import DEMO_MODELS
+from baton.errors import BatonError
+from baton.types import SamplingParams
+from bench.table import Row, print_rows
+
+MODEL = DEMO_MODELS / "llama"
+DEADLINE_S = 6.0
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
+ROUND_S = 15.0
+LOADS = (1.0, 1.5, 3.0, 10.0)
+GOODPUT_GOAL, REFUSAL_GOAL_S, LIGHT_GOAL = 0.9, 0.05, 3.0
+_CAPACITY_AT_ONCE = 48
+_HEAVY_AT_ONCE = 150
+_LIGHT_REQUESTS = 25
+_LIGHT_PAUSE_S = 0.2
+_LIGHT_ADDRESS = "127.0.0.2"
+
+
+@dataclass
+class Outcome:
+    """What became of the requests of one round."""
+
+    good: int = 0
+    seconds: list[float] = field(default_factory=list)  # of good requests
+    refused_s: list[float] = field(default_factory=list)  # until a refusal with a hint
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+def run(round_s: float = ROUND_S) -> Iterator[Row]:
+    with Processes(lambda text: print(text, file=sys.stderr)) as processes:
+        flags = ["--model", str(MODEL), "--device", "cpu"]
+        nodes = [processes.start(program, flags) for program in ("prefill_node", "decode_node")]
+        processes.wait_ready(nodes)
+        ends = ["--prefill", nodes[0].address, "--decode", nodes[1].address]
+        gateway = processes.start("gateway", ["--model", str(MODEL), *ends])
+        processes.wait_ready([gateway])
+        assert gateway.http is not None
+        yield from asyncio.run(_measure(gateway.address, gateway.http, round_s))
+
+
+async def _measure(target: str, http: str, round_s: float) -> list[Row]:
+    rows = []
+    async with Client(target) as client:
+        for _ in range(2):  # the first round warms up
+            capacity = await _capacity(client, round_s)
+        rows.append(Row("overload capacity", f"{_CAPACITY_AT_ONCE} at once", capacity, "requests a second"))
+        peak = 0.0
+        for load in LOADS:
+            outcome = await _round(client, load * capacity, round_s)
+            goodput = outcome.good / round_s
+            peak = max(peak, goodput) if load == LOADS[0] else peak
+            rows += _rows(load, goodput, peak, outcome)
+            await asyncio.sleep(2.0)
+        alone = await _light(http)
+        heavy = asyncio.create_task(_heavy(client))
+        await asyncio.sleep(4.0)
+        beside = await _light(http)
+        heavy.cancel()
+    work = f"{_LIGHT_REQUESTS} requests, one after the other"
+    rows.append(Row("overload light user alone", work, _p99(alone.seconds), "s p99"))
+    served = f"{beside.good} of {_LIGHT_REQUESTS} served beside {_HEAVY_AT_ONCE}"
+    rows.append(
+        Row("overload light user", served, _p99(beside.seconds), "s p99", f"{LIGHT_GOAL * _p99(alone.seconds):.3g}")
+    )
+    return rows
+
+
+def _rows(load: float, goodput: float, peak: float, outcome: Outcome) -> list[Row]:
+    print(
+        load,
+        f"{goodput:.2f}/s",
+        f"{goodput / peak:.0%}",
+        dict(outcome.errors),
+        f"p50 {statistics.median(outcome.seconds or [0]):.2f} p99 {_p99(outcome.seconds):.2f}",
+        "refused",
+        len(outcome.refused_s),
+        f"p50 {statistics.median(outcome.refused_s or [0]) * 1e3:.0f} p99 {_p99(outcome.refused_s) * 1e3:.0f} ms",
+        file=sys.stderr,
+        flush=True,
+    )
+    return []
+
+
+async def _capacity(client: Client, round_s: float) -> float:
+    """Requests per second, without deadlines, with as many at once as the nodes work on."""
+    outcome, until_s = Outcome(), time.monotonic() + round_s
+
+    async def again() -> None:
+        while time.monotonic() < until_s:
+            await _ask(client, outcome, timeout_s=None)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_CAPACITY_AT_ONCE):
+            group.create_task(again())
+    print("capacity", outcome.good / round_s, statistics.median(outcome.seconds), file=sys.stderr)
+    return outcome.good / round_s
+
+
+async def _round(client: Client, rate: float, round_s: float) -> Outcome:
+    outcome, rng = Outcome(), random.Random(int(rate))
+    async with asyncio.TaskGroup() as group:
+        began_s, at_s = time.monotonic(), 0.0
+        while (at_s := at_s + rng.expovariate(rate)) < round_s:
+            await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
+            group.create_task(_ask(client, outcome, timeout_s=DEADLINE_S))
+    return outcome
+
+
+async def _heavy(client: Client) -> None:
+    async def again() -> None:
+        while True:
+            await _ask(client, Outcome(), timeout_s=None)
+            await asyncio.sleep(0.01)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_HEAVY_AT_ONCE):
+            group.create_task(again())
+
+
+async def _ask(client: Client, outcome: Outcome, *, timeout_s: float | None) -> None:
+    prompt = [random.randrange(10, 400) for _ in range(PROMPT_TOKENS)]
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    began_s = time.monotonic()
+    try:
+        async for event in client.generate(prompt, sampling, timeout_s=timeout_s):
+            if isinstance(event, Finished):
+                outcome.good += 1
+                outcome.seconds.append(time.monotonic() - began_s)
+    except BatonError as error:
+        hint = " hinted" if error.retry_after_s is not None else ""
+        outcome.errors[type(error).__name__ + hint] += 1
+        if hint:
+            outcome.refused_s.append(time.monotonic() - began_s)
+
+
+async def _light(http: str) -> Outcome:
+    """One request after the other, each on a connection of its own."""
+    outcome = Outcome()
+    for _ in range(_LIGHT_REQUESTS):
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                status = await _post(http)
+        except TimeoutError:
+            status = "timeout"
+        outcome.errors[status] += 1
+        if status == "200":
+            outcome.good += 1
+            outcome.seconds.append(time.monotonic() - began_s)
+        await asyncio.sleep(_LIGHT_PAUSE_S)
+    print(
+        "light",
+        dict(outcome.errors),
+        f"p50 {statistics.median(outcome.seconds or [0]):.3f} p99 {_p99(outcome.seconds):.3f}",
+        file=sys.stderr,
+    )
+    return outcome
+
+
+async def _post(http: str) -> str:
+    prompt = [random.randrange(10, 400) for _ in range(PROMPT_TOKENS)]
+    body = json.dumps({"model": "llama", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}).encode()
+    at = urlsplit(http)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port, local_addr=(_LIGHT_ADDRESS, 0))
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        return (await reader.read()).split(maxsplit=2)[1].decode()
+    finally:
+        writer.close()
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))] if seconds else float("nan")
+
+
+if __name__ == "__main__":
+    print_rows("Overload", list(run(*map(float, sys.argv[1:]))))

@@ -1,0 +1,148 @@
+"""How much more work nodes can take now, from their reports. Pure.
+
+Other gateways share the nodes, so only what nodes report counts, and what this gateway has sent since. Decode nodes
+take as many requests as they have seats, and some more, whose prompts are computed meanwhile. Where a client with few
+requests is next to one with many, the latter gets only as many as give nearly all of the throughput: every further one
+would slow all streams down and gain next to nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from baton.costs import StepCosts, StepWork
+from gateway.router import NodeView
+
+# Requests beyond the seats: their prompts are on their way, or the report does not know yet that others have ended.
+_AHEAD_SHARE, _AHEAD_SHARED, _AHEAD_LEAST = 0.25, 0.125, 2
+# Prompts wait on a prefill node for at most so long, so that it never idles between two reports.
+_PREFILL_WAIT_S, _PREFILL_WAIT_SHARED_S = 0.3, 0.1
+_ENOUGH = 0.9  # of the best throughput
+_LIGHT_SHARE, _LIGHT_LEAST = 0.05, 1
+_CONTEXT_TOKENS = 512  # of a request, where none decodes
+_SEATS_UNKNOWN = 64
+_ROWS_TRIED = (*range(1, 16), *range(16, 64, 4), *range(64, 256, 16), *range(256, 8193, 64))
+
+
+@dataclass(frozen=True)
+class DecodeRoom:
+    """One decode node.
+
+    Args:
+        load: requests on it.
+        most: requests that it should have at most; `most_shared`: of clients with many, next to one with few.
+        slots: tokens for which it has free blocks.
+    """
+
+    load: int
+    most: int
+    most_shared: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """All nodes together.
+
+    Args:
+        prefill_wait_s: until a prompt would be computed on the prefill node that is free first; 0: not known.
+        prefill_most_s: how long prompts may wait there.
+        step_s: predicted time of a decode step with one more request, on the least loaded node; None: not known.
+        alone_s: as `step_s`, if the node had no other request.
+    """
+
+    decodes: tuple[DecodeRoom, ...] = ()
+    prefill_wait_s: float = 0.0
+    prefill_most_s: float = _PREFILL_WAIT_S
+    step_s: float | None = None
+    alone_s: float | None = None
+
+    def has(self, prompt_tokens: int, outputs: int, *, shared: bool) -> bool:
+        """Whether a request may be sent to the nodes now. An idle node takes any, and nodes that cannot be seen take
+        the decision themselves."""
+        if not self.decodes:
+            return True
+        if any(node.load == 0 for node in self.decodes):
+            return True
+        if self.prefill_wait_s > (_PREFILL_WAIT_SHARED_S if shared else self.prefill_most_s):
+            return False
+        for node in self.decodes:
+            most = node.most_shared if shared else node.most
+            if node.load + min(outputs, max(1, most // 4)) <= most and node.slots > prompt_tokens:
+                return True
+        return False
+
+    @property
+    def is_light(self) -> bool:
+        """Nodes have so little to do that one more request costs the others next to nothing."""
+        return not self.decodes or any(
+            node.load <= max(_LIGHT_LEAST, _LIGHT_SHARE * node.most_shared) for node in self.decodes
+        )
+
+
+class Rooms:
+    """Finds the room of nodes that are open; remembers what follows from their costs.
+
+    Args:
+        ttft_s: the gateway's own; a longer one allows prompts to wait longer.
+    """
+
+    def __init__(self, ttft_s: float | None = None) -> None:
+        self._prefill_most_s = max(_PREFILL_WAIT_S, 0.0 if ttft_s is None else ttft_s / 2)
+        self._enough: dict[str, tuple[StepCosts, int, int]] = {}
+
+    def of(self, decodes: Sequence[NodeView], prefills: Sequence[NodeView]) -> Room:
+        """The room now.
+
+        Args:
+            decodes: those that decode.
+            prefills: those that compute prompts; none: the decode nodes do. All have their `queue_s` as of now.
+        """
+        rooms = tuple(self._decode_room(view) for view in decodes)
+        return _room(rooms, decodes, prefills or decodes, self._prefill_most_s)
+
+    def _decode_room(self, view: NodeView) -> DecodeRoom:
+        seats = view.max_batch_requests or _SEATS_UNKNOWN
+        slots = view.blocks_free * view.block_size - view.tokens_since
+        shared = self._rows(view, seats)
+        return DecodeRoom(view.load, _with_ahead(seats, _AHEAD_SHARE), _with_ahead(shared, _AHEAD_SHARED), slots)
+
+    def _rows(self, view: NodeView, seats: int) -> int:
+        if view.costs is None:
+            return seats
+        known = self._enough.get(view.address)
+        if known is None or known[0] is not view.costs or known[1] != seats:
+            known = self._enough[view.address] = view.costs, seats, enough_rows(view.costs, seats)
+        return known[2]
+
+
+def _room(
+    rooms: tuple[DecodeRoom, ...], decodes: Sequence[NodeView], prefills: Sequence[NodeView], prefill_most_s: float
+) -> Room:
+    least = min(decodes, key=lambda view: view.load, default=None)
+    step_s = alone_s = None
+    if least is not None and least.costs is not None:
+        rows = least.load + 1
+        context = least.context_tokens / least.decode_rows if least.decode_rows else _CONTEXT_TOKENS
+        step_s = least.costs.seconds(StepWork(rows, round(rows * context)))
+        alone_s = least.costs.seconds(StepWork(1, round(context)))
+    waits = [view.queue_s for view in prefills if view.queue_s < inf]
+    return Room(
+        rooms,
+        prefill_wait_s=min(waits, default=0.0),
+        prefill_most_s=prefill_most_s,
+        step_s=step_s,
+        alone_s=alone_s,
+    )
+
+
+def _with_ahead(rows: int, share: float) -> int:
+    return rows + max(_AHEAD_LEAST, int(share * rows))
+
+
+def enough_rows(costs: StepCosts, seats: int) -> int:
+    """The fewest rows with which a node decodes nearly as many tokens per second as with any number of rows."""
+    tried: list[int] = [*(rows for rows in _ROWS_TRIED if rows < seats), seats]
+    rates: list[float] = [rows / costs.seconds(StepWork(rows, rows * _CONTEXT_TOKENS)) for rows in tried]
+    wanted = _ENOUGH * max(rates)
+    return min(rows for rows, rate in zip(tried, rates, strict=True) if rate >= wanted)

@@ -1,0 +1,208 @@
+"""Where requests wait for their turn: the shell around `gateway.admission`.
+
+Waiting requests are looked at whenever a request ends or comes, and in short intervals, in which nodes report.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from time import monotonic
+from types import MappingProxyType
+
+from baton.config import GatewaySettings
+from baton.types import LocalPolicy
+from gateway.admission import Admission, Asked, Reason, Refused
+from gateway.board import Board, Count
+from gateway.connections import Connections
+from gateway.fleet_node import FleetNode
+from gateway.request import Outputs, Request
+from gateway.request_driver import Write
+from gateway.request_machine import RequestMachine
+from gateway.room import Room, Rooms
+from gateway.router import NodeView
+from protos.baton.v1 import generation_pb2 as pb
+
+REFUSALS = MappingProxyType(
+    {
+        "full": Count.REFUSED_FULL,
+        "queue": Count.REFUSED_QUEUE,
+        "deadline": Count.REFUSED_DEADLINE,
+        "shed": Count.SHED,
+    }
+)
+_COUNTS = {
+    Reason.FULL: Count.REFUSED_FULL,
+    Reason.QUEUE: Count.REFUSED_QUEUE,
+    Reason.DEADLINE: Count.REFUSED_DEADLINE,
+    Reason.SHED: Count.SHED,
+}
+_LOOK_S = 0.02
+
+
+@dataclass
+class Output:
+    """One output that runs.
+
+    Attributes:
+        step_s: `Room.step_s` when it began.
+        client_s: for how long its messages waited for the client, which says nothing about the nodes.
+    """
+
+    began_s: float
+    step_s: float | None
+    client_s: float = 0.0
+
+    async def write(self, write: Write, message: pb.GenerateResponse) -> None:
+        began_s = monotonic()
+        await write(message)
+        self.client_s += monotonic() - began_s
+
+
+class WaitingRoom:
+    """One per process."""
+
+    def __init__(self, settings: GatewaySettings, connections: Connections, board: Board) -> None:
+        ttft_s = None if settings.ttft_ms is None else settings.ttft_ms / 1e3
+        self._admission = Admission(most=settings.max_concurrent_requests, queue_s=settings.queue_s)
+        self._rooms = Rooms(ttft_s)
+        self._elastic = settings.local_policy is LocalPolicy.ELASTIC
+        self._uses_prefills = settings.local_policy is not LocalPolicy.LOCAL
+        self._slo_ttft_s = ttft_s if settings.refuse_late else None
+        self._refuses_late = settings.refuse_late
+        self._connections = connections
+        self._board = board
+        self._keys = count(1)
+        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._timer: asyncio.Handle | None = None
+        self._published: Counter[Reason] = Counter()
+
+    def enter(self, client: str, outputs: int) -> None:
+        """Counts a request of a client as here; `leave` must follow.
+
+        Raises:
+            Overloaded: there are too many.
+        """
+        here = self._board.total(Count.RUNNING)
+        try:
+            self._end(self._admission.enter(client, outputs, here, monotonic()))
+        finally:
+            self._publish()
+
+    def leave(self, client: str, outputs: int) -> None:
+        self._admission.leave(client, outputs)
+        if self._waiters:
+            self._look_soon()
+
+    def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> Asked:
+        """What the request wants."""
+        sampling = request.sampling
+        ttft_s = request.slo.ttft_s if request.slo.ttft_s is not None else self._slo_ttft_s
+        return Asked(
+            key=next(self._keys),
+            client=client,
+            prompt_tokens=len(request.prompt),
+            output_tokens=sampling.max_tokens,
+            certain_tokens=sampling.max_tokens if sampling.ignore_eos else sampling.min_tokens,
+            arrived_s=request.started_at_s,
+            outputs=outputs.drawn,
+            priority=request.priority,
+            deadline_s=request.deadline_s if has_deadline else None,
+            first_due_s=request.started_at_s + ttft_s if self._refuses_late and ttft_s is not None else None,
+        )
+
+    def offer(self, asked: Asked) -> "asyncio.Future[None] | None":
+        """The request's turn, which gets an error where the request may not run; None: it runs now. `withdraw` must
+        follow.
+
+        Raises:
+            Overloaded: it may not even wait.
+        """
+        now_s = monotonic()
+        try:
+            if self._admission.offer(asked, self._room(now_s), now_s):
+                return None
+        finally:
+            self._publish()
+        waiter = self._waiters[asked.key] = asyncio.get_running_loop().create_future()
+        self._look_soon()
+        return waiter
+
+    def withdraw(self, asked: Asked) -> None:
+        """The request waits no longer."""
+        self._waiters.pop(asked.key, None)
+        self._admission.withdraw(asked.key, monotonic())
+
+    def begins(self) -> "Output":
+        """An output begins to run."""
+        now_s = monotonic()
+        return Output(now_s, self._room(now_s).step_s)
+
+    def ran(self, output: "Output", machine: RequestMachine, *, whole: bool, in_time: bool) -> None:
+        """An output has ended."""
+        now_s, pace = monotonic(), self._admission.pace
+        first_s = machine.first_token_at_s
+        if first_s is not None:
+            pace.first_token(first_s - output.began_s, now_s)
+            steps_s = [step_s for step_s in (output.step_s, self._room(now_s).step_s) if step_s is not None]
+            seconds = max(0.0, now_s - first_s - output.client_s)
+            most = machine.max_tokens
+            pace.ended(machine.completion_tokens, most, seconds, max(steps_s, default=None), now_s, whole=whole)
+        elif not in_time:
+            pace.first_token(now_s - output.began_s, now_s)
+
+    def settle(self, asked: Asked, tokens: int) -> None:
+        """The request has ended after so many tokens."""
+        self._admission.settle(asked, tokens)
+
+    # ----
+
+    def _room(self, now_s: float) -> Room:
+        fleet = self._connections.fleet
+        if self._elastic:
+            decodes = _views(fleet.decoding_nodes(), now_s)
+            return self._rooms.of(decodes, [*_views(fleet.prefills.values(), now_s), *decodes])
+        prefills = _views(fleet.prefills.values(), now_s) if self._uses_prefills else []
+        return self._rooms.of(_views(fleet.decodes.values(), now_s), prefills)
+
+    def _look_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Starts the next request, or gives up those that have waited too long."""
+        self._timer = None
+        now_s, loop = monotonic(), asyncio.get_running_loop()
+        room = self._room(now_s)
+        key = self._admission.take(room, now_s)
+        if key is not None:
+            waiter = self._waiters.get(key)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+            # The next look must know that this request was sent, by its own task, or by one that this task starts.
+            self._timer = loop.call_soon(loop.call_soon, self._look)
+            return
+        refused = self._admission.shed(room, now_s)
+        self._end(refused)
+        self._publish()
+        if refused:
+            self._look_soon()
+        elif self._admission.num_waiting:
+            self._timer = loop.call_later(_LOOK_S, self._look)
+
+    def _end(self, refused: Iterable[Refused]) -> None:
+        for each in refused:
+            if (waiter := self._waiters.get(each.key)) is not None and not waiter.done():
+                waiter.set_exception(each.error)
+
+    def _publish(self) -> None:
+        counts = self._admission.counts
+        for reason, number in counts.items():
+            if number != self._published[reason]:
+                self._board.add(_COUNTS[reason], number - self._published[reason])
+                self._published[reason] = number
+
+
+def _views(nodes: Iterable[FleetNode], now_s: float) -> list[NodeView]:
+    return [node.view().with_queue(node.queue_s(now_s)) for node in nodes if node.open]

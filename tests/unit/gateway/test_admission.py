@@ -1,0 +1,308 @@
+"""Which requests run, wait, or are refused, one decision at a time."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from baton.errors import Overloaded
+from gateway.admission import Admission, Asked, Estimate, Pace, Reason, StandingQueue, StartRate
+from gateway.room import DecodeRoom, Room
+
+FREE = Room((DecodeRoom(load=10, most=20, most_shared=16, slots=10_000),), step_s=0.01, alone_s=0.01)
+FULL = replace(FREE, decodes=(DecodeRoom(load=20, most=20, most_shared=16, slots=10_000),))
+_keys = count(1)
+
+
+def asked(client: str = "a", *, now_s: float = 0.0, left_s: float | None = None, **given: int | float) -> Asked:
+    deadline_s = None if left_s is None else now_s + left_s
+    values: dict[str, int | float] = {"prompt_tokens": 80, "output_tokens": 90, "certain_tokens": 90, **given}
+    return Asked(next(_keys), client, arrived_s=now_s, deadline_s=deadline_s, **values)  # type: ignore[arg-type]
+
+
+def make(*, most: int = 100, queue_s: float = 10.0) -> Admission:
+    return Admission(most=most, queue_s=queue_s)
+
+
+def starting(admission: Admission, *, per_s: float) -> None:
+    """For two seconds so many requests have started each second, while others waited."""
+    admission._rate.waits(0.0)
+    for number in range(1, int(2 * per_s) + 1):
+        admission._rate.started(100.0, number / per_s)
+
+
+# ---- start or wait
+
+
+def test_a_request_starts_where_there_is_room_and_waits_where_there_is_none() -> None:
+    admission = make()
+    assert admission.offer(asked(), FREE, 0.0)
+    first, second = asked(), asked()
+    assert not admission.offer(first, FULL, 0.0)
+    assert not admission.offer(second, FREE, 0.0), "it does not overtake one that waits"
+    assert admission.take(FULL, 0.1) is None
+    assert [admission.take(FREE, 0.1), admission.take(FREE, 0.1), admission.take(FREE, 0.1)] == [
+        first.key,
+        second.key,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        replace(FREE, prefill_wait_s=0.4),
+        replace(FREE, decodes=(DecodeRoom(10, 20, 16, slots=80),)),
+        replace(FREE, decodes=(DecodeRoom(20, 20, 16, 10_000),)),
+    ],
+)
+def test_prompts_that_wait_missing_blocks_and_missing_seats_hold_a_request_back(room: Room) -> None:
+    assert not make().offer(asked(), room, 0.0)
+
+
+def test_an_idle_node_and_nodes_that_are_not_known_take_any_request() -> None:
+    assert make().offer(asked(), Room((DecodeRoom(0, 20, 16, slots=1),), prefill_wait_s=9.0), 0.0)
+    assert make().offer(asked(), Room(), 0.0)
+
+
+def test_a_request_with_more_outputs_than_seats_is_served() -> None:
+    assert make().offer(asked(outputs=128), FREE, 0.0)
+
+
+def test_a_request_whose_client_has_left_waits_no_longer() -> None:
+    admission = make()
+    gone = asked()
+    admission.offer(gone, FULL, 0.0)
+    admission.withdraw(gone.key, 0.1)
+    admission.withdraw(gone.key, 0.1)
+    assert (admission.num_waiting, admission.take(FREE, 0.2)) == (0, None)
+
+
+# ---- deadlines
+
+
+def test_a_request_that_cannot_be_finished_in_time_is_refused_at_once_with_a_hint() -> None:
+    with pytest.raises(Overloaded, match=r"it would take 0\.9 s and has 0\.8 s") as refused:
+        make().offer(asked(left_s=0.8), FULL, 0.0)
+    assert refused.value.retry_after_s == pytest.approx(0.1, abs=0.01)
+    with pytest.raises(Overloaded):
+        make().offer(asked(left_s=0.8), FREE, 0.0)
+    assert make().offer(asked(left_s=1.4), FREE, 0.0)
+
+
+def test_a_request_whose_deadline_has_passed_gets_the_error_of_that() -> None:
+    assert make().offer(asked(left_s=0.0), FULL, 0.0)
+
+
+def test_measured_times_count() -> None:
+    admission = make()
+    assert admission.offer(asked(left_s=2.0), FREE, 0.0)
+    admission.pace.first_token(0.5, 0.0)
+    admission.pace.ended(90, 90, 89 * 0.02, 0.01, 0.0, whole=True)  # twice as long as predicted
+    with pytest.raises(Overloaded, match=r"it would take 2\.3 s"):
+        admission.offer(asked(left_s=2.0), FULL, 0.0)
+    assert not admission.offer(asked(left_s=4.0), FULL, 0.0)
+
+
+def test_old_measurements_keep_nobody_out_for_ever() -> None:
+    admission = make()
+    admission.pace.first_token(60.0, 0.0)
+    with pytest.raises(Overloaded):
+        admission.offer(asked(left_s=5.0), FREE, 1.0)
+    assert admission.offer(asked(now_s=30.0, left_s=5.0), FREE, 30.0)
+
+
+def test_a_cluster_with_little_to_do_tries_what_looks_too_slow() -> None:
+    admission = make()
+    admission.pace.first_token(60.0, 0.0)
+    light = replace(FREE, decodes=(DecodeRoom(1, 20, 16, 10_000),))
+    assert admission.offer(asked(left_s=5.0), light, 1.0)
+    with pytest.raises(Overloaded):  # 600 tokens never take less than 6 s
+        admission.offer(asked(left_s=5.0, output_tokens=600, certain_tokens=600), light, 1.0)
+
+
+def test_the_predicted_wait_may_take_only_a_part_of_what_the_service_leaves() -> None:
+    admission = make()
+    starting(admission, per_s=10.0)
+    for _ in range(5):
+        admission.offer(asked(now_s=2.0), FULL, 2.0)
+    with pytest.raises(Overloaded, match=r"it would wait 0\.5") as refused:
+        admission.offer(asked(now_s=2.0, left_s=2.0), FULL, 2.0)
+    assert admission.counts[Reason.DEADLINE] == 1
+    assert refused.value.retry_after_s is not None
+    assert not admission.offer(asked(now_s=2.0, left_s=6.0), FULL, 2.0)
+
+
+def test_what_can_no_longer_be_in_time_is_given_up_before_it_costs() -> None:
+    admission = make()
+    short, long, none = asked(left_s=2.0), asked(left_s=4.0), asked()
+    for each in (short, long, none):
+        admission.offer(each, FULL, 0.0)
+    assert admission.shed(FULL, 1.0) == []
+    (refused,) = admission.shed(FULL, 1.2)
+    assert (refused.key, refused.reason) == (short.key, Reason.SHED)
+    assert refused.error.retry_after_s is not None
+    assert admission.num_waiting == 2
+    assert [each.key for each in admission.shed(FULL, 10.0)] == [long.key, none.key]
+    assert admission.counts == {Reason.SHED: 2, Reason.QUEUE: 1}
+
+
+def test_a_first_token_that_comes_too_late_is_refused_where_that_is_asked_for() -> None:
+    admission = make()
+    admission.pace.first_token(0.5, 0.0)
+    with pytest.raises(Overloaded, match="before it is due"):
+        admission.offer(asked(first_due_s=0.4), FULL, 0.0)
+    waiting = asked(first_due_s=1.0)
+    assert not admission.offer(waiting, FULL, 0.0)
+    assert [each.key for each in admission.shed(FULL, 0.6)] == [waiting.key]
+
+
+# ---- without deadlines
+
+
+def test_the_queue_is_as_long_as_its_delay_allows() -> None:
+    admission = make(queue_s=1.99)
+    starting(admission, per_s=10.0)
+    for _ in range(20):
+        assert not admission.offer(asked(now_s=2.0), FULL, 2.0)
+    with pytest.raises(Overloaded, match="it would wait 2") as refused:
+        admission.offer(asked(now_s=2.0), FULL, 2.0)
+    assert refused.value.retry_after_s is not None
+    assert not admission.offer(asked("other", now_s=2.0), FULL, 2.0)
+
+
+def test_without_a_queue_a_request_runs_at_once_or_not_at_all() -> None:
+    admission = make(queue_s=0.0)
+    assert admission.offer(asked(), FREE, 0.0)
+    with pytest.raises(Overloaded):
+        admission.offer(asked(), FULL, 0.0)
+
+
+def test_a_queue_stands_when_the_shortest_wait_of_an_interval_is_too_long() -> None:
+    queue = StandingQueue(target_s=1.0, interval_s=2.0)
+    queue.look(0.0)
+    for at_s in (0.5, 1.0, 1.5):
+        queue.waited(1.2, at_s)
+    assert not queue.stands
+    queue.look(2.0)
+    assert queue.stands
+    queue.waited(0.8, 3.0)
+    queue.look(4.0)
+    assert queue.stands, "it hovers at the target"
+    queue.waited(0.4, 5.0)
+    queue.look(6.0)
+    assert not queue.stands
+    queue.waited(3.0, 7.0)
+    queue.look(7.5, waiting=False)
+    assert not queue.stands
+
+
+# ---- limits and clients
+
+
+def test_over_the_limit_the_largest_client_makes_way() -> None:
+    admission = make(most=10)
+    for _ in range(10):
+        admission.enter("heavy", 1, 0, 0.0)
+    waiting = [asked("heavy") for _ in range(4)]
+    for each in waiting:
+        admission.offer(each, FULL, 0.0)
+    with pytest.raises(Overloaded, match="10 requests are running already, of at most 10") as refused:
+        admission.enter("heavy", 1, 10, 0.0)
+    assert refused.value.retry_after_s is not None
+    with pytest.raises(Overloaded):
+        admission.enter("medium", 3, 12, 0.0)
+    assert admission.num_waiting == 4, "nobody makes way in vain"
+    evicted = admission.enter("medium", 3, 11, 0.0)
+    assert [each.key for each in evicted] == [each.key for each in reversed(waiting)]
+    assert {each.reason for each in evicted} == {Reason.FULL}
+
+
+def test_silent_streams_do_not_refuse_a_light_client() -> None:
+    admission = make(most=1024)
+    here = 0
+    for _ in range(3000):
+        try:
+            admission.enter("idle", 1, here, 0.0)
+        except Overloaded:
+            continue
+        here += 1
+    assert here == 1024
+    for _ in range(5):
+        admission.enter("light", 1, here, 1.0)
+        here += 1
+    for _ in range(5):
+        admission.leave("light", 1)
+    for number in range(1000):
+        try:
+            admission.enter(f"greedy-{number % 2}", 1, here, 1.0)
+        except Overloaded:
+            continue
+        here += 1
+    assert 1100 < here <= 1280
+
+
+def test_next_to_a_light_client_a_heavy_one_gets_fewer_streams_and_the_light_one_does_not_wait() -> None:
+    admission = make()
+    busy = replace(FREE, decodes=(DecodeRoom(17, 20, 16, 10_000),))
+    for _ in range(50):
+        admission.enter("heavy", 1, 0, 0.0)
+    assert admission.offer(asked("heavy"), busy, 0.0), "alone it may use all seats"
+    admission.enter("light", 1, 0, 1.0)
+    assert not admission.offer(asked("heavy"), busy, 1.0)
+    light = asked("light")
+    assert not admission.offer(light, busy, 1.0)
+    assert admission.take(busy, 1.0) == light.key
+
+
+def test_a_request_that_waited_pays_for_the_tokens_that_it_got() -> None:
+    admission = make()
+    a, b, a2, b2 = asked("a"), asked("b"), asked("a"), asked("b")
+    for each in (a, b, a2, b2):
+        admission.offer(each, FULL, 0.0)
+    assert [admission.take(FREE, 0.0), admission.take(FREE, 0.0)] == [a.key, b.key]
+    admission.settle(b, 1)
+    admission.settle(a, 90)
+    admission.settle(a, 90)  # only once
+    assert admission.take(FREE, 0.0) == b2.key
+
+
+# ---- measuring
+
+
+def test_expected_tokens_follow_what_requests_of_that_size_had() -> None:
+    pace, chat = Pace(), asked(output_tokens=4096, certain_tokens=0)
+    assert pace.expected_tokens(chat) == 200
+    for _ in range(200):
+        pace.ended(50, 4096, 1.0, None, 0.0, whole=True)
+    assert 40 <= pace.expected_tokens(chat) <= 60
+    pace.ended(900, 4096, 1.0, None, 0.0, whole=False)
+    assert pace.expected_tokens(chat) > 50
+    assert pace.expected_tokens(asked(output_tokens=16, certain_tokens=0)) == 16
+    assert pace.expected_tokens(asked(output_tokens=4096, certain_tokens=4096)) == 4096
+
+
+def test_the_rate_counts_only_the_time_in_which_requests_wait() -> None:
+    rate = StartRate()
+    assert rate.at(0.0) is None
+    rate.waits(0.0)
+    for number in range(1, 21):
+        rate.started(5.0, number / 10)
+    before = rate.at(2.0)
+    assert before == pytest.approx(50.0, rel=0.1)
+    rate.rests(2.0)
+    assert rate.at(500.0) == before
+    rate.waits(500.0)
+    after = rate.at(510.0)
+    assert after is not None
+    assert after < 5.0, "nothing starts any more"
+
+
+def test_an_estimate_fades_while_nothing_is_measured() -> None:
+    estimate = Estimate()
+    assert estimate.at(0.0) == 0.0
+    estimate.observe(8.0, 0.0)
+    assert estimate.at(3.0) == 8.0
+    assert estimate.at(6.0) == pytest.approx(4.0)
+    estimate.observe(2.0, 100.0)
+    assert estimate.at(100.0) == pytest.approx(5.0)

@@ -74,6 +74,14 @@ class Outcome:
     def ttft_s(self, share: float) -> float:
         return _quantile([job.ttft_s for job in self.counted], share)
 
+    @property
+    def mean_ttft_s(self) -> float:
+        return sum(job.ttft_s for job in self.counted) / len(self.counted)
+
+    @property
+    def mean_tpot_s(self) -> float:
+        return sum(job.tpot_s for job in self.counted) / len(self.counted)
+
     def tpot_s(self, share: float) -> float:
         return _quantile([job.tpot_s for job in self.counted], share)
 

@@ -1,24 +1,27 @@
-"""The gateway's choice of prefill nodes, driven by Mooncake's conversation trace, in virtual time.
+"""The gateway's choice of prefill nodes, driven by Mooncake's conversation trace, in `baton plan`'s simulation.
 
 Hits are counted in the trace's second half, in its blocks of 512 tokens. The nodes compute prompts as one H200 with
 Llama-3.1-8B does (39,000 tokens a second in steps of 4096), or with a model eight times as slow.
 """
 
-import json
-import lzma
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from baton.costs import StepCosts
-from baton.types import NO_SLO, Slo
+from baton.types import LocalPolicy
 from bench.curves import Panel, draw_panels
-from bench.routing_nodes import Arrival, Choose, Served, by_router, in_turn, least_loaded, simulate
 from bench.table import Row
-
-BLOCK_SIZE = 512
+from gateway.placement import place
+from load.goals import Goal
+from load.traces import read_trace
+from load.workload import Planned, Replay, Span
+from planner.cluster import Choose, ClusterSpec, Outcome, simulate
+from planner.node import NodeSpec
+from planner.rivals import in_turn, shortest_queue
 
 _POINTS = ((64, 0.0055), (256, 0.0085), (1024, 0.027), (4096, 0.105))
 LLAMA_8B = StepCosts(_POINTS, pair_s=1.3e-9)
@@ -27,8 +30,8 @@ LLAMA_70B = StepCosts(tuple((tokens, 8 * seconds) for tokens, seconds in _POINTS
 # Share of blocks that are cached on arrival: goals of 4 nodes by the size of their caches.
 _GOALS = {1: 0.17, 8: 0.38}
 _RATES = {
-    "8B": (LLAMA_8B, (0.5, 1.0, 2.0), Slo(ttft_s=6.0)),
-    "70B": (LLAMA_70B, (0.125, 0.25), Slo(ttft_s=40.0)),
+    "8B": (LLAMA_8B, (0.5, 1.0, 2.0), 6.0),
+    "70B": (LLAMA_70B, (0.125, 0.25), 40.0),
 }
 _WORK = re.compile(r"(?P<model>\S+) at (?P<rate>\S+) x the trace's rate, 4 nodes of (?P<millions>\d+)M tokens")
 
@@ -39,67 +42,69 @@ def run(progress: Callable[[str], None], trace: Path) -> list[Row]:
     Raises:
         FileNotFoundError: there is no trace; it is conversation_trace.jsonl of kvcache-ai/Mooncake's FAST25-release.
     """
-    arrivals = read(trace)
+    requests = Replay(read_trace(trace)).plan(1.0, Span(requests=1 << 30), 0)
     rows: list[Row] = []
-    for model, (costs, rates, slo) in _RATES.items():
+    for model, (costs, rates, ttft_s) in _RATES.items():
         for rate in rates:
             for millions in _GOALS:
                 progress(f"routing: {model} at {rate:g} x, {millions}M tokens")
-                rows += _compare(model, costs, rate, millions, slo, arrivals)
-    rows += _many_nodes(arrivals)
+                rows += _compare(model, costs, rate, millions, ttft_s, requests)
+    rows += _many_nodes(requests)
     return rows
 
 
-def read(trace: Path) -> list[Arrival]:
-    """A trace of Mooncake's, JSON lines compressed with xz."""
-    with lzma.open(trace, "rt") as lines:
-        records = [json.loads(line) for line in lines]
-    return [Arrival(each["timestamp"] / 1000, each["input_length"], tuple(each["hash_ids"])) for each in records]
-
-
-def faster(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+def faster(requests: Sequence[Planned], rate: float) -> list[Planned]:
     """The same requests in less time."""
-    return [Arrival(each.at_s / rate, each.num_tokens, each.blocks) for each in arrivals]
+    return [replace(each, at_s=each.at_s / rate) for each in requests]
+
+
+def prefilled(
+    requests: Sequence[Planned],
+    costs: StepCosts,
+    *,
+    nodes: int,
+    cache_tokens: int,
+    ttft_s: float | None = None,
+    choose: Choose = place,
+) -> Outcome:
+    """What becomes of the requests' prompts on so many prefill nodes; nothing is decoded."""
+    prefill = NodeSpec(costs, step_tokens=4096, kv_tokens=cache_tokens)
+    decode = replace(prefill, kv_tokens=1 << 50)
+    spec = ClusterSpec(nodes, 1, prefill, decode, LocalPolicy.STRICT, also_decodes=False)
+    prompts = [replace(each, output_tokens=1) for each in requests]
+    return simulate(spec, Goal(ttft_s=ttft_s), prompts, choose=choose)
 
 
 def _compare(
-    model: str, costs: StepCosts, rate: float, millions: int, slo: Slo, arrivals: Sequence[Arrival]
+    model: str, costs: StepCosts, rate: float, millions: int, ttft_s: float, requests: Sequence[Planned]
 ) -> list[Row]:
-    def served(choose: Choose, its_slo: Slo = NO_SLO) -> Served:
-        return simulate(
-            faster(arrivals, rate),
-            choose,
-            costs,
-            nodes=4,
-            cache_tokens=millions * 1_000_000,
-            block_size=BLOCK_SIZE,
-            slo=its_slo,
-        )
+    def served(choose: Choose = place, slo_s: float | None = None) -> Outcome:
+        cache_tokens = millions * 1_000_000
+        return prefilled(faster(requests, rate), costs, nodes=4, cache_tokens=cache_tokens, ttft_s=slo_s, choose=choose)
+
+    def hits(outcome: Outcome) -> float:
+        return 100 * outcome.hit_share(outcome.jobs[len(outcome.jobs) // 2 :])
 
     work = f"{model} at {rate:g} x the trace's rate, 4 nodes of {millions}M tokens"
-    ways = {
-        "Baton": served(by_router),
-        f"Baton, TTFT SLO {slo.ttft_s:g} s": served(by_router, slo),
-    }
-    rivals = {"round robin": served(in_turn()), "least loaded": served(least_loaded)}
+    ways = {"Baton": served(), f"Baton, TTFT SLO {ttft_s:g} s": served(slo_s=ttft_s)}
+    rivals = {"round robin": served(in_turn()), "least loaded": served(shortest_queue)}
     rows = []
     for name, ours in ways.items():
-        hits = 100 * ours.hit_rate(), 100 * rivals["round robin"].hit_rate()
-        rows.append(Row(f"block hits, {name}", work, hits[0], "%", "round robin", hits[1]))
+        rows.append(Row(f"block hits, {name}", work, hits(ours), "%", "round robin", hits(rivals["round robin"])))
         for rival, theirs in rivals.items():
-            times_s = ours.ttft_percentile(0.99), theirs.ttft_percentile(0.99)
+            times_s = ours.ttft_s(0.99), theirs.ttft_s(0.99)
             goal = 1.0 if name == "Baton" else None  # with an SLO, the time that it leaves is used
             rows.append(Row(f"TTFT p99, {name}", work, times_s[0], "s", rival, times_s[1], goal, less_is_better=True))
-    means_s = ways["Baton"].mean_s(), rivals["least loaded"].mean_s()
+    means_s = ways["Baton"].mean_ttft_s, rivals["least loaded"].mean_ttft_s
     rows.append(Row("TTFT mean, Baton", work, means_s[0], "s", "least loaded", means_s[1], 1.0, less_is_better=True))
     return rows
 
 
-def _many_nodes(arrivals: Sequence[Arrival]) -> list[Row]:
+def _many_nodes(requests: Sequence[Planned]) -> list[Row]:
     begin_s = time.perf_counter()
-    simulate(faster(arrivals, 25.0), by_router, LLAMA_8B, nodes=100, cache_tokens=1_000_000, block_size=BLOCK_SIZE)
+    prefilled(faster(requests, 25.0), LLAMA_8B, nodes=100, cache_tokens=1_000_000)
     seconds = time.perf_counter() - begin_s
-    return [Row("simulation", f"{len(arrivals)} requests, 100 nodes", seconds, "s", limit=60.0)]
+    return [Row("simulation", f"{len(requests)} requests, 100 nodes", seconds, "s", limit=60.0)]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -26,9 +26,11 @@ from gateway.router import NodeView, Wanted, pick_decode, pick_prefill, usable_d
 
 # Part of the TTFT that a first token from a prefill node may take before other ways are tried.
 _PRESSED = 0.25
-# Without an SLO one node serves a whole request if that saves so much time, and such a part of it.
+# Without a TTFT, a second until the first token weighs as much as so many of the output.
+_FIRST_WEIGHT = 3.0
+# One node then serves a whole request if that saves so much time, and such a part of it.
 _SAVES_S = 0.05
-_SAVES_PART = 0.2
+_SAVES_PART = 0.1
 _SPLIT_LEAST_TOKENS = 512  # a smaller part is not worth a transfer
 _SPLITS_TRIED = 8
 
@@ -152,12 +154,13 @@ def _best_whole(nodes: Sequence[NodeView], wanted: Wanted, *, grows: bool) -> _W
 
 def _ends_first(remote: Placement, gap_s: float, whole: _Whole | None, wanted: Wanted) -> Placement:
     """Without a TTFT: the prompt goes where it, and the streams that wait for it, lose the least time."""
-    assert remote.prefill is not None
     assert remote.predicted_ttft_s is not None
-    end_s = remote.predicted_ttft_s + gap_s + output_s(remote.decode, wanted)
-    if whole is None or whole.end_s + _SAVES_S > (1 - _SAVES_PART) * end_s:
+    more = _FIRST_WEIGHT - 1
+    remote_s = remote.predicted_ttft_s + gap_s + output_s(remote.decode, wanted)
+    weighted_s = remote_s + more * remote.predicted_ttft_s
+    if whole is None or whole.end_s + more * whole.first_token_s + _SAVES_S > (1 - _SAVES_PART) * weighted_s:
         return remote
-    why = f"{whole.node.address} alone would end a typical output after {_s(whole.end_s)} instead of {_s(end_s)}"
+    why = f"{whole.node.address} alone would end a typical output after {_s(whole.end_s)} instead of {_s(remote_s)}"
     return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
 
 

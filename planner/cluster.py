@@ -6,19 +6,19 @@ a request costs outside of its nodes.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
 from baton.types import LocalPolicy, Slo
-from gateway.backlog import Backlog
 from gateway.placement import Placement, Way, place
 from gateway.prediction import prompt_s
 from gateway.router import NodeView, Wanted
 from load.goals import Goal
 from load.workload import Planned
 from planner.job import Job
+from planner.known import Known
 from planner.node import Node, NodeSpec
 
 Choose = Callable[[Sequence[NodeView], Sequence[NodeView], Wanted], Placement | None]
@@ -34,6 +34,7 @@ class ClusterSpec:
     hand_over_s: from the last byte on the link to the request's admission.
     hop_s: from the client to the first node, and back with the first token, together.
     report_s: how old a node's report may be when the gateway chooses.
+    events_s: until the gateway has a change of a prefix cache.
     """
 
     prefills: int
@@ -48,6 +49,7 @@ class ClusterSpec:
     hand_over_s: float = 1e-3
     hop_s: float = 2e-3
     report_s: float = 0.1
+    events_s: float = 0.05
 
 
 @dataclass
@@ -72,6 +74,14 @@ class Outcome:
     def ttft_s(self, share: float) -> float:
         return _quantile([job.ttft_s for job in self.counted], share)
 
+    @property
+    def mean_ttft_s(self) -> float:
+        return sum(job.ttft_s for job in self.counted) / len(self.counted)
+
+    @property
+    def mean_tpot_s(self) -> float:
+        return sum(job.tpot_s for job in self.counted) / len(self.counted)
+
     def tpot_s(self, share: float) -> float:
         return _quantile([job.tpot_s for job in self.counted], share)
 
@@ -81,45 +91,6 @@ class Outcome:
         # A prompt's last token is computed in any case, also where all of its pieces are cached.
         hits = sum(-(-job.cached // job.prefix_tokens) for job in chosen)
         return hits / max(1, sum(len(job.prefix_ids) for job in chosen))
-
-
-@dataclass(eq=False)
-class _Known:
-    """What the gateway knows of one node: its last report, and what was sent since."""
-
-    node: Node
-    peers: frozenset[int]
-    speeds: dict[int, float]
-    view: NodeView | None = None
-    at_s: float = -inf
-    requests_since: int = 0
-    tokens_since: int = 0
-    picks: int = 0
-    backlog: Backlog = field(default_factory=Backlog)
-
-    def view_for(self, job: Job, now_s: float, report_s: float) -> NodeView:
-        if self.view is None or now_s - self.at_s > report_s:
-            self.view, self.at_s = self.node.report(now_s, self.peers, self.speeds), now_s
-            self.requests_since = self.tokens_since = 0
-            self.backlog.reported(self.view.backlog_s, now_s)
-        # One for each node and request: the fields are copied without `dataclasses.replace`'s checks.
-        view = object.__new__(NodeView)
-        view.__dict__.update(self.view.__dict__)
-        view.__dict__.update(
-            requests_since=self.requests_since,
-            tokens_since=self.tokens_since,
-            picks=self.picks,
-            queue_s=self.backlog.at(now_s),
-            cached_tokens=min(self.node.cache.count(job.prefix_ids) * job.prefix_tokens, job.prompt - 1),
-        )
-        return view
-
-    def sent(self, tokens: int, computing_s: float, now_s: float) -> None:
-        self.requests_since += 1
-        self.tokens_since += tokens
-        self.picks += 1
-        if computing_s:
-            self.backlog.add(computing_s, now_s)
 
 
 class Simulation:
@@ -150,10 +121,11 @@ class Simulation:
         numbers = range(spec.decodes, spec.decodes + spec.prefills)
         prefills = [Node(number, spec.prefill, slo, prefix_tokens) for number in numbers]
         self.nodes = [*decodes, *prefills]
-        peers, speeds = frozenset(range(spec.decodes)), dict.fromkeys(range(spec.decodes), spec.link_bytes_per_s)
-        self._decodes = [_Known(node, frozenset(numbers), {}) for node in decodes]
-        self._prefills = [_Known(node, peers, speeds) for node in prefills]
-        self._known = [*self._decodes, *self._prefills]
+        self._decodes, self._prefills = decodes, prefills
+        self._known = Known(
+            decodes, prefills, also_decodes=spec.also_decodes, link_bytes_per_s=spec.link_bytes_per_s,
+            report_s=spec.report_s, events_s=spec.events_s,
+        )  # fmt: skip
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self.jobs = [self._job(request) for request in planned]
@@ -199,11 +171,8 @@ class Simulation:
         heappush(self._events, (when_s, self._order, action, arguments))
 
     def _arrive(self, job: Job, now_s: float) -> None:
-        spec, report_s = self._spec, self._spec.report_s
-        prefills = [known.view_for(job, now_s, report_s) for known in self._prefills]
-        decodes = [known.view_for(job, now_s, report_s) for known in self._decodes]
-        if spec.also_decodes:
-            decodes += [_also(view) for view in prefills]
+        spec = self._spec
+        decodes, prefills = self._known.views(job, now_s)
         chosen = self._choose(decodes, prefills, Wanted(job.prompt, spec.policy, slo=self._slo))
         assert chosen is not None, "all simulated nodes take requests"
         job.way, job.decode = chosen.way, chosen.decode.incarnation
@@ -217,13 +186,14 @@ class Simulation:
         if job.way is not Way.REMOTE:
             start = job.stop if job.way is Way.SPLIT else chosen.decode.cached_tokens
             local_s = prompt_s(chosen.decode, start, job.prompt)
-        self._known[job.decode].sent(missing, local_s, now_s)
+        self._known.sent(job.decode, tokens=missing, computing_s=local_s, now_s=now_s)
         decode.requests += 1
         if job.way is not Way.LOCAL:
             assert chosen.prefill is not None
             job.prefill = chosen.prefill.incarnation
             start = min(chosen.prefill.cached_tokens, job.stop - 1)
-            self._known[job.prefill].sent(job.stop - start, prompt_s(chosen.prefill, start, job.stop), now_s)
+            computing_s = prompt_s(chosen.prefill, start, job.stop)
+            self._known.sent(job.prefill, tokens=job.stop - start, computing_s=computing_s, now_s=now_s)
             self.nodes[job.prefill].requests += 1
         if decode.blocked or decode.kv_used + job.prompt + job.output > decode.spec.kv_tokens:
             decode.blocked.append(job)
@@ -277,8 +247,7 @@ class Simulation:
     def _computed(self, node: Node, job: Job, now_s: float) -> None:
         """All of a prompt, or its part, is computed on this node."""
         spec, decode = self._spec, self.nodes[job.decode]
-        if job.prefix_ids:
-            node.cache.use(job.prefix_ids)
+        self._store(node, job, now_s)
         whole = job.stop == job.prompt
         if whole:
             job.first_s = now_s
@@ -297,8 +266,8 @@ class Simulation:
     def _received(self, now_s: float, job: Job) -> None:
         """The KV of the whole prompt is on the decode node."""
         decode = self.nodes[job.decode]
-        if job.prefix_ids:
-            decode.cache.use(job.prefix_ids)
+        if job.way is not Way.LOCAL:
+            self._store(decode, job, now_s)
         if job.output == 1:
             job.last_s = job.first_s
             self._complete(decode, job, now_s)
@@ -306,6 +275,11 @@ class Simulation:
         decode.ready.append(job)
         if job.way is Way.REMOTE:  # else its node is between two steps
             self._go(decode, decode.arrival(now_s))
+
+    def _store(self, node: Node, job: Job, now_s: float) -> None:
+        """The prompt is in the node's prefix cache."""
+        if job.prefix_ids:
+            self._known.cache_changed(node.number, node.cache.use(job.prefix_ids), now_s)
 
     def _complete(self, decode: Node, job: Job, now_s: float) -> None:
         # A late first token is counted already.
@@ -315,16 +289,8 @@ class Simulation:
         self._unblock(decode, now_s)
 
     @staticmethod
-    def _busy(known: Sequence[_Known], now_s: float) -> float:
-        return sum(each.node.busy_until(now_s) for each in known) / (now_s * len(known)) if known else 0.0
-
-
-def _also(prefill: NodeView) -> NodeView:
-    """A prefill node as one that serves requests alone."""
-    view = object.__new__(NodeView)
-    view.__dict__.update(prefill.__dict__)
-    view.__dict__["also_prefills"] = True
-    return view
+    def _busy(nodes: Sequence[Node], now_s: float) -> float:
+        return sum(node.busy_until(now_s) for node in nodes) / (now_s * len(nodes)) if nodes else 0.0
 
 
 def simulate(

@@ -5,6 +5,14 @@ An id names a piece of a prompt together with all pieces before it, so a prompt 
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Changes(NamedTuple):
+    """Ids that came into a cache, and that left it."""
+
+    stored: list[int]
+    removed: list[int]
 
 
 class PrefixCache:
@@ -27,11 +35,12 @@ class PrefixCache:
                 return place
         return len(prefix_ids)
 
-    def use(self, prefix_ids: Sequence[int]) -> None:
+    def use(self, prefix_ids: Sequence[int]) -> Changes:
         """The whole prompt is present now; what is used least recently goes. The ends of prompts go first."""
         ids = self._ids
-        for prefix_id in reversed(prefix_ids[: self._capacity]):
+        kept = prefix_ids[: self._capacity]
+        stored = [prefix_id for prefix_id in kept if prefix_id not in ids]
+        for prefix_id in reversed(kept):
             ids[prefix_id] = None
             ids.move_to_end(prefix_id)
-        while len(ids) > self._capacity:
-            ids.popitem(last=False)
+        return Changes(stored, [ids.popitem(last=False)[0] for _ in range(len(ids) - self._capacity)])

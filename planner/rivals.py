@@ -1,6 +1,6 @@
 """Simple choices of nodes, to compare the gateway's own with. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from baton.types import LocalPolicy
@@ -29,17 +29,15 @@ def least_loaded(decodes: Sequence[NodeView], prefills: Sequence[NodeView], want
     return _placed(min(decodes, key=load), min(prefills, key=load, default=None), wanted)
 
 
+def shortest_queue(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement:
+    """The decode node with the fewest requests, and the prefill node whose prompts take the least time."""
+    decode = min(decodes, key=lambda node: (node.load, node.picks))
+    return _placed(decode, min(prefills, key=lambda node: (node.queue_s, node.picks), default=None), wanted)
+
+
 def without_caches(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wanted) -> Placement | None:
     """The gateway's choice, with no knowledge of prefix caches."""
     return place([_uncached(node) for node in decodes], [_uncached(node) for node in prefills], wanted)
-
-
-CHOICES: dict[str, Callable[[], Choose]] = {
-    "the gateway's": lambda: place,
-    "the gateway's without caches": lambda: without_caches,
-    "fewest requests": lambda: least_loaded,
-    "in turn": in_turn,
-}
 
 
 def _placed(decode: NodeView, prefill: NodeView | None, wanted: Wanted) -> Placement:

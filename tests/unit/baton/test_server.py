@@ -81,8 +81,8 @@ async def test_a_message_over_the_server_s_limit_is_refused() -> None:
     limited = GrpcServer("127.0.0.1:0", advertise=None, receive_bytes_max=1000)
     async with limited as server, connect(server.address) as channel:
         await server.start([])
+        call: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            call: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
             await call(bytes(1001))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 

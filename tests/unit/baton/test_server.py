@@ -77,6 +77,16 @@ async def test_every_call_of_a_large_burst_is_answered() -> None:
     assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
 
 
+async def test_a_message_over_the_server_s_limit_is_refused() -> None:
+    limited = GrpcServer("127.0.0.1:0", advertise=None, receive_bytes_max=1000)
+    async with limited as server, connect(server.address) as channel:
+        await server.start([])
+        call: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(bytes(1001))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 MALFORMED = b"\x0a\xff\xff"
 
 

@@ -84,7 +84,7 @@ async def test_a_request_that_is_cancelled_while_its_text_waits_leaves_its_place
     await asyncio.wait([second])
     third = crowd.start(3)
     crowd.may_end.set()
-    assert await asyncio.wait_for(asyncio.gather(first, third), BOUND_S) == [1, 3]
+    assert list(await asyncio.wait_for(asyncio.gather(first, third), BOUND_S)) == [1, 3]
     assert crowd.order == [1, 3]
 
 

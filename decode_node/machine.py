@@ -40,7 +40,7 @@ from decode_node.events import (
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal, handed_over
 from decode_node.rules import DecodeRules
 from engine.events import PromptScored, StepEvents
-from engine.request import EngineRequest
+from engine.request import PATIENCE_S, EngineRequest
 from node.prompt_logprobs import add_prompt_logprobs
 from protos.baton.v1 import decode_pb2 as pb
 
@@ -184,6 +184,9 @@ class DecodeMachine:
                 allowed=(pb.Placement.Name(pb.PLACEMENT_LOCAL),),
                 cure="send a request that needs a hand-over to a decode node",
             )
+        # After a client has given up, its first token is of no use. A time that is longer than a queue says nothing.
+        soon = submit.HasField("budget_s") and submit.budget_s < PATIENCE_S
+        gives_up_s = now_s + submit.budget_s if soon else None
         return EngineRequest(
             request_id=f"{session}.{submit.key}",
             prompt=tuple(submit.prompt_token_ids),
@@ -191,7 +194,8 @@ class DecodeMachine:
             sampling=sampling_from_proto(submit.sampling),
             cache_salt=submit.cache_salt,
             priority=submit.priority,
-            due_s=now_s + submit.first_token_s if submit.HasField("first_token_s") else None,
+            due_s=now_s + submit.first_token_s if submit.HasField("first_token_s") else gives_up_s,
+            refuse_late=gives_up_s is not None and not submit.HasField("first_token_s"),
             tpot_s=submit.tpot_s if submit.HasField("tpot_s") else None,
             since_s=now_s,
         )

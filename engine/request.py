@@ -205,7 +205,6 @@ class EngineLoad:
 
     Args:
         blocks_free: blocks that no request holds, including cached ones.
-        requests_waiting: requests that wait for room, for their KV or for a seat.
         blocks_leased: blocks of requests that wait for their KV, or that were prefilled and wait for release.
         tokens_waiting: tokens of waiting and running requests that are not prefilled yet.
         requests_total: number of all requests so far.

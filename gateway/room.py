@@ -29,7 +29,7 @@ class DecodeRoom:
     """One decode node.
 
     Args:
-        load: requests on it.
+        load: requests on it, or on their way to it.
         most: requests that it should have at most; `most_shared`: of clients with many, next to one with few.
         slots: tokens for which it has free blocks.
     """
@@ -98,14 +98,17 @@ class Rooms:
             decodes: those that decode.
             prefills: those that compute prompts; none: the decode nodes do. All have their `queue_s` as of now.
         """
-        rooms = tuple(self._decode_room(view) for view in decodes)
+        # Decode nodes do not count requests whose KV is on its way.
+        on_their_way = sum(max(0, view.requests - view.decode_rows) for view in prefills) / max(1, len(decodes))
+        rooms = tuple(self._decode_room(view, int(on_their_way)) for view in decodes)
         return _room(rooms, decodes, prefills or decodes, self._prefill_most_s)
 
-    def _decode_room(self, view: NodeView) -> DecodeRoom:
+    def _decode_room(self, view: NodeView, on_their_way: int) -> DecodeRoom:
         seats = view.max_batch_requests or _SEATS_UNKNOWN
         slots = view.blocks_free * view.block_size - view.tokens_since
         shared = self._rows(view, seats)
-        return DecodeRoom(view.load, _with_ahead(seats, _AHEAD_SHARE), _with_ahead(shared, _AHEAD_SHARED), slots)
+        load = view.load + on_their_way
+        return DecodeRoom(load, _with_ahead(seats, _AHEAD_SHARE), _with_ahead(shared, _AHEAD_SHARED), slots)
 
     def _rows(self, view: NodeView, seats: int) -> int:
         if view.costs is None:

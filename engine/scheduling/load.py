@@ -13,7 +13,7 @@ def engine_load(roster: Roster, blocks: RequestBlocks, prompts: Prompts, *, pree
         blocks_free=blocks.num_free,
         blocks_leased=roster.num_leased,
         requests_running=len(roster.running),
-        requests_waiting=len(roster.waiting) + len(roster.ready) + roster.num_reserved,
+        requests_waiting=len(roster.waiting) + len(roster.ready),
         tokens_waiting=sum(state.prompt_remaining for state in roster.in_prompt()),
         requests_total=roster.arrivals,
         preemptions=preemptions,

@@ -242,3 +242,11 @@ def test_the_next_one_is_asked_for_as_soon_as_another_is_left_to_this_node(scene
     scene.opened(1)
     scene.prefill_here(1, 1)
     assert names(scene.closed(1)) == ["Send accepted", "PrefillHere", "Reserve"]
+
+
+def test_a_client_that_gives_up_soon_is_served_by_then_or_refused_before_it_costs() -> None:
+    scene = Scene(waiting_max=3)
+    (reserve,) = [each for each in scene.submit(1, budget_s=6.0) if isinstance(each, Reserve)]
+    assert (reserve.request.due_s, reserve.request.refuse_late) == (scene.now_s + 6.0, True)
+    (patient,) = [each for each in Scene().submit(1, budget_s=600.0) if isinstance(each, Reserve)]
+    assert (patient.request.due_s, patient.request.refuse_late) == (None, False)

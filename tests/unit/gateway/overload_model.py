@@ -64,7 +64,7 @@ class Nodes:
         )  # fmt: skip
 
     def report(self) -> tuple[int, int, int, float]:
-        here = len(self.prompts) + len(self.ready) + len(self.rows)
+        here = len(self.ready) + len(self.rows)
         return here, len(self.rows), 80 * len(self.rows), len(self.prompts) * self.prompt_s
 
     def step_s(self) -> float:
@@ -111,7 +111,8 @@ class World:
     def _room(self, gateway: int) -> Room:
         view = self.nodes.view(self._sent[gateway], self._reported)
         wait_s = self._reported[3] + self._sent[gateway] * self.nodes.prompt_s
-        prefill = NodeView("p", 2, (), True, 4096, 16, 10_000, 0, 0, frozenset(), costs=self.nodes.costs)
+        prompts = round(self._reported[3] / self.nodes.prompt_s)
+        prefill = NodeView("p", 2, (), True, 4096, 16, 10_000, prompts, 0, frozenset(), costs=self.nodes.costs)
         return self._rooms.of([view], [prefill.with_queue(wait_s)])
 
     # ---- events

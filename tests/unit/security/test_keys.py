@@ -1,5 +1,6 @@
 """API keys: the file, the door, the limits; and signed tokens in their place."""
 
+import itertools
 import json
 import os
 import time
@@ -235,7 +236,6 @@ def forged_with(header: dict[str, str], body: dict[str, object], secret: bytes) 
     import base64
     import hashlib
     import hmac
-import itertools
 
     def part(data: bytes) -> bytes:
         return base64.urlsafe_b64encode(data).rstrip(b"=")

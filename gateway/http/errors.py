@@ -82,6 +82,8 @@ def status_of(error: BatonError) -> int:
 def headers_of(error: BatonError) -> dict[str, str]:
     """Says when to try again, in whole seconds as HTTP wants it and in milliseconds as OpenAI's clients read it."""
     headers = dict(error.headers) if isinstance(error, Refused) else {}
+    if status_of(error) == 401:
+        headers["www-authenticate"] = "Bearer"
     retry_after_s = error.retry_after_s
     if retry_after_s is None and status_of(error) in _RETRYABLE:
         retry_after_s = _RETRY_AFTER_S

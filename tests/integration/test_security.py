@@ -17,7 +17,7 @@ import pytest
 
 from baton.cli.processes import Process
 from baton.client import Client
-from baton.errors import BatonError, InvalidRequest, NoNode, PermissionDenied, Unauthenticated
+from baton.errors import BatonError, InvalidRequest, NoNode, Overloaded, PermissionDenied, Unauthenticated
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.certificates import CLIENTS, Authority, write_set
@@ -33,6 +33,7 @@ from tests.integration.cluster import DEADLINE_S, Machines, machines
 from tests.integration.reference import Reference
 
 PROMPT = list(range(5, 69))
+LIMITS = {"carol": "requests_per_minute = 1\n"}
 DAY = timedelta(days=1)
 
 
@@ -81,7 +82,7 @@ def dial_with(folder: Path, name: str, *, to: str = NODE) -> Dial:
 
 
 def write_keys(folder: Path, keys: dict[str, str], *names: str) -> None:
-    lines = [entry(name, keys[name], operator=name == "operator") for name in names]
+    lines = [entry(name, keys[name], operator=name == "operator") + LIMITS.get(name, "") for name in names]
     temporary = folder / "keys.part"
     temporary.write_text("\n".join(lines))
     temporary.replace(folder / "keys.toml")
@@ -95,7 +96,7 @@ def own(folder: Path, role: str) -> dict[str, Any]:
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder, logs = tmp_path_factory.mktemp("certs"), tmp_path_factory.mktemp("logs")
     write_set(folder, hosts=["127.0.0.1"], days=1)
-    keys = {name: new_key() for name in ("alice", "bob", "operator")}
+    keys = {name: new_key() for name in ("alice", "bob", "carol", "operator")}
     write_keys(folder, keys, *keys)
     with machines() as started:
         prefill, decode = started.nodes(
@@ -154,6 +155,18 @@ async def test_only_an_operator_sees_the_cluster(secured: Secured) -> None:
         assert len((await client.cluster_status()).nodes) == 2
     alice = {"authorization": f"Bearer {secured.keys['alice']}"}
     assert (await asyncio.to_thread(secured.post, "/metrics", None, alice))[0] == 403
+
+
+async def test_a_client_over_its_limit_is_told_when_to_come_back_and_disturbs_nobody(secured: Secured) -> None:
+    async with secured.client("carol") as carol, secured.client("alice") as alice:
+        await carol.complete(PROMPT, {"max_tokens": 1})
+        with pytest.raises(Overloaded, match="carol is at its limit of 1 requests per minute") as caught:
+            await carol.complete(PROMPT, {"max_tokens": 1})
+        assert caught.value.retry_after_s is not None
+        await alice.complete(PROMPT, {"max_tokens": 1})
+    given = {"authorization": f"Bearer {secured.keys['carol']}"}
+    status, _ = await asyncio.to_thread(secured.post, "/v1/completions", {"prompt": "x"}, given)
+    assert status == 429  # one limit for both ports
 
 
 async def test_a_client_without_tls_or_with_another_ca_is_refused_with_the_reason(

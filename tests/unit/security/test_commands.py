@@ -7,7 +7,14 @@ import pytest
 
 from baton.cli import main
 from baton.cli.up import ClusterOptions, _gateway_arguments, _node_arguments
-from baton.config import DecodeSettings, GatewaySettings, PrefillSettings, read_settings
+from baton.config import (
+    CLIENT_VARIABLES,
+    DecodeSettings,
+    GatewaySettings,
+    PrefillSettings,
+    client_access,
+    read_settings,
+)
 from baton.rpc.server import Address
 from baton.security.keys import read_keys
 from baton.security.roles import Role
@@ -64,3 +71,11 @@ def test_a_name_that_is_taken_or_wrong_leaves_the_file_alone(
 def test_a_switch_may_stand_alone() -> None:
     for flags, given in ((["--insecure"], True), (["--insecure", "false"], False), ([], False)):
         assert read_settings(DecodeSettings, "decode_node", flags).insecure is given
+
+
+def test_the_variables_of_clients_disturb_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`baton up` passes its environment on, and BATON_API_KEY is nearly the name of a gateway's setting."""
+    for name in CLIENT_VARIABLES:
+        monkeypatch.setenv(name, "given")
+    assert read_settings(GatewaySettings, "gateway", []).api_keys is None
+    assert client_access().api_key == client_access().tls_ca == "given"

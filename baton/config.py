@@ -407,7 +407,8 @@ def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
     """
-    known = {variable(name) for cls in (PrefillSettings, DecodeSettings, GatewaySettings) for name in cls.model_fields}
+    roles = (PrefillSettings, DecodeSettings, GatewaySettings)
+    known = {variable(name) for cls in roles for name in cls.model_fields} | {*CLIENT_VARIABLES}
     names = (name for name in environ if name.startswith("BATON_") and name.upper() not in known)
     found = {name: get_close_matches(name, known, n=1, cutoff=_ALIKE) for name in names}
     return {shortened(name, _SHOWN_MAX): nearest[0] for name, nearest in found.items() if nearest}

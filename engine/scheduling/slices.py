@@ -72,14 +72,12 @@ class Pace:
         decodes: of each step.
         slice_tokens: tokens of prompts in a step that has some.
         skips: steps without any after each of these.
-        stretch: by how much a prompt's attention takes longer than alone, because it makes slices smaller.
     """
 
     costs: StepCosts
     decodes: StepWork
     slice_tokens: int
     skips: int = 0
-    stretch: float = 1.0
 
     def seconds(self, start: int, stop: int) -> float:
         """The time to compute a prompt's tokens from `start` to `stop` if no other prompt is computed meanwhile."""
@@ -87,7 +85,7 @@ class Pace:
         seconds = whole * (self._step_s(self.slice_tokens) + (self.skips * self._step_s(0) if self.skips else 0.0))
         if rest:
             seconds += self._step_s(rest)
-        return seconds + self.costs.pair_s * chunk_pairs(start, stop) * self.stretch
+        return seconds + self.costs.pair_s * chunk_pairs(start, stop)
 
     def _step_s(self, tokens: int) -> float:
         return self.costs.seconds(StepWork(self.decodes.decode_rows, self.decodes.keys, tokens))
@@ -125,7 +123,8 @@ class Slicer:
         return StepBound(costs, min(bounds), least_tokens=self._least_tokens, forced=forced)
 
     def pace(self, costs: StepCosts, work: StepWork, tpots: Collection[float | None], *, step_tokens: int) -> Pace:
-        """How fast prompts are computed next to these decodes, at best: those without a TPOT allow steps of any length.
+        """How fast prompts are computed next to these decodes, at best: the attention of long prompts makes no
+        slice smaller, and streams without a TPOT allow steps of any length.
 
         Args:
             work, tpots: as for `bound`.
@@ -140,8 +139,7 @@ class Slicer:
         without_pairs = replace(costs, pair_s=0.0)
         bound = StepBound(without_pairs, min(bounds), least_tokens=min(self._least_tokens, room), forced=False)
         if slice_tokens := bound.tokens(work, 0, room):
-            step_s = without_pairs.seconds(StepWork(work.decode_rows, work.keys, slice_tokens))
-            return Pace(costs, work, slice_tokens, stretch=step_s / (step_s - plain_s) if step_s > plain_s else 1.0)
+            return Pace(costs, work, slice_tokens)
         return Pace(costs, work, min(self._least_tokens, room), skips=_SKIPS_MAX)
 
     def launched(self, *, skipped: bool) -> None:

@@ -34,6 +34,11 @@ class Cluster:
     decode: Process
     gateway: Process
 
+    async def hold(self) -> None:
+        """The prefill node runs no step from now on."""
+        self.start.allow_steps(0, self.prefill)
+        await status(self.prefill)  # which it answers after it has received that
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
@@ -62,12 +67,13 @@ async def test_whole_requests_and_prompts_for_a_decode_node_get_the_tokens_of_on
     cluster: Cluster, opened: Session, reference: Reference
 ) -> None:
     prompts = reference.prompts([200, 150, 90, 33, 120, 60])
-    cluster.start.allow_steps(0, cluster.prefill)
+    await cluster.hold()
     scored = replace(GREEDY, prompt_logprobs=0)
     whole = [opened.submit(prompt, scored if index == 2 else LONG) for index, prompt in enumerate(prompts[:3])]
+    calls = [asyncio.create_task(generate(cluster.gateway, prompt, GREEDY)) for prompt in prompts[3:]]
+    await until_status(cluster.prefill, lambda last: requests(last) == 6)
     cluster.start.let_go(cluster.prefill)
-    await asyncio.gather(*(request.until_tokens(1) for request in whole))
-    remote = await asyncio.gather(*(generate(cluster.gateway, prompt, GREEDY) for prompt in prompts[3:]))
+    remote = await asyncio.gather(*calls)
     for request, prompt in zip(whole, prompts, strict=False):
         await request.released()
         assert request.kinds == ["accepted", "released"]
@@ -103,17 +109,15 @@ async def test_the_status_covers_both_kinds_and_says_that_the_node_also_decodes(
     assert before.info.also_decodes
     assert before.info.role == common_pb2.ROLE_PREFILL
     assert not (await status(cluster.decode)).info.also_decodes
+    await cluster.hold()
     whole = opened.submit(prompts[0], LONG)
+    await until_status(cluster.prefill, lambda last: last.requests_running == 1)
+    cluster.start.allow_steps(4, cluster.prefill)  # two for the prompt
     await whole.until_tokens(1)
-    cluster.start.allow_steps(0, cluster.prefill)
     remote = asyncio.create_task(generate(cluster.gateway, prompts[1], GREEDY))
-    await until_status(cluster.prefill, lambda last: last.tokens_waiting == 300)
-    cluster.start.allow_steps(3, cluster.prefill)
-
-    def both(last: node_pb2.NodeStatus) -> bool:
-        return last.decode_rows == 1 and last.requests_running == 2 and 0 < last.tokens_waiting < 300
-
-    await until_status(cluster.prefill, both)
+    both = await until_status(cluster.prefill, lambda last: requests(last) == 2)
+    assert both.decode_rows == 1
+    assert both.tokens_waiting == 300
     cluster.start.let_go(cluster.prefill)
     await asyncio.gather(remote, whole.released())
     after = await status(cluster.prefill)
@@ -122,13 +126,15 @@ async def test_the_status_covers_both_kinds_and_says_that_the_node_also_decodes(
 
 async def test_the_end_of_a_gateway_frees_its_requests_and_no_others(cluster: Cluster, reference: Reference) -> None:
     prompts = reference.prompts([80, 90, 300])
-    cluster.start.let_go(cluster.prefill)
+    await cluster.hold()
     async with session(cluster.prefill) as other:
         kept = other.submit(prompts[0], LONG)
         async with session(cluster.prefill) as lost:
-            decoding = lost.submit(prompts[1], replace(LONG, max_tokens=400))
+            decoding = lost.submit(prompts[1], LONG)
+            await until_status(cluster.prefill, lambda last: requests(last) == 2)
+            cluster.start.allow_steps(40, cluster.prefill)  # enough for both prompts, and for neither output
             await asyncio.gather(decoding.until_tokens(2), kept.until_tokens(2))
-            cluster.start.allow_steps(0, cluster.prefill)
+            await cluster.hold()
             remote = asyncio.create_task(generate(cluster.gateway, prompts[2], GREEDY))
             waiting = lost.submit(prompts[2], LONG)
             await waiting.until(lambda: waiting.kinds == ["accepted"])

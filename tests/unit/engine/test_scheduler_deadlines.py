@@ -1,6 +1,7 @@
 """Prompts run by deadline; those that cannot meet theirs go last, or are refused, and none waits forever."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_a_request_that_has_output_is_never_late() -> None:
 
 def test_the_decodes_of_a_node_count_when_a_prompt_is_judged() -> None:
     costs = StepCosts(((1, 0.005), (100, 0.005), (1100, 0.015)))
-    late = {"prefill_only": True, "refuse_late": True, "due_s": 0.02}
+    late: dict[str, Any] = {"prefill_only": True, "refuse_late": True, "due_s": 0.02}
     scheduler = make(tokens=1100, num_blocks=100, costs=costs)
     scheduler.submit(request("alone", 90, **late), 0.0)
     assert computed(scheduler, 0.0) == ["alone"]

@@ -24,6 +24,10 @@ _CONTEXT = {"MM_ERROR_HANDLING": "y"}
 # An address is this prefix, a checksum of the rest, whether the node offers GPU memory, and the worker's address.
 _ADDRESS_MAGIC = b"baton-ucx-2:"
 _ON_GPU = {True: b"g", False: b"h"}
+# Of the worker's address: a header, whose lower half is the version of its format, and an identifier of 8 bytes.
+_ADDRESS_BYTES_MIN = 1 + 1 + 8
+_VERSION_MASK = 0x0F
+_VERSIONS = (0, 1)
 # Zero-copy lanes, where there are any, carry the bulk; another lane carries small messages.
 _BULK_LANES = ("xpmem", "knem", "cma")
 _GPU_LANE = "cuda_ipc"
@@ -184,9 +188,15 @@ def _wrap(content: bytes) -> bytes:
 
 
 def _unwrap(address: bytes) -> bytes:
-    """An address's content. UCX does not check addresses, so damaged ones must not reach it."""
+    """An address's content. UCX does not check addresses, so damaged ones must not reach it.
+
+    NOTE: UCX ends the process when an address is made up and has a right checksum, unless one of these checks finds it.
+    So only peers that are authenticated may send addresses.
+    """
     checksum, content = address[len(_ADDRESS_MAGIC) :][:4], address[len(_ADDRESS_MAGIC) + 4 :]
-    if not address.startswith(_ADDRESS_MAGIC) or zlib.crc32(content).to_bytes(4, "little") != checksum:
+    framed = address.startswith(_ADDRESS_MAGIC) and zlib.crc32(content).to_bytes(4, "little") == checksum
+    whole = len(content) >= _ADDRESS_BYTES_MIN and content[:1] in _ON_GPU.values()
+    if not framed or not whole or content[1] & _VERSION_MASK not in _VERSIONS:
         raise PeerRefused(
             "the peer's address is not one of a UCX worker",
             field="address",

@@ -14,7 +14,7 @@ from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvcache.wire.gather_scatter import gather_to_wire
 from kvtransfer.leases import LeaseGrant, Refusal
-from kvtransfer.segments import Segment, Tag
+from kvtransfer.segments import WARM_UP, Segment, Tag
 from kvtransfer.transfer import KVTransfer
 from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import Transport
@@ -250,7 +250,38 @@ async def test_a_second_sender_for_a_bound_lease(forger: Forger) -> None:
     segment, payload = forger.right(1, 3, 6)
     await second.send(segment, payload, Tag(SENDER + 1, LEASE, 1))
     await forger.assert_refused(Refusal.FOREIGN_SENDER)
+    assert forger.events.refused[-1].lease is None, "it costs the lease of the first sender nothing"
     assert not tokens_of(forger.cache, forger.blocks, TOKENS)[:, :, 3:].any()
+
+
+async def test_a_sender_of_another_incarnation_than_the_lease_is_for(forger: Forger) -> None:
+    forger.decode.open_lease(LeaseGrant(LEASE + 1, forger.blocks, 0, TOKENS, prefill_incarnation=5))
+    segment, payload = forger.right(0, 0, TOKENS)
+    named = replace(segment, lease=LEASE + 1)
+    await forger.send(sealed(named, payload), payload, Tag(SENDER, LEASE + 1, 0))
+    await forger.assert_refused(Refusal.FOREIGN_SENDER)
+    assert forger.events.refused[-1].lease is None
+    forger.assert_untouched()
+
+
+async def test_a_refused_warm_up_message_costs_no_lease_whatever_number_it_has(forger: Forger) -> None:
+    await forger.send_raw(Tag(SENDER, LEASE, WARM_UP), bytes(5_000))
+    await forger.assert_refused(Refusal.TOO_LARGE)
+    assert forger.events.refused[-1].lease is None
+
+
+@pytest.mark.parametrize("high_bits", [0, 1 << 36, 5 << 40])
+async def test_a_lease_has_more_bits_than_a_tag_and_all_of_them_count(forger: Forger, high_bits: int) -> None:
+    number = LEASE + 1 + (1 << 36)
+    forger.decode.open_lease(LeaseGrant(number, forger.blocks, 0, TOKENS))
+    segment, payload = forger.right(0, 0, TOKENS)
+    named = replace(segment, lease=LEASE + 1 + high_bits)
+    await forger.send(sealed(named, payload), payload, Tag(SENDER, LEASE + 1, 0))
+    if named.lease == number:
+        await eventually(lambda: [totals.number for totals in forger.events.filled] == [number])
+    else:
+        await forger.assert_refused(Refusal.MISLABELLED)
+        forger.assert_untouched()
 
 
 async def test_with_digests_off_only_the_digest_is_not_checked(forger: Forger) -> None:

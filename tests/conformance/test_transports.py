@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, DataLoss, PeerRefused
+from kvtransfer.transports import ucx
 from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import Arrival, Request, Transport
 
@@ -198,6 +199,16 @@ def test_an_invalid_address_is_refused(link: Link, address: bytes) -> None:
     link.sender.listen(5)
     with pytest.raises(PeerRefused, match="address"):
         link.sender.connect(5, address)
+
+
+@pytest.mark.parametrize("content", [b"", b"h", b"h" + bytes(5), b"x" + bytes(200), b"h\x0c" + bytes(200)])
+def test_an_address_of_no_worker_of_ucx_is_refused_although_its_checksum_is_right(content: bytes) -> None:
+    """UCX itself would end the process."""
+    end = open_transport("ucx")
+    end.listen(5)
+    with pytest.raises(PeerRefused, match="address"):
+        end.connect(5, ucx._wrap(content))
+    end.close()
 
 
 def test_it_reports_the_lanes_that_carry_the_bytes(link: Link, name: str) -> None:

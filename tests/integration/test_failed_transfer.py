@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer import worker
+from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import Transport
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, until_status
 from tests.integration.generation import Result, generate
@@ -19,10 +20,9 @@ REQUESTS = 4
 
 def fail_transfer_if(trigger: Path) -> None:
     """In a node's process: once that file exists, advancing the transport is an error that nothing catches."""
-    opened = worker.open_transport
 
-    def open_failing(name: str, *, on_gpu: bool) -> Transport:
-        transport = opened(name, on_gpu=on_gpu)
+    def open_failing(name: str, *, on_gpu: bool = False) -> Transport:
+        transport = open_transport(name, on_gpu=on_gpu)
         progress = transport.progress
 
         def progress_or_fail() -> bool:
@@ -33,7 +33,7 @@ def fail_transfer_if(trigger: Path) -> None:
         transport.progress = progress_or_fail  # type: ignore[method-assign]
         return transport
 
-    worker.open_transport = open_failing
+    vars(worker)["open_transport"] = open_failing
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -57,8 +58,9 @@ class Flood:
 
     async def _links(self, address: bytes) -> None:
         call = await self._hello(self._info())
-        accepted = (await call.read()).accepted
-        assert len(accepted.worker_addresses) == 1
+        reply = await call.read()
+        assert isinstance(reply, pb.PairResponse)
+        assert len(reply.accepted.worker_addresses) == 1
         linked = pb.PairLinked(worker_addresses=[pb.WorkerAddress(address=address)])
         await call.write(pb.PairRequest(linked=linked))
         if address == self._dead:  # it connects, and waits for a warm-up
@@ -76,7 +78,8 @@ class Flood:
         await _end(call)
 
     async def _hello(self, info: common_pb2.NodeInfo) -> Call:
-        call: Call = self._stub.Pair()
+        pair: Any = self._stub.Pair  # the stubs know generators only
+        call: Call = pair()
         await call.write(pb.PairRequest(hello=pb.PairHello(info=info)))
         return call
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.errors import NoNode, PeerRefused
+from baton.errors import DataLoss, NoNode, Overloaded, PeerRefused
 from decode_node import prefill_peers
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.prefill_peers import PrefillPeers
@@ -106,6 +106,69 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
         ]
         (state,) = peers.all.states()
         assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "its stream broke")
+
+
+async def test_a_broken_link_ends_the_stream_so_that_the_pair_is_made_again(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_peers, "_BROKEN_END_S", 0.0)
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream = PairStream()
+        serving = peers.serve(stream)
+        number = (await pair(stream, node)).sender_number
+        assert (await stream.receive()).HasField("ready")
+        transfer = peers.node.transfer
+        transfer._link_failed(transfer._ranks[0], number, DataLoss("the peer is gone"))
+        await ended(serving)
+        assert peers.delivered == [PeerLost(number, node.name, ())]
+        (state,) = peers.all.states()
+        assert (state.phase, state.detail) == (common_pb2.PEER_PHASE_LOST, "the peer is gone")
+        await node.transfer.disconnect(1)
+        again = PairStream()
+        serving = peers.serve(again)
+        await pair(again, node)
+        assert (await again.receive()).HasField("ready")
+        again.end()
+        await ended(serving)
+
+
+async def test_a_hello_that_claims_to_be_from_a_paired_node_does_not_hide_it(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        stream, other = PairStream(), PairStream()
+        serving = peers.serve(stream)
+        await pair(stream, node)
+        assert (await stream.receive()).HasField("ready")
+        impostor = hello(node)
+        impostor.hello.info.model.weights_digest = "another"
+        other.send(impostor)
+        await ended(peers.serve(other))
+        assert peers.phases() == ["READY"]
+        stream.end()
+        await ended(serving)
+
+
+async def test_handshakes_beyond_a_limit_are_refused_until_others_end(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_peers, "_HANDSHAKES_MAX", 1)
+    async with decode_peers(built) as peers, sender(built) as node:
+        first, second = PairStream(), PairStream()
+        first.send(hello(node))
+        serving = peers.serve(first)
+        await first.receive()
+        second.send(hello(node))
+        with pytest.raises(Overloaded):
+            await ended(peers.serve(second))
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ended(serving)
+        third = PairStream()
+        third.send(hello(node))
+        serving = peers.serve(third)
+        assert (await third.receive()).HasField("accepted")
+        third.end()
+        with pytest.raises(NoNode):
+            await ended(serving)
 
 
 async def test_closing_ends_the_streams_after_their_queued_messages(built: Built) -> None:

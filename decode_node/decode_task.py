@@ -81,6 +81,7 @@ class DecodeTask:
         self.prefill_queue_s = 0.0  # how long this prefill waited in the engine
         self._request = request
         self._policy = submit.policy
+        self.prefill_incarnation = submit.prefill_incarnation  # of the node that may fill the lease; 0: any one
         self._why_wanted_here = why_wanted_here(submit)
         self._split_tokens = _split_tokens(submit, request, rules)
         self._rules = rules
@@ -157,6 +158,7 @@ class DecodeTask:
             token_start=self._reservation.cached_tokens,
             token_stop=self._lease_stop,
             resume_at=self._resume_at,
+            prefill_incarnation=self.prefill_incarnation,
         )
         return [OpenLease(grant)]
 
@@ -225,8 +227,9 @@ class DecodeTask:
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
                 return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, now_s)]
-            case Renewal(output=output):
+            case Renewal(output=output, prefill_incarnation=incarnation):
                 self._enter(Phase.EXTENDING)
+                self.prefill_incarnation = incarnation
                 self._request = replace(self._request, output=output)
                 self._reserving = True
                 return [ExtendReserved(self.engine_id, output)]

@@ -40,6 +40,7 @@ from decode_node.events import (
     TimePassed,
 )
 from decode_node.gateway_sessions import GatewaySessions
+from decode_node.lease_numbers import lease_numbers
 from decode_node.local_prefill import Streams, why_here
 from decode_node.machine import DecodeMachine
 from decode_node.prefill_peers import PrefillPeers
@@ -75,7 +76,8 @@ class DecodeDriver:
                 block_size=node.description.shape.block_size,
                 split_unit=math.lcm(node.description.shape.block_size, node.limits.chunk_align_tokens or 1),
                 gives_leases=settings is not None,
-            )
+            ),
+            lease_numbers(),
         )
         self.sessions = GatewaySessions(self.deliver)
         self.peers = PrefillPeers(node, self.deliver)
@@ -138,7 +140,8 @@ class DecodeDriver:
 
     def _on_refused(self, refused: records.SegmentRefused) -> None:
         log.warning("segment refused: %s", refused.error)
-        self.deliver(SegmentRefused(refused.lease, refused.error))
+        if refused.lease is not None:
+            self.deliver(SegmentRefused(refused.lease, refused.error))
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         deadline_s = self.machine.deadline_s

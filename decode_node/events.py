@@ -36,18 +36,20 @@ class SessionClosed:
 
 @dataclass(frozen=True)
 class HandOverReceived:
-    """A prefill node has sent all KV of a lease."""
+    """A prefill node of that incarnation says that it has sent all KV of a lease."""
 
     peer: int
     message: pb.HandOver
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
 class QuietReceived:
-    """A prefill node sends nothing more for a lease."""
+    """A prefill node of that incarnation says that it sends nothing more for a lease."""
 
     peer: int
     message: pb.Quiet
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)

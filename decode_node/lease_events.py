@@ -42,10 +42,15 @@ class Lost:
 
 @dataclass(frozen=True)
 class Renewal:
-    """The gateway wants a new lease in place of this one; `output` is all tokens given so far."""
+    """The gateway wants a new lease in place of this one; `output` is all tokens given so far.
+
+    Attributes:
+        prefill_incarnation: of the node that gets the new ticket; 0: not known.
+    """
 
     lease: int
     output: tuple[int, ...]
+    prefill_incarnation: int = 0
 
 
 @dataclass(frozen=True)

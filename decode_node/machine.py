@@ -3,8 +3,7 @@
 One `DecodeMachine` per process: it finds the request that an event is about, and queues requests that wait for blocks.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
 from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
@@ -38,7 +37,7 @@ from decode_node.events import (
     StepDone,
     TimePassed,
 )
-from decode_node.lease_events import Filled, LeaseEvent, LocalPrefill, Lost, Renewal, handed_over
+from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal, handed_over
 from decode_node.rules import DecodeRules
 from engine.events import PromptScored, StepEvents
 from engine.request import EngineRequest
@@ -47,15 +46,23 @@ from protos.baton.v1 import decode_pb2 as pb
 
 
 class DecodeMachine:
-    """All requests of one decode node."""
+    """All requests of one decode node.
 
-    def __init__(self, rules: DecodeRules) -> None:
+    Args:
+        lease_numbers: each is drawn once.
+
+    Attributes:
+        messages_refused: messages of prefill nodes about leases that another one fills.
+    """
+
+    def __init__(self, rules: DecodeRules, lease_numbers: Iterator[int]) -> None:
         self.rules = rules
         self._sessions: set[int] = set()
         self._by_key: dict[tuple[int, int], DecodeTask] = {}
         self._by_engine_id: dict[str, DecodeTask] = {}
         self._by_lease: dict[int, DecodeTask] = {}
-        self._lease_numbers = itertools.count(1)
+        self._lease_numbers = lease_numbers
+        self.messages_refused = 0
         self._queue = BlockQueue(waiting_max=rules.waiting_max)
         self._deadlines = Deadlines()
         self._draining = False
@@ -89,12 +96,12 @@ class DecodeMachine:
             case SessionClosed(session=session):
                 self._sessions.discard(session)
                 return self._cancel(task for task in self._by_key.values() if task.session == session)
-            case HandOverReceived(message=hand_over):
-                return self._lease_event(handed_over(hand_over), now_s)
-            case QuietReceived(message=quiet):
+            case HandOverReceived(message=hand_over, incarnation=incarnation):
+                return self._from_peer(incarnation, handed_over(hand_over), now_s)
+            case QuietReceived(message=quiet, incarnation=incarnation):
                 if not quiet.HasField("error"):
                     return []
-                return self._lease_event(Lost(quiet.lease, from_detail(quiet.error)), now_s)
+                return self._from_peer(incarnation, Lost(quiet.lease, from_detail(quiet.error)), now_s)
             case PeerLost(name=name, leases=leases):
                 lost = [Lost(lease, BatonError(f"{name} is gone")) for lease in leases]
                 return [command for each in lost for command in self._lease_event(each, now_s)]
@@ -136,7 +143,7 @@ class DecodeMachine:
                 return self._submit(session, message.submit, now_s)
             case "renew":
                 renew = message.renew
-                renewal = Renewal(renew.failed_lease, tuple(renew.output_token_ids))
+                renewal = Renewal(renew.failed_lease, tuple(renew.output_token_ids), renew.prefill_incarnation)
                 return self._of_key(session, renew.key, lambda task: task.lease_event(renewal, now_s))
             case "here":
                 here = message.here
@@ -267,6 +274,14 @@ class DecodeMachine:
 
     def _lease_event(self, event: LeaseEvent, now_s: float) -> list[Command]:
         return self._of_lease(event.lease, lambda task: task.lease_event(event, now_s))
+
+    def _from_peer(self, incarnation: int, event: HandedOver | Lost, now_s: float) -> list[Command]:
+        """An event that a prefill node reports: only the one that the lease's ticket is for is believed."""
+        task = self._by_lease.get(event.lease)
+        if task is not None and task.prefill_incarnation not in (0, incarnation):
+            self.messages_refused += 1
+            return []
+        return self._lease_event(event, now_s)
 
     def _after(self, task: DecodeTask, commands: list[Command]) -> list[Command]:
         """Brings the tables up to date with a request that has reacted to an event."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, NoNode, PeerRefused
+from baton.errors import BatonError, NoNode, Overloaded, PeerRefused
 from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.sender_numbers import SenderNumbers
 from kvtransfer.plan import NodeDescription, PlanRefused, WirePlan, agree, links_between
@@ -26,6 +26,7 @@ from node.describe import (
     to_mismatches,
     to_warm_ups,
 )
+from node.hello import check_addresses, check_info
 from node.link_floor import below_floor
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
@@ -36,7 +37,19 @@ Write = Callable[[pb.PairResponse], Awaitable[None]]
 
 _HELLO_TIMEOUT_S = 10.0
 _WARM_UP_TIMEOUT_S = 10.0
-_LOST_PEERS_MAX = 32
+# Peers that are gone: this many lines stay in the status.
+_PAST_MAX = 32
+# Handshakes under way; each may take the two timeouts above.
+_HANDSHAKES_MAX = 64
+# A pair whose link has broken ends this much later: what its stream has brought already is read first.
+_BROKEN_END_S = 0.2
+# Of two lines with one incarnation the status has the one that comes first here.
+_LIVELY = (
+    common_pb2.PEER_PHASE_READY,
+    common_pb2.PEER_PHASE_CONNECTING,
+    common_pb2.PEER_PHASE_REFUSED,
+    common_pb2.PEER_PHASE_LOST,
+)
 
 
 @dataclass(eq=False)
@@ -70,36 +83,46 @@ class PrefillPeers:
         self._deliver = deliver
         self._sender_numbers = SenderNumbers()
         self._peers: dict[int, _Peer] = {}
-        self._states: dict[str, common_pb2.PeerState] = {}  # by address: a restarted peer replaces its own line
+        self._handshakes = 0
+        self._past: dict[str, common_pb2.PeerState] = {}  # by address: peers that are gone, the latest last
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def serve(self, incoming: AsyncIterator[pb.PairRequest], write: Write) -> None:
         """Runs one prefill node's stream.
 
         Raises:
-            PeerRefused: the first message is not a hello, or the peer's cache is unknown to this version.
+            PeerRefused: the first message is no valid hello, or the peer's cache is unknown to this version.
+            Overloaded: too many handshakes are under way, or too many prefill nodes are paired.
             NoNode: the stream ends during the handshake.
             BatonError: the links could not be opened, connected or measured.
         """
-        hello = await _hello(incoming)
-        state = self._new_state(hello.info)
+        info = (await _hello(incoming)).info
+        check_info(info, role=common_pb2.ROLE_PREFILL)
+        state = _new_state(info)
         try:
-            theirs = from_info(hello.info)
+            if self._handshakes >= _HANDSHAKES_MAX:
+                raise Overloaded(f"{self._handshakes} handshakes are under way", retry_after_s=1.0)
+            theirs = from_info(info)
             plan = agree(self._node.description, theirs)
             number = self._sender_numbers.draw(theirs.tensor_parallel_size)
         except PlanRefused as refused:
+            self._forget(state)
             await write(self._refuse(state, to_mismatches(refused.mismatches)))
             return
         except BatonError as error:
             state.phase, state.detail = common_pb2.PEER_PHASE_LOST, str(error)
+            self._forget(state)
             raise
         state.kv_converted = plan.conversion
         peer = self._peers[number] = _Peer(number, state)
         try:
-            if await self._connect(peer, theirs, plan, incoming, write):
+            if await self._shake_hands(peer, theirs, plan, incoming, write):
                 await self._exchange(peer, incoming, write)
         except TimeoutError:
             state.detail = f"no warm-up within {_WARM_UP_TIMEOUT_S:g} s"
+        except BatonError as error:
+            state.detail = str(error)
+            raise
         finally:
             del self._peers[number]
             # A task of its own: gRPC may cancel this handler when the stream's end has been read already.
@@ -114,11 +137,18 @@ class PrefillPeers:
             peer.outbox.put_nowait(pb.PairResponse(lease_ended=pb.LeaseEnded(lease=lease)))
 
     def states(self) -> list[common_pb2.PeerState]:
-        """One line for each peer, with what it has sent so far."""
+        """One line for each incarnation, with what it has sent so far; of those that are gone, the latest."""
         traffic = self._node.transfer.counters().peers
         for peer in self._peers.values():
             peer.note_traffic(traffic)
-        return list(self._states.values())
+        live = [peer.state for peer in self._peers.values()]
+        addresses = {state.address for state in live}
+        past = [state for address, state in self._past.items() if address not in addresses]
+        # A hello that only claims to be from a peer that is paired must not hide that peer.
+        lines: dict[int, common_pb2.PeerState] = {}
+        for state in sorted((*past, *live), key=lambda state: _LIVELY.index(state.phase)):
+            lines.setdefault(state.incarnation, state)
+        return list(lines.values())
 
     def close(self) -> None:
         """Ends every stream once everything queued has been written."""
@@ -126,6 +156,20 @@ class PrefillPeers:
             peer.outbox.put_nowait(None)
 
     # ---- a stream, from its hello to its end
+
+    async def _shake_hands(
+        self,
+        peer: _Peer,
+        theirs: NodeDescription,
+        plan: WirePlan,
+        incoming: AsyncIterator[pb.PairRequest],
+        write: Write,
+    ) -> bool:
+        self._handshakes += 1
+        try:
+            return await self._connect(peer, theirs, plan, incoming, write)
+        finally:
+            self._handshakes -= 1
 
     async def _connect(
         self,
@@ -142,7 +186,9 @@ class PrefillPeers:
         """
         transfer = self._node.transfer
         flows = links_between(theirs, self._node.description)
-        addresses = await transfer.listen(peer.number, flows, sends=False)
+        addresses = await transfer.listen(
+            peer.number, flows, sends=False, on_failed=lambda error: self._link_failed(peer, error)
+        )
         accepted = pb.PairAccepted(
             info=self._node.info,
             worker_addresses=from_addresses(addresses),
@@ -152,8 +198,9 @@ class PrefillPeers:
             kv_scales=self._node.kv_scales,
         )
         await write(pb.PairResponse(accepted=accepted))
-        linked = await _next(incoming)
-        await transfer.connect(peer.number, to_addresses(linked.linked.worker_addresses))
+        worker_addresses = (await _next(incoming)).linked.worker_addresses
+        check_addresses(worker_addresses, links=len(flows))
+        await transfer.connect(peer.number, to_addresses(worker_addresses), incarnation=peer.state.incarnation)
         await write(pb.PairResponse(connected=pb.PairConnected()))
         measure = await self._measure(peer, incoming)
         if mismatch := below_floor(self._node, measure):
@@ -189,9 +236,9 @@ class PrefillPeers:
             async for message in incoming:
                 match message.WhichOneof("message"):
                     case "hand_over":
-                        self._deliver(HandOverReceived(peer.number, message.hand_over))
+                        self._deliver(HandOverReceived(peer.number, message.hand_over, peer.state.incarnation))
                     case "quiet":
-                        self._deliver(QuietReceived(peer.number, message.quiet))
+                        self._deliver(QuietReceived(peer.number, message.quiet, peer.state.incarnation))
                     case "refused":
                         mismatches = list(message.refused.mismatches)
                         peer.state.phase = common_pb2.PEER_PHASE_REFUSED
@@ -201,38 +248,44 @@ class PrefillPeers:
         finally:
             peer.outbox.put_nowait(None)
 
+    def _link_failed(self, peer: _Peer, error: BatonError) -> None:
+        """Ends the stream, so that the prefill node makes the pair again."""
+        peer.state.detail = peer.state.detail or str(error)
+        asyncio.get_running_loop().call_later(_BROKEN_END_S, peer.outbox.put_nowait, None)
+
     async def _disconnect(self, peer: _Peer) -> None:
         state = peer.state
         if state.phase == common_pb2.PEER_PHASE_READY:
-            log.info("lost %s", state.name)
+            log.info("lost %s: %s", state.name, state.detail or "its stream broke")
         if state.phase != common_pb2.PEER_PHASE_REFUSED:
             state.phase = common_pb2.PEER_PHASE_LOST
             state.detail = state.detail or "its stream broke"
         peer.note_traffic(self._node.transfer.counters().peers)  # `disconnect` drops the peer's counters
+        self._forget(state)
         leases = await self._node.transfer.disconnect(peer.number)
         self._sender_numbers.give_back(peer.number)
         self._deliver(PeerLost(peer.number, state.name, leases))
 
     # ---- lines in the status
 
-    def _new_state(self, info: common_pb2.NodeInfo) -> common_pb2.PeerState:
-        state = common_pb2.PeerState(
-            name=info.name,
-            address=info.address,
-            incarnation=info.incarnation,
-            phase=common_pb2.PEER_PHASE_CONNECTING,
-        )
-        self._states[state.address] = state
-        lost = [address for address, old in self._states.items() if old.phase == common_pb2.PEER_PHASE_LOST]
-        for address in lost[:-_LOST_PEERS_MAX]:
-            del self._states[address]
-        return state
+    def _forget(self, state: common_pb2.PeerState) -> None:
+        """The peer is gone, or was refused: only its line is kept, and replaces an older one of its address."""
+        self._past.pop(state.address, None)
+        self._past[state.address] = state
+        while len(self._past) > _PAST_MAX:
+            del self._past[next(iter(self._past))]
 
     def _refuse(self, state: common_pb2.PeerState, mismatches: list[common_pb2.Mismatch]) -> pb.PairResponse:
         state.phase = common_pb2.PEER_PHASE_REFUSED
         state.mismatches.extend(mismatches)
         log.warning("refused %s: %s", state.name, describe_mismatches(mismatches))
         return pb.PairResponse(refused=pb.PairRefused(info=self._node.info, mismatches=mismatches))
+
+
+def _new_state(info: common_pb2.NodeInfo) -> common_pb2.PeerState:
+    return common_pb2.PeerState(
+        name=info.name, address=info.address, incarnation=info.incarnation, phase=common_pb2.PEER_PHASE_CONNECTING
+    )
 
 
 async def _next(incoming: AsyncIterator[pb.PairRequest]) -> pb.PairRequest:

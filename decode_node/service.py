@@ -57,6 +57,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         status.requests_waiting += self._driver.machine.waiting
+        status.segments_refused += self._driver.machine.messages_refused
         status.peers.extend(self._driver.peers.states())
 
     @property

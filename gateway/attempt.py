@@ -35,6 +35,7 @@ class Attempt:
         first_token_passed: the last call has sent its first token, or its ticket asks for none.
         placed_prefill: incarnation of the prefill node that was placed with the decode node, and whose backlog has the
             prompt; None: there was none, or it has been called.
+        ticket_for: incarnation of the prefill node that alone can use the ticket; 0: any one can.
         failed_calls, last_error: hand-overs that failed, and why the last one did.
         excluded: incarnations of the prefill nodes called so far. Each gets one ticket only.
     """
@@ -50,6 +51,7 @@ class Attempt:
     ended_by_node: bool = False
     first_token_passed: bool = False
     placed_prefill: int | None = None
+    ticket_for: int = 0
     call: PrefillCall | None = None
     failed_calls: int = 0
     last_error: BatonError | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from baton.types import LocalPolicy
 from gateway.affinity import Affinity
+from gateway.breaker import Breakers
 from gateway.cache_position import CachePosition
 from gateway.fleet_node import FleetNode, Role
 from gateway.placement import Placement, place
@@ -54,6 +55,7 @@ class Fleet:
         self._policy = policy
         self._index = PrefixIndex()
         self._affinity = Affinity()
+        self.breakers = Breakers()
 
     # ---- recording
 
@@ -63,7 +65,7 @@ class Fleet:
         return node
 
     def remove(self, role: Role, address: str) -> None:
-        del self._of(role)[address]
+        self.breakers.forget(self._of(role).pop(address).incarnation)
         self._index.forget(address)
 
     def status_received(
@@ -85,6 +87,7 @@ class Fleet:
                 commands.append(LogLine(f"{info.name} gets no requests: {foreign}", warning=True))
         if restarted:
             commands.append(DropSession(role, address, "it was restarted"))
+            self.breakers.forget(node.incarnation)
             self._forget_cache(node)
         node.take_status(status, foreign)
         return commands

@@ -4,7 +4,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.errors import BatonError, DataLoss, NoNode, Overloaded
+from baton.errors import BatonError, DataLoss, InternalError, NoNode, Overloaded
 from baton.types import NO_SLO, LocalPolicy, Slo
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet
@@ -61,9 +61,10 @@ class NodeChoice:
             BatonError: there is none for a new request, or all have refused it.
         """
         wanted = replace(self._wanted(num_tokens), slo=slo, splittable=splittable)
-        placement = self._fleet.place(wanted, now_s)
+        placement = self._place(wanted, now_s)
         if placement is not None:
             node = self._fleet.decoding_node(placement.decode)
+            self._fleet.breakers.chosen(node.incarnation, now_s)
             self._model = node.model
             return node, placement
         for refusal in self._refusals.values():
@@ -74,12 +75,31 @@ class NodeChoice:
             raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
         return None
 
-    def prefill_node(self, attempt: Attempt, num_tokens: int, *, now_s: float, slo: Slo = NO_SLO) -> FleetNode | None:
+    def _place(self, wanted: Wanted, now_s: float) -> Placement | None:
+        """Without the nodes whose breakers are open, unless there are no others."""
+        broken = self._fleet.breakers.open(now_s)
+        if broken:
+            whole = replace(
+                wanted,
+                excluded_decode=wanted.excluded_decode | broken,
+                excluded_prefill=wanted.excluded_prefill | broken,
+            )
+            if (placement := self._fleet.place(whole, now_s)) is not None:
+                return placement
+        return self._fleet.place(wanted, now_s)
+
+    def prefill_node(self, attempt: Attempt, num_tokens: int, now_s: float, slo: Slo = NO_SLO) -> FleetNode | None:
         """The prefill node for the attempt's next call; None if its calls or the nodes are used up."""
         if attempt.failed_calls >= self._max_calls:
             return None
+        placed = attempt.ticket_for or attempt.placed_prefill
         wanted = replace(self._wanted(num_tokens, attempt.excluded), slo=slo)
-        return self._fleet.pick_prefill(attempt.node, wanted, now_s, placed=attempt.placed_prefill)
+        broken = self._fleet.breakers.open(now_s) - {placed}
+        if broken:
+            whole = replace(wanted, excluded_prefill=wanted.excluded_prefill | broken)
+            if (node := self._fleet.pick_prefill(attempt.node, whole, now_s, placed=placed)) is not None:
+                return node
+        return self._fleet.pick_prefill(attempt.node, wanted, now_s, placed=placed)
 
     def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:
         """The request is sent to the node that decodes it: counts what the nodes will compute. Returns the incarnation
@@ -107,6 +127,16 @@ class NodeChoice:
         """Records that the node refused to decode the request: it is not asked again."""
         full = isinstance(error, Overloaded) and node.role == common_pb2.ROLE_DECODE
         self._refusals[node.incarnation] = _Refusal(error, ends_a_begun_request=full)
+
+    def failed(self, node: FleetNode, error: BatonError, now_s: float) -> None:
+        """Records why a node's part of the request failed, for the node's circuit breaker."""
+        if isinstance(error, InternalError):
+            self._fleet.breakers.failed(node.incarnation, now_s)
+
+    def answered(self, *nodes: FleetNode) -> None:
+        """Records that the nodes have done their parts of the request."""
+        for node in nodes:
+            self._fleet.breakers.answered(node.incarnation)
 
     def losing(self, node: FleetNode) -> None:
         """Records that the node is silent: it is not chosen, even while the fleet still lists it as reachable."""

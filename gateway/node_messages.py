@@ -47,7 +47,14 @@ class NodeMessages:
         del self._sampling.stop[:]
 
     def submit(
-        self, output: Sequence[int], placement: Placement, *, due: Due, budget_s: float, queue_s: float
+        self,
+        output: Sequence[int],
+        placement: Placement,
+        *,
+        due: Due,
+        budget_s: float,
+        queue_s: float,
+        prefill_incarnation: int = 0,
     ) -> decode_pb2.SubmitRequest:
         return decode_pb2.SubmitRequest(
             request_id=self._request.request_id,
@@ -57,6 +64,7 @@ class NodeMessages:
             cache_salt=self._request.cache_salt,
             policy=_POLICIES[self._policy],
             prefill_available=placement.prefill is not None or placement.way is not Way.LOCAL,
+            prefill_incarnation=prefill_incarnation,
             budget_s=budget_s,
             queue_s=queue_s,
             priority=self._request.priority,

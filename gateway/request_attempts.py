@@ -5,6 +5,7 @@ from baton.errors import (
     DataLoss,
     DeadlineExceeded,
     Draining,
+    InternalError,
     NoNode,
     Overloaded,
     PeerRefused,
@@ -60,6 +61,7 @@ class Attempts:
         self.wait_ends_at_s = None
         self._started += 1
         self.present = attempt
+        attempt.ticket_for = 0 if placement.prefill is None else placement.prefill.incarnation
         attempt.placed_prefill = state.choice.note_placed(node, placement, state.num_tokens, state.now_s)
         state.receipt.placed(placement, waited_s=state.now_s - state.request.started_at_s)
         submission = state.messages.submit(
@@ -68,6 +70,7 @@ class Attempts:
             due=state.due,
             budget_s=state.remaining_s,
             queue_s=min(state.rules.queue_s, state.remaining_s),
+            prefill_incarnation=attempt.ticket_for,
         )
         state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission))
 
@@ -85,9 +88,18 @@ class Attempts:
             self.leave(attempt)
             self.begin()
         # NOTE: our own deadline ends the request elsewhere; a node's DeadlineExceeded is about its lease.
+        # Another node is asked as long as the client has nothing: what fails there too is the request's own doing.
+        elif isinstance(error, InternalError) and not self._state.output.token_ids:
+            self._state.choice.failed(attempt.node, error, self._state.now_s)
+            self._state.choice.refused(attempt.node, error)
+            self._state.receipt.failed(f"{name} failed ({error.message})")
+            self._gone = f"the node {name} failed"
+            self.leave(attempt)
+            self.begin()
         elif isinstance(error, DataLoss | UnknownLease | PeerRefused | DeadlineExceeded):
             self.lose(attempt, str(error))
         else:
+            self._state.choice.failed(attempt.node, error, self._state.now_s)
             raise error
 
     def lose(self, attempt: Attempt, reason: str) -> None:

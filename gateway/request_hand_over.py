@@ -28,6 +28,9 @@ class HandOver:
         if node is None:
             self.failed(attempt, "", state.choice.no_prefill_node())
             return
+        if attempt.ticket_for not in (0, node.incarnation):
+            self._renew(attempt, node)  # the decode node would refuse what this one sends
+            return
         attempt.excluded.add(node.incarnation)
         pair = node.peers[attempt.node.incarnation]
         state.receipt.calling(node.name, pair.transport, pair.kv_converted)
@@ -53,6 +56,8 @@ class HandOver:
             BatonError: the failure is the client's doing, or no prefill node is left under policy strict.
         """
         state = self._state
+        if attempt.call is not None:
+            state.choice.failed(attempt.call.node, error, state.now_s)
         self.drop(attempt)
         if isinstance(error, InvalidRequest | DeadlineExceeded):
             raise error
@@ -67,17 +72,31 @@ class HandOver:
         attempt.waiting_since_s = state.now_s
         # NOTE: policy strict asks for a ticket even when no prefill node is left: the last one may have failed only
         # because the decode node is gone, and this message finds that out.
-        renew = strict or self._next_node(attempt) is not None
-        if state.refuses_late(attempt) and isinstance(error, Overloaded) and not renew:
+        following = self._next_node(attempt)
+        if strict or following is not None:
+            self._renew(attempt, following)
+            return
+        if state.refuses_late(attempt) and isinstance(error, Overloaded):
             raise error  # prefilled here, it would be late too
-        question = (decode_pb2.RenewTicket if renew else decode_pb2.PrefillHere)(
-            failed_lease=attempt.lease, output_token_ids=state.output.token_ids
+        here = decode_pb2.PrefillHere(failed_lease=attempt.lease, output_token_ids=state.output.token_ids)
+        state.commands.append(AskDecode(attempt.number, here))
+
+    def _renew(self, attempt: Attempt, node: FleetNode | None) -> None:
+        """Asks for a ticket for that prefill node."""
+        state = self._state
+        attempt.answered = False
+        attempt.waiting_since_s = state.now_s
+        attempt.ticket_for = 0 if node is None else node.incarnation
+        renew = decode_pb2.RenewTicket(
+            failed_lease=attempt.lease,
+            output_token_ids=state.output.token_ids,
+            prefill_incarnation=attempt.ticket_for,
         )
-        state.commands.append(AskDecode(attempt.number, question))
+        state.commands.append(AskDecode(attempt.number, renew))
 
     def _next_node(self, attempt: Attempt) -> FleetNode | None:
         state = self._state
-        return state.choice.prefill_node(attempt, state.num_tokens, now_s=state.now_s, slo=state.slo_left)
+        return state.choice.prefill_node(attempt, state.num_tokens, state.now_s, state.slo_left)
 
     def drop(self, attempt: Attempt) -> None:
         """Ends the attempt's call, if one runs."""

@@ -279,6 +279,7 @@ class RequestMachine:
 
     def _complete(self, attempt: Attempt) -> None:
         state = self._state
+        state.choice.answered(attempt.node, *([attempt.call.node] if attempt.call else []))
         self._attempts.leave(attempt)
         state.respond()
         state.commands.append(self._output.last_message(self._receipt, state.now_s))

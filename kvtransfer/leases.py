@@ -13,7 +13,10 @@ from enum import StrEnum
 from baton.errors import InternalError, UnknownLease
 from kvcache.spec import KVCacheSpec
 from kvtransfer.coverage import Coverage
-from kvtransfer.segments import LEASE_BITS, Segment, Tag, payload_bytes
+from kvtransfer.segments import LEASE_NUMBER_BITS, Segment, Tag, lease_field, payload_bytes
+
+# How many numbers are remembered, so that none is used again and late messages are known as such.
+_USED_MAX = 1 << 14
 
 
 class Refusal(StrEnum):
@@ -23,6 +26,7 @@ class Refusal(StrEnum):
     UNKNOWN_SENDER = "its sender number belongs to another peer"
     UNKNOWN_LEASE = "that lease was never given"
     FOREIGN_SENDER = "another sender fills that lease"
+    UNEXPECTED = "its peer has warmed up already"
     DUPLICATE = "that segment has arrived before"
     TOO_LARGE = "it is larger than a staging slot"
     MALFORMED = "it has no readable trailer"
@@ -40,10 +44,11 @@ class LeaseGrant:
     """Permission to write tokens [token_start, token_stop) of one request into its blocks.
 
     Attributes:
-        number: greater than the number of every lease granted before in this incarnation.
+        number: random; its lease field is not one of a lease that is open or was open a short time ago.
         block_ids: blocks of the whole request: token i is in block_ids[i // block_size].
         resume_at: first position that may still be computed. KV older than the sliding window is not sent. None:
             `token_stop`.
+        prefill_incarnation: of the node that may fill it; 0: any one node.
 
     Raises:
         InternalError: the number or the range is impossible.
@@ -54,6 +59,7 @@ class LeaseGrant:
     token_start: int
     token_stop: int
     resume_at: int | None = None
+    prefill_incarnation: int = 0
 
     @property
     def reader(self) -> int:
@@ -61,7 +67,7 @@ class LeaseGrant:
         return self.token_stop if self.resume_at is None else self.resume_at
 
     def __post_init__(self) -> None:
-        if not 0 <= self.number < 1 << LEASE_BITS:
+        if not 0 <= self.number < 1 << LEASE_NUMBER_BITS:
             raise InternalError(f"a lease's number is {self.number}", field="number", value=self.number)
         if not 0 <= self.token_start <= self.token_stop:
             raise InternalError(f"a lease is for tokens [{self.token_start}, {self.token_stop})", field="token_stop")
@@ -103,6 +109,25 @@ class _Lease:
         return LeaseTotals(self.grant.number, self.bytes, self.segments, self.last_s - self.first_s)
 
 
+class UsedNumbers:
+    """The numbers of the latest leases, by what tags carry of them."""
+
+    def __init__(self) -> None:
+        self._fields: dict[int, None] = {}
+
+    def add(self, number: int) -> None:
+        """Raises: InternalError: a message could not tell it from one that was used a short time ago."""
+        field_of_tag = lease_field(number)
+        if field_of_tag in self._fields:
+            raise InternalError(f"lease {number} cannot be told from an earlier one", field="number", value=number)
+        self._fields[field_of_tag] = None
+        if len(self._fields) > _USED_MAX:
+            del self._fields[next(iter(self._fields))]
+
+    def __contains__(self, field_of_tag: int) -> bool:
+        return field_of_tag in self._fields
+
+
 class LeaseTable:
     """All leases of one rank's cache in one incarnation.
 
@@ -115,42 +140,40 @@ class LeaseTable:
         self._spec = spec
         self._heads = heads
         self._incarnation = incarnation
-        self._leases: dict[int, _Lease] = {}
-        self._highest = -1
+        self._leases: dict[int, _Lease] = {}  # by what tags carry of their numbers
+        self._used = UsedNumbers()
 
     def open(self, grant: LeaseGrant) -> LeaseTotals | None:
         """Opens a lease. Returns its totals if it covers no token and is filled already.
 
         Raises:
-            InternalError: the number is not above all earlier ones, so it might have been used before.
+            InternalError: a message could not tell the number from an earlier one.
         """
-        if grant.number <= self._highest:
-            raise InternalError(
-                f"lease {grant.number} was opened after lease {self._highest}",
-                field="number",
-                value=grant.number,
-                allowed=(f"above {self._highest}",),
-            )
-        self._highest = grant.number
+        if lease_field(grant.number) in self._leases:
+            raise InternalError(f"a lease like {grant.number} is open", field="number", value=grant.number)
+        self._used.add(grant.number)
         cells = len(self._heads) * sum(
             grant.token_stop - max(grant.token_start, self._spec.first_read(layer, grant.reader))
             for layer in range(self._spec.num_layers)
         )
-        lease = self._leases[grant.number] = _Lease(grant, Coverage(self._spec.num_layers), cells)
+        lease = self._leases[lease_field(grant.number)] = _Lease(grant, Coverage(self._spec.num_layers), cells)
         return lease.totals() if cells == 0 else None
 
-    def arrival(self, tag: Tag, now_s: float, *, group: int | None = None) -> Refusal | None:
+    def arrival(self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0) -> Refusal | None:
         """None if a message with that tag may get memory. The first message binds the lease to its sender's group.
 
         Args:
             group: shared by the ranks of one node, each of which numbers its own segments; None: the sender is alone.
+            incarnation: of the sender.
         """
         group = tag.sender if group is None else group
-        if self.has_ended(tag.lease):
-            return Refusal.LATE
         lease = self._leases.get(tag.lease)
         if lease is None:
-            return Refusal.UNKNOWN_LEASE
+            return Refusal.LATE if tag.lease in self._used else Refusal.UNKNOWN_LEASE
+        if lease.closing:
+            return Refusal.LATE
+        if lease.grant.prefill_incarnation not in (0, incarnation):
+            return Refusal.FOREIGN_SENDER
         if lease.group is None:
             lease.group = group
             lease.first_s = lease.last_s = now_s
@@ -161,6 +184,13 @@ class LeaseTable:
         lease.seen.add((tag.sender, tag.number))
         return None
 
+    def filled_by(self, tag: Tag, *, group: int | None = None, incarnation: int = 0) -> int | None:
+        """Number of the open lease that this sender fills or may begin to fill; None: the tag names no such lease."""
+        lease = self._leases.get(tag.lease)
+        if lease is None or lease.closing or lease.grant.prefill_incarnation not in (0, incarnation):
+            return None
+        return lease.grant.number if lease.group in (None, tag.sender if group is None else group) else None
+
     def start_scatter(self, tag: Tag, segment: Segment) -> Refusal | None:
         """None if a received segment may be scattered. Its cells are then claimed: the caller scatters it and always
         calls `finish_scatter` afterwards."""
@@ -169,7 +199,10 @@ class LeaseTable:
             return Refusal.LATE
         if segment.incarnation != self._incarnation:
             return Refusal.STALE_INCARNATION
-        if (segment.lease, segment.number) != (tag.lease, tag.number) or (tag.sender, tag.number) not in lease.seen:
+        if (segment.lease, segment.number) != (lease.grant.number, tag.number) or (
+            tag.sender,
+            tag.number,
+        ) not in lease.seen:
             return Refusal.MISLABELLED
         if not self._within(lease.grant, segment):
             return Refusal.OUT_OF_RANGE
@@ -182,7 +215,7 @@ class LeaseTable:
 
     def finish_scatter(self, segment: Segment, now_s: float) -> ScatterDone:
         """Counts a segment whose bytes are in the blocks."""
-        lease = self._leases[segment.lease]
+        lease = self._leases[lease_field(segment.lease)]
         lease.scattering -= 1
         lease.cells_missing -= segment.cells
         lease.bytes += segment.payload_bytes
@@ -198,27 +231,24 @@ class LeaseTable:
         Raises:
             UnknownLease: it is not open.
         """
-        lease = self._leases.get(number)
-        if lease is None or lease.closing:
+        lease = self._leases.get(lease_field(number))
+        if lease is None or lease.closing or lease.grant.number != number:
             raise UnknownLease(f"lease {number} is not open", field="number", value=number)
         lease.closing = True
         return None if lease.scattering else self._forget(lease)
 
-    def has_ended(self, number: int) -> bool:
-        """Whether a lease of that number was open once and is closed or closing."""
-        lease = self._leases.get(number)
-        return number <= self._highest if lease is None else lease.closing
-
     def bound_to(self, group: int) -> tuple[int, ...]:
         """The open leases that this group's senders have begun to fill."""
-        return tuple(number for number, lease in self._leases.items() if lease.group == group and not lease.closing)
+        return tuple(
+            lease.grant.number for lease in self._leases.values() if lease.group == group and not lease.closing
+        )
 
     @property
     def open_leases(self) -> int:
         return len(self._leases)
 
     def _forget(self, lease: _Lease) -> LeaseTotals:
-        del self._leases[lease.grant.number]
+        del self._leases[lease_field(lease.grant.number)]
         return lease.totals()
 
     def _within(self, grant: LeaseGrant, segment: Segment) -> bool:

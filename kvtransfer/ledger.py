@@ -20,6 +20,7 @@ class Peer:
         link: as measured when the pair was made; None until then.
         group: shared by the ranks of one node; None: the peer is alone.
         converter: applied to KV sent to this peer; None: KV keeps its dtype.
+        incarnation: of its node; leases may be bound to it.
     """
 
     number: int
@@ -29,6 +30,7 @@ class Peer:
     link: LinkSpeed | None = None
     group: int | None = None
     converter: Converter | None = None
+    incarnation: int = 0
 
     def payload_bytes_for(self, job_bytes: int, *, handling_s: float) -> int:
         """Largest payload of one message of a job of that size."""

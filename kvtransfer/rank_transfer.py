@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.errors import BatonError
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
@@ -18,6 +19,10 @@ from kvtransfer.segments import Segment
 OnFilled = Callable[[LeaseTotals], None]
 # A message was not scattered, so its lease cannot be trusted to become complete.
 OnRefused = Callable[[SegmentRefused], None]
+# The link to a peer has broken, for this reason: nothing more comes or goes over it. It is still to be disconnected.
+OnLinkFailed = Callable[[int, BatonError], None]
+# The transfer cannot go on, for this reason. Every call fails from now on; the process should end.
+OnFailed = Callable[[BatonError], None]
 
 
 class RankTransfer(Protocol):
@@ -28,6 +33,10 @@ class RankTransfer(Protocol):
 
     The receiver opens a lease before the sender sends for it, and closes every lease, filled or not.
     """
+
+    def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:
+        """Sets who is called when a link breaks, or when the transfer cannot go on; before `start`."""
+        ...
 
     async def start(self) -> None:
         """Opens the transport.
@@ -47,6 +56,7 @@ class RankTransfer(Protocol):
 
         Raises:
             InternalError: the number is in use.
+            DataLoss, Overloaded: no link can be opened now.
         """
         ...
 
@@ -58,6 +68,7 @@ class RankTransfer(Protocol):
         message_bytes: int | None = None,
         group: int | None = None,
         conversion: KVConversion | None = None,
+        incarnation: int = 0,
     ) -> None:
         """Makes the endpoint to a peer that listens.
 
@@ -65,9 +76,11 @@ class RankTransfer(Protocol):
             message_bytes: the largest message that the peer takes; None: this rank's own limit.
             group: shared by peers that fill leases together; None: the peer fills them alone.
             conversion: applied to the KV sent to this peer; None: KV keeps its dtype.
+            incarnation: of the peer's node. Leases bound to another one are not filled by it.
 
         Raises:
             PeerRefused: the address is not one of this rank's kind of transport.
+            DataLoss: the peer cannot be reached.
             ConfigError: no segment fits into the peer's messages.
         """
 
@@ -133,8 +146,8 @@ class RankTransfer(Protocol):
         because scatters are not ordered after the engine's stream. At `on_filled` every scatter is over on the device.
 
         Raises:
-            InternalError: the number is not above all earlier ones, or the blocks cannot hold the tokens. Where the
-                cache is in this process the call itself raises it, elsewhere the future does.
+            InternalError: tags could not tell the number from an earlier one, or the blocks cannot hold the tokens.
+                Where the cache is in this process the call itself raises it, elsewhere the future does.
         """
         ...
 

@@ -12,12 +12,12 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from baton.errors import DataLoss, PeerRefused, UnknownLease
+from baton.errors import BatonError, DataLoss, PeerRefused, UnknownLease
 from kvtransfer.conversion import KVConversion
 from kvtransfer.flows import Flow, RankPair
 from kvtransfer.leases import LeaseGrant, LeaseTotals, Refusal
 from kvtransfer.link import LinkSpeed
-from kvtransfer.rank_transfer import OnFilled, OnRefused, RankTransfer
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnRefused, RankTransfer
 from kvtransfer.records import LinkMeasure, PeerTraffic, SegmentRefused, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 
@@ -63,6 +63,11 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         self._on_filled: OnFilled | None = None
         self._on_refused: OnRefused | None = None
         self._ranks = [make(self._filled, self._refused) for make in makers]
+        for rank in self._ranks:
+            rank.watch(partial(self._link_failed, rank), self._failed)
+        self._failure: BatonError | None = None
+        self._on_failed: OnFailed | None = None
+        self._on_pair_failed: dict[int, OnFailed] = {}
         self._pairs: dict[int, tuple[_End, ...]] = {}
         self._leases: dict[int, _Lease] = {}
 
@@ -70,6 +75,12 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         """Sets who receives lease events; before `start`. A lease is filled once every rank has its tokens, and the
         totals are those of all ranks together."""
         self._on_filled, self._on_refused = on_filled, on_refused
+
+    def on_failed(self, callback: OnFailed) -> None:
+        """Sets who is called once, on the event loop, when a rank cannot go on; at once if one cannot already."""
+        self._on_failed = callback
+        if self._failure is not None:
+            callback(self._failure)
 
     async def start(self) -> None:
         """Raises a rank's error, after all transfers are closed."""
@@ -94,14 +105,19 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
 
     # ---- pairs
 
-    async def listen(self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool) -> dict[RankPair, bytes]:
+    async def listen(
+        self, pair: int, flows: Mapping[RankPair, Flow], *, sends: bool, on_failed: OnFailed | None = None
+    ) -> dict[RankPair, bytes]:
         """Opens this node's ends of a pair's links; returns the address of each.
 
         Args:
             pair: at the receiver, the first of the sender numbers that it drew for the peer's ranks; at the sender, a
                 number of its own, followed by unused numbers for the peer's ranks.
             sends: whether this node is the sender.
+            on_failed: called, once or more, when a link of the pair has broken. Then disconnect the pair.
         """
+        if on_failed is not None:
+            self._on_pair_failed[pair] = on_failed
         self._pairs[pair] = ends = tuple(self._ends(pair, flows, sends=sends))
         addresses = await asyncio.gather(*(end.rank.listen(end.number) for end in ends))
         return {end.link: address for end, address in zip(ends, addresses, strict=True)}
@@ -113,6 +129,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         *,
         message_bytes: int | None = None,
         conversion: KVConversion | None = None,
+        incarnation: int = 0,
     ) -> None:
         """Raises PeerRefused: the peer listens on other links."""
         ends = self._pairs[pair]
@@ -123,10 +140,16 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
                 cure="start both nodes with the same version",
             )
         calls = [partial(end.rank.connect, end.number, addresses[end.link]) for end in ends]
-        await asyncio.gather(*(call(message_bytes=message_bytes, group=pair, conversion=conversion) for call in calls))
+        await asyncio.gather(
+            *(
+                call(message_bytes=message_bytes, group=pair, conversion=conversion, incarnation=incarnation)
+                for call in calls
+            )
+        )
 
     async def disconnect(self, pair: int) -> tuple[int, ...]:
         """Closes a pair's links; no-op for pairs that never listened."""
+        self._on_pair_failed.pop(pair, None)
         ends = self._pairs.get(pair, ())
         leases = await asyncio.gather(*(end.rank.disconnect(end.number) for end in ends))
         self._pairs.pop(pair, None)
@@ -222,6 +245,18 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
     def _refused(self, refused: SegmentRefused) -> None:
         assert self._on_refused is not None
         self._on_refused(refused)
+
+    def _link_failed(self, rank: RankTransfer, number: int, error: BatonError) -> None:
+        for pair, ends in self._pairs.items():
+            if any(end.rank is rank and end.number == number for end in ends) and pair in self._on_pair_failed:
+                self._on_pair_failed[pair](error)
+                return
+
+    def _failed(self, error: BatonError) -> None:
+        if self._failure is None:
+            self._failure = error
+            if self._on_failed is not None:
+                self._on_failed(error)
 
     # ---- status
 

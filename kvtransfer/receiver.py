@@ -178,7 +178,7 @@ class Receiver:
                 refusal = self._look_up(tag, arrival)
             if refusal is not None:
                 self._transport.discard(arrival)
-                self._refuse(tag, refusal)
+                self._refuse(tag, refusal, peer=arrival.peer)
             elif not self._offer(tag, arrival):
                 self._parked.append((tag, arrival))
         return accepted
@@ -191,8 +191,9 @@ class Receiver:
         if arrival.num_bytes < TRAILER_BYTES:
             return Refusal.MALFORMED
         if tag.number == WARM_UP:
-            return None
-        return self._leases.arrival(tag, self._clock(), group=self._ledger.peers[arrival.peer].group)
+            return None if self.warm_ups.expects(arrival.peer) else Refusal.UNEXPECTED
+        peer = self._ledger.peers[arrival.peer]
+        return self._leases.arrival(tag, self._clock(), group=peer.group, incarnation=peer.incarnation)
 
     def _offer(self, tag: Tag, arrival: Arrival) -> bool:
         """Begins to receive unless no slot is free, the peer holds its share, or the limit is reached."""
@@ -258,7 +259,7 @@ class Receiver:
             return True
         # For a peer that is gone, `lost` has reported everything.
         if item.tag.sender in self._ledger.peers:
-            self._refuse(item.tag, Refusal.BROKEN)
+            self._refuse(item.tag, Refusal.BROKEN, peer=item.tag.sender)
         return False
 
     def _to_scatter(self, item: _Reception, reading: Reading) -> Segment | None:
@@ -270,11 +271,11 @@ class Receiver:
             return None
         segment = decode_trailer(reading.trailer)
         if segment is None:
-            self._refuse(tag, Refusal.MALFORMED)
+            self._refuse(tag, Refusal.MALFORMED, peer=tag.sender)
             return None
         refusal = self._check(segment, item.num_bytes, reading) or self._leases.start_scatter(tag, segment)
         if refusal is not None:
-            self._refuse(tag, refusal)
+            self._refuse(tag, refusal, peer=tag.sender)
             return None
         return segment
 
@@ -305,15 +306,25 @@ class Receiver:
         self._blocks.pop(totals.number).free()
         self._closing.pop(totals.number).set_result(totals)
 
-    def _refuse(self, tag: Tag, refusal: Refusal) -> None:
+    def _refuse(self, tag: Tag, refusal: Refusal, *, peer: int) -> None:
+        """Counts a message of that peer. It costs the peer's warm-up, or the lease that this peer fills, never another
+        lease."""
         self._ledger.refusals[refusal] += 1
         if refusal is Refusal.LATE:
             return
-        self._on_refused(SegmentRefused(tag.lease, tag.sender, refusal, _to_error(tag, refusal)))
+        error = _to_error(tag, refusal)
+        lease = None
+        if tag.number == WARM_UP:
+            self.warm_ups.failed(peer, error)
+        elif sender := self._ledger.peers.get(peer):
+            own = Tag(peer, tag.lease, tag.number)
+            lease = self._leases.filled_by(own, group=sender.group, incarnation=sender.incarnation)
+        self._on_refused(SegmentRefused(lease, peer, refusal, error))
 
 
 def _to_error(tag: Tag, refusal: Refusal) -> BatonError:
-    message = f"segment {tag.number} of lease {tag.lease} from sender {tag.sender} was refused: {refusal}"
+    what = "a warm-up message" if tag.number == WARM_UP else f"segment {tag.number} of lease ..{tag.lease}"
+    message = f"{what} from sender {tag.sender} was refused: {refusal}"
     if refusal in _WRONG_REFERENCE:
         return UnknownLease(message, field="lease", value=tag.lease)
     return DataLoss(message, field="segment", value=tag.number)

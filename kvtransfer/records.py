@@ -41,9 +41,15 @@ class SendJob:
 
 @dataclass(frozen=True)
 class SegmentRefused:
-    """A message that was not scattered. `lease` and `sender` are taken from its tag, unverified."""
+    """A message that was not scattered.
 
-    lease: int
+    Attributes:
+        lease: the lease that its sender fills, which cannot become complete any more; None: it names no such lease, so
+            it costs none.
+        sender: the peer whose link it came over.
+    """
+
+    lease: int | None
     sender: int
     refusal: Refusal
     error: BatonError

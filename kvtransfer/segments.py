@@ -3,7 +3,8 @@
 A message is a payload in wire order, followed by a trailer, the serialized `baton.v1.Segment`. Its digest is the
 payload's digest plus a hash of all other fields, from which a kernel can start when it sums up the payload.
 
-Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits.
+Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits. A lease's number has 63 random bits,
+of which the tag carries the lowest; the trailer has all of them.
 """
 
 import hashlib
@@ -18,6 +19,8 @@ from kvcache.spec import ALIGN_TOKENS, KVCacheSpec
 
 SENDER_BITS = 12
 LEASE_BITS = 36
+# Of a lease's number, so that nobody guesses one.
+LEASE_NUMBER_BITS = 63
 NUMBER_BITS = 16
 # This number marks warm-up messages; their lease field counts messages.
 WARM_UP = (1 << NUMBER_BITS) - 1
@@ -28,7 +31,7 @@ SEGMENTS_MAX = PONG
 
 @dataclass(frozen=True)
 class Tag:
-    """A message's sender, lease and number: all that a receiver knows before it offers memory.
+    """A message's sender, lease field and number: all that a receiver knows before it offers memory.
 
     Raises:
         InternalError: a part does not fit into its bits.
@@ -50,6 +53,11 @@ class Tag:
         return (self.sender << LEASE_BITS | self.lease) << NUMBER_BITS | self.number
 
     @classmethod
+    def of(cls, sender: int, segment: "Segment") -> Self:
+        """The tag under which a sender sends a segment."""
+        return cls(sender, lease_field(segment.lease), segment.number)
+
+    @classmethod
     def unpack(cls, value: int) -> Self:
         """The tag that a 64-bit number encodes; every 64-bit number encodes one."""
         lease_and_number = value & ((1 << (LEASE_BITS + NUMBER_BITS)) - 1)
@@ -58,6 +66,11 @@ class Tag:
             lease_and_number >> NUMBER_BITS,
             lease_and_number & ((1 << NUMBER_BITS) - 1),
         )
+
+
+def lease_field(lease: int) -> int:
+    """What tags carry of a lease's number."""
+    return lease & ((1 << LEASE_BITS) - 1)
 
 
 @dataclass(frozen=True)

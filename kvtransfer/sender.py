@@ -219,7 +219,7 @@ class Sender:
 
     def _post(self, item: _InFlight) -> Request:
         segment, job = item.segment, item.job
-        tag = Tag(job.sender_number, segment.lease, segment.number).pack()
+        tag = Tag.of(job.sender_number, segment).pack()
         job.sent.append(segment)
         return self._transport.send(job.peer, tag, item.slot.message(segment.payload_bytes + TRAILER_BYTES))
 

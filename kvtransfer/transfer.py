@@ -12,16 +12,16 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from baton.errors import DeadlineExceeded, InternalError
+from baton.errors import BatonError, DeadlineExceeded, Draining, InternalError
 from kvcache.cache import PagedKVCache
 from kvcache.wire.conversion import Converter, open_converter
 from kvtransfer.conversion import KVConversion
-from kvtransfer.leases import LeaseGrant, LeaseTotals
+from kvtransfer.leases import LeaseGrant, LeaseTotals, UsedNumbers
 from kvtransfer.ledger import Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover
 from kvtransfer.movers.table import open_mover
-from kvtransfer.rank_transfer import OnFilled, OnRefused, RankTransfer
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer
 from kvtransfer.records import LinkMeasure, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.settings import TransferSettings
@@ -56,15 +56,22 @@ class KVTransfer(RankTransfer):
         self.message_bytes = settings.message_bytes
         self._cache = cache
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._highest_lease = -1
+        self._used_leases = UsedNumbers()
+        self._on_link_failed: OnLinkFailed | None = None
+        self._on_failed: OnFailed | None = None
         self._thread = TransferThread(
             cache,
             settings,
             make_mover=make_mover,
             on_filled=partial(self._post, on_filled),
             on_refused=partial(self._post, on_refused),
+            on_link_failed=lambda peer, error: self._post(self._link_failed, (peer, error)),
+            on_failed=lambda error: self._post(self._failed, error),
             clock=clock,
         )
+
+    def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:
+        self._on_link_failed, self._on_failed = on_link_failed, on_failed
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -93,6 +100,7 @@ class KVTransfer(RankTransfer):
         message_bytes: int | None = None,
         group: int | None = None,
         conversion: KVConversion | None = None,
+        incarnation: int = 0,
     ) -> None:
         limit = self.message_bytes if message_bytes is None else min(message_bytes, self.message_bytes)
         converter: Converter | None = None
@@ -100,11 +108,14 @@ class KVTransfer(RankTransfer):
             # On a GPU this waits and compiles. It runs here so that the transfer thread keeps serving other peers.
             converter = await asyncio.to_thread(open_converter, self._cache, conversion.target_dtype, conversion.scales)
         check_segment_bytes(converter.spec if converter else self._cache.spec, limit - TRAILER_BYTES)
-        wanted = Peer(peer, limit - TRAILER_BYTES, group=group, converter=converter)
+        wanted = Peer(peer, limit - TRAILER_BYTES, group=group, converter=converter, incarnation=incarnation)
         await self._call(lambda future: self._thread.connect(wanted, address, future))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
-        return await self._call(lambda future: self._thread.disconnect(peer, future))
+        try:
+            return await self._call(lambda future: self._thread.disconnect(peer, future))
+        except Draining:  # the thread has failed: nothing is left to close
+            return ()
 
     async def warm_up(self, peer: int, sender_number: int) -> WarmUp:
         return await self._call(lambda future: self._thread.sender.warm_up(peer, sender_number, future))
@@ -138,7 +149,7 @@ class KVTransfer(RankTransfer):
 
     def open_lease(self, lease: LeaseGrant) -> "asyncio.Future[None]":
         self._check_grant(lease)
-        self._highest_lease = lease.number
+        self._used_leases.add(lease.number)
 
         def opened(future: "Future[None]") -> None:
             self._thread.receiver.open(lease)
@@ -155,15 +166,16 @@ class KVTransfer(RankTransfer):
     def stuck(self, *, after_s: float) -> str:
         return self._thread.where() if self._thread.stalled_s > after_s else ""
 
+    def _link_failed(self, link: tuple[int, BatonError]) -> None:
+        if self._on_link_failed is not None:
+            self._on_link_failed(*link)
+
+    def _failed(self, error: BatonError) -> None:
+        if self._on_failed is not None:
+            self._on_failed(error)
+
     def _check_grant(self, lease: LeaseGrant) -> None:
         shape = self._cache.shape
-        if lease.number <= self._highest_lease:
-            raise InternalError(
-                f"lease {lease.number} was opened after lease {self._highest_lease}",
-                field="number",
-                value=lease.number,
-                allowed=(f"above {self._highest_lease}",),
-            )
         if lease.token_stop > len(lease.block_ids) * shape.block_size:
             raise InternalError(
                 f"lease {lease.number} has {len(lease.block_ids)} blocks of {shape.block_size} "

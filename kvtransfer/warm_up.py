@@ -24,6 +24,8 @@ _BURSTS = 5
 _BUDGET_S = 0.2
 # A warm-up message's lease field: its burst (0: messages that map the slots) and its number within the burst.
 _NUMBER_BITS = 16
+# More messages than any sender's slots need.
+_MESSAGES_MAX = 1 << 17
 
 
 def warm_up_segments(slots: int, payload_bytes: int, clock: Callable[[], float]) -> Iterator[Segment]:
@@ -71,11 +73,25 @@ class _Progress:
 
 
 class WarmUpReceiver:
-    """Collects the warm-up messages of all peers until `expect` asks for a peer's measure."""
+    """Collects the warm-up messages of all peers until `expect` asks for a peer's measure. Each peer warms up once."""
 
     def __init__(self, *, digests: bool) -> None:
         self._digests = digests
         self._peers: dict[int, _Progress] = {}
+        self._measured: set[int] = set()
+
+    def expects(self, peer: int) -> bool:
+        """Whether a warm-up message of that peer may come."""
+        progress = self._peers.get(peer)
+        return peer not in self._measured and (progress is None or len(progress.arrived) < _MESSAGES_MAX)
+
+    def failed(self, peer: int, error: BatonError) -> None:
+        """A message was refused, or did not arrive whole: the warm-up fails."""
+        if peer in self._measured:
+            return
+        progress = self._peers.setdefault(peer, _Progress())
+        progress.error = progress.error or error
+        self._finish(peer)
 
     def received(self, peer: int, lease: int, num_bytes: int, reading: Reading, now_s: float) -> None:
         """Counts and checks one message that was received and read.
@@ -97,15 +113,19 @@ class WarmUpReceiver:
 
     def lost(self, peer: int) -> None:
         progress = self._peers.pop(peer, None)
+        self._measured.discard(peer)
         if progress is not None and progress.waiting is not None:
             progress.waiting[3].set_exception(DataLoss("the peer was lost during its warm-up"))
 
     def _finish(self, peer: int) -> None:
         progress = self._peers[peer]
-        if progress.waiting is None or len(progress.arrived) < progress.waiting[0]:
+        if progress.waiting is None:
+            return
+        if progress.error is None and len(progress.arrived) < progress.waiting[0]:
             return
         messages, num_bytes, carrier, future = progress.waiting
         del self._peers[peer]
+        self._measured.add(peer)
         arrived_bytes = sum(message.payload_bytes for message in progress.arrived)
         try:
             if progress.error is not None:

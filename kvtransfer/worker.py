@@ -13,18 +13,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from baton.errors import BatonError, DataLoss, InternalError
+from baton.errors import BatonError, DataLoss, Draining, InternalError
 from kvcache.cache import PagedKVCache
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.link import LinkSpeed
 from kvtransfer.movers.mover import MakeMover, Mover
-from kvtransfer.rank_transfer import OnFilled, OnRefused
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.receiver import Receiver
 from kvtransfer.records import LinkMeasure, PeerTraffic
 from kvtransfer.sender import Sender
@@ -59,6 +59,8 @@ class TransferThread:
 
     Args:
         on_filled, on_refused: called on the thread.
+        on_link_failed: called on the thread with the number of a peer whose link has broken. Disconnect it.
+        on_failed: called on the thread when it cannot go on; before the calls that wait fail.
         clock: for the receiver; the thread's own waits use the monotonic clock.
     """
 
@@ -70,6 +72,8 @@ class TransferThread:
         make_mover: MakeMover,
         on_filled: OnFilled,
         on_refused: OnRefused,
+        on_link_failed: OnLinkFailed,
+        on_failed: OnFailed,
         clock: Callable[[], float],
     ) -> None:
         self.ledger = Ledger()
@@ -78,6 +82,8 @@ class TransferThread:
         self._make_mover = make_mover
         self._on_filled = on_filled
         self._on_refused = on_refused
+        self._on_link_failed = on_link_failed
+        self._on_failed = on_failed
         self._clock = clock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: set[Future[Any]] = set()
@@ -216,7 +222,9 @@ class TransferThread:
         except Exception as error:
             self._failed = True
             log.exception("the transfer thread failed")
-            ended = InternalError(f"the transfer thread failed: {error}", cure="restart the node; its log says why")
+            # Not an internal error: gateways then continue its requests elsewhere.
+            ended = Draining(f"the transfer thread failed, so the node ends: {error}", cure="use another node")
+            self._on_failed(ended)
         try:
             self._close()
         except Exception:  # after a GPU has failed, every further call to it fails
@@ -231,7 +239,7 @@ class TransferThread:
         if not self._started.done():
             self._started.set_exception(error)
         for future in list(self._pending):
-            if not future.done() and not future.cancel():
+            with suppress(InvalidStateError):  # done, or cancelled
                 future.set_exception(error)
 
     def _open(self) -> None:
@@ -291,6 +299,8 @@ class TransferThread:
     def _advance(self) -> bool:
         """Advances every part once. Returns whether anything happened in one of them."""
         results = (self._run_calls(), self.transport.progress(), self.receiver.step(), self.sender.step())
+        for peer, error in self.transport.failures():
+            self._on_link_failed(peer, error)
         if self._disconnecting:
             self._finish_disconnects()
         return any(results)

@@ -145,7 +145,7 @@ async def _run(
             gc.collect()
             gc.freeze()
             serving = asyncio.create_task(serve(settings, node, server, its_role, supervisor), name="serve")
-            failure = await _first_of(serving, group)
+            failure = await _first_of(serving, group, node)
             if failure is not None:
                 await _fail_requests(its_role, server)
                 group.abandon(failure)
@@ -157,15 +157,20 @@ def _end_at_once() -> None:
     os._exit(0)
 
 
-async def _first_of(serving: "asyncio.Task[None]", group: RankGroup) -> str | None:
-    """Waits; returns why the ranks cannot go on, or None when serving ended first."""
+async def _first_of(serving: "asyncio.Task[None]", group: RankGroup, node: Node) -> str | None:
+    """Waits; returns why the ranks or the KV transfer cannot go on, or None when serving ended first."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[str] = loop.create_future()
 
     def fail(reason: str) -> None:
-        loop.call_soon_threadsafe(failed.set_result, reason)
+        if not failed.done():
+            failed.set_result(reason)
 
-    group.on_failure(fail)
+    def on_failure(reason: str) -> None:
+        loop.call_soon_threadsafe(fail, reason)
+
+    group.on_failure(on_failure)
+    node.transfer.on_failed(lambda error: fail(error.message))
     waits: list[asyncio.Future[Any]] = [serving, failed]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if failed.done():

@@ -14,7 +14,7 @@ from statistics import median
 
 import grpc
 
-from baton.errors import BatonError, NoNode, PeerRefused, UnknownLease
+from baton.errors import BatonError, InternalError, NoNode, Overloaded, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from kvtransfer.conversion import KVConversion, conversion_of
@@ -33,6 +33,7 @@ from node.describe import (
     to_measure,
     to_mismatches,
 )
+from node.hello import check_accepted, check_addresses, check_info, check_measure
 from node.link_floor import below_floor
 from prefill_node.events import LeaseEnded, PeerFacts, PeerLost
 from protos.baton.v1 import common_pb2, decode_pb2_grpc
@@ -42,7 +43,9 @@ log = logging.getLogger("baton")
 
 _TURNS = 7
 _TURN_EVERY_S = 0.01
-_LOST_PEERS_KEPT = 32
+# Peers that are lost or refused: this many are kept for the status.
+_PAST_MAX = 32
+_CONNECTING_MAX = 256
 
 Call = grpc.aio.StreamStreamCall[pb.PairRequest, pb.PairResponse]
 Deliver = Callable[[LeaseEnded | PeerLost], None]
@@ -75,6 +78,7 @@ class DecodePeer:
         self._conversion: KVConversion | None = None
         self._outbox: asyncio.Queue[pb.PairRequest] = asyncio.Queue()
         self._settled = asyncio.Event()
+        self._ending = False
         self._task = asyncio.create_task(self._live(), name=f"peer-{address}")
 
     @property
@@ -117,8 +121,8 @@ class DecodePeer:
                     ready = await self._handshake(call)
                 if ready:
                     await self._exchange(call)
-        except* (grpc.aio.AioRpcError, BatonError, TimeoutError) as failed:
-            self.state.detail = self._describe(failed.exceptions[0])
+        except* Exception as failed:  # noqa: BLE001  whatever one peer causes costs that peer alone
+            self.state.detail = self.state.detail or self._describe(failed.exceptions[0])
         finally:
             await self._end()
 
@@ -141,6 +145,7 @@ class DecodePeer:
         response = await _read(call, self.state.address)
         refused = response.WhichOneof("message") == "refused"
         info = response.refused.info if refused else response.accepted.info
+        check_info(info, role=common_pb2.ROLE_DECODE)
         self.state.name, self.state.incarnation = info.name, info.incarnation
         self._max_context_tokens = info.max_context_tokens
         try:
@@ -160,8 +165,10 @@ class DecodePeer:
         sends."""
         self._sender_number = accepted.sender_number
         transfer = self._node.transfer
+        check_accepted(accepted, ranks=self._node.description.tensor_parallel_size)
         flows = links_between(self._node.description, from_info(accepted.info))
-        addresses = from_addresses(await transfer.listen(self.number, flows, sends=True))
+        check_addresses(accepted.worker_addresses, links=len(flows))
+        addresses = from_addresses(await transfer.listen(self.number, flows, sends=True, on_failed=self._link_failed))
         await call.write(pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
         await _read(call, self.state.name)
         await transfer.connect(
@@ -180,7 +187,7 @@ class DecodePeer:
         if response.WhichOneof("message") == "refused":
             self._refuse(list(response.refused.mismatches))
             return False
-        measure = to_measure(response.ready)
+        measure = check_measure(to_measure(response.ready))
         self.state.transport = measure.transport
         self.state.gigabytes_per_s = measure.gigabytes_per_s
         self.state.latency_s = measure.latency_s
@@ -224,16 +231,27 @@ class DecodePeer:
             while True:
                 await call.write(await self._outbox.get())
 
+    def _link_failed(self, error: BatonError) -> None:
+        """Ends the pair at once, so that the next call makes it again."""
+        if not self._ending:
+            self._ending = True
+            self.state.detail = str(error)
+            self._task.cancel()
+
     def _describe(self, error: Exception) -> str:
         match error:
             case grpc.aio.AioRpcError():
                 return str(from_rpc_error(error))
             case TimeoutError():
                 return f"no connection within {self._timeout_s:g} s"
-            case _:
+            case BatonError():
                 return str(error)
+            case _:
+                log.error("the pair with %s failed", self.state.name, exc_info=error)
+                return str(InternalError(f"{type(error).__name__}: {error}"))
 
     async def _end(self) -> None:
+        self._ending = True
         if self.state.phase != common_pb2.PEER_PHASE_REFUSED:
             self.state.phase = common_pb2.PEER_PHASE_LOST
             self.state.detail = self.state.detail or "the stream ended"
@@ -273,7 +291,11 @@ class DecodePeers:
         self._by_address: dict[str, DecodePeer] = {}
 
     async def connect(self, address: str) -> common_pb2.PeerState:
-        """Connects to a decode node unless it is connected; returns the peer's state after the handshake."""
+        """Connects to a decode node unless it is connected; returns the peer's state after the handshake.
+
+        Raises:
+            Overloaded: too many connections are being made.
+        """
         return await self._peer(address).settled()
 
     async def for_ticket(self, ticket: common_pb2.Ticket) -> DecodePeer:
@@ -282,6 +304,7 @@ class DecodePeers:
         Raises:
             PeerRefused: the two nodes cannot work together.
             NoNode: the decode node cannot be reached.
+            Overloaded: too many connections are being made.
             UnknownLease: the decode node has restarted since it gave the ticket.
         """
         peer = self._peer(ticket.decode_address)
@@ -321,15 +344,17 @@ class DecodePeers:
     def _peer(self, address: str) -> DecodePeer:
         peer = self._by_address.get(address)
         if peer is None or peer.over:
+            if sum(not (each.ready or each.over) for each in self._by_address.values()) >= _CONNECTING_MAX:
+                raise Overloaded(f"{_CONNECTING_MAX} connections are being made", retry_after_s=1.0)
             number = next(self._numbers)
             peer = DecodePeer(self._node, address, number, timeout_s=self._timeout_s, deliver=self._deliver)
             self._keep(peer)
         return peer
 
     def _keep(self, peer: DecodePeer) -> None:
-        """Replaces the peer at this address. The latest lost peers are kept for the status."""
+        """Replaces the peer at this address. The latest peers that are gone are kept for the status."""
         self._by_address.pop(peer.state.address, None)
         self._by_address[peer.state.address] = peer
-        lost = [key for key, old in self._by_address.items() if old.state.phase == common_pb2.PEER_PHASE_LOST]
-        for key in lost[:-_LOST_PEERS_KEPT]:
+        past = [key for key, old in self._by_address.items() if old.over]
+        for key in past[:-_PAST_MAX]:
             del self._by_address[key]

@@ -14,7 +14,7 @@ from baton.errors import BatonError, InvalidRequest
 from engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.records import SendJob
-from kvtransfer.segments import LEASE_BITS, Segment
+from kvtransfer.segments import LEASE_NUMBER_BITS, Segment
 from node.prompt_logprobs import add_prompt_logprobs
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
@@ -234,12 +234,12 @@ class PrefillTask:
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
     """Raises: InvalidRequest: the ticket cannot be for a sequence of that length."""
-    if ticket.lease.number >= 1 << LEASE_BITS:
+    if ticket.lease.number >= 1 << LEASE_NUMBER_BITS:
         raise InvalidRequest(
             f"the ticket is for lease {ticket.lease.number}",
             field="ticket.lease.number",
             value=ticket.lease.number,
-            allowed=(f"0 to {(1 << LEASE_BITS) - 1}",),
+            allowed=(f"0 to {(1 << LEASE_NUMBER_BITS) - 1}",),
             cure="ask for a new ticket",
         )
     in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop

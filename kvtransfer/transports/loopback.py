@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 from weakref import WeakValueDictionary
@@ -222,6 +222,9 @@ class LoopbackTransport:
     def _take_receptions(self) -> Iterator[_Reception]:
         while self._receptions:
             yield self._receptions.popleft()
+
+    def failures(self) -> Sequence[tuple[int, BatonError]]:
+        return ()
 
     def arm(self) -> bool:
         try:

@@ -4,6 +4,7 @@ No receive is posted in advance: a message waits at its sender until the receive
 thread makes, uses and closes a transport; after `disconnect` and some `progress`, all requests of that peer are done.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,10 +40,18 @@ class Request(Protocol):
 
 
 class Transport(Protocol):
-    """One node's end of all its links. Peers are this node's own numbers."""
+    """One node's end of all its links. Peers are this node's own numbers.
+
+    Only the methods that say so raise. Whatever else fails costs one link: its requests fail, nothing more arrives, and
+    `failures` reports it.
+    """
 
     def listen(self, peer: int) -> bytes:
-        """Opens this node's end for one peer; returns the address for this one peer's `connect`."""
+        """Opens this node's end for one peer; returns the address for this one peer's `connect`.
+
+        Raises:
+            DataLoss, Overloaded: it cannot be opened now; nothing is left of it.
+        """
         ...
 
     def connect(self, peer: int, address: bytes) -> None:
@@ -50,6 +59,7 @@ class Transport(Protocol):
 
         Raises:
             PeerRefused: the address is not one of this kind of transport.
+            DataLoss: the peer cannot be reached.
         """
         ...
 
@@ -62,7 +72,11 @@ class Transport(Protocol):
 
     def carrier(self, peer: int) -> str:
         """What moves most bytes of a connected peer: "cma", "sysv", "posix", "tcp", "cuda_ipc" or "loopback". The last
-        two reach GPU memory; the others need host memory."""
+        two reach GPU memory; the others need host memory.
+
+        Raises:
+            DataLoss: nothing does.
+        """
         ...
 
     def send(self, peer: int, tag: int, message: Tensor) -> Request: ...
@@ -81,6 +95,10 @@ class Transport(Protocol):
 
     def progress(self) -> bool:
         """Advances all messages. Returns whether anything happened."""
+        ...
+
+    def failures(self) -> Sequence[tuple[int, BatonError]]:
+        """The links that have broken since the last call, each once. They are still to be disconnected."""
         ...
 
     def arm(self) -> bool:

@@ -5,16 +5,18 @@ Receives go through the endpoint, because closing it cancels only those.
 """
 
 import ctypes
+import os
+import resource
 import select
-import time
 import zlib
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from baton.errors import BatonError, ConfigError, DataLoss, InternalError, PeerRefused
+from baton.errors import BatonError, ConfigError, DataLoss, Overloaded, PeerRefused
 from kvtransfer.transports.transport import Arrival
+from kvtransfer.transports.ucx_link import UcxLink, UcxRequest
 
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
 _CONTEXT = {"MM_ERROR_HANDLING": "y"}
@@ -26,98 +28,10 @@ _ON_GPU = {True: b"g", False: b"h"}
 _BULK_LANES = ("xpmem", "knem", "cma")
 _GPU_LANE = "cuda_ipc"
 _GPU_LANES = ("cuda_ipc", "cuda_copy", "gdr_copy")
-_TRANSPORTS_FIELD = 1 << 3
-_LANES_MAX = 32
-# Maximum number of events handled in one call, so that the thread's other work gets its turn.
-_EVENTS_MAX = 256
 # Maximum number of cached memory handles; more than slots x message sizes.
 _ARRAYS_MAX = 64
-# Time for a closed link's requests to become cancelled; most take a few calls of progress.
-_CANCEL_S = 0.25
-
-
-class _Request:
-    """A request of ucxx; keeps its memory alive."""
-
-    def __init__(self, request: Any, memory: Any) -> None:
-        self._request = request
-        self._memory = memory
-
-    @property
-    def done(self) -> bool:
-        return self._request is None or bool(self._request.completed)
-
-    def abandon(self) -> None:
-        """Gives up a request that nothing will complete, because its worker is gone."""
-        self._request = None
-
-    def failure(self) -> BatonError | None:
-        if self._request is None:
-            return DataLoss("UCX: the link was closed")
-        try:
-            self._request.check_error()
-        except Exception as error:  # noqa: BLE001  (ucxx makes its exception types at run time)
-            return DataLoss(f"UCX: {error}")
-        return None
-
-
-class _Link:
-    """The worker for one peer, its endpoint once connected, and the requests that may not be done.
-
-    Each peer has its own worker. Over shared memory, all senders to one worker write to one queue, after claiming an
-    element: a sender killed or stopped between claim and completion leaves a hole that blocks every other sender. With
-    one worker for all peers this happened in 17 % of the kills in mid-transfer.
-    """
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self.endpoint: Any = None
-        self.peer_on_gpu = False
-        self.requests: list[_Request] = []
-        # Messages arrive only through progress.
-        self.may_have_arrivals = False
-        self.closed_s = 0.0
-
-    def track(self, request: _Request) -> _Request:
-        self.requests.append(request)
-        return request
-
-    def progress(self) -> bool:
-        # NOTE: not `worker.progress`: it does not return whether anything happened, runs until nothing happens any
-        # more, and may wait seconds for cancelled requests.
-        moved = False
-        for _ in range(_EVENTS_MAX):
-            if not self.worker.progress_once():
-                break
-            moved = True
-        if moved:
-            self.may_have_arrivals = True
-            self.idle()
-        return moved
-
-    def idle(self) -> bool:
-        """Whether no request is in flight."""
-        self.requests = [request for request in self.requests if not request.done]
-        return not self.requests
-
-    def close(self) -> None:
-        """Cancels the requests; further progress completes them."""
-        self.closed_s = time.monotonic()
-        # NOTE: closing an endpoint crashes if an error has closed it already.
-        if self.endpoint is not None and self.endpoint.alive:
-            self.endpoint.close_blocking()
-        self.endpoint = None
-
-    def ended(self) -> bool:
-        """Whether a closed link's requests are done; after a timeout they are abandoned."""
-        if self.idle():
-            return True
-        if time.monotonic() - self.closed_s < _CANCEL_S:
-            return False
-        # Seen with senders that were stopped in mid-transfer and continued after the receiver had closed the link.
-        for request in self.requests:
-            request.abandon()
-        return True
+# No link is opened with fewer descriptors left; one takes about a dozen.
+_DESCRIPTORS_SPARE = 128
 
 
 class UcxTransport:
@@ -125,89 +39,81 @@ class UcxTransport:
 
     Args:
         on_gpu: messages are in memory of the GPU that is current on this thread, where the peer can reach it.
+        ucxx: the package of ucxx's bindings, `ucxx._lib`, or something like it; None: that package.
     """
 
-    def __init__(self, *, on_gpu: bool = False) -> None:
-        from ucxx._lib import arr, libucxx
-
+    def __init__(self, *, on_gpu: bool = False, ucxx: Any = None) -> None:
         self._on_gpu = on_gpu
+        bindings = _bindings() if ucxx is None else ucxx
         _silence_unused_variables()
-        self._ucx: Any = libucxx
-        self._as_array: Any = arr.Array
+        self._ucx: Any = bindings.libucxx
+        self._as_array: Any = bindings.arr.Array
         try:
-            self._context: Any = libucxx.UCXContext(_CONTEXT)
+            self._context: Any = self._ucx.UCXContext(_CONTEXT)
         except Exception as error:  # noqa: BLE001  (ucxx makes its exception types at run time)
             cure = "check which transports and devices the UCX_* variables allow, UCX_TLS first"
             raise ConfigError(f"UCX cannot start: {error}", cure=cure) from None
-        self._any_tag = libucxx.UCXXTag(0), libucxx.UCXXTagMask(0)
-        self._links: dict[int, _Link] = {}
+        self._any_tag = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
+        self._links: dict[int, UcxLink] = {}
         # Closed links whose requests are not done: their memory may still be written to.
-        self._ending: list[_Link] = []
+        self._ending: list[UcxLink] = []
         # ucxx's handles of messages' memory, cached with the tensors, because staging slots are reused.
         self._arrays: dict[int, tuple[Tensor, Any]] = {}
+        self._scrap = torch.empty(1, dtype=torch.uint8)
         self._poll = select.epoll()
 
     def listen(self, peer: int) -> bytes:
         assert peer not in self._links
-        link = self._links[peer] = _Link(self._ucx.UCXWorker(self._context))
-        link.worker.init_blocking_progress_mode()
-        self._poll.register(link.worker.epoll_file_descriptor, select.EPOLLIN)
-        return _wrap(_ON_GPU[self._on_gpu] + bytes(link.worker.address.tobytes()))
+        _check_descriptors()
+        link = UcxLink(self._ucx, self._array)
+        address = link.open(self._context)
+        self._poll.register(link.descriptor, select.EPOLLIN)
+        self._links[peer] = link
+        return _wrap(_ON_GPU[self._on_gpu] + address)
 
     def connect(self, peer: int, address: bytes) -> None:
         link = self._links[peer]
         assert link.endpoint is None
         content = _unwrap(address)
         link.peer_on_gpu = content[:1] == _ON_GPU[True]
-        link.endpoint = self._ucx.UCXEndpoint.create_from_worker_address(
-            link.worker,
-            self._ucx.UCXAddress.create_from_buffer(content[1:]),
-            endpoint_error_handling=True,
-        )
+        link.connect(content[1:])
 
     def disconnect(self, peer: int) -> None:
         link = self._links.pop(peer, None)
         if link is None:
             return
-        self._poll.unregister(link.worker.epoll_file_descriptor)
+        self._poll.unregister(link.descriptor)
         link.close()
         self._ending.append(link)
 
     def carrier(self, peer: int) -> str:
         link = self._links[peer]
-        lanes = _lanes(link.endpoint.handle)
+        lanes = link.lanes()
         # UCX has lanes for GPU memory wherever there are GPUs, used or not.
         if self._on_gpu and link.peer_on_gpu and _GPU_LANE in lanes:
             return _GPU_LANE
         of_host = [lane for lane in lanes if lane not in _GPU_LANES]
+        if not of_host:
+            raise DataLoss(f"UCX: no lane for host memory among {', '.join(lanes)}")
         return next((lane for lane in _BULK_LANES if lane in of_host), of_host[0])
 
-    def send(self, peer: int, tag: int, message: Tensor) -> _Request:
-        link, memory = self._links[peer], self._array(message)
-        return link.track(_Request(link.endpoint.tag_send(memory, self._ucx.UCXXTag(tag)), memory))
+    def send(self, peer: int, tag: int, message: Tensor) -> UcxRequest:
+        return self._links[peer].send(tag, message)
 
     def probe(self) -> Arrival | None:
         for peer, link in self._links.items():
-            if not link.may_have_arrivals:
-                continue
-            found = link.worker.tag_probe(*self._any_tag, True)
-            if found.matched:
-                return Arrival(peer, int(found.sender_tag.value), int(found.length), found)
-            link.may_have_arrivals = False
+            if link.may_have_arrivals and (arrival := link.probe(peer, self._any_tag)) is not None:
+                return arrival
         return None
 
-    def receive(self, arrival: Arrival, into: Tensor) -> _Request:
-        link, memory = self._links[arrival.peer], self._array(into)
-        return link.track(_Request(link.endpoint.tag_recv_with_handle(memory, arrival.handle), memory))
+    def receive(self, arrival: Arrival, into: Tensor) -> UcxRequest:
+        return self._links[arrival.peer].receive(arrival.handle, into)
 
     def discard(self, arrival: Arrival) -> None:
-        link = self._links.get(arrival.peer)
-        if link is None:
-            return
         # UCX ends a receive into too little memory at once, as truncated, and the sender's request succeeds: tested for
         # eager and rendezvous messages, and for peers without an endpoint.
-        memory = self._as_array(np.empty(1, dtype=np.uint8))
-        link.track(_Request(link.worker.tag_recv_with_handle(memory, arrival.handle), memory))
+        if link := self._links.get(arrival.peer):
+            link.discard(arrival.handle, self._scrap)
 
     def progress(self) -> bool:
         moved = False
@@ -217,8 +123,16 @@ class UcxTransport:
             self._ending = [link for link in self._ending if not link.ended()]
         return moved
 
+    def failures(self) -> list[tuple[int, BatonError]]:
+        found = []
+        for peer, link in self._links.items():
+            if link.failure is not None and not link.failure_reported:
+                link.failure_reported = True
+                found.append((peer, link.failure))
+        return found
+
     def arm(self) -> bool:
-        return all(link.worker.arm() for link in self._links.values())
+        return all(link.arm() for link in self._links.values())
 
     def fileno(self) -> int:
         return self._poll.fileno()
@@ -230,7 +144,7 @@ class UcxTransport:
             pass
         # The order matters: requests, then endpoints (gone by now), then the workers, then the context.
         for link in self._ending:
-            link.requests.clear()
+            link.release()
         self._ending.clear()
         self._arrays.clear()
         self._poll.close()
@@ -244,6 +158,25 @@ class UcxTransport:
             array = self._as_array(tensor.numpy() if tensor.device.type == "cpu" else tensor)
             known = self._arrays[id(tensor)] = (tensor, array)
         return known[1]
+
+
+def _bindings() -> Any:
+    from ucxx import _lib
+    from ucxx._lib import arr, libucxx  # noqa: F401  (makes them attributes of `_lib`)
+
+    return _lib
+
+
+def _check_descriptors() -> None:
+    """Refuses a link while descriptors remain: UCX ends the process when it gets none.
+
+    Raises:
+        Overloaded: nearly all descriptors of this process are in use.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > limit - _DESCRIPTORS_SPARE:
+        what = f"of {limit} file descriptors fewer than {_DESCRIPTORS_SPARE} are left"
+        raise Overloaded(what, cure="raise the limit on open files", retry_after_s=1.0)
 
 
 def _wrap(content: bytes) -> bytes:
@@ -261,40 +194,6 @@ def _unwrap(address: bytes) -> bytes:
             cure="start both nodes with the same --transport and the same package version",
         )
     return content
-
-
-class _Lane(ctypes.Structure):
-    _fields_ = (("transport", ctypes.c_char_p), ("device", ctypes.c_char_p))
-
-
-class _Lanes(ctypes.Structure):
-    _fields_ = (("entries", ctypes.POINTER(_Lane)), ("count", ctypes.c_uint), ("entry_size", ctypes.c_size_t))
-
-
-class _EndpointAttributes(ctypes.Structure):
-    """`ucp_ep_attr_t` of UCX 1.12 and later."""
-
-    _fields_ = (
-        ("field_mask", ctypes.c_uint64),
-        ("name", ctypes.c_char * 32),
-        ("local_address", ctypes.c_char * 128),
-        ("remote_address", ctypes.c_char * 128),
-        ("lanes", _Lanes),
-        ("user_data", ctypes.c_void_p),
-    )
-
-
-def _lanes(endpoint_handle: int) -> list[str]:
-    """The transports of an endpoint, from UCX itself; ucxx has no call for it."""
-    entries = (_Lane * _LANES_MAX)()
-    attributes = _EndpointAttributes(field_mask=_TRANSPORTS_FIELD)
-    attributes.lanes = _Lanes(entries, _LANES_MAX, ctypes.sizeof(_Lane))
-    query = ctypes.CDLL("libucp.so.0").ucp_ep_query
-    query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
-    status = query(endpoint_handle, ctypes.byref(attributes))
-    if status != 0 or attributes.lanes.count == 0:
-        raise InternalError(f"UCX did not report which transport it uses (status {status})")
-    return [entries[index].transport.decode() for index in range(attributes.lanes.count)]
 
 
 def _silence_unused_variables() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from baton.config import NodeSettings
+from baton.errors import BatonError
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
@@ -55,6 +56,7 @@ class Connect(Verb[None]):
     message_bytes: int | None
     group: int | None
     conversion: KVConversion | None
+    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -154,4 +156,12 @@ class Heartbeat:
     stuck: str
 
 
-Report = Answer | LeaseTotals | SegmentRefused | Heartbeat
+@dataclass(frozen=True)
+class LinkFailed:
+    """The link to a peer has broken."""
+
+    peer: int
+    error: BatonError
+
+
+Report = Answer | LeaseTotals | SegmentRefused | LinkFailed | Heartbeat

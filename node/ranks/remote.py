@@ -10,7 +10,7 @@ from baton.errors import Draining
 from kvtransfer.conversion import KVConversion
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.link import LinkSpeed
-from kvtransfer.rank_transfer import OnFilled, OnRefused, RankTransfer
+from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused, RankTransfer
 from kvtransfer.records import LinkMeasure, SegmentRefused, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import Segment
 from node.ranks.channel import Channel
@@ -24,6 +24,7 @@ from node.ranks.messages import (
     Connect,
     Disconnect,
     Heartbeat,
+    LinkFailed,
     Listen,
     OpenLease,
     Quiet,
@@ -61,11 +62,16 @@ class RemoteTransfer(RankTransfer):
         self._on_refused = on_refused
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._on_link_failed: OnLinkFailed | None = None
         self._channel: Channel | None = None
         self._reader: asyncio.Task[None] | None = None
         self._gone = False
         self._heartbeat = Heartbeat(TransferCounters({}, {}), "")
         self._heartbeat_s = time.monotonic()
+
+    def watch(self, on_link_failed: OnLinkFailed, on_failed: OnFailed) -> None:  # noqa: ARG002
+        """A rank that cannot go on ends its process, which `RankGroup` notices."""
+        self._on_link_failed = on_link_failed
 
     async def start(self) -> None:
         """Returns when the rank has loaded its part of the model and its transfer is open."""
@@ -96,8 +102,9 @@ class RemoteTransfer(RankTransfer):
         message_bytes: int | None = None,
         group: int | None = None,
         conversion: KVConversion | None = None,
+        incarnation: int = 0,
     ) -> None:
-        await self._ask(Connect(peer, address, message_bytes, group, conversion))
+        await self._ask(Connect(peer, address, message_bytes, group, conversion, incarnation))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
         return await self._ask_unless_gone(Disconnect(peer), ())
@@ -196,5 +203,8 @@ class RemoteTransfer(RankTransfer):
                 self._on_filled(report)
             case SegmentRefused():
                 self._on_refused(report)
+            case LinkFailed(peer=peer, error=error):
+                if self._on_link_failed is not None:
+                    self._on_link_failed(peer, error)
             case Heartbeat():
                 self._heartbeat, self._heartbeat_s = report, time.monotonic()

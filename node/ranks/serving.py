@@ -20,6 +20,7 @@ from node.ranks.messages import (
     Connect,
     Disconnect,
     Heartbeat,
+    LinkFailed,
     Listen,
     OpenLease,
     Quiet,
@@ -51,25 +52,35 @@ class TransferServer:
 
         Raises:
             EOFError: rank 0 is gone.
+            Draining: the transfer cannot go on.
         """
         channel = await Channel.over(calls)
         try:
             start: Start = await channel.receive()
-            async with self._make(start.incarnation, channel.send, channel.send) as transfer:
+            transfer = self._make(start.incarnation, channel.send, channel.send)
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            transfer.watch(lambda peer, error: channel.send(LinkFailed(peer, error)), failed.set_exception)
+            async with transfer:
                 channel.send(Answer(start.number))
-                await self._follow(channel, transfer)
+                await self._follow(channel, transfer, failed)
         finally:
             await channel.close()
 
-    async def _follow(self, channel: Channel, transfer: KVTransfer) -> None:
+    async def _follow(self, channel: Channel, transfer: KVTransfer, failed: "asyncio.Future[None]") -> None:
         # NOTE: no TaskGroup: it would wrap the EOFError that ends this in a group, and cancel calls that the transfer's
         # close is about to answer.
         heartbeat = asyncio.create_task(self._send_heartbeats(channel, transfer), name="heartbeat")
+        orders = asyncio.create_task(self._take_all(channel, transfer), name="orders")
         try:
-            while not isinstance(order := await channel.receive(), Close):
-                self._take(order, channel, transfer)
+            await asyncio.wait([orders, failed], return_when=asyncio.FIRST_COMPLETED)
+            await (orders if orders.done() else failed)
         finally:
+            orders.cancel()
             heartbeat.cancel()
+
+    async def _take_all(self, channel: Channel, transfer: KVTransfer) -> None:
+        while not isinstance(order := await channel.receive(), Close):
+            self._take(order, channel, transfer)
 
     def _take(self, order: Call | Cancel, channel: Channel, transfer: KVTransfer) -> None:
         number = order.number
@@ -113,6 +124,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
                 message_bytes=verb.message_bytes,
                 group=verb.group,
                 conversion=verb.conversion,
+                incarnation=verb.incarnation,
             )
         case Disconnect():
             return transfer.disconnect(verb.peer)

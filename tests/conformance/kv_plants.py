@@ -146,7 +146,7 @@ def lease_is_filled_one_segment_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def refusals_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Receiver, "_refuse", lambda receiver, tag, refusal: None)
+    patch.setattr(Receiver, "_refuse", lambda receiver, tag, refusal, peer: None)
 
 
 def parked_messages_are_forgotten(patch: pytest.MonkeyPatch) -> None:

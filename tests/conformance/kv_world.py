@@ -53,7 +53,7 @@ LEFT_OUT: dict[type, set[str]] = {
         "_on_refused", "_catch_up", "_clock", "_limit", "warm_ups", "round_trips",
     },
     _Reception: {"pool", "num_bytes"},
-    LeaseTable: {"_spec", "_heads", "_incarnation", "_highest"},
+    LeaseTable: {"_spec", "_heads", "_incarnation", "_used"},
     _Lease: {"bytes", "segments", "first_s", "last_s"},
     Coverage: set(),
     StagingPool: {"slot_bytes", "slots", "members"},

@@ -105,14 +105,14 @@ class DecodeProcess(Node):
                     phase=common_pb2.PEER_PHASE_READY,
                 )
                 self._pairs[pair.number] = pair
-                self.receiver.peers.add(pair.number)
+                self.receiver.peers[pair.number] = info.incarnation
                 self.changed()
                 accepted = pb.PairAccepted(info=self.info, sender_number=pair.number)
                 pair.stream.to_client(pb.PairResponse(accepted=accepted))
             case "hand_over":
-                self.handle(e.HandOverReceived(pair.number, message.hand_over))
+                self.handle(e.HandOverReceived(pair.number, message.hand_over, pair.state.incarnation))
             case "quiet":
-                self.handle(e.QuietReceived(pair.number, message.quiet))
+                self.handle(e.QuietReceived(pair.number, message.quiet, pair.state.incarnation))
 
     def _pair_ended(self, pair: _Pair, _: BatonError | None) -> None:
         if pair.number:

@@ -43,7 +43,8 @@ class DecodeSide:
                 block_size=block_size,
                 split_unit=block_size,
                 gives_leases=on_lease is not None,
-            )
+            ),
+            itertools.count(1),
         )
         self._node = node
         self._on_lease = on_lease

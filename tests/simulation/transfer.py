@@ -259,7 +259,7 @@ class Receiver:
         on_refused: Callable[[int, BatonError], None],
     ) -> None:
         self.life = life
-        self.peers: set[int] = set()
+        self.peers: dict[int, int] = {}  # incarnations by the pair's number
         self.successor = successor
         self.leases = LeaseTable(SPEC, incarnation=life.incarnation, heads=range(SPEC.num_kv_heads))
         self._clock = clock
@@ -298,7 +298,7 @@ class Receiver:
 
     def disconnect(self, peer: int) -> tuple[int, ...]:
         """Forgets a peer; returns the open leases that it had begun to fill."""
-        self.peers.discard(peer)
+        self.peers.pop(peer, None)
         return self.leases.bound_to(peer)
 
     def arrived(self, peer: int, message: Message) -> bool:
@@ -307,7 +307,7 @@ class Receiver:
         refusal = (
             Refusal.UNKNOWN_SENDER
             if tag.sender != peer or peer not in self.peers
-            else self.leases.arrival(tag, self._clock.now_s, group=peer)
+            else self.leases.arrival(tag, self._clock.now_s, group=peer, incarnation=self.peers[peer])
         )
         if refusal is not None:
             self._refuse(tag, refusal)

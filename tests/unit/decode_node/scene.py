@@ -1,5 +1,6 @@
 """A decode node's machine with the messages around it, for tests that are lists of events."""
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 
@@ -49,7 +50,7 @@ class Scene:
             waiting_max=waiting_max,
             gives_leases=gives_leases,
         )
-        self.machine = DecodeMachine(rules)
+        self.machine = DecodeMachine(rules, itertools.count(1))
         self.now_s = 1000.0
         self.on(SessionOpened(SESSION))
 

@@ -1,5 +1,6 @@
 """A decode node's machine under any order of events keeps the invariants I1, I3, I5 and I6 of the design."""
 
+import itertools
 from functools import partial
 
 from hypothesis import settings
@@ -50,7 +51,7 @@ class DecodeNode(RuleBasedStateMachine):
             block_size=4,
             split_unit=4,
         )
-        self.machine = DecodeMachine(rules)
+        self.machine = DecodeMachine(rules, itertools.count(1))
         self.env = Environment(self.machine, num_blocks=NUM_BLOCKS)
         self.open_sessions: list[int] = []
         self.sessions = 0

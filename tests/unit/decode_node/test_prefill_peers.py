@@ -100,8 +100,8 @@ async def test_a_ready_peers_messages_are_delivered_until_its_stream_ends(built:
         stream.end()
         await ended(serving)
         assert peers.delivered == [
-            HandOverReceived(number, hand_over),
-            QuietReceived(number, quiet),
+            HandOverReceived(number, hand_over, node.incarnation),
+            QuietReceived(number, quiet, node.incarnation),
             PeerLost(number, node.name, ()),
         ]
         (state,) = peers.all.states()
@@ -233,12 +233,13 @@ async def test_a_stream_that_ends_during_the_handshake_has_a_typed_error(built: 
 
 async def test_lost_peers_are_forgotten_when_there_are_many(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """I6, but for a few lines in the status."""
-    monkeypatch.setattr(prefill_peers, "_LOST_PEERS_MAX", 2)
+    monkeypatch.setattr(prefill_peers, "_PAST_MAX", 3)
     async with decode_peers(built) as peers, sender(built) as node:
         for port in range(5):
             stream = PairStream()
             request = hello(node)
             request.hello.info.address = f"127.0.0.1:{port}"
+            request.hello.info.incarnation = 100 + port
             stream.send(request)
             serving = peers.serve(stream)
             await stream.receive()

@@ -198,7 +198,10 @@ def test_another_prefill_node_is_called_if_the_placed_one_cannot_be_used_any_mor
     if change == "restarted":
         served.fleet.connect("p1", 1.0, restarts=1)
         served.fleet.prefills["p1"].note_sent(64)
-    assert only(served.decode(reserved()), CallPrefill).address == "p2"
+    # The ticket is for the placed node alone, so the decode node is asked for another one.
+    asked = only(served.decode(reserved()), AskDecode).message
+    assert asked == decode_pb2.RenewTicket(failed_lease=1, prefill_incarnation=12)
+    assert only(served.decode(reserved(lease=2)), CallPrefill).address == "p2"
 
 
 # ---- the receipt waits for the prefill node's count
@@ -258,7 +261,7 @@ def test_another_prefill_node_redoes_the_prompt(how: str) -> None:
         commands = served.decode(hand_over_failed(DataLoss("digest")))
         assert only(commands, CancelPrefill) == CancelPrefill(1)
     asked = only(commands, AskDecode).message
-    assert asked == decode_pb2.RenewTicket(failed_lease=1)
+    assert asked == decode_pb2.RenewTicket(failed_lease=1, prefill_incarnation=12)
     call = only(served.decode(reserved(lease=2)), CallPrefill)
     assert (call.call, call.address, call.request.ticket.lease.number) == (2, "p2", 2)
     served.prefill(first_token(), SENT, call=2)
@@ -544,6 +547,28 @@ def test_a_token_that_no_node_will_send_is_an_error() -> None:
 
 
 # ---- overload and drain
+
+
+def test_an_internal_error_before_the_first_token_is_retried_on_another_node() -> None:
+    served = Served(prefills=1, decodes=2)
+    submitted = only(served.decode(failed(InternalError("a bug"))), SubmitToDecode)
+    assert submitted.address == "d2"
+    served.decode(failed(InternalError("a bug there, too")), attempt=2)
+    assert isinstance(served.error, InternalError)
+
+
+def test_a_node_that_keeps_failing_gets_no_requests_for_a_while() -> None:
+    served = Served(start=False)
+    for _ in range(3):
+        served.fleet.breakers.failed(served.fleet.decodes["d1"].incarnation, 0.0)
+    assert only(served.handle(events.Started()), SubmitToDecode).address == "d2"
+
+
+def test_the_only_node_is_asked_although_it_keeps_failing() -> None:
+    served = Served(decodes=1, start=False)
+    for _ in range(3):
+        served.fleet.breakers.failed(served.fleet.decodes["d1"].incarnation, 0.0)
+    assert only(served.handle(events.Started()), SubmitToDecode).address == "d1"
 
 
 def test_a_node_without_room_is_passed_over() -> None:

@@ -196,7 +196,7 @@ def test_the_ranks_of_one_node_fill_a_lease_together_and_those_of_two_nodes_do_n
     assert table.bound_to(other) == ()
 
 
-@pytest.mark.parametrize("values", [(-1, (), 0, 0), (2**36, (), 0, 0), (0, (), 3, 2), (0, (), -1, 2)])
+@pytest.mark.parametrize("values", [(-1, (), 0, 0), (2**63, (), 0, 0), (0, (), 3, 2), (0, (), -1, 2)])
 def test_an_impossible_grant_is_an_error(values: tuple[int, tuple[int, ...], int, int]) -> None:
     with pytest.raises(InternalError):
         LeaseGrant(*values)

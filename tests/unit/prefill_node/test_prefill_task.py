@@ -356,7 +356,7 @@ def test_an_overloaded_engines_hint_reaches_both_ends() -> None:
 @pytest.mark.parametrize(
     ("granted", "field"),
     [
-        (ticket(1 << 36), "ticket.lease.number"),
+        (ticket(1 << 63), "ticket.lease.number"),
         (ticket(token_stop=7), "ticket"),
         (ticket(token_stop=9), "ticket"),
         (ticket(token_start=8, resume_at=8), "ticket"),

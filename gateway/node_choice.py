@@ -88,17 +88,17 @@ class NodeChoice:
                 return placement
         return self._fleet.place(wanted, now_s)
 
-    def prefill_node(self, attempt: Attempt, num_tokens: int, *, now_s: float, slo: Slo = NO_SLO) -> FleetNode | None:
+    def prefill_node(self, attempt: Attempt, num_tokens: int, now_s: float, slo: Slo = NO_SLO) -> FleetNode | None:
         """The prefill node for the attempt's next call; None if its calls or the nodes are used up."""
         if attempt.failed_calls >= self._max_calls:
             return None
         placed = attempt.ticket_for or attempt.placed_prefill
-        broken = self._fleet.breakers.open(now_s)
-        if broken:
-            wanted = replace(self._wanted(num_tokens, attempt.excluded | (broken - {placed})), slo=slo)
-            if (node := self._fleet.pick_prefill(attempt.node, wanted, now_s, placed=placed)) is not None:
-                return node
         wanted = replace(self._wanted(num_tokens, attempt.excluded), slo=slo)
+        broken = self._fleet.breakers.open(now_s) - {placed}
+        if broken:
+            whole = replace(wanted, excluded_prefill=wanted.excluded_prefill | broken)
+            if (node := self._fleet.pick_prefill(attempt.node, whole, now_s, placed=placed)) is not None:
+                return node
         return self._fleet.pick_prefill(attempt.node, wanted, now_s, placed=placed)
 
     def note_placed(self, decode: FleetNode, placement: Placement, num_tokens: int, now_s: float) -> int | None:

@@ -96,7 +96,7 @@ class HandOver:
 
     def _next_node(self, attempt: Attempt) -> FleetNode | None:
         state = self._state
-        return state.choice.prefill_node(attempt, state.num_tokens, now_s=state.now_s, slo=state.slo_left)
+        return state.choice.prefill_node(attempt, state.num_tokens, state.now_s, state.slo_left)
 
     def drop(self, attempt: Attempt) -> None:
         """Ends the attempt's call, if one runs."""

@@ -10,6 +10,7 @@ are checked after every event.
     device       one node's scheduler with a cache whose cells know which prefix they stand for
     transfer     KV segments from cache to cache, with the real lease table at the receiver
     decode, prefill, gateway, client    one kind of process each: the shell around its machine
+    decode_side  the Decode service of decode nodes, and of prefill nodes that also decode
     scenario     what a seed decides beforehand: sizes, requests, faults
     faults       the table of faults
     invariants   what is checked, and the error that names the invariant

@@ -220,7 +220,7 @@ async def test_a_peer_with_a_layout_of_a_newer_version_is_refused(built: Built) 
 
 
 async def test_a_link_below_the_floor_is_refused_with_its_measurement(built: Built) -> None:
-    async with decode_peers(built, link_floor_gb_per_s=1e9) as peers, sender(built) as node:
+    async with decode_peers(built, link_floor_gb_per_s=1e6) as peers, sender(built) as node:
         stream = PairStream()
         serving = peers.serve(stream)
         await pair(stream, node)

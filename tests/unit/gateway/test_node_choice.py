@@ -64,9 +64,7 @@ def test_the_policy_limits_the_calls(policy: LocalPolicy, calls: int) -> None:
     fleet = SmallFleet(5, 1)
     choice = NodeChoice(rules(policy), fleet)
     decode = fleet.decodes["d1"]
-    allowed = [
-        choice.prefill_node(attempt_on(decode, failed_calls=failed), 64, now_s=0.0) is not None for failed in range(5)
-    ]
+    allowed = [choice.prefill_node(attempt_on(decode, failed_calls=failed), 64, 0.0) is not None for failed in range(5)]
     assert allowed == [failed < calls for failed in range(5)]
 
 
@@ -75,9 +73,9 @@ def test_a_prefill_node_gets_one_ticket_of_an_attempt() -> None:
     choice = NodeChoice(rules(), fleet)
     attempt = attempt_on(fleet.decodes["d1"])
     attempt.excluded.add(11)
-    assert choice.prefill_node(attempt, 64, now_s=0.0) is fleet.prefills["p2"]
+    assert choice.prefill_node(attempt, 64, 0.0) is fleet.prefills["p2"]
     attempt.excluded.add(12)
-    assert choice.prefill_node(attempt, 64, now_s=0.0) is None
+    assert choice.prefill_node(attempt, 64, 0.0) is None
 
 
 @pytest.mark.parametrize("last", [Overloaded("full"), DataLoss("damaged")])

@@ -80,7 +80,7 @@ async def test_a_decode_node_that_refuses_is_shown_with_its_reasons() -> None:
 
 
 async def test_a_link_under_the_floor_is_refused_and_the_decode_node_gets_the_reason() -> None:
-    async with decode_node() as decode, peers(link_floor_gb_per_s=1e9) as (known, _):
+    async with decode_node() as decode, peers(link_floor_gb_per_s=1e6) as (known, _):
         connecting = asyncio.create_task(known.connect(decode.address))
         refused = (await decode.message("refused")).refused
         decode.hang_up()

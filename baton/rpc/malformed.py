@@ -112,8 +112,8 @@ def _guard_stream(behavior: Any, method: str) -> Any:
 
         async def guarded_generator(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
             async with _typed(context, method):
-                messages = _Messages(requests)
-                async with messages.all_parsed(method), aclosing(behavior(messages.iterate(), context)) as responses:
+                messages = _Messages(requests, method)
+                async with messages.all_parsed(), aclosing(behavior(messages.iterate(), context)) as responses:
                     async for response in responses:
                         yield response
 
@@ -121,8 +121,8 @@ def _guard_stream(behavior: Any, method: str) -> Any:
 
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
         async with _typed(context, method):
-            messages = _Messages(requests)
-            async with messages.all_parsed(method):
+            messages = _Messages(requests, method)
+            async with messages.all_parsed():
                 return await behavior(messages.iterate(), context)
 
     return guarded
@@ -132,26 +132,32 @@ class _Messages:
     """A call's messages up to the first one that cannot be parsed. For the handler the stream ends there: it finishes
     its writing, with which the error's status would collide."""
 
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
+    def __init__(self, requests: AsyncIterator[Any], method: str) -> None:
         self._requests = requests
+        self._method = method
         self._malformed: _Malformed | None = None
 
     async def iterate(self) -> AsyncIterator[Any]:
+        is_first = True
         async for request in self._requests:
             if isinstance(request, _Malformed):
                 self._malformed = request
+                if is_first:  # nothing is being written yet
+                    _check(request, self._method)
                 return
+            is_first = False
             yield request
 
     @asynccontextmanager
-    async def all_parsed(self, method: str) -> AsyncIterator[None]:
-        """Raises: InvalidRequest: at the end of the handler inside, however it ended: a message could not be parsed."""
+    async def all_parsed(self) -> AsyncIterator[None]:
+        """Raises: InvalidRequest: when the handler inside has not ended the call itself: a message could not be parsed."""
         try:
             yield
-        except Exception:  # the handler may miss the messages that did not come
-            _check(self._malformed, method)
+        except Exception as error:  # the handler may miss the messages that did not come
+            if not any(isinstance(cause, grpc.aio.AbortError) for cause in _leaves(error)):
+                _check(self._malformed, self._method)
             raise
-        _check(self._malformed, method)
+        _check(self._malformed, self._method)
 
 
 @asynccontextmanager

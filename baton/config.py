@@ -40,7 +40,7 @@ GPU_BATCH_REQUESTS, SMALL_GPU_BATCH_REQUESTS, GPU_PREFILL_REQUESTS = 512, 256, 1
 _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches. Beyond them arithmetic overflows, or a loop or a table never ends.
-_SECONDS_MAX, _RATE_MAX = 1e9, 1e6
+_SECONDS_MAX, _RATE_MAX = 1e9, 1e9
 _COUNT_MAX = 1 << 20
 _THREADS_MAX = _SLOTS_MAX = 1024
 _SEATS_MAX = 1 << 16

@@ -150,7 +150,7 @@ class _Messages:
 
     @asynccontextmanager
     async def all_parsed(self) -> AsyncIterator[None]:
-        """Raises: InvalidRequest: when the handler inside has not ended the call itself: a message could not be parsed."""
+        """Raises: InvalidRequest: a message could not be parsed, and the handler inside has not ended the call."""
         try:
             yield
         except Exception as error:  # the handler may miss the messages that did not come

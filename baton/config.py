@@ -42,7 +42,7 @@ _CPU_SEGMENT_MIB, _GPU_SEGMENT_MIB = 4.0, 256.0
 CLIENT_VARIABLES = ("BATON_API_KEY", "BATON_CLIENT_CA")  # of clients; no process has settings of these names
 _CONVERTIBLE = ("float32", "bfloat16", "float16")
 # Limits that no machine reaches. Beyond them arithmetic overflows, or a loop or a table never ends.
-_SECONDS_MAX, _RATE_MAX = 1e9, 1e6
+_SECONDS_MAX, _RATE_MAX = 1e9, 1e9
 _COUNT_MAX = 1 << 20
 _THREADS_MAX = _SLOTS_MAX = 1024
 _SEATS_MAX = 1 << 16

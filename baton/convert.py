@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from baton.costs import StepCosts
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, PeerRefused
 from baton.types import (
     FinishReason,
     Grammar,
@@ -204,10 +204,14 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
 
 def receipt_from_proto(message: pb.Receipt) -> Receipt:
     """Raises:
-    KeyError: the receipt names no path.
+    PeerRefused: the receipt names no path that is known here.
     """
+    path = _PATHS_BACK.get(message.path)
+    if path is None:
+        cure = "use the same version on both sides"
+        raise PeerRefused(f"a receipt names path {message.path}", field="path", value=message.path, cure=cure)
     return Receipt(
-        path=_PATHS_BACK[message.path],
+        path=path,
         why=message.why,
         prefill_node=message.prefill_node,
         decode_node=message.decode_node,

@@ -20,6 +20,8 @@ from baton.rpc.status import abort
 
 log = logging.getLogger("baton")
 
+_WRITE_ENDS_S = 0.05
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # not subscriptable at run time
 
@@ -87,18 +89,17 @@ def _guard_message(behavior: Any, method: str) -> Any:
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(request: Any, context: Context) -> AsyncIterator[Any]:
-            if isinstance(request, _Malformed):
-                await _refuse(request, context, method)
-            async with _typed(context, method), aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    yield response
+            async with _typed(context, method):
+                _check(request, method)
+                async with aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        yield response
 
         return guarded_generator
 
     async def guarded(request: Any, context: Context) -> Any:
-        if isinstance(request, _Malformed):
-            await _refuse(request, context, method)
         async with _typed(context, method):
+            _check(request, method)
             return await behavior(request, context)
 
     return guarded
@@ -107,26 +108,56 @@ def _guard_message(behavior: Any, method: str) -> Any:
 def _guard_stream(behavior: Any, method: str) -> Any:
     """The handler, for calls with a stream of messages."""
 
-    async def checked(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-        async for request in requests:
-            if isinstance(request, _Malformed):
-                await _refuse(request, context, method)
-            yield request
-
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async with _typed(context, method), aclosing(behavior(checked(requests, context), context)) as responses:
-                async for response in responses:
-                    yield response
+            async with _typed(context, method):
+                messages = _Messages(requests, method)
+                async with messages.all_parsed(), aclosing(behavior(messages.iterate(), context)) as responses:
+                    async for response in responses:
+                        yield response
 
         return guarded_generator
 
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
         async with _typed(context, method):
-            return await behavior(checked(requests, context), context)
+            messages = _Messages(requests, method)
+            async with messages.all_parsed():
+                return await behavior(messages.iterate(), context)
 
     return guarded
+
+
+class _Messages:
+    """A call's messages up to the first one that cannot be parsed. For the handler the stream ends there: it finishes
+    its writing, with which the error's status would collide."""
+
+    def __init__(self, requests: AsyncIterator[Any], method: str) -> None:
+        self._requests = requests
+        self._method = method
+        self._malformed: _Malformed | None = None
+
+    async def iterate(self) -> AsyncIterator[Any]:
+        is_first = True
+        async for request in self._requests:
+            if isinstance(request, _Malformed):
+                self._malformed = request
+                if is_first:  # nothing is being written yet
+                    _check(request, self._method)
+                return
+            is_first = False
+            yield request
+
+    @asynccontextmanager
+    async def all_parsed(self) -> AsyncIterator[None]:
+        """Raises: InvalidRequest: a message could not be parsed, and the handler inside has not ended the call."""
+        try:
+            yield
+        except Exception as error:  # the handler may miss the messages that did not come
+            if not any(isinstance(cause, grpc.aio.AbortError) for cause in _leaves(error)):
+                _check(self._malformed, self._method)
+            raise
+        _check(self._malformed, self._method)
 
 
 @asynccontextmanager
@@ -142,6 +173,10 @@ async def _typed(context: Context, method: str) -> AsyncIterator[None]:
                 raise cause from None
         if all(isinstance(cause, grpc.aio.InternalError) for cause in causes):
             raise asyncio.CancelledError from None
+        if isinstance(error, BaseExceptionGroup):
+            # NOTE: a task's failure cancels the handler's write, which gRPC still has in hand for a moment. A status
+            # would collide with it, and the client would never get one.
+            await asyncio.sleep(_WRITE_ENDS_S)
         await abort(context, _error_of(causes, error, method))
 
 
@@ -166,7 +201,9 @@ def _error_of(causes: list[BaseException], error: Exception, method: str) -> Bat
     return InternalError(f"{method} failed: {type(causes[0]).__name__}: {causes[0]}", cure="see the server's log")
 
 
-async def _refuse(malformed: _Malformed, context: Context, method: str) -> None:
-    message = f"the message of {malformed.size_bytes} bytes for {method} cannot be parsed"
-    cure = "send the protobuf message that the method takes; reflection describes it"
-    await abort(context, InvalidRequest(message, field="message", cure=cure))
+def _check(request: Any, method: str) -> None:
+    """Raises: InvalidRequest: the message could not be parsed."""
+    if isinstance(request, _Malformed):
+        message = f"the message of {request.size_bytes} bytes for {method} cannot be parsed"
+        cure = "send the protobuf message that the method takes; reflection describes it"
+        raise InvalidRequest(message, field="message", cure=cure)

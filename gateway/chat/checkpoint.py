@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.config import tokenizer_file
 from baton.errors import ConfigError
-from models.config.file import read_regular
+from models.config.file import read_regular, shown
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -44,7 +44,7 @@ def read_checkpoint(directory: Path, template_file: Path | None) -> Checkpoint:
         templates = {DEFAULT: _read_text(template_file)}
     else:
         templates = _template_files(directory) or _templates_of_config(directory, config)
-    added = _read_json(tokenizer_file(directory)).get("added_tokens", [])
+    added = _added_tokens(tokenizer_file(directory))
     return Checkpoint(
         templates=templates,
         variables=_variables(directory, config),
@@ -52,6 +52,17 @@ def read_checkpoint(directory: Path, template_file: Path | None) -> Checkpoint:
         special=frozenset(token["content"] for token in added if token.get("special")),
         model_type=str(_read_json(directory / "config.json").get("model_type", "")),
     )
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """Raises: ConfigError: an entry has no text or no number."""
+    added = _read_json(path).get("added_tokens") or []
+    entries: list[Any] = added if isinstance(added, list) else [None]
+    for entry in entries:
+        of = entry if isinstance(entry, dict) else {}
+        if not isinstance(of.get("content"), str) or not isinstance(of.get("id"), int):
+            raise ConfigError(f"{path}: added_tokens has {shown(entry)}", field="model", value=path.parent)
+    return entries
 
 
 def _template_files(directory: Path) -> dict[str, str]:
@@ -85,7 +96,17 @@ def _variables(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if "added_tokens_decoder" not in config:
         named |= _read_json(directory / "special_tokens_map.json")
     texts = {name: named[name] for name in NAMED_TOKENS if named.get(name) is not None}
-    return {name: text["content"] if isinstance(text, dict) else str(text) for name, text in texts.items()}
+    for name, text in texts.items():
+        content = text.get("content") if isinstance(text, dict) else text
+        if not isinstance(content, str):
+            raise ConfigError(
+                f"{name} of the tokenizer in {directory} is {shown(text)}",
+                field="model",
+                value=directory,
+                allowed=("a string", "an object with content"),
+            )
+        texts[name] = content
+    return texts
 
 
 def _read_json(path: Path) -> dict[str, Any]:

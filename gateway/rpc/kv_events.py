@@ -15,6 +15,7 @@ import grpc
 from smg_grpc_proto.generated import common_pb2 as smg
 
 from baton.block_keys import number_of, root_digest
+from baton.errors import InvalidRequest
 from gateway.cache_union import CacheUnion, Changes
 from gateway.fleet import Fleet
 from gateway.fleet_node import FleetNode
@@ -25,6 +26,7 @@ log = logging.getLogger("baton")
 
 _LOOK_S = 0.5  # between looks at which nodes there are
 _QUEUE_MESSAGES = 64  # a slow subscriber slows the nodes' streams down
+_AFTER_MAX = 2**63
 
 
 class _Kind(NamedTuple):
@@ -46,7 +48,14 @@ class KvEvents:
         self._clients = clients
 
     async def subscribe(self, after: int) -> AsyncGenerator[smg.KvEventBatch, None]:
-        """Batches with the numbers after `after`, until it is closed."""
+        """Batches with the numbers after `after`, until it is closed.
+
+        Raises:
+            InvalidRequest: the numbers would not fit into their 64 bits.
+        """
+        if after > _AFTER_MAX:
+            field, allowed = "start_sequence_number", (f"0 to {_AFTER_MAX}",)
+            raise InvalidRequest(f"{field} is {after}", field=field, value=after, allowed=allowed)
         sequence = after + 1
         cleared = smg.KvCacheEvent(cleared=smg.KvCacheCleared())
         yield smg.KvEventBatch(

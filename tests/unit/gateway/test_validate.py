@@ -198,12 +198,21 @@ def test_an_answer_goes_on_after_the_tokens_that_the_client_has(model: ServedMod
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (continuation(n=2, sampling={"temperature": 0.0}), "of one output"),
-        (continuation(best_of=2, sampling={"temperature": 0.0}), "of one output"),
-        (continuation(sampling={"temperature": 1.0}), "whose seed is missing"),
-        (continuation(sampling={"temperature": 0.0, "max_tokens": 3}), "has 3 tokens; allowed: up to 2"),
-        (continuation(14, sampling={"temperature": 0.0, "max_tokens": 100}), "has 14 tokens; allowed: up to 13"),
-        (pb.GenerateRequest(output_token_ids=[320], sampling={"temperature": 0.0}), "has token id 320"),
+        (continuation(n=2, sampling=common_pb2.SamplingParams(temperature=0.0)), "of one output"),
+        (continuation(best_of=2, sampling=common_pb2.SamplingParams(temperature=0.0)), "of one output"),
+        (continuation(sampling=common_pb2.SamplingParams(temperature=1.0)), "whose seed is missing"),
+        (
+            continuation(sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=3)),
+            "has 3 tokens; allowed: up to 2",
+        ),
+        (
+            continuation(14, sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=100)),
+            "has 14 tokens; allowed: up to 13",
+        ),
+        (
+            pb.GenerateRequest(output_token_ids=[320], sampling=common_pb2.SamplingParams(temperature=0.0)),
+            "has token id 320",
+        ),
     ],
 )
 def test_an_answer_that_cannot_go_on_is_refused(model: ServedModel, request_: pb.GenerateRequest, message: str) -> None:

@@ -1,0 +1,171 @@
+"""Targets: all gRPC services and the HTTP API of a gateway between scripted nodes that answer every request at once."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from random import Random
+from typing import Any
+
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from baton.config import DEMO_MODELS, GatewaySettings, read_settings
+from baton.rpc.server import GrpcServer, connect
+from gateway.connections import Connections
+from gateway.http.call import Context
+from gateway.http.routes import ROUTES, create_app
+from gateway.model import read_served_model
+from gateway.rpc.services import SERVICE_NAMES, add_services
+from gateway.serving import Serving
+from protos.baton.v1 import common_pb2, decode_pb2
+from protos.baton.v1 import generation_pb2 as pb
+from tests.fuzz import mutate
+from tests.fuzz.calls import Method, ask, methods_of
+from tests.unit.gateway.http.test_hostile_bodies import MESSAGES, RESPONSES
+from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
+
+AsyncParse = Callable[[Random], Coroutine[None, None, None]]
+
+BOUND_S = 60
+_STANDARD = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
+_GRAMMAR = common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text="a+")
+_SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.0, stop=["x"], grammar=_GRAMMAR)
+_GREEDY = common_pb2.SamplingParams(temperature=0.0)
+_MESSAGES = json.dumps([{"role": "user", "content": "Hi"}])
+_TOOLS = json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}])
+_SAMPLES: tuple[Message, ...] = (
+    pb.GenerateRequest(text="the fox", sampling=_SAMPLING),
+    pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=_GREEDY, output_token_ids=[8, 9]),
+    pb.GenerateRequest(chat=pb.Chat(messages_json=_MESSAGES, tools_json=_TOOLS), sampling=_GREEDY, n=2),
+    pb.TokenizeRequest(text="the fox"),
+    pb.DetokenizeRequest(token_ids=[5, 6]),
+    health_pb2.HealthCheckRequest(),
+)
+_BODIES: Mapping[str, tuple[Any, ...]] = {
+    "/v1/completions": (
+        {"prompt": "the fox", "max_tokens": 2, "stop": ["x"]},
+        {"prompt": [5, 6], "n": 2, "logprobs": 1},
+    ),
+    "/v1/chat/completions": (
+        {"messages": json.loads(_MESSAGES), "tools": json.loads(_TOOLS), "max_tokens": 2, "stream": True},
+        {"messages": json.loads(_MESSAGES), "response_format": {"type": "json_object"}, "logprobs": True},
+    ),
+    "/v1/responses": (RESPONSES,),
+    "/v1/messages": (MESSAGES,),
+    "/v1/messages/count_tokens": (MESSAGES,),
+    "/tokenize": ({"prompt": "the fox"}, {"messages": json.loads(_MESSAGES)}),
+    "/detokenize": ({"tokens": [5, 6]},),
+}
+
+
+async def _answer_all(node: ScriptedNode) -> None:
+    """The decode node: one token more than the client has, for every request."""
+    while True:
+        request = await node.received.get()
+        if not isinstance(request, decode_pb2.SessionRequest) or not request.HasField("submit"):
+            continue
+        key, index = request.submit.key, len(request.submit.output_token_ids)
+        token = common_pb2.Token(token_id=300, index=index)
+        if request.submit.sampling.HasField("logprobs"):
+            token.logprob = -1.0
+        step_token = decode_pb2.StepToken(key=key, token=token, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        for answer in (
+            decode_pb2.SessionResponse(accepted=decode_pb2.Accepted(key=key, why="short")),
+            decode_pb2.SessionResponse(step=decode_pb2.Step(tokens=[step_token])),
+            decode_pb2.SessionResponse(released=decode_pb2.Released(key=key)),
+        ):
+            node.answers.put_nowait(answer)
+
+
+@asynccontextmanager
+async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncParse]]:
+    model = read_served_model(DEMO_MODELS / "llama", None)
+    async with scripted_nodes(model.identity) as (_, decode):
+        flags = ["--decode", decode.address, "--local-policy", "local", "--request-timeout-s", "5"]
+        settings = read_settings(GatewaySettings, "gateway", flags)
+        async with Connections(settings, model) as connections, GrpcServer("127.0.0.1:0", advertise=None) as server:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            serving = Serving(settings, model, connections)
+            add_services(server, settings, serving, connections)
+            await server.start(SERVICE_NAMES)
+            app = create_app(Context(settings, serving, connections.fleet, "gateway"))
+            answering = asyncio.create_task(_answer_all(decode))
+            async with connect(server.address) as channel:
+                known = methods_of(
+                    (*SERVICE_NAMES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+                )
+
+                async def grpc_call(random: Random) -> None:
+                    method = random.choice(known)
+                    await ask(channel, method, [_request(random, method) for _ in range(random.choice((0, 1, 1, 3)))])
+
+                async def http_call(random: Random) -> None:
+                    await _http(app, random)
+
+                try:
+                    yield {"gateway_grpc": grpc_call, "gateway_http": http_call}
+                finally:
+                    answering.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await answering
+
+
+def _request(random: Random, method: Method) -> bytes:
+    samples = [sample for sample in _SAMPLES if isinstance(sample, method.request)]
+    if samples and random.random() < 0.7:
+        made = mutate.changed_message(random, random.choice(samples))
+    else:
+        made = mutate.message(random, method.request)
+    encoded = made.SerializeToString()
+    return mutate.data(random, encoded) if random.random() < 0.15 else encoded
+
+
+async def _http(app: Any, random: Random) -> None:
+    """One request. Raises: AssertionError: the answer is no answer of ours."""
+    route = random.choice([route for route in ROUTES if route.body is not None])
+    sample = random.choice(_BODIES[route.path])
+    value = mutate.json_value(random, sample)
+    body = json.dumps(value).encode()
+    if random.random() < 0.2:
+        body = mutate.data(random, body)
+    headers = [(b"host", b"test"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if random.random() < 0.1:
+        name = random.choice((b"x-request-id", b"content-type", b"accept", b"authorization", b"timeout"))
+        headers.append((name, mutate.data(random, b"value").replace(b"\n", b"").replace(b"\r", b"")))
+    path = route.path if random.random() < 0.95 else mutate.text(random, route.path)
+    method = "POST" if random.random() < 0.95 else random.choice(("GET", "PUT", "HEAD", "OPTIONS"))
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    given = [{"type": "http.request", "body": body, "more_body": False}]
+    never = asyncio.Event()
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if given:
+            return given.pop()
+        await never.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await asyncio.wait_for(app(scope, receive, send), BOUND_S)
+    status = sent[0]["status"]
+    answer = b"".join(message.get("body", b"") for message in sent[1:])
+    assert status < 500, f"{method} {path} with {body[:500]!r}: {status} {answer[:500]!r}"
+    assert b"INTERNAL" not in answer[:2000], answer[:500]
+    if status >= 400 and method == "POST" and answer:
+        assert "error" in json.loads(answer), answer[:300]

@@ -1,0 +1,96 @@
+"""Targets: a real decode node and a real prefill node in this process, with all their services."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+from google.protobuf.message import Message
+
+from baton.rpc.server import GrpcServer, connect
+from decode_node.driver import DecodeDriver
+from decode_node.service import DecodeService
+from node.cache_events import CacheEvents
+from node.service import NodeService
+from node.waiting import until
+from prefill_node.service import PrefillService
+from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, node_pb2_grpc, prefill_pb2
+from tests.fuzz import mutate
+from tests.fuzz.calls import Method, ask, methods_of
+from tests.fuzz.gateway import AsyncParse
+from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo
+from tests.unit.prefill_node.nodes import prefill_node, prefill_settings
+
+BOUND_S = 60.0
+_SAMPLING = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+_SUBMIT = decode_pb2.SubmitRequest(
+    key=1, request_id="r", prompt_token_ids=range(3, 40), sampling=_SAMPLING, policy=decode_pb2.LOCAL_POLICY_LOCAL
+)
+_LONGER = decode_pb2.SubmitRequest(key=2, prompt_token_ids=range(3, 90), sampling=_SAMPLING)
+_TICKET = common_pb2.Ticket(lease=common_pb2.Lease(number=1), token_stop=36)
+_SAMPLES: tuple[Message, ...] = (
+    decode_pb2.SessionRequest(submit=_SUBMIT),
+    decode_pb2.SessionRequest(
+        submit=decode_pb2.SubmitRequest(key=2, prompt_token_ids=range(3, 90), sampling=_SAMPLING)
+    ),
+    decode_pb2.SessionRequest(renew=decode_pb2.RenewTicket(key=1, failed_lease=1)),
+    decode_pb2.SessionRequest(here=decode_pb2.PrefillHere(key=1, failed_lease=1)),
+    decode_pb2.SessionRequest(cancel=decode_pb2.CancelRequest(key=1)),
+    node_pb2.WatchRequest(interval_s=0.1),
+    node_pb2.WatchCacheRequest(),
+)
+_REACHED = 0.99  # of addresses: a prefill node dials the others, which takes long
+_CONNECTS = "/baton.v1.Prefill/Connect"
+
+
+@asynccontextmanager
+async def node_targets() -> AsyncIterator[Mapping[str, AsyncParse]]:
+    settings = decode_settings()
+    decode = decode_node(load_demo(), settings)
+    decodes = DecodeService(DecodeDriver(decode, settings))
+    sends = prefill_settings(connect_timeout_s=0.3)
+    prefill = prefill_node(sends)
+    prefills = PrefillService(prefill, sends)
+    async with GrpcServer("127.0.0.1:0", advertise=None) as server, decode, prefill:
+        status = node_pb2.NodeStatus(info=decode.info)
+        cache = CacheEvents(decode.engine.prefix_cache, incarnation=decode.incarnation)
+        about = NodeService(status=lambda: status, drain=lambda grace_s: None, cache=cache)
+        node_pb2_grpc.add_NodeServicer_to_server(about, server.grpc)
+        decodes.add_to(server.grpc)
+        prefills.add_to(server.grpc)
+        await server.start(())
+        known = methods_of(("baton.v1.Decode", "baton.v1.Node", "baton.v1.Prefill"))
+        prefill_sample = prefill_pb2.PrefillRequest(prompt_token_ids=range(3, 40), sampling=_SAMPLING, ticket=_TICKET)
+        prefill_sample.ticket.lease.incarnation = decode.incarnation
+        hello = decode_pb2.PairRequest(hello=decode_pb2.PairHello(info=prefill.info))
+        samples = (*_SAMPLES, prefill_sample, hello)
+        async with connect(server.address) as channel:
+
+            async def node_grpc(random: Random) -> None:
+                method = random.choice(known)
+                if method.path == _CONNECTS and random.random() < _REACHED:
+                    method = known[0]
+                count = random.choice((0, 1, 1, 2, 5)) if method.streams_requests else 1
+                requests = [_request(random, method, samples, server.address) for _ in range(count)]
+                await ask(channel, method, requests)
+
+            yield {"node_grpc": node_grpc}
+        assert await until(lambda: not decodes.busy and not prefills.busy, timeout_s=BOUND_S)
+        load = decode.engine.load()
+        assert (load.blocks_leased, load.requests_running) == (0, 0), load
+        about.close()
+        await decodes.close()
+        await prefills.close()
+
+
+def _request(random: Random, method: Method, samples: Sequence[Message], address: str) -> bytes:
+    fitting = [sample for sample in samples if isinstance(sample, method.request)]
+    if fitting and random.random() < 0.8:
+        made = mutate.changed_message(random, random.choice(fitting))
+    else:
+        made = mutate.message(random, method.request)
+    if isinstance(made, decode_pb2.PairRequest):
+        made.hello.info.tensor_parallel_size = min(64, made.hello.info.tensor_parallel_size)
+    if isinstance(made, prefill_pb2.PrefillRequest) and random.random() < _REACHED:
+        made.ticket.decode_address = address
+    encoded = made.SerializeToString()
+    return mutate.data(random, encoded) if random.random() < 0.1 else encoded

@@ -155,6 +155,8 @@ def test_a_prefill_node_without_costs_or_room_gets_no_whole_requests() -> None:
     unknown = replace(ALONE, costs=None)
     for other in (unknown, replace(ALONE, blocks_free=0)):
         assert placed(BUSY, Slo(1.0, 0.02), alone=other).decode.address == "d1"
+    for slo in (Slo(), Slo(1.0, 0.02)):
+        assert placed(replace(BUSY, costs=None), slo).way is Way.REMOTE
 
 
 def test_of_two_decode_nodes_the_one_with_the_earlier_first_token_takes_the_prompt() -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import nsmallest
 
 from baton.types import LocalPolicy
 from gateway.prediction import (
@@ -33,6 +34,7 @@ _SAVES_S = 0.05
 _SAVES_PART = 0.1
 _SPLIT_LEAST_TOKENS = 512  # a smaller part is not worth a transfer
 _SPLITS_TRIED = 8
+_NODES_TRIED = 3
 
 
 class Way(Enum):
@@ -84,21 +86,23 @@ def place(decodes: Sequence[NodeView], prefills: Sequence[NodeView], wanted: Wan
     ttft_s, tpot_s = wanted.slo.ttft_s, wanted.slo.tpot_s
     remote_s = prefill_s(prefill, prefill.cached_tokens, wanted.num_tokens, tpot_s)
     remote = Placement(Way.REMOTE, decode, prefill, 0, "", remote_s, meets=ttft_s is None or remote_s <= ttft_s)
-    if wanted.policy is not LocalPolicy.ELASTIC:
+    if wanted.policy is not LocalPolicy.ELASTIC or decode.costs is None:
         return remote
     gap_s = hand_over_s(prefill, decode, wanted)
-    sharing = [
-        node for node in usable_decodes(decodes, wanted) if node.also_prefills and leaves_time_for_prompts(node, wanted)
-    ]
-    is_smooth = tpot_s is None or gap_s <= tpot_s or not sharing
-    if ttft_s is not None and remote_s <= _PRESSED * ttft_s and is_smooth:
+    is_soon = ttft_s is not None and remote_s <= _PRESSED * ttft_s
+    if is_soon and (tpot_s is None or gap_s <= tpot_s):
         return remote
-    whole = _best_whole([decode, *usable_decodes(paired, wanted), *sharing], wanted, grows=not sharing)
+    usable = usable_decodes(decodes, wanted)
+    sharing = [node for node in usable if node.also_prefills and leaves_time_for_prompts(node, wanted)]
+    if is_soon and not sharing:
+        return remote
+    own = [node for node in usable if not node.also_prefills]
+    whole = _best_whole([*own, *sharing], decode, wanted, grows=not sharing)
     if ttft_s is None:
         return _ends_first(remote, gap_s, whole, wanted)
     if whole is not None and whole.first_token_s <= ttft_s:
         why = f"{prefill.address} would take {_s(remote_s)} of the {_s(ttft_s)} to the first token"
-        if not is_smooth:
+        if is_soon:
             why = f"a hand-over to {decode.address} would pause the output for {_s(gap_s)}"
         return Placement(Way.LOCAL, whole.node, None, 0, why, whole.first_token_s)
     split = _split(whole, prefill, remote_s, ttft_s, wanted)
@@ -134,12 +138,13 @@ class _Whole:
     end_s: float
 
 
-def _best_whole(nodes: Sequence[NodeView], wanted: Wanted, *, grows: bool) -> _Whole | None:
-    """The node that would end the request first; the first one wins ties."""
+def _best_whole(nodes: Sequence[NodeView], decode: NodeView, wanted: Wanted, *, grows: bool) -> _Whole | None:
+    """The node that would end the request first; `decode` wins ties. Of many nodes the least busy ones are tried."""
+    roomy = [node for node in nodes if node is not decode and node.has_room(wanted.num_tokens + 1)]
+    if len(roomy) > _NODES_TRIED:
+        roomy = nsmallest(_NODES_TRIED, roomy, key=lambda node: node.queue_s + output_s(node, wanted))
     found: _Whole | None = None
-    for node in nodes:
-        if node is not nodes[0] and not node.has_room(wanted.num_tokens + 1):
-            continue
+    for node in [decode, *roomy]:
         steps = local_steps(node, wanted.num_tokens, wanted.slo.tpot_s, grows=grows)
         if steps is None:
             continue

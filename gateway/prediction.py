@@ -11,7 +11,7 @@ _TPOT_USED = 0.9
 _DECODE_USED = 0.9
 _LEAST_SLICE = 32
 _SHARED_SLICE = 256  # of a step that also decodes on a prefill node: its speed with prompts is kept
-_SOLVER_ROUNDS = 10
+_SOLVER_ROUNDS = 8
 _DEFAULT_BYTES_PER_S = 10e9
 
 

@@ -85,7 +85,3 @@ class RateSearch:
         self.runs += 1
         for goal, count in zip(self.goals, good, strict=True):
             goal.observe(rate, count, total)
-
-    @property
-    def complete(self) -> bool:
-        return all(goal.next_rate() is None for goal in self.goals)

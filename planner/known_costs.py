@@ -90,7 +90,8 @@ def kind_from_nodes(addresses: list[str], *, link_bytes_per_s: float) -> NodeKin
         kv_bytes_per_token=spec.num_layers * factor * spec.num_kv_heads * spec.head_dim * KV_DTYPE_BYTES[spec.dtype],
         link_bytes_per_s=link_bytes_per_s,
         seats=decode.max_batch_requests or 512,
-        prefill_seats=prefill.max_batch_requests or 128,
+        prefill_seats=prefill.max_batch_requests or 512,
+        also_decodes=prefill.info.also_decodes,
     )
 
 

@@ -35,6 +35,7 @@ class NodeSpec:
         prompt_floor_s, mixed_floor_s: a step with prompts, and one with prompts and decodes, takes at least so long:
         the time of a host that launches eagerly.
         bounded: steps with prompts next to streams are cut to the streams' TPOT; False: they take the whole budget.
+        reports_factor: wrong costs: what nodes report, relative to what their steps cost.
         steps_ahead: steps that are launched already when a request arrives, besides the one that runs.
     """
 
@@ -46,6 +47,7 @@ class NodeSpec:
     mixed_floor_s: float = 0.0
     bounded: bool = True
     steps_ahead: int = 0
+    reports_factor: float = 1.0
     kv_bytes_per_token: int = 131072
     block_size: int = 16
 
@@ -58,10 +60,11 @@ class NodeSpec:
     @cached_property
     def view_costs(self) -> StepCosts:
         """What the node reports: a model that was fitted to its steps includes their floor."""
-        if not self.prompt_floor_s:
+        if not self.prompt_floor_s and self.reports_factor == 1.0:
             return self.costs
-        points = tuple((tokens, max(seconds, self.prompt_floor_s)) for tokens, seconds in self.costs.points)
-        return StepCosts(points, self.costs.key_s, self.costs.pair_s, self.costs.decode_row_s)
+        costs, factor = self.costs, self.reports_factor
+        points = tuple((tokens, factor * max(seconds, self.prompt_floor_s)) for tokens, seconds in costs.points)
+        return StepCosts(points, factor * costs.key_s, factor * costs.pair_s, factor * costs.decode_row_s)
 
 
 @dataclass(slots=True)
@@ -229,7 +232,7 @@ class Node:
             tokens_waiting=sum(job.stop - job.at for _, _, job in self.queue),
             ready_peers=peers,
             costs=spec.view_costs,
-            backlog_s=self.backlog_s,
+            backlog_s=spec.reports_factor * self.backlog_s,
             decode_rows=self._rows,
             context_tokens=self.keys_at(now_s),
             max_batch_requests=spec.seats,

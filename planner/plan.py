@@ -32,6 +32,7 @@ class NodeKind:
     Args:
         gpus: of one node.
         prefill, decode: costs of a node of each role.
+        also_decodes: prefill nodes serve requests alone, where the gateway chooses so.
     """
 
     gpus: int
@@ -41,7 +42,8 @@ class NodeKind:
     kv_bytes_per_token: int
     link_bytes_per_s: float
     seats: int = 512
-    prefill_seats: int = 128
+    prefill_seats: int = 512
+    also_decodes: bool = True
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ class _Search:
         )
         tokens = decode_step_tokens(kind.decode, tpot_s)
         decode = replace(prefill, costs=kind.decode, step_tokens=tokens, seats=kind.seats)
-        self._base = ClusterSpec(0, 1, prefill, decode, link_bytes_per_s=kind.link_bytes_per_s)
+        self._base = ClusterSpec(
+            0, 1, prefill, decode, also_decodes=kind.also_decodes, link_bytes_per_s=kind.link_bytes_per_s
+        )
         self._demand = demand(
             kind.decode, sample, goal, step_tokens=prefill.step_tokens, seats=kind.seats, kv_tokens=kind.kv_tokens
         )

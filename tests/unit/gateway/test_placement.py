@@ -7,7 +7,7 @@ import pytest
 from baton.types import LocalPolicy, Slo
 from gateway.placement import Placement, Way, place
 from gateway.router import NodeView, Wanted
-from tests.unit.gateway.goodput_model import COSTS
+from planner.measured import LLAMA_8B_H200 as COSTS
 
 DECODE = NodeView(
     address="d1",
@@ -59,7 +59,7 @@ def test_an_idle_prefill_node_gets_the_prompt() -> None:
 def test_a_decode_node_with_time_to_spare_takes_prompts_from_a_queue() -> None:
     placement = chosen(waits_s=0.5)
     assert (placement.way, placement.prefill, placement.meets) == (Way.LOCAL, None, True)
-    assert placement.why == "p1 would take 0.602 s of the 1 s to the first token"
+    assert placement.why == "p1 would take 0.596 s of the 1 s to the first token"
 
 
 @pytest.mark.parametrize("tpot_s", [0.0055, 0.006])
@@ -109,6 +109,54 @@ def test_without_a_prefill_node_the_decode_node_prefills() -> None:
     placement = place([DECODE], [], Wanted(100, LocalPolicy.ELASTIC, slo=SLO))
     assert placement is not None
     assert (placement.way, placement.why) == (Way.LOCAL, "no prefill node is available")
+
+
+ALONE = replace(PREFILL, also_prefills=True, ready_peers=frozenset())
+BUSY = replace(DECODE, requests=200, decode_rows=200, context_tokens=200 * 1024)
+IDLE = replace(DECODE, requests=0, decode_rows=0, context_tokens=0)
+
+
+def placed(decode: NodeView, slo: Slo, *, alone: NodeView = ALONE, tokens: int = 400) -> Placement:
+    placement = place([decode, alone], [PREFILL], Wanted(tokens, LocalPolicy.ELASTIC, slo=slo))
+    assert placement is not None
+    return placement
+
+
+def test_a_prefill_node_serves_whole_requests_where_a_hand_over_would_pause_the_output() -> None:
+    assert placed(IDLE, Slo(1.0, 0.02)).way is Way.REMOTE
+    placement = placed(BUSY, Slo(1.0, 0.02))
+    assert (placement.way, placement.decode.address, placement.decode.also_prefills) == (Way.LOCAL, "p1", True)
+    assert placement.why.startswith("a hand-over to d1 would pause the output for 0.02")
+
+
+def test_a_prefill_node_takes_no_streams_that_would_cut_its_prompts_into_small_slices() -> None:
+    assert placed(BUSY, Slo(1.0, 0.007)).way is Way.REMOTE
+
+
+def test_without_a_slo_a_prefill_node_relieves_a_busy_decode_node() -> None:
+    full = replace(BUSY, requests=500, decode_rows=500, context_tokens=500 * 1024)
+    placement = placed(full, Slo())
+    assert (placement.way, placement.decode.address) == (Way.LOCAL, "p1")
+    assert placement.why.startswith("p1 alone would end a typical output after ")
+    assert placed(IDLE, Slo()).way is Way.REMOTE
+
+
+def test_without_a_decode_node_a_prefill_node_serves_alone_unless_the_policy_is_strict() -> None:
+    for policy in LocalPolicy:
+        placement = place([ALONE], [PREFILL], Wanted(100, policy))
+        if policy is LocalPolicy.STRICT:
+            assert placement is None
+        else:
+            assert placement is not None
+            assert (placement.way, placement.decode.address) == (Way.LOCAL, "p1")
+
+
+def test_a_prefill_node_without_costs_or_room_gets_no_whole_requests() -> None:
+    unknown = replace(ALONE, costs=None)
+    for other in (unknown, replace(ALONE, blocks_free=0)):
+        assert placed(BUSY, Slo(1.0, 0.02), alone=other).decode.address == "d1"
+    for slo in (Slo(), Slo(1.0, 0.02)):
+        assert placed(replace(BUSY, costs=None), slo).way is Way.REMOTE
 
 
 def test_of_two_decode_nodes_the_one_with_the_earlier_first_token_takes_the_prompt() -> None:

@@ -141,6 +141,10 @@ class RequestMachine:
         return self._reply.completion_tokens
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self._request.prompt)
+
+    @property
     def max_tokens(self) -> int:
         return self._request.sampling.max_tokens
 

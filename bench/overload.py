@@ -104,7 +104,8 @@ async def _capacity(client: Client, round_s: float) -> float:
 
     async def again() -> None:
         while time.monotonic() < until_s:
-            await asyncio.sleep(await _ask(client, outcome, timeout_s=None))
+            pause_s = await _ask(client, outcome, timeout_s=None)
+            await asyncio.sleep(pause_s)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(_CAPACITY_AT_ONCE):
@@ -125,7 +126,8 @@ async def _round(client: Client, rate: float, round_s: float) -> Outcome:
 async def _heavy(client: Client) -> None:
     async def again() -> None:
         while True:
-            await asyncio.sleep(await _ask(client, Outcome(), timeout_s=None))
+            pause_s = await _ask(client, Outcome(), timeout_s=None)
+            await asyncio.sleep(pause_s)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(_HEAVY_AT_ONCE):

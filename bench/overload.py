@@ -35,6 +35,7 @@ _HEAVY_AT_ONCE = 150
 _LIGHT_REQUESTS = 25
 _LIGHT_PAUSE_S = 0.2
 _LIGHT_ADDRESS = "127.0.0.2"
+_PAUSE_S = 2.0
 
 
 @dataclass
@@ -64,57 +65,52 @@ async def _measure(target: str, http: str, round_s: float) -> list[Row]:
     async with Client(target) as client:
         for _ in range(2):  # the first round warms up
             capacity = await _capacity(client, round_s)
-        rows.append(Row("overload capacity", f"{_CAPACITY_AT_ONCE} at once", capacity, "requests a second"))
-        peak = 0.0
+        rows.append(Row("capacity", f"{_CAPACITY_AT_ONCE} requests at once", capacity, "a second"))
+        goodput: dict[float, float] = {}
         for load in LOADS:
             outcome = await _round(client, load * capacity, round_s)
-            goodput = outcome.good / round_s
-            peak = max(peak, goodput) if load == LOADS[0] else peak
-            rows += _rows(load, goodput, peak, outcome)
-            await asyncio.sleep(2.0)
+            goodput[load] = outcome.good / round_s
+            rows += _rows(load, goodput[load], goodput[LOADS[0]], outcome)
+            await asyncio.sleep(_PAUSE_S)
         alone = await _light(http)
         heavy = asyncio.create_task(_heavy(client))
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(2 * _PAUSE_S)
         beside = await _light(http)
         heavy.cancel()
-    work = f"{_LIGHT_REQUESTS} requests, one after the other"
-    rows.append(Row("overload light user alone", work, _p99(alone.seconds), "s p99"))
-    served = f"{beside.good} of {_LIGHT_REQUESTS} served beside {_HEAVY_AT_ONCE}"
-    rows.append(
-        Row("overload light user", served, _p99(beside.seconds), "s p99", f"{LIGHT_GOAL * _p99(alone.seconds):.3g}")
-    )
+        await asyncio.wait([heavy])
+    alone_s, beside_s = _p99(alone.seconds), _p99(beside.seconds)
+    rows.append(Row("light user, p99", f"{alone.good} of {_LIGHT_REQUESTS} served, alone", alone_s, "s"))
+    work = f"{beside.good} of {_LIGHT_REQUESTS} served, beside {_HEAVY_AT_ONCE} requests"
+    rows.append(Row("light user, p99", work, beside_s, "s", limit=LIGHT_GOAL * alone_s))
     return rows
 
 
 def _rows(load: float, goodput: float, peak: float, outcome: Outcome) -> list[Row]:
-    print(
-        load,
-        f"{goodput:.2f}/s",
-        f"{goodput / peak:.0%}",
-        dict(outcome.errors),
-        f"p50 {statistics.median(outcome.seconds or [0]):.2f} p99 {_p99(outcome.seconds):.2f}",
-        "refused",
-        len(outcome.refused_s),
-        f"p50 {statistics.median(outcome.refused_s or [0]) * 1e3:.0f} p99 {_p99(outcome.refused_s) * 1e3:.0f} ms",
-        file=sys.stderr,
-        flush=True,
-    )
-    return []
+    work = f"{load:g} times the capacity, deadline {DEADLINE_S:g} s"
+    rows = [Row("goodput", work, goodput, "a second", "at 1 times", peak, GOODPUT_GOAL)]
+    for name, count in sorted(outcome.errors.items()):
+        rows.append(Row(f"ended with {name}", work, count, "requests"))
+    if outcome.refused_s:
+        median_s = statistics.median(outcome.refused_s)
+        rows.append(Row("refused after, median", work, median_s, "s", limit=REFUSAL_GOAL_S))
+        rows.append(Row("refused after, p99", work, _p99(outcome.refused_s), "s", limit=REFUSAL_GOAL_S))
+    return rows
 
 
 async def _capacity(client: Client, round_s: float) -> float:
     """Requests per second, without deadlines, with as many at once as the nodes work on."""
-    outcome, until_s = Outcome(), time.monotonic() + round_s
+    outcome, began_s = Outcome(), time.monotonic()
+    until_s = began_s + round_s
 
     async def again() -> None:
         while time.monotonic() < until_s:
-            await _ask(client, outcome, timeout_s=None)
+            pause_s = await _ask(client, outcome, timeout_s=None)
+            await asyncio.sleep(pause_s)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(_CAPACITY_AT_ONCE):
             group.create_task(again())
-    print("capacity", outcome.good / round_s, statistics.median(outcome.seconds), file=sys.stderr)
-    return outcome.good / round_s
+    return outcome.good / (time.monotonic() - began_s)
 
 
 async def _round(client: Client, rate: float, round_s: float) -> Outcome:
@@ -130,15 +126,16 @@ async def _round(client: Client, rate: float, round_s: float) -> Outcome:
 async def _heavy(client: Client) -> None:
     async def again() -> None:
         while True:
-            await _ask(client, Outcome(), timeout_s=None)
-            await asyncio.sleep(0.01)
+            pause_s = await _ask(client, Outcome(), timeout_s=None)
+            await asyncio.sleep(pause_s)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(_HEAVY_AT_ONCE):
             group.create_task(again())
 
 
-async def _ask(client: Client, outcome: Outcome, *, timeout_s: float | None) -> None:
+async def _ask(client: Client, outcome: Outcome, *, timeout_s: float | None) -> float:
+    """Returns after how many seconds to come again."""
     prompt = [random.randrange(10, 400) for _ in range(PROMPT_TOKENS)]
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     began_s = time.monotonic()
@@ -152,6 +149,8 @@ async def _ask(client: Client, outcome: Outcome, *, timeout_s: float | None) -> 
         outcome.errors[type(error).__name__ + hint] += 1
         if hint:
             outcome.refused_s.append(time.monotonic() - began_s)
+        return error.retry_after_s or 0.0
+    return 0.0
 
 
 async def _light(http: str) -> Outcome:
@@ -169,12 +168,6 @@ async def _light(http: str) -> Outcome:
             outcome.good += 1
             outcome.seconds.append(time.monotonic() - began_s)
         await asyncio.sleep(_LIGHT_PAUSE_S)
-    print(
-        "light",
-        dict(outcome.errors),
-        f"p50 {statistics.median(outcome.seconds or [0]):.3f} p99 {_p99(outcome.seconds):.3f}",
-        file=sys.stderr,
-    )
     return outcome
 
 

@@ -128,18 +128,19 @@ class Pace:
     def service_s(self, asked: Asked, room: Room, now_s: float) -> float:
         """Predicted time of a request that starts now."""
         first_s, token_s = self.times_s(room, now_s)
-        return first_s + self.expected_tokens(asked) * token_s
+        return first_s + asked.prompt_tokens * room.prompt_token_s + self.expected_tokens(asked) * token_s
 
     def times_s(self, room: Room, now_s: float) -> tuple[float, float]:
-        """Predicted times of the first and of each further token of a request that starts now."""
+        """Predicted times of a request that starts now: to the first token, less what its own prompt takes, and of each
+        further token."""
         token_s = self._token_s.at(now_s)
         if room.step_s is not None:
             token_s = room.step_s * max(1.0, self._ratio.at(now_s))
         return max(self.first_s(now_s), room.prefill_wait_s), token_s
 
-    def first_token(self, seconds: float, now_s: float) -> None:
+    def first_token(self, seconds: float, prompt_tokens: int, room: Room, now_s: float) -> None:
         """A request has got its first token so long after its start, or has waited so long in vain."""
-        self._first_s.observe(seconds, now_s)
+        self._first_s.observe(max(0.0, seconds - prompt_tokens * room.prompt_token_s), now_s)
 
     def ended(self, tokens: int, most: int, seconds: float, step_s: float | None, now_s: float, *, whole: bool) -> None:
         """An output has ended: `tokens` tokens of at most `most`, the last one so many seconds after the first one.
@@ -259,7 +260,8 @@ class Admission:
         self._looked_s = now_s
         self._seen = {name: at_s for name, at_s in self._seen.items() if now_s - at_s <= _CLIENT_S}
         self._largest = max(self._here.values(), default=0)
-        self._spares = any(self.is_light(client) for client in self._seen)
+        light = self._largest >= 1 / _LIGHT_SHARE and any(self.is_light(client) for client in self._seen)
+        self._spares = light
 
     # ---- requests come and go
 
@@ -341,9 +343,11 @@ class Admission:
         refused = []
         first_s, token_s = self.pace.times_s(room, now_s)
         for key, asked in list(self._waiting.items()):
-            late = asked.first_due_s is not None and self._late(asked, now_s) > 0
+            late = self._late(asked, room, now_s) > 0
             if asked.deadline_s is not None and not late:
-                late = now_s + first_s + token_s * self.pace.expected_tokens(asked) > asked.deadline_s
+                service_s = first_s + asked.prompt_tokens * room.prompt_token_s
+                service_s += token_s * self.pace.expected_tokens(asked)
+                late = now_s + service_s > asked.deadline_s
             if late:
                 refused.append(self._refuse_waiting(key, Reason.SHED, self._error("it can no longer be in time", 1.0)))
             elif now_s - asked.arrived_s >= self._queue_s:
@@ -380,18 +384,14 @@ class Admission:
         if not room.has(asked.prompt_tokens, asked.outputs, shared=shared):
             return False
         if asked.deadline_s is None or room.is_light:
-            return not self._hopeless(asked, room, now_s)
+            return True
         return self.pace.service_s(asked, room, now_s) <= _SERVICE_SHARE * (asked.deadline_s - now_s)
 
-    def _hopeless(self, asked: Asked, room: Room, now_s: float) -> bool:
-        """Whether it could not be finished in time even if nothing else ran."""
-        if asked.deadline_s is None or room.alone_s is None:
-            return False
-        return asked.certain_tokens * room.alone_s > asked.deadline_s - now_s
-
-    def _late(self, asked: Asked, now_s: float) -> float:
+    def _late(self, asked: Asked, room: Room, now_s: float) -> float:
         """By how much its first token would be late if it started now; not above 0: it would not."""
-        return -inf if asked.first_due_s is None else now_s + self.pace.first_s(now_s) - asked.first_due_s
+        if asked.first_due_s is None:
+            return -inf
+        return now_s + self.pace.first_s(now_s) + asked.prompt_tokens * room.prompt_token_s - asked.first_due_s
 
     def _check(self, asked: Asked, room: Room, now_s: float) -> None:
         """Raises Overloaded where a request should not even wait."""
@@ -403,7 +403,7 @@ class Admission:
         reason = Reason.QUEUE
         if asked.deadline_s is not None:
             spare_s = asked.deadline_s - now_s - self.pace.service_s(asked, room, now_s)
-            if self._hopeless(asked, room, now_s) or spare_s < 0:
+            if spare_s < 0:
                 self.counts[Reason.DEADLINE] += 1
                 raise self._error(
                     f"it would take {_shown(asked.deadline_s - now_s - spare_s)} and has "
@@ -412,7 +412,7 @@ class Admission:
                 )
             if _WAIT_SHARE * spare_s < most_s:
                 most_s, reason = _WAIT_SHARE * spare_s, Reason.DEADLINE
-        late_s = self._late(asked, now_s) + wait_s
+        late_s = self._late(asked, room, now_s) + wait_s
         if late_s > 0:
             self.counts[Reason.DEADLINE] += 1
             raise self._error("the first token cannot come before it is due", late_s)

@@ -114,6 +114,10 @@ class RequestMachine:
         return self._output.completion_tokens
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self._request.prompt)
+
+    @property
     def max_tokens(self) -> int:
         return self._state.request.sampling.max_tokens
 

@@ -15,6 +15,8 @@ from gateway.router import NodeView
 
 # Requests beyond the seats: their prompts are on their way, or the report does not know yet that others have ended.
 _AHEAD_SHARE, _AHEAD_SHARED, _AHEAD_LEAST = 0.25, 0.125, 2
+# Requests that may wait on a decode node for blocks, so that it reserves blocks as soon as they are free.
+_FOR_BLOCKS_SHARE, _FOR_BLOCKS_LEAST = 1 / 16, 8
 # Prompts wait on a prefill node for at most so long, so that it never idles between two reports.
 _PREFILL_WAIT_S, _PREFILL_WAIT_SHARED_S = 0.3, 0.1
 _ENOUGH = 0.9  # of the best throughput
@@ -32,12 +34,14 @@ class DecodeRoom:
         load: requests on it, or on their way to it.
         most: requests that it should have at most; `most_shared`: of clients with many, next to one with few.
         slots: tokens for which it has free blocks.
+        waits: more requests may wait for blocks there.
     """
 
     load: int
     most: int
     most_shared: int
     slots: int
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,14 @@ class Room:
         prefill_wait_s: until a prompt would be computed on the prefill node that is free first; 0: not known.
         prefill_most_s: how long prompts may wait there.
         step_s: predicted time of a decode step with one more request, on the least loaded node; None: not known.
-        alone_s: as `step_s`, if the node had no other request.
+        prompt_token_s: predicted time for one token of a prompt, in full steps; 0: not known.
     """
 
     decodes: tuple[DecodeRoom, ...] = ()
     prefill_wait_s: float = 0.0
     prefill_most_s: float = _PREFILL_WAIT_S
     step_s: float | None = None
-    alone_s: float | None = None
+    prompt_token_s: float = 0.0
 
     def has(self, prompt_tokens: int, outputs: int, *, shared: bool) -> bool:
         """Whether a request may be sent to the nodes now. An idle node takes any, and nodes that cannot be seen take
@@ -68,7 +72,7 @@ class Room:
             return False
         for node in self.decodes:
             most = node.most_shared if shared else node.most
-            if node.load + min(outputs, max(1, most // 4)) <= most and node.slots > prompt_tokens:
+            if node.load + min(outputs, max(1, most // 4)) <= most and (node.slots > prompt_tokens or node.waits):
                 return True
         return False
 
@@ -108,7 +112,8 @@ class Rooms:
         slots = view.blocks_free * view.block_size - view.tokens_since
         shared = self._rows(view, seats)
         load = view.load + on_their_way
-        return DecodeRoom(load, _with_ahead(seats, _AHEAD_SHARE), _with_ahead(shared, _AHEAD_SHARED), slots)
+        waits = view.load - view.decode_rows < max(_FOR_BLOCKS_LEAST, seats * _FOR_BLOCKS_SHARE)
+        return DecodeRoom(load, _with_ahead(seats, _AHEAD_SHARE), _with_ahead(shared, _AHEAD_SHARED), slots, waits)
 
     def _rows(self, view: NodeView, seats: int) -> int:
         if view.costs is None:
@@ -123,19 +128,18 @@ def _room(
     rooms: tuple[DecodeRoom, ...], decodes: Sequence[NodeView], prefills: Sequence[NodeView], prefill_most_s: float
 ) -> Room:
     least = min(decodes, key=lambda view: view.load, default=None)
-    step_s = alone_s = None
+    step_s: float | None = None
     if least is not None and least.costs is not None:
         rows = least.load + 1
         context = least.context_tokens / least.decode_rows if least.decode_rows else _CONTEXT_TOKENS
         step_s = least.costs.seconds(StepWork(rows, round(rows * context)))
-        alone_s = least.costs.seconds(StepWork(1, round(context)))
     waits = [view.queue_s for view in prefills if view.queue_s < inf]
     return Room(
         rooms,
         prefill_wait_s=min(waits, default=0.0),
         prefill_most_s=prefill_most_s,
         step_s=step_s,
-        alone_s=alone_s,
+        prompt_token_s=min((view.step_s / view.step_tokens for view in prefills if view.step_s < inf), default=0.0),
     )
 
 

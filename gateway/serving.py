@@ -278,10 +278,10 @@ class Serving:
             run = partial(self._run, running, prepared)
             asked = self._waiting_room.ask(prepared.request, outputs, client, has_deadline=budget_s is not None)
             try:
-                await running.until(self._waiting_room.offer(asked))
-            finally:
-                self._waiting_room.withdraw(asked)
-            try:
+                try:
+                    await running.until(self._waiting_room.offer(asked))
+                finally:
+                    self._waiting_room.withdraw(asked)
                 if outputs.drawn == 1:
                     await run(0, prepared.request, write)
                 else:

@@ -39,6 +39,7 @@ _COUNTS = {
     Reason.SHED: Count.SHED,
 }
 _LOOK_S = 0.02
+_SEEN_S = 0.01  # with many nodes, a look at all of them costs more than a refusal should
 
 
 @dataclass
@@ -77,6 +78,8 @@ class WaitingRoom:
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.Handle | None = None
         self._published: Counter[Reason] = Counter()
+        self._shed_at_s = 0.0
+        self._seen: tuple[float, Room] | None = None  # the room and when it was found; None: it has changed since
 
     def enter(self, client: str, outputs: int) -> None:
         """Counts a request of a client as here; `leave` must follow.
@@ -122,6 +125,7 @@ class WaitingRoom:
         now_s = monotonic()
         try:
             if self._admission.offer(asked, self._room(now_s), now_s):
+                self._seen = None
                 return None
         finally:
             self._publish()
@@ -144,13 +148,14 @@ class WaitingRoom:
         now_s, pace = monotonic(), self._admission.pace
         first_s = machine.first_token_at_s
         if first_s is not None:
-            pace.first_token(first_s - output.began_s, now_s)
-            steps_s = [step_s for step_s in (output.step_s, self._room(now_s).step_s) if step_s is not None]
+            room = self._room(now_s)
+            pace.first_token(first_s - output.began_s, machine.prompt_tokens, room, now_s)
+            steps_s = [step_s for step_s in (output.step_s, room.step_s) if step_s is not None]
             seconds = max(0.0, now_s - first_s - output.client_s)
             most = machine.max_tokens
             pace.ended(machine.completion_tokens, most, seconds, max(steps_s, default=None), now_s, whole=whole)
         elif not in_time:
-            pace.first_token(now_s - output.began_s, now_s)
+            pace.first_token(now_s - output.began_s, machine.prompt_tokens, self._room(now_s), now_s)
 
     def settle(self, asked: Asked, tokens: int) -> None:
         """The request has ended after so many tokens."""
@@ -159,14 +164,22 @@ class WaitingRoom:
     # ----
 
     def _room(self, now_s: float) -> Room:
+        if self._seen is None or now_s - self._seen[0] > _SEEN_S:
+            self._seen = now_s, self._look_at_nodes(now_s)
+        return self._seen[1]
+
+    def _look_at_nodes(self, now_s: float) -> Room:
         fleet = self._connections.fleet
+        prefills = _views(fleet.prefills.values(), now_s) if self._uses_prefills else []
         if self._elastic:
             decodes = _views(fleet.decoding_nodes(), now_s)
-            return self._rooms.of(decodes, [*_views(fleet.prefills.values(), now_s), *decodes])
-        prefills = _views(fleet.prefills.values(), now_s) if self._uses_prefills else []
+            return self._rooms.of(decodes, [*prefills, *decodes])
         return self._rooms.of(_views(fleet.decodes.values(), now_s), prefills)
 
     def _look_soon(self) -> None:
+        if isinstance(self._timer, asyncio.TimerHandle):
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_soon(self._look)
 
@@ -177,13 +190,17 @@ class WaitingRoom:
         room = self._room(now_s)
         key = self._admission.take(room, now_s)
         if key is not None:
+            self._seen = None
             waiter = self._waiters.get(key)
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
             # The next look must know that this request was sent, by its own task, or by one that this task starts.
             self._timer = loop.call_soon(loop.call_soon, self._look)
             return
-        refused = self._admission.shed(room, now_s)
+        refused = []
+        if now_s >= self._shed_at_s:
+            self._shed_at_s = now_s + _LOOK_S
+            refused = self._admission.shed(room, now_s)
         self._end(refused)
         self._publish()
         if refused:

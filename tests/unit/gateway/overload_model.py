@@ -182,9 +182,9 @@ class World:
             job.left -= 1
             if job.first_s == 0.0:
                 job.first_s = self.now_s
-                self._admissions[self._gateway_of[job.asked.key]].pace.first_token(
-                    self.now_s - job.started_s, self.now_s
-                )
+                gateway = self._gateway_of[job.asked.key]
+                waited_s, room = self.now_s - job.started_s, self._room(gateway)
+                self._admissions[gateway].pace.first_token(waited_s, PROMPT_TOKENS, room, self.now_s)
             if not job.left:
                 self._ended(job)
         nodes.rows = [job for job in nodes.rows if job.left and not self._given_up(job)]

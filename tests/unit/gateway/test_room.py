@@ -44,7 +44,6 @@ def test_without_prefill_nodes_the_decode_nodes_prompts_wait() -> None:
 def test_step_times_are_those_of_one_more_request_on_the_least_loaded_node() -> None:
     room = Rooms().of([replace(DECODE, requests=30), DECODE], [PREFILL])
     assert room.step_s == COSTS.dense_s(9)
-    assert room.alone_s == COSTS.dense_s(1)
     assert Rooms().of([replace(DECODE, costs=None)], [PREFILL]).step_s is None
 
 
@@ -69,3 +68,9 @@ def test_a_cluster_without_nodes_decides_nothing() -> None:
     room = Rooms().of([], [])
     assert room.has(10_000, 5, shared=True)
     assert room.is_light
+
+
+def test_a_few_requests_wait_for_blocks_on_the_node() -> None:
+    full = replace(DECODE, blocks_free=0, max_batch_requests=64)
+    assert Rooms().of([full], [PREFILL]).has(100, 1, shared=False)
+    assert not Rooms().of([replace(full, requests=16)], [PREFILL]).has(100, 1, shared=False)

@@ -44,7 +44,12 @@ class TextTokenizer:
         # NOTE: a file may carry its training's truncation and padding; both would change prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._encoder = PieceEncoder(self._tokenizer)
+        try:
+            self._encoder = PieceEncoder(self._tokenizer)  # which tries it
+        except BaseException as error:  # as above
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            raise ConfigError(f"{path} cannot encode: {error}", field="model", value=directory) from error
         self._pieces = TokenPieces(self._tokenizer)
         self._texts = {skip: token_texts(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.longest_token_bytes = self._pieces.longest_bytes

@@ -115,7 +115,7 @@ class RequestMachine:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._request.prompt)
+        return len(self._state.request.prompt)
 
     @property
     def max_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Elastic nodes against the same nodes colocated and against fixed roles, in `baton plan`'s simulation.
 
-`python -m bench.placement` prints the points of bench/results/placement.md. The rates are near what colocated nodes serve.
+`python -m bench.placement` prints the points of bench/results/placement.md. The rates are near what colocated nodes
+serve.
 """
 
 from collections.abc import Callable, Iterator

@@ -174,16 +174,15 @@ class Serving:
         *,
         budget_s: float | None,
         chat: ChatRequest | None = None,
-        client: str = "",
     ) -> None:
-        """Serves one request in the current task; `write` gets its messages. Cancel the task to cancel the request.
+        """Serves one request of the current caller (`baton.security.identity`) in the current task; `write` gets its
+        messages. Cancel the task to cancel the request.
 
         The last message of each output has finish_reason, stop_reason and receipt, the very last one also usage.
 
         Args:
             budget_s: time until the client's deadline.
             chat: takes the place of the message's prompt.
-            client: whose request it is. Clients share the nodes evenly.
 
         Raises:
             BatonError: why it cannot be finished. It has the request's id.
@@ -193,8 +192,7 @@ class Serving:
             caller = identity.current()
             with caller.budget.request():
                 message.cache_salt = caller.salt(message.cache_salt)
-                client = caller.name or client
-                await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id, client=client)
+                await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id)
         except BatonError as error:
             error.request_id = request_id
             # A line for each refusal would be one more load in an overload; they are counted.
@@ -262,8 +260,8 @@ class Serving:
         budget_s: float | None,
         chat: ChatRequest | None,
         request_id: str,
-        client: str,
     ) -> None:
+        client = identity.current().name
         started_at_s = monotonic()
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
@@ -333,7 +331,7 @@ class Serving:
             raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)
         count = outputs.drawn
         self._waiting_room.enter(client, count)
-        running = _Running(request_id, identity.current().name)
+        running = _Running(request_id, client)
         self._requests.add(running)
         self._running += count
         self._board.add(Count.RUNNING, count)

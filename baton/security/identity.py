@@ -3,7 +3,6 @@
 import hashlib
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 from baton.security.authorize import ALL_RIGHTS, Right
 from baton.security.limits import UNLIMITED, Budget
@@ -52,11 +51,6 @@ def current() -> Caller:
 def enter(caller: Caller) -> None:
     """From now on, this task serves that caller."""
     _CALLER.set(caller)
-
-
-def client_of(context: Any) -> str:
-    """The client's name for fair shares: that of its key, else its host."""
-    return current().name or host_of(context.peer() or "")
 
 
 def host_of(peer: str) -> str:

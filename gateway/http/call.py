@@ -197,12 +197,7 @@ class Call:
         """
         for job in jobs:
             self._add_headers(job.message)
-        peer = self.request.client
-        client = "" if peer is None else peer.host
-        runs = [
-            self.serving.generate(job.message, write(job), budget_s=self.budget_s, chat=job.chat, client=client)
-            for job in jobs
-        ]
+        runs = [self.serving.generate(job.message, write(job), budget_s=self.budget_s, chat=job.chat) for job in jobs]
         if len(runs) == 1:
             await runs[0]
             return

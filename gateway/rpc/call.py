@@ -44,11 +44,6 @@ class Call:
         remaining_s: float | None = self._context.time_remaining()
         return remaining_s
 
-    @property
-    def client(self) -> str:
-        """Whose request it is: the peer's host."""
-        return client_of(self._context.peer())
-
     async def begin(self, request_id: str = "") -> str:
         """Sends the request id as initial metadata, and returns it: the message's, else the metadata's, else a new one.
 
@@ -88,11 +83,6 @@ async def answering(context: Context) -> AsyncIterator[Call]:
             log.exception("%s failed", call.request_id or "a request")
             unexpected = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
             await abort(context, unexpected, request_id=call.request_id)
-
-
-def client_of(peer: str) -> str:
-    """The host of a peer as gRPC names it, such as `ipv4:10.0.0.7:41234`."""
-    return peer.rpartition(":")[0].partition(":")[2]
 
 
 def check_ids(field: str, request_ids: Sequence[str]) -> None:

@@ -9,11 +9,13 @@ from google.protobuf.message import DecodeError, Message
 
 from baton import convert
 from baton.error_detail import from_detail, to_detail
+from baton.errors import PeerRefused
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
 from kvtransfer.segments import Segment, Tag, decode_trailer
 from node.describe import from_info, to_addresses, to_info, to_measure, to_warm_ups
+from node.hello import check_info
 from protos.baton.v1 import common_pb2, decode_pb2
 from tests.fuzz import mutate
 from tests.fuzz.target import Parse
@@ -42,7 +44,6 @@ _INFO = to_info(
     model_name="llama",
     max_context_tokens=1024,
 )
-_RANKS_MAX = 64
 _SEGMENT = Segment(7, 3, 0, 0, 4, 0, 64, 0, 2, 4096, 99)
 
 
@@ -59,8 +60,10 @@ def error_details(random: Random) -> None:
 def hello(random: Random) -> None:
     """What a node concludes from a peer's description."""
     info = mutate.changed_message(random, _INFO) if random.random() < 0.7 else _message(random, common_pb2.NodeInfo)
-    # Decode nodes refuse a hello of more ranks before they read the rest of it.
-    info.tensor_parallel_size = min(_RANKS_MAX, info.tensor_parallel_size)
+    try:
+        check_info(info, role=_INFO.role)
+    except PeerRefused:
+        return
     theirs = from_info(info)
     try:
         agree(_OURS, theirs)

@@ -88,8 +88,6 @@ def _request(random: Random, method: Method, samples: Sequence[Message], address
         made = mutate.changed_message(random, random.choice(fitting))
     else:
         made = mutate.message(random, method.request)
-    if isinstance(made, decode_pb2.PairRequest):
-        made.hello.info.tensor_parallel_size = min(64, made.hello.info.tensor_parallel_size)
     if isinstance(made, prefill_pb2.PrefillRequest) and random.random() < _REACHED:
         made.ticket.decode_address = address
     encoded = made.SerializeToString()

@@ -354,7 +354,10 @@ class GatewaySettings(CommonSettings):
         600.0, gt=0, le=_SECONDS_MAX, description="deadline of a request whose client gives none"
     )
     queue_s: float = Field(
-        10.0, ge=0, le=_SECONDS_MAX, description="how long a request may wait for room on a decode node"
+        10.0,
+        ge=0,
+        le=_SECONDS_MAX,
+        description="how long a request may wait for its turn at the gateway, and for room on a decode node",
     )
     ttft_ms: float | None = Field(
         None,

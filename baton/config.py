@@ -320,8 +320,8 @@ class GatewaySettings(CommonSettings):
     )
     jwt_keys: Path | None = Field(
         None,
-        description="file that checks clients' tokens (JWT): a key set (JWKS), a PEM public key, or a secret of at "
-        "least 32 bytes",
+        description="file that checks clients' tokens (JWT): a key set (JWKS), a PEM public key, or a secret, one word "
+        "of at least 32 letters and digits",
     )
     jwt_audience: str | None = Field(None, description="audience that tokens must be for; default: any")
     jwt_issuer: str | None = Field(None, description="issuer that tokens must be from; default: any")

@@ -95,17 +95,18 @@ class Rooms:
         self._prefill_most_s = max(_PREFILL_WAIT_S, 0.0 if ttft_s is None else ttft_s / 2)
         self._enough: dict[str, tuple[StepCosts, int, int]] = {}
 
-    def of(self, decodes: Sequence[NodeView], prefills: Sequence[NodeView]) -> Room:
+    def of(self, decodes: Sequence[NodeView], prefills: Sequence[NodeView], *, elastic: bool = False) -> Room:
         """The room now.
 
         Args:
-            decodes: those that decode.
-            prefills: those that compute prompts; none: the decode nodes do. All have their `queue_s` as of now.
+            decodes, prefills: with `queue_s` as of now. Without prefill nodes, decode nodes compute the prompts.
+            elastic: decode nodes compute prompts, too.
         """
         # Decode nodes do not count requests whose KV is on its way.
         on_their_way = sum(max(0, view.requests - view.decode_rows) for view in prefills) / max(1, len(decodes))
         rooms = tuple(self._decode_room(view, int(on_their_way)) for view in decodes)
-        return _room(rooms, decodes, prefills or decodes, self._prefill_most_s)
+        computing = [*prefills, *decodes] if elastic else prefills or decodes
+        return _room(rooms, decodes, computing, self._prefill_most_s)
 
     def _decode_room(self, view: NodeView, on_their_way: int) -> DecodeRoom:
         seats = view.max_batch_requests or _SEATS_UNKNOWN
@@ -125,7 +126,7 @@ class Rooms:
 
 
 def _room(
-    rooms: tuple[DecodeRoom, ...], decodes: Sequence[NodeView], prefills: Sequence[NodeView], prefill_most_s: float
+    rooms: tuple[DecodeRoom, ...], decodes: Sequence[NodeView], computing: Sequence[NodeView], prefill_most_s: float
 ) -> Room:
     least = min(decodes, key=lambda view: view.load, default=None)
     step_s: float | None = None
@@ -133,13 +134,13 @@ def _room(
         rows = least.load + 1
         context = least.context_tokens / least.decode_rows if least.decode_rows else _CONTEXT_TOKENS
         step_s = least.costs.seconds(StepWork(rows, round(rows * context)))
-    waits = [view.queue_s for view in prefills if view.queue_s < inf]
+    waits = [view.queue_s for view in computing if view.queue_s < inf]
     return Room(
         rooms,
         prefill_wait_s=min(waits, default=0.0),
         prefill_most_s=prefill_most_s,
         step_s=step_s,
-        prompt_token_s=min((view.step_s / view.step_tokens for view in prefills if view.step_s < inf), default=0.0),
+        prompt_token_s=min((view.step_s / view.step_tokens for view in computing if view.step_s < inf), default=0.0),
     )
 
 

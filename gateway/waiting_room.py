@@ -171,10 +171,8 @@ class WaitingRoom:
     def _look_at_nodes(self, now_s: float) -> Room:
         fleet = self._connections.fleet
         prefills = _views(fleet.prefills.values(), now_s) if self._uses_prefills else []
-        if self._elastic:
-            decodes = _views(fleet.decoding_nodes(), now_s)
-            return self._rooms.of(decodes, [*prefills, *decodes])
-        return self._rooms.of(_views(fleet.decodes.values(), now_s), prefills)
+        decodes = fleet.decoding_nodes() if self._elastic else fleet.decodes.values()
+        return self._rooms.of(_views(decodes, now_s), prefills, elastic=self._elastic)
 
     def _look_soon(self) -> None:
         if isinstance(self._timer, asyncio.TimerHandle):

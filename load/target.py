@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Self
 
 from baton.errors import InvalidRequest
+from baton.security.exposure import is_loopback
 from baton.types import Slo
 from load.answer import Asker
 from load.grpc_asker import GrpcAsker
@@ -60,8 +61,16 @@ class Target:
         return cls(address, label, api, api_key, model)
 
     def streams(self) -> HttpStreams:
+        """Raises:
+        InvalidRequest: the key would cross a network unencrypted.
+        """
+        origin = Origin.parse(self.address)
+        if self.api_key and not origin.tls and not is_loopback(origin.host):
+            raise InvalidRequest(
+                f"the API key would go to {origin.host} unencrypted", field="api_key", cure="give an https:// address"
+            )
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return HttpStreams(Origin.parse(self.address), headers)
+        return HttpStreams(origin, headers)
 
 
 @dataclass(frozen=True)

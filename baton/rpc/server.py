@@ -29,6 +29,7 @@ from baton.security.servers import Protection
 from baton.security.tls import Dial
 
 MESSAGE_BYTES_MAX = 256 << 20
+_QUESTION_BYTES_MAX = 4096  # of health checks
 _EVERYWHERE = ("0.0.0.0", "[::]")
 
 # With gRPC's default limit, random calls of a burst of over 1000 end as cancelled before they reach a service. Our
@@ -179,7 +180,9 @@ class GrpcServer:
         port = _add_port(self.grpc, listen, "listen", credentials, shared=shared)
         self._health_only: grpc.aio.Server | None = None
         if health_listen != "off":
-            self._health_only = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
+            # Whoever reaches it is nobody: it buffers no message that is larger than a question needs.
+            little = channel_options(keepalive_s=keepalive_s, shared=shared, receive_bytes_max=_QUESTION_BYTES_MAX)
+            self._health_only = grpc.aio.server(interceptors=[RefuseMalformed()], options=little)
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._health_only)
             _add_port(self._health_only, health_listen, "health_listen", None, shared=shared)
         host = "127.0.0.1" if where.host in _EVERYWHERE else where.host

@@ -38,4 +38,5 @@ def is_local(target: str) -> bool:
     """Whether a gRPC target, such as host:port or dns:///host:port, is this machine."""
     if target.startswith("unix:"):
         return True
-    return is_loopback(target.rpartition("/")[2].rpartition(":")[0])
+    target = target.removeprefix("dns:///")
+    return "/" not in target and is_loopback(target.rpartition(":")[0])

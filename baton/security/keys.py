@@ -81,7 +81,7 @@ def read_keys(path: Path) -> KeyFile:
     """
     try:
         table = tomllib.loads(read_file(path, FIELD).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _wrong(path, f"is not TOML: {error}") from None
     if unknown := set(table) - {"limits", "keys"}:
         raise _wrong(path, f"has a table {sorted(unknown)[0]!r}")
@@ -94,7 +94,8 @@ def read_keys(path: Path) -> KeyFile:
         if not isinstance(operator, bool):
             raise _wrong(path, f"has keys.{name}.operator, which is not true or false")
         owner = Owner(name, operator, _limits(path, f"keys.{name}", given, default_limits))
-        for digest in [digests] if isinstance(digests, str) else digests or ():
+        listed = digests if isinstance(digests, list) else [digests] if digests is not None else []
+        for digest in listed:
             if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
                 raise _wrong(path, f"has keys.{name}.sha256, which is not 64 lower-case hexadecimal digits")
             if owners.setdefault(bytes.fromhex(digest), owner) is not owner:

@@ -1,6 +1,7 @@
 """Signed tokens (JWT) in place of API keys: who issued the keys that check them decides who may call."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ FIELD = "jwt_keys"
 OPERATOR_SCOPE = "baton:operator"
 _LEEWAY_S = 10
 _SECRET_BYTES_MIN = 32
+# One word: a page that took the place of a key set, such as an error's, is no secret.
+_SECRET = re.compile(rb"[A-Za-z0-9+/=_.-]{%d,}" % _SECRET_BYTES_MIN)
 _SUBJECT_MAX = 128
 _CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
 
@@ -93,7 +96,7 @@ def _refused(why: str) -> Unauthenticated:
 
 
 def read_tokens(path: Path, *, audience: str | None, issuer: str | None) -> Tokens:
-    """Of a file with a key set (JWKS), a PEM public key, or a secret of at least 32 bytes.
+    """Of a file with a key set (JWKS), a PEM public key, or a secret: one word of at least 32 letters and digits.
 
     Raises:
         ConfigError: it has none of these.
@@ -103,10 +106,12 @@ def read_tokens(path: Path, *, audience: str | None, issuer: str | None) -> Toke
         keys = _key_set(path, data)
     elif b"-----BEGIN" in data:
         keys = {"": _public_key(path, data)}
-    elif len(secret := data.strip()) >= _SECRET_BYTES_MIN:
+    elif _SECRET.fullmatch(secret := data.strip()):
         keys = {"": Key(secret, ("HS256", "HS384", "HS512"))}
     else:
-        raise _wrong(path, f"has neither a key set, nor a PEM public key, nor {_SECRET_BYTES_MIN} bytes of a secret")
+        raise _wrong(
+            path, f"has neither a key set, nor a PEM public key, nor a word of {_SECRET_BYTES_MIN} letters and digits"
+        )
     return Tokens(keys, audience, issuer)
 
 
@@ -118,6 +123,8 @@ def _key_set(path: Path, data: bytes) -> dict[str, Key]:
         raise _wrong(path, "is no key set") from None
     keys: dict[str, Key] = {}
     for index, each in enumerate(found):
+        if isinstance(each.key, bytes) and len(each.key) < _SECRET_BYTES_MIN:
+            raise _wrong(path, f"has a secret of fewer than {_SECRET_BYTES_MIN} bytes")
         keys[each.key_id or f"#{index}"] = Key(each.key, (str(each.algorithm_name),))
     if not keys:
         raise _wrong(path, "has no key for signatures")

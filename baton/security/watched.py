@@ -52,10 +52,12 @@ class Watched(Generic[T]):
             return
         try:
             value = self._read()
-        except BatonError as error:
+        except Exception as error:  # noqa: BLE001 - a file may have anything in it
             # Perhaps one of two files is not written yet: the next look tries again.
             if self._warned != stamps:
-                log.warning("changed files are not used: %s", error)
+                log.warning(
+                    "changed files are not used: %s", error if isinstance(error, BatonError) else type(error).__name__
+                )
                 self._warned = stamps
             return
         if stamps == self._stamps():  # else a file changed while it was read

@@ -45,18 +45,20 @@ class StepRule:
     Args:
         longest_s: a step of the chosen size takes at most this long.
         decode_rows: requests that decode in the same step.
+        streams: whether requests decode on the node.
     """
 
     longest_s: float
     decode_rows: int = 0
+    streams: bool = False
 
 
 # A short prompt waits at most for the step that runs and the one that is launched.
 PREFILL_RULE = StepRule(longest_s=0.15)
 # Streams get 20 tokens a second while prompts are computed next to them.
-DECODE_RULE = StepRule(longest_s=0.05, decode_rows=32)
-# A prefill node that also decodes. The scheduler bounds the steps that hold streams, so they need no smaller size.
-BOTH_RULE = StepRule(longest_s=PREFILL_RULE.longest_s, decode_rows=DECODE_RULE.decode_rows)
+DECODE_RULE = StepRule(longest_s=0.05, decode_rows=32, streams=True)
+# A prefill node that also decodes: most of its steps hold prompts only; the scheduler bounds those that hold streams.
+BOTH_RULE = StepRule(longest_s=PREFILL_RULE.longest_s, streams=True)
 
 
 def choose_step_tokens(costs: StepCosts, sizes: Sequence[int], rule: StepRule) -> int:
@@ -72,7 +74,7 @@ def choose_step_tokens(costs: StepCosts, sizes: Sequence[int], rule: StepRule) -
 def step_sizes(rule: StepRule, *, most_tokens: int, max_batch_requests: int) -> list[int]:
     """The sizes to choose from up to `most_tokens`. On a node that decodes, the smallest size still has room for some
     prompt tokens when every other request decodes."""
-    least = max_batch_requests + min(STEP_TOKENS) if rule.decode_rows else 0
+    least = max_batch_requests + min(STEP_TOKENS) if rule.streams else 0
     return [size for size in STEP_TOKENS if least <= size <= most_tokens] or [most_tokens]
 
 

@@ -111,6 +111,11 @@ class BlockManager:
         elif self._changes is not None:
             self._note(key.digest, key)
 
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Offers these blocks to nobody any more."""
+        for block_id in block_ids:
+            self._forget(block_id)
+
     # ---- following the cache
 
     def cached_keys(self) -> list[BlockKey]:

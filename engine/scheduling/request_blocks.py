@@ -124,6 +124,10 @@ class RequestBlocks:
             )
             state.num_registered = index + 1
 
+    def forget(self, state: RequestState) -> None:
+        """Offers none of the request's blocks to later requests: something in them gave no finite logits."""
+        self._blocks.forget(state.blocks)
+
     @property
     def split_multiple(self) -> int:
         """Of how many tokens a part of a prompt that is computed elsewhere must be a multiple."""

@@ -276,13 +276,14 @@ class Scheduler:
                     started.append(step.started[state.request_id])
                 if state.splits and stop == state.prefill_stop:
                     self._stop_running(state)
+            if isinstance(token, BatonError):
+                self._blocks.forget(state)
+                self._stop_running(state)
+                failed.append(RequestFailed(state.request_id, token))
+                continue
             if stop // block_size > start // block_size:
                 self._blocks.register(state)
             if token is None:
-                continue
-            if isinstance(token, BatonError):
-                self._stop_running(state)
-                failed.append(RequestFailed(state.request_id, token))
                 continue
             state.num_pending -= 1
             state.tokens.append(token.token_id)

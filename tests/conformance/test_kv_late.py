@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import Cancelled, DataLoss, InternalError
+from baton.errors import Cancelled, DataLoss, Draining
 from kvcache.cache import PagedKVCache
 from kvcache.layout import KVCacheLayout
 from kvtransfer.leases import LeaseGrant
@@ -288,9 +288,9 @@ async def test_a_device_that_fails_fails_every_call_and_the_node_can_still_be_cl
         for operation in pair.script.waiting():
             operation.happen = fail
         pair.script.release_all()
-        with pytest.raises(InternalError, match="the device was lost"):
+        with pytest.raises(Draining, match="the device was lost"):
             await result(sending)
-        with pytest.raises(InternalError, match="the device was lost"):
+        with pytest.raises(Draining, match="the device was lost"):
             await pair.prefill.quiet(PEER, 0)
         # Until it is restarted, so that no request is sent there.
         assert pair.prefill.stuck(after_s=3600) == "the thread has failed; its error is above"

@@ -128,7 +128,7 @@ async def test_a_ticket_with_a_lease_number_too_large_for_tags_is_refused(
     async with session(decode) as call:
         ticket = (await reserved(call)).ticket
         number = ticket.lease.number
-        ticket.lease.number = 1 << 40
+        ticket.lease.number = 1 << 63
         assert isinstance(await failure_of(node, ticket), InvalidRequest)
         ticket.lease.number = number
         await prefill(node, ticket)

@@ -12,6 +12,7 @@ from baton.errors import ConfigError, Unauthenticated
 from baton.rpc.server import Address
 from baton.security.access import dial_gateway, is_local
 from baton.security.certificates import CLIENTS, Authority, write_set
+from baton.security.keys import entry, read_keys
 from baton.security.log_lines import OneLine
 from baton.security.pem import Files, read_pems
 from baton.security.roles import Role, role_of
@@ -166,3 +167,11 @@ def test_an_error_with_newlines_forges_no_log_line() -> None:
 def test_lines_of_our_own_follow_indented() -> None:
     lines = logged("stuck:", extra={"lines": "one\ntwo"})
     assert lines[1:] == ["    one", "    two"]
+
+
+def test_a_changed_file_with_a_wrong_type_leaves_the_old_value(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice", "baton-key", operator=False))
+    keys = Watched([file], lambda: read_keys(file), look_every_s=0.0)
+    file.write_text("[keys.alice]\nsha256 = 5\n")
+    assert keys.get().owner("baton-key") is not None

@@ -288,3 +288,13 @@ def test_replaced_key_of_tokens_is_used(file: Path) -> None:
     assert watched.get().subject(jwt.encode(claims(), b"t" * 40, "HS256")).name == "alice"
     with pytest.raises(Unauthenticated):
         watched.get().subject(jwt.encode(claims(), SECRET, "HS256"))
+
+
+@pytest.mark.parametrize(
+    "page", [b"<html><body>404 Not Found: no such page here</body></html>", b"not found " * 8, b"\x30\x82" * 40]
+)
+def test_a_page_in_place_of_a_key_set_is_no_secret(tmp_path: Path, page: bytes) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(page)
+    with pytest.raises(ConfigError, match="neither a key set"):
+        read_tokens(file, audience=None, issuer=None)

@@ -186,9 +186,9 @@ class StartRate:
         self._cost += cost
 
     def at(self, now_s: float) -> float | None:
-        """None: not known."""
+        """None: not known, because too little time has passed or nothing was started."""
         self._pass(now_s)
-        return self._cost / self._busy_s if self._busy_s >= _RATE_LEAST_S else None
+        return self._cost / self._busy_s if self._cost and self._busy_s >= _RATE_LEAST_S else None
 
     def _pass(self, now_s: float) -> None:
         if self._at_s is not None:
@@ -214,7 +214,7 @@ class StandingQueue:
 
     def look(self, now_s: float, *, waiting: bool = True) -> None:
         if not waiting:
-            self.stands, self._shortest_s = False, 0.0
+            self.stands, self._shortest_s, self._ends_s = False, 0.0, None
         if self._ends_s is None:
             self._ends_s = now_s + self._interval_s
         if now_s >= self._ends_s:
@@ -348,7 +348,7 @@ class Admission:
                 service_s = first_s + asked.prompt_tokens * room.prompt_token_s
                 service_s += token_s * self.pace.expected_tokens(asked)
                 late = now_s + service_s > asked.deadline_s
-            if late:
+            if late or self._stands_in_the_way(asked, room, now_s):
                 refused.append(self._refuse_waiting(key, Reason.SHED, self._error("it can no longer be in time", 1.0)))
             elif now_s - asked.arrived_s >= self._queue_s:
                 error = self._error(f"no room within {self._queue_s:g} s", 1.0)
@@ -383,9 +383,20 @@ class Admission:
         shared = self._spares and not self.is_light(asked.client)
         if not room.has(asked.prompt_tokens, asked.outputs, shared=shared):
             return False
-        if asked.deadline_s is None or room.is_light:
+        return room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE)
+
+    def _in_time(self, asked: Asked, room: Room, now_s: float, share: float) -> bool:
+        """Whether the predicted service takes at most that part of the time until the deadline."""
+        if asked.deadline_s is None:
             return True
-        return self.pace.service_s(asked, room, now_s) <= _SERVICE_SHARE * (asked.deadline_s - now_s)
+        return self.pace.service_s(asked, room, now_s) <= share * (asked.deadline_s - now_s)
+
+    def _stands_in_the_way(self, asked: Asked, room: Room, now_s: float) -> bool:
+        """Whether there is room for it, and it does not start only because of its deadline: time makes that no better,
+        and others wait behind it."""
+        if room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE):
+            return False
+        return room.has(asked.prompt_tokens, asked.outputs, shared=self._spares and not self.is_light(asked.client))
 
     def _late(self, asked: Asked, room: Room, now_s: float) -> float:
         """By how much its first token would be late if it started now; not above 0: it would not."""
@@ -397,7 +408,7 @@ class Admission:
         """Raises Overloaded where a request should not even wait."""
         rate = self._rate.at(now_s)
         before = self._queue.cost_before(asked.client, asked.priority)
-        wait_s = 0.0 if rate is None or not before else before / rate if rate > 0 else inf
+        wait_s = 0.0 if rate is None else before / rate
         self._standing.look(now_s)
         most_s = (_TARGET_SHARE if self._standing.stands else 1.0) * self._queue_s
         reason = Reason.QUEUE

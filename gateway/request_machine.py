@@ -114,6 +114,11 @@ class RequestMachine:
         return self._output.completion_tokens
 
     @property
+    def new_tokens(self) -> int:
+        """Tokens that the client did not bring with it."""
+        return self._output.completion_tokens - len(self._state.request.output)
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self._state.request.prompt)
 

@@ -78,4 +78,6 @@ class RequestState:
         assert self.slo.ttft_s is not None, "without a TTFT nothing is late"
         assert predicted_s is not None, "only predictions are late"
         what = f"the first token would take {predicted_s:.3g} s more, and is due {self.slo.ttft_s:.3g} s after arrival"
-        return Overloaded(what, cure="try again later, or allow it more time", retry_after_s=max(0.1, predicted_s))
+        return Overloaded(
+            what, cure="try again later, or allow it more time", retry_after_s=min(60.0, max(0.1, predicted_s))
+        )

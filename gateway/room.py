@@ -102,10 +102,12 @@ class Rooms:
             decodes, prefills: with `queue_s` as of now. Without prefill nodes, decode nodes compute the prompts.
             elastic: decode nodes compute prompts, too.
         """
-        # Decode nodes do not count requests whose KV is on its way.
-        on_their_way = sum(max(0, view.requests - view.decode_rows) for view in prefills) / max(1, len(decodes))
-        rooms = tuple(self._decode_room(view, int(on_their_way)) for view in decodes)
-        computing = [*prefills, *decodes] if elastic else prefills or decodes
+        # Decode nodes do not count requests whose KV is on its way. Prefill nodes that also decode count their own.
+        both = {view.address for view in prefills}
+        alone = [view for view in decodes if view.address not in both]
+        on_their_way = int(sum(max(0, view.requests - view.decode_rows) for view in prefills) / max(1, len(alone)))
+        rooms = tuple(self._decode_room(view, 0 if view.address in both else on_their_way) for view in decodes)
+        computing = [*prefills, *alone] if elastic else prefills or decodes
         return _room(rooms, decodes, computing, self._prefill_most_s)
 
     def _decode_room(self, view: NodeView, on_their_way: int) -> DecodeRoom:

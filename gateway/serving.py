@@ -106,6 +106,8 @@ class _Running:
         Raises:
             BatonError: the request may not run, or was ended.
         """
+        if self.ended_by is not None:
+            raise self.ended_by
         if turn is not None:
             self._turn = turn
             await turn
@@ -277,7 +279,8 @@ class Serving:
             asked = self._waiting_room.ask(prepared.request, outputs, client, has_deadline=budget_s is not None)
             try:
                 try:
-                    await running.until(self._waiting_room.offer(asked))
+                    # A client that lost its gateway goes on at once: to lose tokens is worse than to be late.
+                    await running.until(None if prepared.request.output else self._waiting_room.offer(asked))
                 finally:
                     self._waiting_room.withdraw(asked)
                 if outputs.drawn == 1:
@@ -297,6 +300,8 @@ class Serving:
         parser = None if prepared.parser is None else prepared.parser(f"{request.request_id}/{index}")
         if request.output:
             text = await asyncio.to_thread(machine.resume)
+            if running.ended_by is not None:
+                raise running.ended_by
             if parser is not None:
                 parser.push(text)  # the client has what comes of it
         if parser is not None:
@@ -313,8 +318,8 @@ class Serving:
             raise
         finally:
             running.drivers.discard(driver)
-            identity.current().budget.spend(machine.completion_tokens)
-            running.tokens += machine.completion_tokens
+            identity.current().budget.spend(machine.new_tokens)
+            running.tokens += machine.new_tokens
             self._waiting_room.ran(output, machine, whole=whole, in_time=in_time)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
         # The first part of a split prompt is remote.

@@ -77,6 +77,7 @@ class WaitingRoom:
         self._keys = count(1)
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.Handle | None = None
+        self._is_later = False  # the timer does not fire in this turn of the loop
         self._published: Counter[Reason] = Counter()
         self._shed_at_s = 0.0
         self._seen: tuple[float, Room] | None = None  # the room and when it was found; None: it has changed since
@@ -153,7 +154,7 @@ class WaitingRoom:
             steps_s = [step_s for step_s in (output.step_s, room.step_s) if step_s is not None]
             seconds = max(0.0, now_s - first_s - output.client_s)
             most = machine.max_tokens
-            pace.ended(machine.completion_tokens, most, seconds, max(steps_s, default=None), now_s, whole=whole)
+            pace.ended(machine.new_tokens, most, seconds, max(steps_s, default=None), now_s, whole=whole)
         elif not in_time:
             pace.first_token(now_s - output.began_s, machine.prompt_tokens, self._room(now_s), now_s)
 
@@ -175,11 +176,11 @@ class WaitingRoom:
         return self._rooms.of(_views(decodes, now_s), prefills, elastic=self._elastic)
 
     def _look_soon(self) -> None:
-        if isinstance(self._timer, asyncio.TimerHandle):
+        if self._timer is not None and self._is_later:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_soon(self._look)
+            self._timer, self._is_later = asyncio.get_running_loop().call_soon(self._look), False
 
     def _look(self) -> None:
         """Starts the next request, or gives up those that have waited too long."""
@@ -193,7 +194,7 @@ class WaitingRoom:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
             # The next look must know that this request was sent, by its own task, or by one that this task starts.
-            self._timer = loop.call_soon(loop.call_soon, self._look)
+            self._timer, self._is_later = loop.call_soon(loop.call_soon, self._look), False
             return
         refused = []
         if now_s >= self._shed_at_s:
@@ -204,7 +205,7 @@ class WaitingRoom:
         if refused:
             self._look_soon()
         elif self._admission.num_waiting:
-            self._timer = loop.call_later(_LOOK_S, self._look)
+            self._timer, self._is_later = loop.call_later(_LOOK_S, self._look), True
 
     def _end(self, refused: Iterable[Refused]) -> None:
         for each in refused:

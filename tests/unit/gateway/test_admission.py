@@ -313,3 +313,23 @@ def test_long_prompts_do_not_make_short_ones_look_slow() -> None:
     short, long = asked(prompt_tokens=100), asked(prompt_tokens=20_000)
     assert pace.service_s(short, room, 0.0) == pytest.approx(0.1 + 0.1 + 0.9)
     assert pace.service_s(long, room, 0.0) == pytest.approx(0.1 + 20.0 + 0.9)
+
+
+def test_a_deadline_that_is_too_tight_holds_up_nobody() -> None:
+    """There is room, but the first request would take more than a safe part of its time: it makes way."""
+    admission = Admission(most=1000, queue_s=10.0)
+    busy = Room((DecodeRoom(load=200, most=640, most_shared=640, slots=1 << 30),), step_s=0.009)
+    tight = Asked(1, "x", 100, 4000, 4000, 0.0, deadline_s=0.009 * 4000 / 0.8)
+    patient = Asked(2, "y", 100, 100, 100, 0.0)
+    assert not admission.offer(tight, busy, 0.0)
+    assert not admission.offer(patient, busy, 0.0)
+    assert admission.take(busy, 0.01) is None
+    assert [each.key for each in admission.shed(busy, 0.02)] == [1]
+    assert admission.take(busy, 0.02) == 2
+
+
+def test_a_burst_before_anything_was_started_is_not_refused() -> None:
+    admission = Admission(most=1000, queue_s=10.0)
+    full = Room((DecodeRoom(load=64, most=64, most_shared=64, slots=1 << 30),))
+    for number in range(20):
+        assert not admission.offer(Asked(number, "x", 100, 100, 100, 0.1 * number), full, 0.1 * number)

@@ -327,7 +327,7 @@ class GatewaySettings(CommonSettings):
     jwt_issuer: str | None = Field(None, description="issuer that tokens must be from; default: any")
     kv_events: bool = Field(
         False,
-        description="serve vLLM's SubscribeKvEvents, which tells the prompts of all clients, to operators",
+        description="serve vLLM's SubscribeKvEvents, which reveals the prompts of all clients, to operators",
     )
     http_body_mib: float = Field(
         32.0, gt=0, le=_HTTP_BODY_MIB_MAX, description="largest body of an HTTP request, and largest gRPC message"

@@ -8,22 +8,20 @@ ours that a handler raises becomes its status; any other exception is logged and
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
 from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
+from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with_behavior
 from baton.rpc.status import abort
 
 log = logging.getLogger("baton")
 
 _WRITE_ENDS_S = 0.05
-
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # not subscriptable at run time
 
 
 @dataclass(frozen=True)
@@ -33,55 +31,22 @@ class _Malformed:
     size_bytes: int
 
 
-class RefuseMalformed(grpc.aio.ServerInterceptor):
-    """Wraps each method's handler once."""
+class RefuseMalformed(WrapHandlers):
+    """Gives each call a status of ours."""
 
-    def __init__(self) -> None:
-        self._wrapped: dict[str, Handler] = {}
+    def wrap(self, handler: Any, method: str) -> Handler:
+        parse = handler.request_deserializer
+        if parse is None:
+            return handler  # type: ignore[no-any-return]  # takes any bytes
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
-        method = handler_call_details.method
-        known = self._wrapped.get(method)
-        if known is not None:
-            return known
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None  # an unknown method
-        wrapped = self._wrapped[method] = _wrap(handler, method)
-        return wrapped
+        def parse_or_mark(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except Exception:  # noqa: BLE001  whatever a parser raises, the bytes are wrong
+                return _Malformed(len(data))
 
-
-def _wrap(handler: Any, method: str) -> Handler:
-    parse = handler.request_deserializer
-    if parse is None:
-        return handler  # type: ignore[no-any-return]  # takes any bytes
-
-    def parse_or_mark(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except Exception:  # noqa: BLE001  whatever a parser raises, the bytes are wrong
-            return _Malformed(len(data))
-
-    if handler.request_streaming:
-        behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
-        guarded = _guard_stream(behavior, method)
-    else:
-        behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        guarded = _guard_message(behavior, method)
-    make: Any = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    wrapped: Handler = make(
-        guarded, request_deserializer=parse_or_mark, response_serializer=handler.response_serializer
-    )
-    return wrapped
+        guard = _guard_stream if handler.request_streaming else _guard_message
+        return with_behavior(handler, guard(behavior_of(handler), method), parse=parse_or_mark)
 
 
 def _guard_message(behavior: Any, method: str) -> Any:

@@ -33,7 +33,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
     "baton.v1.Node": {
         "Describe": _WATCHING,
         "Watch": _WATCHING,
-        "WatchCache": _WATCHING,  # tells prompts
+        "WatchCache": _WATCHING,  # reveals prompts
         "Drain": _OPERATOR,
     },
     # Served by gateways.
@@ -61,7 +61,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "StartProfile": _OPERATOR,
         "StopProfile": _OPERATOR,
         "GetLoads": _OPERATOR,
-        "SubscribeKvEvents": _OPERATOR,  # tells prompts
+        "SubscribeKvEvents": _OPERATOR,  # reveals prompts
     },
     "inference.GRPCInferenceService": {
         "ServerLive": _ANYONE,

@@ -3,20 +3,16 @@
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeAlias
-
-import grpc
+from typing import Any, Protocol
 
 from baton.errors import BatonError, Unauthenticated
+from baton.rpc.handlers import Context, Handler, WrapHandlers, behavior_of, with_behavior
 from baton.rpc.status import abort
 from baton.security import authorize
 from baton.security.authorize import ALL_RIGHTS, Right
 from baton.security.door import Door, bearer
 from baton.security.identity import NOBODY, Caller, enter, host_of
 from baton.security.roles import Role, role_of
-
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # not subscriptable at run time
 
 _RIGHTS = {
     Role.GATEWAY: Right.GATEWAY,
@@ -67,27 +63,15 @@ class DoorGuard:
         return self._door.caller(bearer(given[0]) if given else None, host_of(context.peer()))
 
 
-class Authorize(grpc.aio.ServerInterceptor):
-    """Refuses calls that the table does not allow, also of RPCs that it does not have. Wraps each handler once."""
+class Authorize(WrapHandlers):
+    """Refuses calls that the table does not allow, also of RPCs that it does not have."""
 
     def __init__(self, guard: Guard) -> None:
+        super().__init__()
         self._guard = guard
-        self._wrapped: dict[str, Handler] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
-        method = handler_call_details.method
-        known = self._wrapped.get(method)
-        if known is not None:
-            return known
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None  # an unknown method
-        wrapped = self._wrapped[method] = _wrap(handler, self._admission(method))
-        return wrapped
+    def wrap(self, handler: Any, method: str) -> Handler:
+        return _admitted(handler, self._admission(method))
 
     def _admission(self, method: str) -> Callable[[Context], Awaitable[None]]:
         needed = authorize.rights_for(method)
@@ -106,22 +90,20 @@ class Authorize(grpc.aio.ServerInterceptor):
         return admit
 
 
-def _wrap(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Handler:
+def _admitted(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Handler:
     """The handler after `admit`. A single message is parsed only then, a stream's when the handler reads it."""
-    streams = handler.request_streaming
-    if streams:
-        behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
-    else:
-        behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-    parse = None if streams else handler.request_deserializer
+    behavior = behavior_of(handler)
+    streams, parse = handler.request_streaming, handler.request_deserializer
+
+    def read(request: Any) -> Any:
+        return request if streams or parse is None else parse(request)
 
     guarded: Any
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_generator(request: Any, context: Context) -> AsyncIterator[Any]:
             await admit(context)
-            message = request if parse is None else parse(request)
-            async with aclosing(behavior(message, context)) as responses:
+            async with aclosing(behavior(read(request), context)) as responses:
                 async for response in responses:
                     yield response
 
@@ -130,18 +112,7 @@ def _wrap(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Handler:
 
         async def guarded_call(request: Any, context: Context) -> Any:
             await admit(context)
-            return await behavior(request if parse is None else parse(request), context)
+            return await behavior(read(request), context)
 
         guarded = guarded_call
-    make: Any = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[streams, handler.response_streaming]
-    wrapped: Handler = make(
-        guarded,
-        request_deserializer=handler.request_deserializer if streams else None,
-        response_serializer=handler.response_serializer,
-    )
-    return wrapped
+    return with_behavior(handler, guarded, parse=parse if streams else None)

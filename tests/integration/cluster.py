@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,6 +182,22 @@ async def until_status(
                 return last
             assert time.monotonic() < deadline, f"not within {within_s} s: {last}"
             await asyncio.sleep(0.005)
+
+
+async def first_of(condition: Callable[[Process], Awaitable[object]], nodes: Sequence[Process]) -> Process:
+    """The first node for which the condition holds."""
+    waits = {asyncio.ensure_future(condition(node)): node for node in nodes}
+    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in pending:
+        wait.cancel()
+    wait = done.pop()
+    await wait
+    return waits[wait]
+
+
+def in_engine(last: node_pb2.NodeStatus) -> int:
+    """How many requests the node's engine has, but for those that wait for their KV."""
+    return last.requests_running + last.requests_waiting
 
 
 def nothing_held(last: node_pb2.NodeStatus) -> bool:

@@ -5,7 +5,7 @@ blocks.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from tests.integration.cluster import (
     LLAMA,
     Flags,
     Machines,
+    first_of,
     machines,
     nothing_held,
     status,
@@ -62,17 +63,6 @@ async def until_decoding(start: Machines, result: Result, *nodes: Process) -> Pr
     start.allow_steps(DECODE_STEPS, *nodes)
     await result.until_tokens(1 + DECODE_STEPS)  # the first one is the prefill node's
     return await first_of(lambda node: until_status(node, lambda last: last.requests_running > 0), nodes)
-
-
-async def first_of(condition: Callable[[Process], Awaitable[object]], nodes: Sequence[Process]) -> Process:
-    """The first node for which the condition holds."""
-    waits = {asyncio.ensure_future(condition(node)): node for node in nodes}
-    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in pending:
-        wait.cancel()
-    wait = done.pop()
-    await wait
-    return waits[wait]
 
 
 async def until_released(*nodes: Process) -> None:

@@ -14,9 +14,9 @@ from baton.errors import Draining, InvalidRequest
 from baton.rpc.server import connect
 from baton.types import Grammar, GrammarKind, SamplingParams
 from baton.types import Path as RequestPath
-from protos.baton.v1 import common_pb2, decode_pb2_grpc, node_pb2
+from protos.baton.v1 import common_pb2, decode_pb2_grpc
 from protos.baton.v1 import decode_pb2 as pb
-from tests.integration.cluster import LLAMA, Flags, Machines, machines, nothing_held, status, until_status
+from tests.integration.cluster import LLAMA, Flags, Machines, in_engine, machines, nothing_held, status, until_status
 from tests.integration.generation import generate
 from tests.integration.reference import Reference
 from tests.integration.session import Session, session
@@ -59,10 +59,6 @@ async def opened(cluster: Cluster) -> AsyncIterator[Session]:
     await until_status(cluster.decode, nothing_held)
 
 
-def requests(last: node_pb2.NodeStatus) -> int:
-    return last.requests_running + last.requests_waiting
-
-
 async def test_whole_requests_and_prompts_for_a_decode_node_get_the_tokens_of_one_process(
     cluster: Cluster, opened: Session, reference: Reference
 ) -> None:
@@ -71,7 +67,7 @@ async def test_whole_requests_and_prompts_for_a_decode_node_get_the_tokens_of_on
     scored = replace(GREEDY, prompt_logprobs=0)
     whole = [opened.submit(prompt, scored if index == 2 else LONG) for index, prompt in enumerate(prompts[:3])]
     calls = [asyncio.create_task(generate(cluster.gateway, prompt, GREEDY)) for prompt in prompts[3:]]
-    await until_status(cluster.prefill, lambda last: requests(last) == 6)
+    await until_status(cluster.prefill, lambda last: in_engine(last) == 6)
     cluster.start.let_go(cluster.prefill)
     remote = await asyncio.gather(*calls)
     for request, prompt in zip(whole, prompts, strict=False):
@@ -115,7 +111,7 @@ async def test_the_status_covers_both_kinds_and_says_that_the_node_also_decodes(
     cluster.start.allow_steps(4, cluster.prefill)  # two for the prompt
     await whole.until_tokens(1)
     remote = asyncio.create_task(generate(cluster.gateway, prompts[1], GREEDY))
-    both = await until_status(cluster.prefill, lambda last: requests(last) == 2)
+    both = await until_status(cluster.prefill, lambda last: in_engine(last) == 2)
     assert both.decode_rows == 1
     assert both.tokens_waiting == 300
     cluster.start.let_go(cluster.prefill)
@@ -131,15 +127,15 @@ async def test_the_end_of_a_gateway_frees_its_requests_and_no_others(cluster: Cl
         kept = other.submit(prompts[0], LONG)
         async with session(cluster.prefill) as lost:
             decoding = lost.submit(prompts[1], LONG)
-            await until_status(cluster.prefill, lambda last: requests(last) == 2)
+            await until_status(cluster.prefill, lambda last: in_engine(last) == 2)
             cluster.start.allow_steps(40, cluster.prefill)  # enough for both prompts, and for neither output
             await asyncio.gather(decoding.until_tokens(2), kept.until_tokens(2))
             await cluster.hold()
             remote = asyncio.create_task(generate(cluster.gateway, prompts[2], GREEDY))
             waiting = lost.submit(prompts[2], LONG)
             await waiting.until(lambda: waiting.kinds == ["accepted"])
-            await until_status(cluster.prefill, lambda last: requests(last) == 4)
-        await until_status(cluster.prefill, lambda last: requests(last) == 2 and last.decode_rows == 1)
+            await until_status(cluster.prefill, lambda last: in_engine(last) == 4)
+        await until_status(cluster.prefill, lambda last: in_engine(last) == 2 and last.decode_rows == 1)
         cluster.start.let_go(cluster.prefill)
         await kept.released()
     assert kept.token_ids == reference.greedy(prompts[0], 60).token_ids

@@ -12,7 +12,7 @@ from baton.cli.processes import Process
 from baton.client import Client, Completion
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
-from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, machines, nothing_held, until_status
+from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, first_of, machines, nothing_held, until_status
 from tests.integration.reference import Reference, References
 
 TOLERANCE = 1e-3
@@ -102,16 +102,17 @@ async def test_a_client_gets_them_once_when_the_prefill_node_is_killed_half_way(
     start: Machines, reference: Reference, survivor: str
 ) -> None:
     held = {"model": LLAMA, **NODE}
-    first, decode = start.nodes(("prefill", held), ("decode", held), held=["prefill"])
-    others = start.nodes(("prefill", held)) if survivor == "prefill" else []
-    gateway = start.gateway([first, *others], [decode], model=LLAMA)
+    roles = ["prefill", "decode"] if survivor == "decode" else ["prefill", "prefill", "decode"]
+    *prefills, decode = start.nodes(*((role, held) for role in roles), held=["prefill"])
+    gateway = start.gateway(prefills, [decode], model=LLAMA)
     prompts = reference.prompts([200, 200])
-    start.allow_steps(2, first)
+    start.allow_steps(2, *prefills)
     async with Client(gateway.address) as client:
         requests = [asyncio.create_task(client.complete(prompt, SAMPLING)) for prompt in prompts]
-        # The gateway gives the requests to its prefill nodes in turn.
-        await until_status(first, lambda last: last.tokens_waiting in (200 - 2 * 64, 400 - 2 * 64))
-        start.kill(first)
+        half_way = (200 - 2 * 64, 400 - 2 * 64)
+        killed = await first_of(lambda node: until_status(node, lambda last: last.tokens_waiting in half_way), prefills)
+        start.kill(killed)
+        start.let_go(*(node for node in prefills if node is not killed))
         for prompt, completion in zip(prompts, await asyncio.gather(*requests), strict=True):
             assert_right(completion, prompt, reference)
     await until_status(decode, nothing_held)

@@ -23,6 +23,7 @@ from tests.integration.cluster import (
     DEEPSEEK,
     LLAMA,
     Machines,
+    in_engine,
     machines,
     nothing_held,
     status,
@@ -148,6 +149,13 @@ NODE_OF_SMALL_STEPS = {**NODE, "model": LLAMA, "max_batch_tokens": 16}
 STEPS = 40
 
 
+async def until_all_in(nodes: list[Process], count: int) -> None:
+    """Returns when the engines of these held nodes have so many requests."""
+    async with asyncio.timeout(DEADLINE_S):
+        while sum([in_engine(await status(node)) for node in nodes]) < count:
+            pass
+
+
 @pytest.mark.slow
 async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewhere(
     start: Machines, reference: Reference
@@ -163,6 +171,7 @@ async def test_a_rank_that_dies_ends_its_node_and_its_requests_continue_elsewher
         asyncio.create_task(generate(gateway, prompt, long, result=result))
         for prompt, result in zip(prompts, results, strict=True)
     ]
+    await until_all_in([ranked, single], len(prompts))
     start.allow_steps(STEPS, ranked, single)
     for result in results:
         await result.until_tokens(5)

@@ -125,9 +125,10 @@ class EngineLimits:
         max_batch_requests: requests of one step. See `seats`.
         max_waiting: requests that may wait for room.
         max_context_tokens: longest prompt plus output; None: the limit of the model and the cache.
-        chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the known
-            tokens, so the cuts of a prompt do not depend on other requests. A chunk that does not fit into a step's
-            budget waits for the next step. None: a chunk ends where the budget ends.
+        chunk_align_tokens: chunks and reused prefixes end at multiples of this many tokens or at the end of the prompt,
+            so the cuts of a prompt do not depend on other requests. Known tokens of the output, which were decoded
+            before a preemption or on a lost node, are computed one by one as then. A chunk that does not fit into a
+            step's budget waits for the next step. None: a chunk ends where the budget ends.
         stream_share: part of the seats and blocks up to which requests that decode here are admitted, so that those
             that are `prefill_only` find room. The first one is admitted in any case, when it is its turn.
 
@@ -159,12 +160,13 @@ class EngineLimits:
         computed, not while its KV is on the way; as many more may be on the way."""
         return min(self.max_batch_requests, self.max_batch_tokens)
 
-    def chunk_tokens(self, start: int, stop: int, budget: int) -> int:
-        """How many tokens of a prompt from `start` to `stop` fit into a step with this budget; 0: the prompt waits."""
+    def chunk_stop(self, start: int, stop: int, *, prompt_tokens: int) -> int:
+        """Where a chunk from `start` ends at the latest, of tokens up to `stop` that are output after the prompt's."""
         if self.chunk_align_tokens is None:
-            return min(budget, stop - start)
-        whole = min(stop, (start // self.chunk_align_tokens + 1) * self.chunk_align_tokens) - start
-        return whole if whole <= budget else 0
+            return stop
+        if start >= prompt_tokens:
+            return start + 1
+        return min(stop, prompt_tokens, (start // self.chunk_align_tokens + 1) * self.chunk_align_tokens)
 
     def _check_room_for_a_chunk(self, chunk_tokens: int) -> None:
         """A whole chunk must fit next to the decodes of all other requests, or its prompt might wait forever."""

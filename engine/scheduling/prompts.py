@@ -118,7 +118,7 @@ class Prompts:
             return True  # with the next one
         if not self._blocks.fits(state, cached, spare=self._roster.num_decoders):
             return False
-        if not step.chunk_tokens(start, state.prefill_stop):
+        if not step.chunk_tokens(state, start):
             return False
         self._blocks.take(state, cached)
         self._roster.run(state)

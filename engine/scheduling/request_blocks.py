@@ -53,7 +53,7 @@ class RequestBlocks:
         return self._blocks.match(
             state.keys,
             state.tokens,
-            state.reusable_tokens // self._block_size,
+            self._reusable_tokens(state) // self._block_size,
             window_blocks=self._window_blocks,
             multiple=self._align_blocks,
         )
@@ -115,7 +115,7 @@ class RequestBlocks:
         """Offers the request's full, computed blocks to later requests."""
         if not self._prefix_cache:
             return
-        num_tokens = min(state.num_computed, state.prefill_stop) if self._aligned else state.num_computed
+        num_tokens = min(state.num_computed, state.prompt_tokens) if self._aligned else state.num_computed
         for index in range(state.num_registered, num_tokens // self._block_size):
             self._blocks.register(
                 state.blocks[index],
@@ -135,6 +135,9 @@ class RequestBlocks:
 
     def give_back(self, state: RequestState) -> None:
         self._blocks.give_back(state.drop_blocks())
+
+    def _reusable_tokens(self, state: RequestState) -> int:
+        return min(state.reusable_tokens, state.prompt_tokens) if self._aligned else state.reusable_tokens
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -52,6 +52,7 @@ class RequestState:
         num_pending: tokens after `tokens` that steps in flight are drawing.
         row_index: place of the request's row in the last step that has one.
         shared_row: this row, if the next step may share it at the same place; None: the next step needs a new row.
+        prompt_tokens: the length of its prompt, without any output.
         prefill_stop: tokens that are computed as prompt; later ones are decoded one by one, or elsewhere.
         splits: the request ends before its last known token, without a sampled one.
         decode_stop: tokens that are computed in all, if the request decodes; else 0.
@@ -97,10 +98,10 @@ class RequestState:
         self.started = False
         self.scored: list[PromptLogprob] | None = None
         sampling = request.sampling
-        self._prompt_tokens = len(request.prompt)
+        self.prompt_tokens = len(request.prompt)
         self._min_tokens = sampling.min_tokens
         context_tokens = request.decode_context_tokens or max_context_tokens
-        self._max_tokens = min(self._prompt_tokens + sampling.max_tokens, context_tokens)
+        self._max_tokens = min(self.prompt_tokens + sampling.max_tokens, context_tokens)
         # The KV of the last token is never computed.
         self.decode_stop = 0 if self.prefill_only else self._max_tokens - 1
         self._row_blocks: IntArray = int_array()
@@ -109,7 +110,7 @@ class RequestState:
         self.end_token_ids = self._eos_token_ids | self._stop_token_ids
         # A grammar allows these only where the output may end, and its last one must end it.
         self._grammar_ends = frozenset() if sampling.grammar is None else frozenset(eos_token_ids)
-        self._samples = SampleRows(sampling, prompt_tokens=self._prompt_tokens, end_token_ids=self.end_token_ids)
+        self._samples = SampleRows(sampling, prompt_tokens=self.prompt_tokens, end_token_ids=self.end_token_ids)
         self.end_token_ids |= self._grammar_ends
 
     @property
@@ -118,7 +119,7 @@ class RequestState:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self._prompt_tokens
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def _prompt_stop(self) -> int:
@@ -226,7 +227,7 @@ class RequestState:
         sample = None
         if stop == known + self.num_pending:
             self.num_pending += 1
-            output_index = stop - self._prompt_tokens
+            output_index = stop - self.prompt_tokens
             sample = self._samples.row(output_index, self.tokens)
             if sample.forbidden or sample.history:  # the next row differs in more than its index
                 since = None
@@ -248,5 +249,5 @@ class RequestState:
 
     def check_continuation(self, output: tuple[int, ...], *, vocab_size: int, max_context_tokens: int) -> None:
         """Raises InvalidRequest when `output`, the whole output so far, does not continue the request's tokens."""
-        check_continuation(tuple(self.tokens[self._prompt_tokens :]), output)
+        check_continuation(tuple(self.tokens[self.prompt_tokens :]), output)
         check_output(self.request, output, vocab_size=vocab_size, max_context_tokens=max_context_tokens)

@@ -104,12 +104,14 @@ class NextStep:
         self.budget -= len(states)
         self.work = work
 
-    def chunk_tokens(self, start: int, stop: int) -> int:
-        """How many tokens of a prompt from `start` to `stop` still fit; 0: the prompt waits."""
-        budget = self.budget
-        if self.bound is not None and budget > 0:
-            budget = min(budget, self.bound.tokens(self.work, start, min(stop, start + budget)))
-        num_tokens = self._limits.chunk_tokens(start, stop, budget)
+    def chunk_tokens(self, state: RequestState, start: int) -> int:
+        """How many tokens of the request from `start` on still fit; 0: it waits."""
+        stop = self._limits.chunk_stop(start, state.prefill_stop, prompt_tokens=state.prompt_tokens)
+        num_tokens = min(self.budget, stop - start)
+        if self.bound is not None and num_tokens > 0:
+            num_tokens = self.bound.tokens(self.work, start, start + num_tokens)
+        if num_tokens < stop - start and self._limits.chunk_align_tokens is not None:
+            num_tokens = 0
         if not num_tokens and not self.work.prompt_tokens:
             self.has_skipped = True
         return num_tokens
@@ -117,7 +119,7 @@ class NextStep:
     def add_chunk(self, state: RequestState) -> None:
         """Adds as much of the request's prompt as fits, which may be nothing."""
         start = state.num_scheduled
-        num_tokens = self.chunk_tokens(start, state.prefill_stop)
+        num_tokens = self.chunk_tokens(state, start)
         if not num_tokens:
             return
         if not state.started:

@@ -26,13 +26,28 @@ def build_demo(directory: Path, **options: Any) -> Built:
     )
 
 
-def generate(built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, **limits: Any) -> list[Output]:
-    """All prompts at once; outputs in their order."""
-    return asyncio.run(_generate(built, prompts, params, limits))
+def generate(
+    built: Built,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    known: Sequence[Sequence[int]] = (),
+    **limits: Any,
+) -> list[Output]:
+    """All prompts at once; outputs in their order.
+
+    Args:
+        known: tokens with which each output begins, and which are not in the returned one; none by default.
+    """
+    return asyncio.run(_generate(built, prompts, params, known or [()] * len(prompts), limits))
 
 
 async def _generate(
-    built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, limits: dict[str, Any]
+    built: Built,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    known: Sequence[Sequence[int]],
+    limits: dict[str, Any],
 ) -> list[Output]:
     outputs = [Output([], []) for _ in prompts]
     left = set(range(len(prompts)))
@@ -61,8 +76,8 @@ async def _generate(
     async with Engine(
         built.runner, EngineLimits(**{**allowed, **limits}), on_step=on_step, grammars=built.grammars
     ) as engine:
-        for index, prompt in enumerate(prompts):
-            engine.submit(EngineRequest(str(index), tuple(prompt), params))
+        for index, (prompt, output) in enumerate(zip(prompts, known, strict=True)):
+            engine.submit(EngineRequest(str(index), tuple(prompt), params, output=tuple(output)))
         async with asyncio.timeout(120):
             await over.wait()
         load = engine.load()

@@ -62,9 +62,32 @@ def test_a_prefix_is_reused_up_to_a_multiple_of_chunk_and_block() -> None:
 
 def test_a_reserved_prompt_that_is_computed_here_is_cut_like_a_submitted_one() -> None:
     scheduler = make(tokens=16, requests=4, align=8)
-    scheduler.reserve(request("a", 17), 0.0)
-    scheduler.prefill_here("a", (1, 2), 0.0)
+    scheduler.reserve(request("a", 19), 0.0)
+    scheduler.prefill_here("a", (), 0.0)
     assert [step(scheduler)[0] for _ in range(4)] == [{"a": 8}, {"a": 8}, {"a": 3}, {"a": 1}]
+
+
+@pytest.mark.parametrize(("align", "sizes"), [(8, [8, 8, 3, 1, 1, 1, 1]), (None, [16, 6, 1])])
+def test_known_tokens_of_the_output_are_computed_one_by_one_where_their_bits_count(
+    align: int | None, sizes: list[int]
+) -> None:
+    scheduler = make(tokens=16, requests=4, align=align)
+    scheduler.reserve(request("a", 19), 0.0)
+    scheduler.prefill_here("a", (1, 2, 3), 0.0)
+    steps = [step(scheduler) for _ in sizes]
+    assert [computed["a"] for computed, _ in steps] == sizes
+    # The step that computes the last known token draws the next one, and no step before it draws any.
+    assert [len(events.tokens) for _, events in steps] == [0] * (len(sizes) - 2) + [1, 1]
+
+
+def test_a_request_that_continues_reuses_only_the_prompt_of_an_equal_prefix() -> None:
+    scheduler = make(tokens=32, requests=4, align=8)
+    scheduler.submit(request("a", range(29), prefill_only=True), 0.0)
+    while scheduler.load().requests_running + scheduler.load().requests_waiting:
+        step(scheduler)
+    scheduler.reserve(request("b", range(17)), 0.0)
+    scheduler.prefill_here("b", tuple(range(17, 29)), 0.0)
+    assert step(scheduler)[0] == {"b": 1}  # 16 are cached
 
 
 def test_aligned_chunks_follow_each_other_ahead() -> None:

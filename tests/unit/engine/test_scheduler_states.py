@@ -370,8 +370,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_row(self, row: BatchRow, token_ids: Tokens, drawn: int) -> None:
         sequence = self.sequences[row.request_id]
         assert token_ids == sequence[row.token_start : row.token_stop]
-        if self.align is not None and row.token_stop < len(sequence):
-            assert row.token_stop == (row.token_start // self.align + 1) * self.align
+        if self.align is not None:
+            prompt, start = self.prompts[row.request_id], row.token_start
+            chunk_stop = min(prompt, (start // self.align + 1) * self.align)
+            assert row.token_stop == (chunk_stop if start < prompt else start + 1)
         for position in range(row.token_start):
             assert self.written[self.slot(row.block_ids, position)] == sequence[: position + 1]
         self.write(sequence, row.block_ids, row.token_start, row.token_stop)

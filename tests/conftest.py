@@ -1,15 +1,19 @@
-"""Setup of all tests: one torch thread per process, because several processes share the cores, and Triton's interpreter
-if there is no GPU."""
+"""Setup of all tests: one torch thread per process, because several processes share the cores, Triton's interpreter if
+there is no GPU, and the same generated examples on any machine, however long they take."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.
     os.environ["TRITON_INTERPRET"] = "1"
+
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

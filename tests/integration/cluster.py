@@ -13,8 +13,10 @@ from pathlib import Path
 
 from baton.cli.processes import Process, Processes
 from baton.config import DEMO_MODELS
+from baton.costs import StepCosts, StepWork
 from baton.rpc.server import connect
-from gateway import request_machine
+from engine.step_meter import StepMeter
+from gateway import connections, request_machine
 from protos.baton.v1 import node_pb2, node_pb2_grpc
 from tests.held import HeldSteps
 from tests.warm import launch_warm
@@ -41,6 +43,10 @@ _STEADY: dict[str, Flags] = {
         "queue_s": 2 * DEADLINE_S,
     },
 }
+
+# What nodes find that their steps cost, 50 us for a token, on however slow a machine: gateways choose nodes by it and
+# decide by it who waits, and nodes cut prompts by it.
+_STEADY_COSTS = StepCosts(((1, 0.0001), (1001, 0.0501)))
 
 _names = itertools.count()
 
@@ -75,8 +81,9 @@ class Machines:
         for role, flags in wanted:
             named = {"name": f"{role}-{next(_names)}", "device": "cpu", **_STEADY[role], **flags}
             steps = HeldSteps() if role in held else None
-            launch = partial(launch_warm, prepare=prepare, outputs=outputs)
-            self.processes.launch = launch if steps is None else partial(steps.launch, prepare=prepare)
+            prepared = partial(_prepare_node, prepare)
+            launch = partial(launch_warm, prepare=prepared, outputs=outputs)
+            self.processes.launch = launch if steps is None else partial(steps.launch, prepare=prepared)
             process = self.processes.start(f"{role}_node", arguments(named))
             if steps is not None:
                 self._steps[process.pid] = steps
@@ -139,8 +146,21 @@ class Machines:
         os.kill(process.pid, signal.SIGCONT)
 
 
+def _prepare_node(prepare: Callable[[], None] | None) -> None:
+    """Gives steps their steady costs in place of measured ones."""
+    StepMeter.observe = _observe_steady  # type: ignore[method-assign]
+    if prepare is not None:
+        prepare()
+
+
+def _observe_steady(meter: StepMeter, work: StepWork, seconds: float) -> None:
+    meter._costs = _STEADY_COSTS
+
+
 def _prepare_gateway(prepare: Callable[[], None] | None) -> None:
-    """Makes gateways wait for the prefill node's count of sent bytes without a time limit."""
+    """Makes gateways wait without a time limit: for every pair to settle before they are ready, and for the prefill
+    node's count of sent bytes."""
+    connections._SETTLE_TIMEOUT_S = DEADLINE_S
     request_machine._RECEIPT_WAIT_S = DEADLINE_S
     if prepare is not None:
         prepare()

@@ -7,6 +7,7 @@ import grpc
 
 from baton.cli.processes import Process
 from baton.convert import receipt_from_proto, sampling_to_proto
+from baton.errors import BatonError
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.types import Receipt, SamplingParams
@@ -19,7 +20,7 @@ from tests.integration.cluster import DEADLINE_S
 
 @dataclass
 class Result:
-    """One finished request."""
+    """One request, as far as it has come."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Result:
     finish_reason: str = ""
     cached_tokens: int = 0
     receipt: Receipt | None = None
+    error: BatonError | None = None
 
     def add(self, response: pb.GenerateResponse) -> None:
         for token in response.tokens:
@@ -47,8 +49,13 @@ class Result:
         return self.receipt
 
     async def until_tokens(self, count: int) -> None:
-        """Returns when this number of tokens has been received."""
-        assert await until(lambda: len(self.token_ids) >= count, timeout_s=DEADLINE_S), self
+        """Returns when this number of tokens has been received; fails once the request has ended without them."""
+
+        def over() -> bool:
+            return len(self.token_ids) >= count or bool(self.finish_reason) or self.error is not None
+
+        await until(over, timeout_s=DEADLINE_S)
+        assert len(self.token_ids) >= count, self
 
 
 async def generate(
@@ -82,7 +89,8 @@ async def generate(
         async for response in GenerationStub(channel or own).Generate(request, timeout=timeout_s):  # type: ignore[arg-type]
             result.add(response)
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+        result.error = from_rpc_error(error)
+        raise result.error from error
     finally:
         if own is not None:
             await own.close()

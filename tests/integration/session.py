@@ -40,7 +40,9 @@ class Submitted:
         assert await waiting.until(condition, timeout_s=DEADLINE_S), self
 
     async def until_tokens(self, count: int) -> None:
-        await self.until(lambda: len(self.token_ids) >= count)
+        """Returns when this number of tokens has come; fails once the request has ended without them."""
+        await self.until(lambda: len(self.token_ids) >= count or "released" in self.kinds)
+        assert len(self.token_ids) >= count, self
 
     async def released(self) -> None:
         await self.until(lambda: "released" in self.kinds)

@@ -1,5 +1,6 @@
 """`baton up`, `demo`, `generate` and `status` on real clusters."""
 
+import asyncio
 import json
 import math
 import os
@@ -15,9 +16,11 @@ import grpc
 import psutil
 import pytest
 
+from baton.client import Client
 from baton.errors import BatonError, InvalidRequest, UnknownModel
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
+from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
 from tests.integration.cluster import DEADLINE_S, LLAMA
@@ -29,6 +32,7 @@ PROMPT = (
     "Return a list of the names of the attributes of the object, and of its class, and of the classes from which its "
     "class is derived, in the order in which they were defined. If the object has no attributes, the list is empty. "
 )
+READY = common_pb2.PEER_PHASE_READY
 RECEIPT = {
     "path", "why", "prefill_node", "decode_node", "prompt_tokens_sent", "bytes_sent", "segments", "transport",
     "queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s",
@@ -44,10 +48,26 @@ def up() -> Iterator[Up]:
     started = start_up(
         "--model", str(LLAMA), "--prefill", "2", "--prefill-kv-cache-layout", "HND", "--prefill-block-size", "8",
         "--decode-kv-cache-layout", "BLNHC", "--decode-block-size", "32",
+        # Where a prompt is prefilled does not depend on measured times.
+        BATON_LOCAL_POLICY="prefer", BATON_LOCAL_PREFILL_TOKENS="32",
     )  # fmt: skip
-    yield started
-    if started.popen.poll() is None:
-        interrupt(started)
+    try:
+        asyncio.run(until_paired(started.gateway))
+        yield started
+    finally:
+        if started.popen.poll() is None:
+            interrupt(started)
+
+
+async def until_paired(gateway: str) -> None:
+    """A gateway serves after a few seconds in any case, when slow nodes may not be paired yet."""
+    async with asyncio.timeout(DEADLINE_S), Client(gateway) as client:
+        while True:
+            nodes = [report.status for report in (await client.cluster_status()).nodes]
+            prefills = [node for node in nodes if node.info.role == common_pb2.ROLE_PREFILL]
+            if len(prefills) == 2 and all(len(node.peers) == 1 and node.peers[0].phase == READY for node in prefills):
+                return
+            await asyncio.sleep(0.05)
 
 
 def as_json(up: Up, *arguments: str) -> dict[str, object]:

@@ -38,6 +38,7 @@ STEP_TOKENS = 16
 PROMPT_TOKENS = 600
 # Half a prompt, and some tokens of an output.
 PREFILL_STEPS, DECODE_STEPS = 19, 5
+PROMPT_STEPS = -(-PROMPT_TOKENS // STEP_TOKENS)
 NODE: Flags = {"model": LLAMA, "max_batch_tokens": STEP_TOKENS, "num_blocks": 256, "prefix_cache": False}
 # Room for one prompt.
 TIGHT: Flags = {**NODE, "num_blocks": 50}
@@ -131,9 +132,11 @@ async def test_a_frozen_prefill_node_is_replaced_and_may_come_back(
     prefill, decode = start.nodes(("prefill", {**NODE, **limits}), ("decode", {**NODE, **limits}), held=["prefill"])
     gateway = start.gateway([prefill], [decode], model=LLAMA, prefill_stall_s=2)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
-    await until_prefilling(start, prefill)
+    reached = asyncio.create_task(until_status(prefill, lambda last: last.requests_running > 0))
+    await asyncio.wait([reached, request], return_when=asyncio.FIRST_COMPLETED)
     start.freeze(prefill)
     result = await request
+    reached.cancel()
     assert result.token_ids == reference.greedy(prompts[0], 12).token_ids
     assert result.proof.path is RequestPath.LOCAL
     await until_released(decode)
@@ -311,9 +314,11 @@ async def test_a_full_decode_node_serves_in_order_within_the_queue_time(
     for index in range(3):  # the first one has the blocks, the others wait for them
         requests.append(asyncio.create_task(serve(index)))
         await until_status(decode, partial(room_taken, waiting=index))
-    start.let_go(prefill)
+    for count in range(1, 4):
+        start.allow_steps(PROMPT_STEPS, prefill)  # one prompt at a time
+        await asyncio.wait(requests[count - 1 :], return_when=asyncio.FIRST_COMPLETED)
+        assert finished == [0, 1, 2][:count]
     results = await asyncio.gather(*requests)
-    assert finished == [0, 1, 2]
     for prompt, result in zip(prompts, results, strict=False):
         assert result.token_ids == reference.greedy(prompt, 12).token_ids
     assert all(result.proof.queue_s > 0 for result in results[1:])

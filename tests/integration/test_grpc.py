@@ -217,7 +217,7 @@ async def test_closing_a_stream_early_ends_the_request(client: Client) -> None:
     events = client.generate(PROMPT, SamplingParams(max_tokens=3000, ignore_eos=True))
     assert isinstance(await anext(events), Piece)
     await events.aclose()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         while (await client.loads()).requests_running:  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.01)
 

@@ -1,13 +1,17 @@
 """A prefill node with a decode node that keeps KV in 8 bits: refused unless the decode node accepts it, and then shown
 on every side."""
 
+import asyncio
 import json
+from functools import partial
 
 import pytest
 
+from baton.cli.processes import Process
+from baton.client import Client
 from baton.types import Path, SamplingParams
-from protos.baton.v1 import common_pb2
-from tests.integration.cluster import LLAMA, Flags, Machines, status, until_status
+from protos.baton.v1 import common_pb2, node_pb2
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, status, until_status
 from tests.integration.generation import generate
 from tests.integration.test_links import shown
 
@@ -32,6 +36,17 @@ async def test_without_the_option_the_pair_is_refused_and_the_cure_names_it(star
     assert (result.proof.path, result.proof.kv_converted) == (Path.LOCAL, "")
 
 
+def has_counted(bytes_sent: int, converted: int, last: node_pb2.NodeStatus) -> bool:
+    return last.segments_converted == converted and last.peers[0].bytes_total == bytes_sent
+
+
+async def until_seen(gateway: Process, converted: int) -> None:
+    """Returns when the gateway knows of so many converted segments."""
+    async with asyncio.timeout(DEADLINE_S), Client(gateway.address) as client:
+        while all(node.status.segments_converted != converted for node in (await client.cluster_status()).nodes):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_with_the_option_it_is_converted_counted_and_shown(start: Machines, ranks: int) -> None:
     prefill, decode = start.nodes(
@@ -48,9 +63,9 @@ async def test_with_the_option_it_is_converted_counted_and_shown(start: Machines
     assert receipt.bytes_sent == len(PROMPT) * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
     for node, converted in ((prefill, receipt.segments), (decode, 0)):
         # The counts of a node's ranks are up to a second old.
-        last = await until_status(node, lambda last, wanted=converted: last.segments_converted == wanted)  # type: ignore[misc]
+        last = await until_status(node, partial(has_counted, receipt.bytes_sent, converted))
         assert last.peers[0].kv_converted == CONVERTED
-        assert last.peers[0].bytes_total == receipt.bytes_sent
+    await until_seen(gateway, receipt.segments)
     assert CONVERTED in shown(gateway)
     shown_nodes = {node["role"]: node for node in json.loads(shown(gateway, "--json"))["nodes"]}
     assert shown_nodes["prefill"]["segments_converted"] == receipt.segments > 0

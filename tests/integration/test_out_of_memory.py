@@ -33,7 +33,9 @@ def try_any_size() -> None:
 
 
 def limit_workers(limit_bytes: int) -> None:
-    """Holds the address space of each rank above 0 to a limit from its start."""
+    """Holds the address space of each rank above 0 to a limit from its start. Rank 0, whose connections break when
+    such a rank ends, waits until that end is noticed, however slow the machine is."""
+    group._EXPLAINED_S = DEADLINE_S
     start = RankGroup._start
 
     def start_limited(self: RankGroup, rank: int, settings: NodeSettings, program: str) -> Worker:

@@ -109,7 +109,7 @@ async def test_the_status_covers_both_kinds_and_says_that_the_node_also_decodes(
     whole = opened.submit(prompts[0], LONG)
     await until_status(cluster.prefill, lambda last: last.requests_running == 1)
     cluster.start.allow_steps(4, cluster.prefill)  # two for the prompt
-    await whole.until_tokens(1)
+    await whole.until_tokens(3)  # all four are used
     remote = asyncio.create_task(generate(cluster.gateway, prompts[1], GREEDY))
     both = await until_status(cluster.prefill, lambda last: in_engine(last) == 2)
     assert both.decode_rows == 1

@@ -11,7 +11,9 @@ from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, unti
 from tests.integration.reference import Reference
 
 PROMPT_TOKENS = 300
-NODE: Flags = {"model": LLAMA, "prefix_cache": False, "max_batch_tokens": 64}
+STEP_TOKENS = 64
+PROMPT_STEPS = -(-PROMPT_TOKENS // STEP_TOKENS)
+NODE: Flags = {"model": LLAMA, "prefix_cache": False, "max_batch_tokens": STEP_TOKENS}
 ROOM_FOR_ONE: Flags = {**NODE, "num_blocks": 25}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PRIORITIES = (0, 1, 0, -1)
@@ -41,9 +43,12 @@ async def finish_order(start: Machines, prefill: Process, decode: Process, full:
                 await until_status(full, lambda last: last.blocks_free < last.blocks_total)
             else:
                 await until_status(full, partial(waits, count=index))
-        start.let_go(prefill)
+        waiting = set(requests)
+        for count in range(1, len(ORDER) + 1):
+            start.allow_steps(PROMPT_STEPS, prefill)  # one prompt at a time
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            assert finished == ORDER[:count]
         await asyncio.gather(*requests)
-    assert finished == ORDER
     for node in (prefill, decode):
         await until_status(node, nothing_held)
 

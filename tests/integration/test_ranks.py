@@ -48,9 +48,16 @@ def workers_of(node: Process) -> list[int]:
 
 def until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while not all(map(has_ended, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ async def test_the_cache_tells_a_client_nothing_about_others(secured: Secured) -
 
 async def test_a_client_ends_only_its_own_requests(secured: Secured) -> None:
     async with secured.client("alice") as alice, secured.client("bob") as bob:
-        sampling = {"max_tokens": 400, "ignore_eos": True}
+        sampling = {"max_tokens": 3000, "ignore_eos": True}
         events = bob.generate(PROMPT, sampling, request_id="the-id-of-bob")
         await anext(events)
         assert await alice.abort("the-id-of-bob") == []

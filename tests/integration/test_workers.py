@@ -70,6 +70,8 @@ async def workers(start: Machines, **flags: Any) -> AsyncIterator[tuple[Workers,
     async with AsyncExitStack() as channels:
         found = Workers(gateway, channels)
         await found.reach(found.pids)
+        for pid in found.stubs:
+            await found.until(pid, lambda status: all(node.reachable for node in status.nodes))
         yield found, decode
 
 

@@ -129,7 +129,9 @@ async def test_a_malformed_message_is_an_invalid_argument_with_our_detail(
     assert f"3 bytes for {method} cannot be parsed" in str(typed)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.binary(max_size=60))
 def test_random_bytes_never_get_unknown(data: bytes) -> None:
     async def answer() -> grpc.StatusCode:

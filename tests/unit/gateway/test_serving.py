@@ -161,8 +161,8 @@ async def test_the_deadline_ends_a_request(running: Running, slow: bool) -> None
     client = Client()
     if slow:
         client.reads.clear()
-    request = await decoding(running, client, budget_s=0.5)
-    with pytest.raises(DeadlineExceeded, match=r"within its 0\.5 s"):
+    request = await decoding(running, client, budget_s=2.0)
+    with pytest.raises(DeadlineExceeded, match=r"within its 2 s"):
         await asyncio.wait_for(request, BOUND_S)
     await until_idle(running)
 

@@ -291,7 +291,9 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     schema=st.dictionaries(st.sampled_from(["type", "properties", "required", "$ref", "$defs"]), JSON),
     content=JSON,

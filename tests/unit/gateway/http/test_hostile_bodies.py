@@ -176,13 +176,17 @@ def serve_or_refuse(prompt: Prompt, model: ChatModel, body: dict[str, Any]) -> N
     assert len(orjson.dumps(openai_error(refusal, "req-1"))) < 2000
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(body=change(RESPONSES))
 def test_any_response_is_served_or_refused(model: ChatModel, body: dict[str, Any]) -> None:
     serve_or_refuse(responses_prompt, model, body)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(body=change(MESSAGES))
 def test_any_message_is_served_or_refused(model: ChatModel, body: dict[str, Any]) -> None:
     serve_or_refuse(messages_prompt, model, body)

@@ -148,7 +148,7 @@ class Machines:
 
 def _prepare_node(prepare: Callable[[], None] | None) -> None:
     """Gives steps their steady costs in place of measured ones."""
-    StepMeter.observe = _observe_steady  # type: ignore[method-assign]
+    StepMeter.observe = _observe_steady  # type: ignore[assignment, method-assign]
     if prepare is not None:
         prepare()
 

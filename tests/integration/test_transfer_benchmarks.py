@@ -92,7 +92,7 @@ def test_the_transport_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decoding_while_receiving() -> None:
-    setup = replace(receiving.on_cpu(), requests=2, context=40, tokens=256, rounds=1, steps=50)
+    setup = replace(receiving.on_cpu(), requests=2, context=40, tokens=256, rounds=1, steps=20)
     rows = receiving.run(ignore, setup)
     assert all_positive([row for row in rows if row.name != "received, limited"]), "a few steps may receive nothing"
     alone, received = (named(rows, name)[0].measured for name in ("decode step", "decode step, receiving"))

@@ -9,7 +9,7 @@ from node import waiting
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Stream(Generic[Request, Response]):

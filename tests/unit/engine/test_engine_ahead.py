@@ -202,7 +202,7 @@ async def test_a_request_admitted_while_a_step_runs_joins_the_next_one(
     real_wait = LaunchedStep.wait
 
     def wait(step: LaunchedStep) -> list[RowResult]:
-        assert ended.acquire(timeout=20)
+        assert ended.acquire(timeout=60)
         return real_wait(step)
 
     async def launched() -> list[set[str]]:

@@ -283,7 +283,7 @@ async def test_a_node_that_is_no_longer_listed_is_removed_while_it_reports(
     async with scripted_nodes(model.identity) as (prefill, decode):
         decode.reports_all_the_time = True
         settings = settings_of("--prefill", prefill.address, "--decode", decode.address, "--resolve-s", "0.01")
-        async with Connections(settings, model) as connections, asyncio.timeout(30):
+        async with Connections(settings, model) as connections, asyncio.timeout(BOUND_S):
             known = connections.fleet.decodes
             for _ in range(20):
                 await connections.until(lambda: decode.address in known and known[decode.address].reachable)
@@ -303,7 +303,7 @@ async def test_an_unreachable_node_is_named_once_with_the_reason(
     with caplog.at_level(logging.WARNING, logger="baton"):
         async with Connections(settings_of("--decode", "127.0.0.1:1"), model) as connections:
             connections.add_listener(attempts.release)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(BOUND_S):
                 for _ in range(3):
                     await attempts.acquire()
     (line,) = (record.getMessage() for record in caplog.records)

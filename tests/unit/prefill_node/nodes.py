@@ -153,7 +153,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
             found.extend(message for message in self.received if message.WhichOneof("message") == kind)
             return bool(found)
 
-        assert await until(has_come, timeout_s=30.0), f"no {kind} among {self.received}"
+        assert await until(has_come, timeout_s=120.0), f"no {kind} among {self.received}"
         return found[0]
 
 

@@ -49,7 +49,7 @@ async def calls(**settings: object) -> AsyncIterator[tuple[Node, PrefillDriver]]
         finally:
             driver.deliver(Closing())
             await driver.peers.close()
-        assert await until(lambda: not driver.busy, timeout_s=30.0)
+        assert await until(lambda: not driver.busy, timeout_s=120.0)
         load = node.engine.load()
         assert load.blocks_free == load.blocks_total, "I1"
 
@@ -62,7 +62,7 @@ async def test_a_call_streams_its_events_and_the_decode_node_gets_kv_and_hand_ov
         message = (await decode.message("hand_over")).hand_over
         assert message.lease == 1
         assert message.first_token == written.events[3].first_token.token
-        assert await until(lambda: bool(decode.filled), timeout_s=30.0)
+        assert await until(lambda: bool(decode.filled), timeout_s=120.0)
         (totals,), sent = decode.filled, written.events[4].sent
         assert (totals.number, totals.bytes, totals.segments) == (1, sent.bytes_sent, sent.segments)
         assert (sent.tokens_sent, sent.transport) == (100, "loopback")
@@ -107,7 +107,7 @@ async def test_a_decode_node_that_hangs_up_ends_its_calls() -> None:
         with pytest.raises((NoNode, DataLoss)):  # the stream or the link ends first
             await driver.prefill(await decode.request(1), written)
         (state,) = driver.peers.states()
-        assert await until(lambda: state.phase == common_pb2.PEER_PHASE_LOST, timeout_s=30.0)
+        assert await until(lambda: state.phase == common_pb2.PEER_PHASE_LOST, timeout_s=120.0)
 
 
 async def test_a_write_that_fails_ends_the_call() -> None:

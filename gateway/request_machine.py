@@ -198,7 +198,7 @@ class RequestMachine:
                 attempt.answered = True
                 attempt.lease = message.ticket.lease.number
                 self._receipt.reserved(attempt.node.name, message)
-                self._hand_over.call(attempt, message.ticket)
+                self._unless_stuck(attempt, self._hand_over.call(attempt, message.ticket))
             case decode_pb2.Accepted() if not attempt.answered:
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = True
@@ -207,7 +207,7 @@ class RequestMachine:
                 call = attempt.call
                 present = message.lease == attempt.lease and not attempt.admitted
                 if present and call is not None and self._output.end is None:
-                    self._hand_over.failed(attempt, call.node.name, from_detail(message.error))
+                    self._hand_over_failed(attempt, call, from_detail(message.error))
 
     def _prefill_replied(self, attempt: Attempt, call: PrefillCall, reply: prefill_pb2.PrefillEvent) -> None:
         attempt.waiting_since_s = call.last_message_at_s = self._state.now_s
@@ -238,7 +238,15 @@ class RequestMachine:
             self._check_first_token(attempt)
             return
         error = error or InternalError("the prefill node ended the call before everything was sent")
-        self._hand_over.failed(attempt, call.node.name, error)
+        self._hand_over_failed(attempt, call, error)
+
+    def _hand_over_failed(self, attempt: Attempt, call: PrefillCall, error: BatonError) -> None:
+        self._unless_stuck(attempt, self._hand_over.failed(attempt, call.node.name, error))
+
+    def _unless_stuck(self, attempt: Attempt, why: BatonError | None) -> None:
+        """`why` no prefill node can hand over to the attempt's decode node; None: one is asked."""
+        if why is not None:
+            self._attempts.without_prefill(attempt, why)
 
     # ---- tokens
 
@@ -263,12 +271,13 @@ class RequestMachine:
             return
         if self._state.now_s >= request.deadline_s:
             raise deadline_exceeded(request.timeout_s, self._receipt.failures)
+        if attempts.present is None:
+            attempts.check_wait()
         self._check_at_s = request.deadline_s
         if attempts.present is not None:
             self._check_at_s = min(self._check_at_s, self._wait_ends_at_s(attempts.present))
-        elif attempts.wait_ends_at_s is not None:
-            attempts.check_wait()
-            self._check_at_s = min(self._check_at_s, attempts.wait_ends_at_s)
+        elif attempts.due_at_s is not None:
+            self._check_at_s = min(self._check_at_s, attempts.due_at_s)
 
     def _check_attempt(self, attempt: Attempt) -> None:
         now_s = self._state.now_s

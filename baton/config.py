@@ -393,8 +393,8 @@ class GatewaySettings(CommonSettings):
         3,
         ge=1,
         le=_COUNT_MAX,
-        description="most prefill attempts per request; the last one runs on the decode node. Under policy strict: most "
-        "nodes that may fail or end with a request; broken links do not count",
+        description="most prefill attempts per request; the last one runs on the decode node. Under policy strict: "
+        "most nodes that may fail or end with a request; broken links do not count",
     )
     max_concurrent_requests: int = Field(
         1024, ge=1, le=_COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"

@@ -160,11 +160,8 @@ class Attempts:
         self._prefills |= attempt.excluded
         self._internal += isinstance(error, InternalError)
         most = state.rules.max_attempts
-        if (
-            isinstance(error, Overloaded | PermissionDenied)
-            or self._internal >= most
-            or state.choice.num_gone(self._prefills) > most
-        ):
+        too_many = self._internal >= most or state.choice.num_gone(self._prefills) > most
+        if too_many or isinstance(error, Overloaded | PermissionDenied):
             raise prefill_failure(attempt, error)
         self._gone = "no prefill node could hand over"
         self.leave(attempt)

@@ -61,12 +61,11 @@ class RequestMachine:
         """Goes on after the request's `output`, before the first event. Returns the text that the client has of it.
 
         Raises:
-            InvalidRequest: there is nothing after it.
+            InvalidRequest: it would have ended before all of these tokens.
         """
-        tokens = self._state.request.output
         self._attempts.note_gone("the client's gateway was lost")
-        self._receipt.failed(f"continued after {len(tokens)} tokens that the client had")
-        return self._output.resume(tokens)
+        self._receipt.failed(f"continued after {len(self._state.request.output)} tokens that the client had")
+        return self._output.resume()
 
     def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
         """Reacts to events in their order, at `now_s`, which never decreases.
@@ -159,6 +158,8 @@ class RequestMachine:
             case SessionLost(number, reason):
                 if attempt is not None and number == attempt.number and self._output.end is None:
                     self._attempts.lose(attempt, reason)
+            case Started() if self._output.end is not None:
+                self._end()  # the client lacks the last message only
             case Started() | FleetChanged():
                 if attempt is None:
                     self._attempts.begin()
@@ -320,7 +321,10 @@ class RequestMachine:
         state.choice.answered(attempt.node, *([attempt.call.node] if attempt.call else []))
         self._attempts.leave(attempt)
         state.respond()
-        state.commands.append(self._output.last_message(self._receipt, state.now_s))
+        self._end()
+
+    def _end(self) -> None:
+        self._state.commands.append(self._output.last_message(self._receipt, self._state.now_s))
         self._finish(None)
 
     def _finish(self, error: BatonError | None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -32,6 +33,7 @@ from gateway.commands import (
     SubmitToDecode,
 )
 from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed, TokensCame
+from gateway.reply import OutputEnd
 from gateway.request_machine import RequestMachine
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, request, rules, status
@@ -355,7 +357,7 @@ def test_pauses_grow_and_attempts_go_on_until_the_deadline() -> None:
             served.decode(reserved(), attempt=len(begun_s))
     assert isinstance(served.error, DeadlineExceeded)
     assert served.now_s == pytest.approx(100.0)
-    pauses_s = [later - earlier for earlier, later in zip(begun_s, begun_s[1:], strict=False)]
+    pauses_s = [later - earlier for earlier, later in pairwise(begun_s)]
     assert pauses_s[0] < 0.1 < pauses_s[4]
     assert all(1.0 <= pause_s <= 2.0 for pause_s in pauses_s[6:])
     assert is_closed(served.commands)
@@ -769,6 +771,20 @@ def test_the_deadlines_error_names_earlier_failures() -> None:
     served.handle(TimePassed(), after_s=100.0)
     assert isinstance(served.error, DeadlineExceeded)
     assert "(node-21 was lost (gone))" in served.error.message
+
+
+# ---- a client that lost its gateway
+
+
+def test_an_output_that_the_client_has_whole_ends_without_a_node() -> None:
+    whole = replace(request(), output=(100, 101), ended=OutputEnd(LENGTH, ""))
+    machine = RequestMachine(whole, rules(), SmallFleet(0, 0), Words())
+    assert machine.resume() == " 100 101"
+    last, finish = machine.handle([events.Started()], 0.5)
+    assert isinstance(last, Respond)
+    assert (last.message.text, list(last.message.tokens)) == ("", [])
+    assert (last.message.finish_reason, last.message.usage.completion_tokens) == (LENGTH, 2)
+    assert finish == Finish(None)
 
 
 # ---- split prompts, SLOs

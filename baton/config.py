@@ -32,6 +32,7 @@ MIB = 1 << 20
 GIGA = 1e9
 # Defaults that depend on the device, or that code without settings also needs.
 KEEPALIVE_S = 10.0
+GATEWAY_KEEPALIVE_S = 0.9  # twice that is at most 2 s
 CPU_CACHE_MIB = 128
 CPU_BATCH_TOKENS = 256
 CPU_BATCH_REQUESTS = 64
@@ -381,8 +382,19 @@ class GatewaySettings(CommonSettings):
     decode_stall_s: float = Field(
         30.0, gt=0, le=_SECONDS_MAX, description="a decode node that sends nothing for that long counts as lost"
     )
+    keepalive_s: float = Field(
+        GATEWAY_KEEPALIVE_S,
+        gt=0,
+        le=3600,
+        description="a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose "
+        "Python is busy answers",
+    )
     max_attempts: int = Field(
-        3, ge=1, le=_COUNT_MAX, description="most prefill attempts per request; the last one runs on the decode node"
+        3,
+        ge=1,
+        le=_COUNT_MAX,
+        description="most prefill attempts per request; the last one runs on the decode node. Under policy strict: "
+        "most nodes that may fail or end with a request; broken links do not count",
     )
     max_concurrent_requests: int = Field(
         1024, ge=1, le=_COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from baton.convert import finish_reason_to_proto, sampling_from_proto, token_to_proto
 from baton.error_detail import from_detail, to_detail
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, NoNode
 from baton.errors import Draining as DrainingError
 from decode_node.admission import BlockQueue
 from decode_node.commands import Admit, Command, EndSession, OpenLease, PrefillHere, Send
@@ -103,7 +103,7 @@ class DecodeMachine:
                     return []
                 return self._from_peer(incarnation, Lost(quiet.lease, from_detail(quiet.error)), now_s)
             case PeerLost(name=name, leases=leases):
-                lost = [Lost(lease, BatonError(f"{name} is gone")) for lease in leases]
+                lost = [Lost(lease, NoNode(f"{name} is gone")) for lease in leases]
                 return [command for each in lost for command in self._lease_event(each, now_s)]
             case SegmentRefused(lease=lease, error=error):
                 return self._lease_event(Lost(lease, error), now_s)

@@ -55,6 +55,7 @@ class Connections:
             _PREFILL: None if tls is None else tls.to_role(certified.Role.PREFILL),
             _DECODE: None if tls is None else tls.to(certified.NODE),
         }
+        self._keepalive_s = settings.keepalive_s
         self._resolve_s = settings.resolve_s
         self._directories = {_PREFILL: Directory(prefill), _DECODE: Directory(decode)}
         self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
@@ -165,7 +166,8 @@ class Connections:
             partial(self._lost, role, address),
             partial(self.fleet.cache_changed, role, address),
         )
-        client = NodeClient(address, callbacks, partial(self._message_received, role, address), self._dials[role])
+        on_message = partial(self._message_received, role, address)
+        client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dials[role])
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
 

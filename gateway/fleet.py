@@ -11,7 +11,7 @@ from baton.types import LocalPolicy
 from gateway.affinity import Affinity
 from gateway.breaker import Breakers
 from gateway.cache_position import CachePosition
-from gateway.fleet_node import FleetNode, Role
+from gateway.fleet_node import FleetNode, Role, settled
 from gateway.placement import Placement, place
 from gateway.prefix_index import PrefixIndex
 from gateway.request import Request
@@ -209,6 +209,12 @@ class Fleet:
         """Every prefill node with every decode node, where both are reachable."""
         decodes = [decode for decode in self.decodes.values() if decode.reachable]
         return [(prefill, decode) for prefill in self.prefills.values() if prefill.reachable for decode in decodes]
+
+    def pairs_under_way(self) -> bool:
+        """Whether a pair of usable nodes is neither ready nor refused: it is being made, or made again."""
+        return any(
+            prefill.open and decode.open and not settled(prefill, decode) for prefill, decode in self.reachable_pairs()
+        )
 
     def serves(self) -> bool:
         """Whether a request could be served now."""

@@ -20,6 +20,8 @@ from protos.baton.v1 import common_pb2, node_pb2
 Role: TypeAlias = common_pb2.Role.ValueType
 
 _DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# Phases of a pair that last.
+SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
 
@@ -140,6 +142,12 @@ class FleetNode:
             if peer.mismatches
         ]
         return f"{self.name}: {', '.join(refused)}" if refused else f"{self.name} is available"
+
+
+def settled(prefill: FleetNode, decode: FleetNode) -> bool:
+    """Whether the pair is ready or was refused."""
+    peer = prefill.peers.get(decode.incarnation)
+    return peer is not None and peer.phase in SETTLED
 
 
 def _model(info: common_pb2.NodeInfo) -> tuple[str, ...]:

@@ -50,8 +50,8 @@ class NodeChoice:
     def decode_node(
         self, num_tokens: int, *, begun: bool, now_s: float, slo: Slo = NO_SLO, splittable: bool = True
     ) -> tuple[FleetNode, Placement] | None:
-        """The next node to decode it, and where the prompt is prefilled; None if a request that has begun must wait for
-        one.
+        """The next node to decode it, and where the prompt is prefilled; None if it must wait for one: because it has
+        begun, or because the nodes are there, and only a pair of them is missing.
 
         Args:
             num_tokens: prompt and output so far.
@@ -70,7 +70,7 @@ class NodeChoice:
         for refusal in self._refusals.values():
             if not begun or refusal.ends_a_begun_request:
                 raise refusal.error
-        if not begun:
+        if not begun and not (self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()):
             cure = "see `baton status`, and try again"
             raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
         return None
@@ -137,6 +137,10 @@ class NodeChoice:
         """Records that the nodes have done their parts of the request."""
         for node in nodes:
             self._fleet.breakers.answered(node.incarnation)
+
+    def num_gone(self, incarnations: Set[int]) -> int:
+        """How many of these nodes are not reachable now, or are no more."""
+        return len(incarnations - {node.incarnation for node in self._fleet.nodes() if node.reachable})
 
     def losing(self, node: FleetNode) -> None:
         """Records that the node is silent: it is not chosen, even while the fleet still lists it as reachable."""

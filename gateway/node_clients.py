@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.config import GATEWAY_KEEPALIVE_S
 from baton.errors import BatonError
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
@@ -82,14 +83,22 @@ class NodeClient:
 
     Args:
         on_message: called at every message of the session, as a sign of life.
+        keepalive_s: a node that answers no ping for that long is lost.
         dial: credentials of the channel.
     """
 
     def __init__(
-        self, address: str, callbacks: WatchCallbacks, on_message: Callable[[], None], dial: Dial | None = None
+        self,
+        address: str,
+        callbacks: WatchCallbacks,
+        on_message: Callable[[], None],
+        *,
+        keepalive_s: float = GATEWAY_KEEPALIVE_S,
+        dial: Dial | None = None,
     ) -> None:
         self._address = address
-        self._channel = connect(address, dial=dial)
+        # Pings are answered without Python, so a node that computes, loads or compiles is not lost.
+        self._channel = connect(address, keepalive_s=keepalive_s, dial=dial)
         self._stub = node_pb2_grpc.NodeStub(self._channel)
         self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from gateway.fleet import Fleet, LogLine
-from gateway.fleet_node import FleetNode
+from gateway.fleet_node import SETTLED, FleetNode, settled
 from protos.baton.v1 import common_pb2
 
 _RETRY_S_MIN, _RETRY_S_MAX = 0.1, 5.0
-_SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
 
 Pair = tuple[int, int]  # incarnations of a prefill node and a decode node
 
@@ -55,7 +54,7 @@ class Pairing:
 
     def settled(self) -> bool:
         """Whether every pair of reachable nodes is ready or was refused."""
-        return all(_settled(prefill, decode) for prefill, decode in self.fleet.reachable_pairs())
+        return all(settled(prefill, decode) for prefill, decode in self.fleet.reachable_pairs())
 
     def check(self, now_s: float) -> list[PairingCommand]:
         """Asks for every pair that is not ready, unless it was asked for a moment ago."""
@@ -65,7 +64,7 @@ class Pairing:
             del self._pairs[gone]
         self._logged &= wanted.keys()
         for pair, (prefill, decode) in wanted.items():
-            if _settled(prefill, decode):
+            if settled(prefill, decode):
                 state = prefill.peers[decode.incarnation]
                 if pair not in self._logged:
                     self._logged.add(pair)
@@ -86,7 +85,7 @@ class Pairing:
         if asked is None:
             return []
         _ask_later(asked, now_s, self.link_retry_s if _too_slow(state) else asked.retry_s)
-        if state.phase in _SETTLED:
+        if state.phase in SETTLED:
             return []
         return [LogLine(f"{asked.prefill} cannot connect to {asked.decode} yet: {state.detail}")]
 
@@ -103,11 +102,6 @@ def _ask_later(asked: _PairState, now_s: float, pause_s: float) -> None:
     asked.asking = False
     asked.next_at_s = now_s + pause_s
     asked.retry_s = min(2 * asked.retry_s, _RETRY_S_MAX)
-
-
-def _settled(prefill: FleetNode, decode: FleetNode) -> bool:
-    peer = prefill.peers.get(decode.incarnation)
-    return peer is not None and peer.phase in _SETTLED
 
 
 def _too_slow(peer: common_pb2.PeerState) -> bool:

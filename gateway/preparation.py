@@ -30,6 +30,7 @@ from gateway.validate import (
     check_session_id,
     check_text,
     check_truncation,
+    end_of,
 )
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -102,6 +103,8 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
     sampling = prompt.sampling
     if fills_context:
         sampling = replace(sampling, max_tokens=max_context_tokens - len(token_ids))
+    output = check_output(message, sampling, model, prompt_tokens=len(token_ids), max_tokens=max_context_tokens)
+    most = min(sampling.max_tokens, max_context_tokens - len(token_ids))
     request = Request(
         request_id=call.request_id,
         prompt=token_ids,
@@ -112,7 +115,8 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
         priority=message.priority,
         slo=slo_from_proto(message.slo),
         session_id=check_session_id(message.session_id),
-        output=check_output(message, sampling, model, prompt_tokens=len(token_ids), max_tokens=max_context_tokens),
+        output=output,
+        ended=end_of(output, sampling, model, most=most),
         blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt),
     )
     return Prepared(request, prompt.parser)

@@ -44,23 +44,33 @@ class Reply:
         self._text = ""
         self._prompt_logprobs: Sequence[common_pb2.PromptLogprob] = ()
 
-    def resume(self, output: Sequence[int]) -> str:
-        """Goes on after tokens that the client has. Returns their text, as far as it was shown.
+    def resume(self, output: Sequence[int], end: OutputEnd | None) -> tuple[str, OutputEnd | None]:
+        """Goes on after tokens that the client has. Returns their text, as far as it was shown, and how the output ends
+        with them; None: more tokens are due.
+
+        Args:
+            end: how it ends with its last token, stop strings apart.
 
         Raises:
-            InvalidRequest: a stop string is in them, so there is nothing after them.
+            InvalidRequest: the output would have ended before all of them.
         """
         self.completion_tokens = len(output)
+        stopped = end is not None and end.reason == common_pb2.FINISH_REASON_STOP
+        shown = output[:-1] if stopped and not self._sampling.include_stop else output
         if self._stops is None:
-            return self._detokenizer.push(*output)
+            return self._detokenizer.push(*shown), end
         texts = []
-        for count, token_id in enumerate(output, 1):
+        for count, token_id in enumerate(shown, 1):
             passed = self._stops.push(self._detokenizer.push(token_id), may_stop=count > self._sampling.min_tokens)
             texts.append(passed.text)
-            if passed.stop is not None:
-                field = "output_token_ids"
-                raise InvalidRequest(f"{field} have the stop string {passed.stop!r}", field=field, value=passed.stop)
-        return "".join(texts)
+            if passed.stop is None:
+                continue
+            if count < len(output):
+                what = f"output_token_ids go on after the stop string {passed.stop!r}"
+                raise InvalidRequest(what, field="output_token_ids", value=passed.stop)
+            self._stopped = True
+            end = OutputEnd(common_pb2.FINISH_REASON_STOP, passed.stop)
+        return "".join(texts), end
 
     def add(self, step_token: decode_pb2.StepToken) -> OutputEnd | None:
         """Adds the next token to the message in progress; returns how the output ends if this token ends it."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from baton.errors import DeadlineExceeded
 from baton.types import NO_SLO, LocalPolicy, SamplingParams, Slo
 from gateway.prefix_index import PromptBlocks
+from gateway.reply import OutputEnd
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Request:
         slo: what the client expects; absent bounds are the gateway's.
         session_id: requests of one session go to the same nodes where that costs nothing.
         output: tokens that the client has already; the answer goes on after them.
+        ended: how the output ends with the last of these; None: more tokens are due.
         blocks: names of the prompt's blocks, which all outputs share; None: not needed.
     """
 
@@ -31,6 +33,7 @@ class Request:
     slo: Slo = NO_SLO
     session_id: str = ""
     output: tuple[int, ...] = ()
+    ended: OutputEnd | None = None
     blocks: PromptBlocks | None = field(default=None, compare=False)
 
     @property

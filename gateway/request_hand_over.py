@@ -5,7 +5,6 @@ from baton.types import LocalPolicy
 from gateway.attempt import Attempt, PrefillCall
 from gateway.commands import AskDecode, CallPrefill, CancelPrefill
 from gateway.fleet_node import FleetNode
-from gateway.node_choice import prefill_failure
 from gateway.request_state import RequestState
 from protos.baton.v1 import common_pb2, decode_pb2
 
@@ -17,20 +16,18 @@ class HandOver:
         self._state = state
         self._num_calls = 0
 
-    def call(self, attempt: Attempt, ticket: common_pb2.Ticket) -> None:
+    def call(self, attempt: Attempt, ticket: common_pb2.Ticket) -> BatonError | None:
         """Calls a prefill node with the ticket: the one that was placed with the decode node, while it is usable.
 
-        Raises:
-            BatonError: as `failed`, if there is none.
+        If there is none: as `failed`.
         """
         state = self._state
         node = self._next_node(attempt)
         if node is None:
-            self.failed(attempt, "", state.choice.no_prefill_node())
-            return
+            return self.failed(attempt, "", state.choice.no_prefill_node())
         if attempt.ticket_for not in (0, node.incarnation):
             self._renew(attempt, node)  # the decode node would refuse what this one sends
-            return
+            return None
         attempt.excluded.add(node.incarnation)
         pair = node.peers[attempt.node.incarnation]
         state.receipt.calling(node.name, pair.transport, pair.kv_converted)
@@ -45,15 +42,18 @@ class HandOver:
             node.note_prompt(node.cached_tokens, ticket.token_stop, state.now_s)
         attempt.placed_prefill = None
         state.commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=state.remaining_s))
+        return None
 
-    def failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> None:
+    def failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> BatonError | None:
         """Asks for a ticket for another prefill node, or the decode node to prefill the prompt itself.
+
+        Under policy strict no prefill node may be left: returns why, and the attempt has to end.
 
         Args:
             prefill_node: empty when no node could be called.
 
         Raises:
-            BatonError: the failure is the client's doing, or no prefill node is left under policy strict.
+            BatonError: the failure is the client's doing.
         """
         state = self._state
         if attempt.call is not None:
@@ -61,32 +61,30 @@ class HandOver:
         self.drop(attempt)
         if isinstance(error, InvalidRequest | DeadlineExceeded):
             raise error
-        strict = state.rules.local_policy is LocalPolicy.STRICT
         if prefill_node:
             attempt.failed_calls += 1
             attempt.last_error = error
             state.receipt.failed(f"{prefill_node} failed ({error.message})")
-        elif strict:
-            raise prefill_failure(attempt, error)
         attempt.answered = False
         attempt.waiting_since_s = state.now_s
-        # NOTE: policy strict asks for a ticket even when no prefill node is left: the last one may have failed only
-        # because the decode node is gone, and this message finds that out.
-        following = self._next_node(attempt)
-        if strict or following is not None:
+        following = self._next_node(attempt) if prefill_node else None
+        if following is not None:
             self._renew(attempt, following)
-            return
+            return None
+        if state.rules.local_policy is LocalPolicy.STRICT:
+            return error
         if state.refuses_late(attempt) and isinstance(error, Overloaded):
             raise error  # prefilled here, it would be late too
         here = decode_pb2.PrefillHere(failed_lease=attempt.lease, output_token_ids=state.output.token_ids)
         state.commands.append(AskDecode(attempt.number, here))
+        return None
 
-    def _renew(self, attempt: Attempt, node: FleetNode | None) -> None:
+    def _renew(self, attempt: Attempt, node: FleetNode) -> None:
         """Asks for a ticket for that prefill node."""
         state = self._state
         attempt.answered = False
         attempt.waiting_since_s = state.now_s
-        attempt.ticket_for = 0 if node is None else node.incarnation
+        attempt.ticket_for = node.incarnation
         renew = decode_pb2.RenewTicket(
             failed_lease=attempt.lease,
             output_token_ids=state.output.token_ids,

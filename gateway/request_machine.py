@@ -61,12 +61,11 @@ class RequestMachine:
         """Goes on after the request's `output`, before the first event. Returns the text that the client has of it.
 
         Raises:
-            InvalidRequest: there is nothing after it.
+            InvalidRequest: it would have ended before all of these tokens.
         """
-        tokens = self._state.request.output
         self._attempts.note_gone("the client's gateway was lost")
-        self._receipt.failed(f"continued after {len(tokens)} tokens that the client had")
-        return self._output.resume(tokens)
+        self._receipt.failed(f"continued after {len(self._state.request.output)} tokens that the client had")
+        return self._output.resume()
 
     def handle(self, events: Sequence[Event], now_s: float) -> list[Command]:
         """Reacts to events in their order, at `now_s`, which never decreases.
@@ -159,6 +158,8 @@ class RequestMachine:
             case SessionLost(number, reason):
                 if attempt is not None and number == attempt.number and self._output.end is None:
                     self._attempts.lose(attempt, reason)
+            case Started() if self._output.end is not None:
+                self._end()  # the client lacks the last message only
             case Started() | FleetChanged():
                 if attempt is None:
                     self._attempts.begin()
@@ -198,7 +199,7 @@ class RequestMachine:
                 attempt.answered = True
                 attempt.lease = message.ticket.lease.number
                 self._receipt.reserved(attempt.node.name, message)
-                self._hand_over.call(attempt, message.ticket)
+                self._unless_stuck(attempt, self._hand_over.call(attempt, message.ticket))
             case decode_pb2.Accepted() if not attempt.answered:
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = True
@@ -207,7 +208,7 @@ class RequestMachine:
                 call = attempt.call
                 present = message.lease == attempt.lease and not attempt.admitted
                 if present and call is not None and self._output.end is None:
-                    self._hand_over.failed(attempt, call.node.name, from_detail(message.error))
+                    self._hand_over_failed(attempt, call, from_detail(message.error))
 
     def _prefill_replied(self, attempt: Attempt, call: PrefillCall, reply: prefill_pb2.PrefillEvent) -> None:
         attempt.waiting_since_s = call.last_message_at_s = self._state.now_s
@@ -238,7 +239,15 @@ class RequestMachine:
             self._check_first_token(attempt)
             return
         error = error or InternalError("the prefill node ended the call before everything was sent")
-        self._hand_over.failed(attempt, call.node.name, error)
+        self._hand_over_failed(attempt, call, error)
+
+    def _hand_over_failed(self, attempt: Attempt, call: PrefillCall, error: BatonError) -> None:
+        self._unless_stuck(attempt, self._hand_over.failed(attempt, call.node.name, error))
+
+    def _unless_stuck(self, attempt: Attempt, why: BatonError | None) -> None:
+        """`why` no prefill node can hand over to the attempt's decode node; None: one is asked."""
+        if why is not None:
+            self._attempts.without_prefill(attempt, why)
 
     # ---- tokens
 
@@ -263,12 +272,13 @@ class RequestMachine:
             return
         if self._state.now_s >= request.deadline_s:
             raise deadline_exceeded(request.timeout_s, self._receipt.failures)
+        if attempts.present is None:
+            attempts.check_wait()
         self._check_at_s = request.deadline_s
         if attempts.present is not None:
             self._check_at_s = min(self._check_at_s, self._wait_ends_at_s(attempts.present))
-        elif attempts.wait_ends_at_s is not None:
-            attempts.check_wait()
-            self._check_at_s = min(self._check_at_s, attempts.wait_ends_at_s)
+        elif attempts.due_at_s is not None:
+            self._check_at_s = min(self._check_at_s, attempts.due_at_s)
 
     def _check_attempt(self, attempt: Attempt) -> None:
         now_s = self._state.now_s
@@ -311,7 +321,10 @@ class RequestMachine:
         state.choice.answered(attempt.node, *([attempt.call.node] if attempt.call else []))
         self._attempts.leave(attempt)
         state.respond()
-        state.commands.append(self._output.last_message(self._receipt, state.now_s))
+        self._end()
+
+    def _end(self) -> None:
+        self._state.commands.append(self._output.last_message(self._receipt, self._state.now_s))
         self._finish(None)
 
     def _finish(self, error: BatonError | None) -> None:

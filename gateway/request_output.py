@@ -1,7 +1,5 @@
 """What the client of one request has and gets next: tokens in their order, messages, and the output's end. Pure."""
 
-from collections.abc import Sequence
-
 from baton.types import Usage
 from gateway.commands import Respond
 from gateway.receipt import ReceiptDraft
@@ -35,14 +33,15 @@ class Output:
     def completion_tokens(self) -> int:
         return self._reply.completion_tokens
 
-    def resume(self, token_ids: Sequence[int]) -> str:
-        """Goes on after tokens that the client has. Returns their text, as far as it was shown.
+    def resume(self) -> str:
+        """Goes on after the tokens that the client has. Returns their text, as far as it was shown.
 
         Raises:
-            InvalidRequest: there is nothing after them.
+            InvalidRequest: the output would have ended before all of them.
         """
-        self._order.token_ids.extend(token_ids)
-        return self._reply.resume(token_ids)
+        self._order.token_ids.extend(self._request.output)
+        text, self.end = self._reply.resume(self._request.output, self._request.ended)
+        return text
 
     def add(self, step_token: decode_pb2.StepToken, *, hold: bool) -> bool:
         """Adds a node's token, and early ones whose turn it is then; returns whether that ended the output.
@@ -79,12 +78,12 @@ class Output:
     def last_message(self, draft: ReceiptDraft, now_s: float) -> Respond:
         """The message with usage and receipt, after all tokens were sent."""
         assert self.end is not None, "only a finished output has a last message"
-        assert self.first_token_at_s is not None, "an output ends with a token"
         started_at_s, prompt_tokens = self._request.started_at_s, len(self._request.prompt)
+        first_token_at_s = now_s if self.first_token_at_s is None else self.first_token_at_s
         usage = Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             cached_tokens=min(draft.cached_tokens, prompt_tokens),
         )
-        receipt = draft.finish(first_token_s=self.first_token_at_s - started_at_s, total_s=now_s - started_at_s)
+        receipt = draft.finish(first_token_s=first_token_at_s - started_at_s, total_s=now_s - started_at_s)
         return Respond(self._reply.last(self.end, usage, receipt))

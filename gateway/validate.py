@@ -3,12 +3,14 @@
 import secrets
 import unicodedata
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.convert import sampling_from_proto
 from baton.errors import InvalidRequest
 from baton.types import SamplingParams
 from gateway.model import ServedModel
+from gateway.reply import OutputEnd
 from gateway.request import Outputs
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -163,12 +165,29 @@ def check_output(
     if not sampling.greedy and not request.sampling.HasField("seed"):
         cure = "give the seed with which the tokens were drawn"
         raise InvalidRequest(f"{field} go on from a draw whose seed is missing", field=field, cure=cure)
-    most = min(sampling.max_tokens, max_tokens - prompt_tokens) - 1
+    most = min(sampling.max_tokens, max_tokens - prompt_tokens)
     if len(output) > most:
-        message, allowed = f"{field} has {len(output)} tokens", (f"up to {most}, of which the answer has one more",)
+        message, allowed = f"{field} has {len(output)} tokens", (f"up to {most}",)
         raise InvalidRequest(message, field=field, value=len(output), allowed=allowed)
     model.check_token_ids(field, list(output))
     return tuple(output)
+
+
+def end_of(output: Sequence[int], sampling: SamplingParams, model: ServedModel, *, most: int) -> OutputEnd | None:
+    """How the output ends with its last token, by the rules of `engine.scheduling.state`, which know no stop strings;
+    None: more tokens are due.
+
+    Args:
+        most: tokens that the output may have.
+    """
+    if not output:
+        return None
+    last = output[-1]
+    own, eos = last in sampling.stop_token_ids, last in model.eos_token_ids
+    ends = eos and not sampling.ignore_eos
+    if (eos and sampling.grammar is not None) or ((own or ends) and len(output) > sampling.min_tokens):
+        return OutputEnd(common_pb2.FINISH_REASON_STOP, str(last) if own and not ends else "")
+    return OutputEnd(common_pb2.FINISH_REASON_LENGTH, "") if len(output) >= most else None
 
 
 def check_prompt_given(request: pb.GenerateRequest) -> None:

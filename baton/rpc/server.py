@@ -53,6 +53,9 @@ def channel_options(
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
+        # NOTE: while a ping of the flow control is under way, gRPC sends none for keepalive. By default it waits for that
+        # one for a minute.
+        ("grpc.http2.ping_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),

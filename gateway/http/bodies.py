@@ -109,6 +109,11 @@ class GenerationBody(Body):
     guided_decoding_backend: str | None = Field(None, description=IGNORED)
     return_tokens_as_token_ids: bool = Field(False, description="in logprobs: token_id:N in place of a token's text")
     return_token_ids: bool = Field(False, description="add the token ids of the output")
+    output_token_ids: Items[Uint32] = Field(
+        [],
+        description="tokens of the output that the client has already, from a gateway that it lost: the answer goes on "
+        "after them. Needs the same x-request-id, and a seed where tokens are drawn",
+    )
     baton_receipt: bool = Field(False, description="add the receipt, as the header x-baton-receipt does")
     user: str | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
@@ -197,6 +202,8 @@ class CompletionBody(GenerationBody):
             raise ValueError("best_of is less than n")
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of and stream exclude each other")
+        if self.output_token_ids and (self.echo or len(self.prompts) > 1):
+            raise ValueError("output_token_ids exclude echo and several prompts")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise ValueError("echo and truncate_prompt_tokens exclude each other")
         return self

@@ -31,6 +31,7 @@ class StreamShape:
         continuous_usage: every chunk has the usage so far; else only the last one, with `include_usage`.
         outputs: choices for each prompt.
         prompt_tokens: for `continuous_usage`; the last chunk counts them itself.
+        tokens_before: that the client has of the output.
     """
 
     object_name: str
@@ -46,6 +47,7 @@ class StreamShape:
     reasoning: bool = True
     outputs: int = 1
     prompt_tokens: int = 0
+    tokens_before: int = 0
 
     @property
     def beginning(self) -> bytes:
@@ -60,7 +62,7 @@ class _Stream:
     def __init__(self, shape: StreamShape) -> None:
         self.shape = shape
         self.usage = common_pb2.Usage()
-        self._completion_tokens = 0
+        self._completion_tokens = shape.tokens_before
         self._beginning = shape.beginning
         self._plain_end = b'}],"usage":null}\n\n' if shape.include_usage else b"}]}\n\n"
 

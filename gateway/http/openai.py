@@ -87,6 +87,7 @@ def _shape(call: Call, body: GenerationBody, name: str, prefix: str, *, wants_lo
         token_ids=body.return_token_ids,
         reasoning=not isinstance(body, ChatBody) or body.include_reasoning,
         outputs=body.n,
+        tokens_before=len(body.output_token_ids),
     )
 
 

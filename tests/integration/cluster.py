@@ -38,6 +38,7 @@ _STEADY: dict[str, Flags] = {
     "gateway": {
         "local_policy": "prefer",
         "drain_grace_s": 2 * DEADLINE_S,
+        "keepalive_s": 2 * DEADLINE_S,
         "prefill_stall_s": 2 * DEADLINE_S,
         "decode_stall_s": 2 * DEADLINE_S,
         "queue_s": 2 * DEADLINE_S,

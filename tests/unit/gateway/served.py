@@ -87,7 +87,7 @@ class Served:
 
     def session_lost(self, attempt: int = 1) -> list[Command]:
         """Loses a node as the shell does: the fleet is updated first."""
-        self.fleet.lose(f"d{attempt}")
+        self.fleet.lose(f"d{min(attempt, len(self.fleet.decodes))}")
         return self.handle(SessionLost(attempt, "gone"))
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -19,6 +20,7 @@ from baton.errors import (
 )
 from baton.types import LocalPolicy, Slo
 from gateway import events
+from gateway.back_off import BackOff
 from gateway.commands import (
     AskDecode,
     CallPrefill,
@@ -31,6 +33,7 @@ from gateway.commands import (
     SubmitToDecode,
 )
 from gateway.events import DecodeReplied, FleetChanged, PrefillReplied, SessionLost, TimePassed, TokensCame
+from gateway.reply import OutputEnd
 from gateway.request_machine import RequestMachine
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, request, rules, status
@@ -318,19 +321,113 @@ def test_a_report_about_an_older_lease_changes_nothing() -> None:
     assert served.decode(hand_over_failed(GONE)) == []
 
 
-def test_strict_asks_for_a_ticket_even_when_no_prefill_node_is_left_and_then_fails() -> None:
-    served = prefilling(prefills=1, policy=LocalPolicy.STRICT)
-    asked = only(served.prefill_ended(GONE), AskDecode).message
-    assert isinstance(asked, decode_pb2.RenewTicket)
-    served.decode(reserved(lease=2))
+def strict(prefills: int = 1) -> Served:
+    return prefilling(prefills=prefills, policy=LocalPolicy.STRICT)
+
+
+def pause_over(served: Served) -> list[Command]:
+    """Lets the time come at which the request goes on."""
+    assert served.machine.deadline_s is not None
+    return served.handle(TimePassed(), after_s=served.machine.deadline_s - served.now_s)
+
+
+@pytest.mark.parametrize("error", [GONE, DataLoss("UCX: connection reset"), UnknownLease("closed"), Cancelled("back")])
+def test_strict_goes_on_after_a_pause_when_the_link_of_the_only_prefill_node_breaks(error: BatonError) -> None:
+    served = strict()
+    (leave,) = served.prefill_ended(error)
+    assert leave == LeaveDecode(1, cancel=True)
+    assert served.machine.deadline_s is not None
+    assert served.now_s < served.machine.deadline_s <= served.now_s + 0.1
+    assert served.handle(FleetChanged()) == []
+    assert only(pause_over(served), SubmitToDecode).attempt == 2
+    served.decode(reserved(), attempt=2)
+    served.prefill(first_token(), SENT, call=2)
+    served.decode(decode_pb2.Admitted(), token(1, LENGTH), attempt=2)
+    assert served.error is None
+    assert served.token_ids == [100, 101]
+
+
+def test_pauses_grow_and_attempts_go_on_until_the_deadline() -> None:
+    served = strict()
+    begun_s = [0.0]
+    while not of(served.commands, Finish):
+        served.prefill_ended(GONE, call=len(begun_s))
+        if of(pause_over(served), SubmitToDecode):
+            begun_s.append(served.now_s)
+            served.decode(reserved(), attempt=len(begun_s))
+    assert isinstance(served.error, DeadlineExceeded)
+    assert served.now_s == pytest.approx(100.0)
+    pauses_s = [later - earlier for earlier, later in pairwise(begun_s)]
+    assert pauses_s[0] < 0.1 < pauses_s[4]
+    assert all(1.0 <= pause_s <= 2.0 for pause_s in pauses_s[6:])
+    assert is_closed(served.commands)
+
+
+def test_requests_that_failed_together_do_not_come_back_together() -> None:
+    pauses_s = set()
+    for number in range(8):
+        back_off = BackOff(f"r{number}")
+        pauses_s.add(back_off.next_s())
+    assert len(pauses_s) == 8
+
+
+def test_a_lost_prefill_node_ends_a_strict_request_only_if_none_comes_back_in_time() -> None:
+    served = strict()
+    served.fleet.lose("p1")
+    served.prefill_ended(GONE)
+    notice = only(pause_over(served), Respond).message.notice
+    assert notice == "no prefill node could hand over; waiting up to 20 s for another one"
+    served.fleet.connect("p1", 10.0, restarts=1)
+    assert of(served.handle(FleetChanged(), after_s=10.0), SubmitToDecode)
+    served.fleet.lose("p1")
+    served.decode(reserved(), attempt=2)
+    pause_over(served)
+    served.handle(TimePassed(), after_s=20.0)
+    assert isinstance(served.error, NoNode)
+
+
+def test_a_strict_request_that_ends_one_prefill_node_after_the_other_is_given_up() -> None:
+    served = strict()
+    for attempt in range(1, 5):
+        served.prefill_ended(GONE, call=attempt)
+        served.fleet.connect("p1", served.now_s, restarts=attempt)
+        pause_over(served)
+        served.decode(reserved(), attempt=attempt + 1)
+    served.prefill_ended(GONE, call=5)
     assert isinstance(served.error, NoNode)
     assert "1 prefill attempt(s) failed" in served.error.message
 
 
+def test_a_strict_request_that_fails_inside_prefill_nodes_is_given_up() -> None:
+    served = strict()
+    for attempt in range(1, 4):
+        served.prefill_ended(InternalError("a bug"), call=attempt)
+        if attempt < 3:
+            pause_over(served)
+            served.decode(reserved(), attempt=attempt + 1)
+    assert isinstance(served.error, NoNode)
+    assert "a bug" in served.error.message
+
+
+def test_a_new_strict_request_waits_while_the_only_pair_is_made_again() -> None:
+    served = Served(prefills=1, decodes=1, policy=LocalPolicy.STRICT, start=False)
+    served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_LOST))
+    assert served.handle(events.Started()) == []
+    assert served.machine.waits_for_fleet
+    served.fleet.prefills["p1"].take_peer(peer(21))
+    assert of(served.handle(FleetChanged()), SubmitToDecode)
+
+
+def test_a_new_strict_request_does_not_wait_for_a_pair_that_was_refused() -> None:
+    served = Served(prefills=1, decodes=1, policy=LocalPolicy.STRICT, start=False)
+    served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_REFUSED))
+    served.handle(events.Started())
+    assert isinstance(served.error, NoNode)
+
+
 def test_strict_gives_the_last_overload_as_it_is() -> None:
-    served = prefilling(prefills=1, policy=LocalPolicy.STRICT)
+    served = strict()
     served.prefill_ended(Overloaded("full", retry_after_s=2.0))
-    served.decode(reserved(lease=2))
     assert isinstance(served.error, Overloaded)
     assert served.error.retry_after_s == 2.0
 
@@ -509,13 +606,28 @@ def test_a_release_without_an_end_is_a_loss() -> None:
     assert of(commands, SubmitToDecode)
 
 
-def test_losses_in_a_row_end_the_request_and_tokens_reset_the_count() -> None:
-    served = decoding()
-    for attempt in range(1, 4):  # the first of them after tokens
-        assert of(served.handle(SessionLost(attempt, "gone")), SubmitToDecode)
-    served.handle(SessionLost(4, "gone"))
+def test_nodes_lost_in_a_row_end_the_request_and_tokens_reset_the_count() -> None:
+    served = decoding(decodes=1)
+    for attempt in range(1, 5):  # the first of them after tokens
+        served.session_lost(attempt)
+        if attempt < 4:
+            served.fleet.connect("d1", served.now_s, restarts=attempt)
+            assert of(served.handle(FleetChanged()), SubmitToDecode)
     assert isinstance(served.error, NoNode)
     assert "4 nodes in a row were lost" in served.error.message
+
+
+def test_a_node_whose_link_breaks_again_and_again_is_tried_again_after_pauses() -> None:
+    served = decoding(decodes=1)
+    for attempt in range(1, 9):
+        served.fleet.lose("d1")
+        served.handle(SessionLost(attempt, "reset"))
+        served.fleet.connect("d1", served.now_s)
+        commands = served.handle(FleetChanged()) if attempt == 1 else pause_over(served)
+        assert only(commands, SubmitToDecode).attempt == attempt + 1
+    served.decode(accepted(), token(2), token(3, LENGTH), attempt=9)
+    assert served.error is None
+    assert served.token_ids == [100, 101, 102, 103]
 
 
 def test_a_first_token_that_can_no_longer_arrive_is_a_loss() -> None:
@@ -659,6 +771,20 @@ def test_the_deadlines_error_names_earlier_failures() -> None:
     served.handle(TimePassed(), after_s=100.0)
     assert isinstance(served.error, DeadlineExceeded)
     assert "(node-21 was lost (gone))" in served.error.message
+
+
+# ---- a client that lost its gateway
+
+
+def test_an_output_that_the_client_has_whole_ends_without_a_node() -> None:
+    whole = replace(request(), output=(100, 101), ended=OutputEnd(LENGTH, ""))
+    machine = RequestMachine(whole, rules(), SmallFleet(0, 0), Words())
+    assert machine.resume() == " 100 101"
+    last, finish = machine.handle([events.Started()], 0.5)
+    assert isinstance(last, Respond)
+    assert (last.message.text, list(last.message.tokens)) == ("", [])
+    assert (last.message.finish_reason, last.message.usage.completion_tokens) == (LENGTH, 2)
+    assert finish == Finish(None)
 
 
 # ---- split prompts, SLOs

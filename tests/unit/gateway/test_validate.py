@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
+from baton.types import Grammar, GrammarKind, SamplingParams
 from gateway.chat.model import read_chat_model
 from gateway.model import ServedModel
+from gateway.reply import OutputEnd
 from gateway.request import Outputs
 from gateway.tokenizer import TextTokenizer
 from gateway.validate import (
@@ -20,6 +22,7 @@ from gateway.validate import (
     check_sampling,
     check_session_id,
     check_text,
+    end_of,
 )
 from grammar.compiler import GrammarCompiler
 from protos.baton.v1 import common_pb2
@@ -191,7 +194,7 @@ def test_an_answer_goes_on_after_the_tokens_that_the_client_has(model: ServedMod
     greedy = common_pb2.SamplingParams(temperature=0.0, max_tokens=100)
     drawn = common_pb2.SamplingParams(temperature=1.0, max_tokens=100, seed=0)
     assert output_of(continuation(sampling=greedy), model) == (3, 4, 5)
-    assert output_of(continuation(13, sampling=drawn), model) == tuple(range(3, 16))
+    assert output_of(continuation(14, sampling=drawn), model) == tuple(range(3, 17))
     assert output_of(pb.GenerateRequest(), model) == ()
 
 
@@ -202,12 +205,12 @@ def test_an_answer_goes_on_after_the_tokens_that_the_client_has(model: ServedMod
         (continuation(best_of=2, sampling=common_pb2.SamplingParams(temperature=0.0)), "of one output"),
         (continuation(sampling=common_pb2.SamplingParams(temperature=1.0)), "whose seed is missing"),
         (
-            continuation(sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=3)),
+            continuation(sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=2)),
             "has 3 tokens; allowed: up to 2",
         ),
         (
-            continuation(14, sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=100)),
-            "has 14 tokens; allowed: up to 13",
+            continuation(15, sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=100)),
+            "has 15 tokens; allowed: up to 14",
         ),
         (
             pb.GenerateRequest(output_token_ids=[320], sampling=common_pb2.SamplingParams(temperature=0.0)),
@@ -219,3 +222,31 @@ def test_an_answer_that_cannot_go_on_is_refused(model: ServedModel, request_: pb
     with pytest.raises(InvalidRequest, match=message) as raised:
         output_of(request_, model)
     assert raised.value.field == "output_token_ids"
+
+
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("last", "sampling", "end"),
+    [
+        (7, SamplingParams(), None),
+        (7, SamplingParams(max_tokens=3), OutputEnd(LENGTH, "")),
+        (7, SamplingParams(stop_token_ids=(7,)), OutputEnd(STOP, "7")),
+        (7, SamplingParams(stop_token_ids=(7,), min_tokens=3), None),
+        ("eos", SamplingParams(), OutputEnd(STOP, "")),
+        ("eos", SamplingParams(max_tokens=3), OutputEnd(STOP, "")),
+        ("eos", SamplingParams(min_tokens=3), None),
+        ("eos", SamplingParams(ignore_eos=True), None),
+        ("eos", SamplingParams(ignore_eos=True, grammar=Grammar(GrammarKind.JSON_OBJECT)), OutputEnd(STOP, "")),
+    ],
+)
+def test_tokens_that_the_client_has_may_be_the_whole_output(
+    model: ServedModel, last: int | str, sampling: SamplingParams, end: OutputEnd | None
+) -> None:
+    token_id = model.eos_token_ids[0] if isinstance(last, str) else last
+    assert end_of([5, 6, token_id], sampling, model, most=min(sampling.max_tokens, 14)) == end
+
+
+def test_without_tokens_no_output_has_ended(model: ServedModel) -> None:
+    assert end_of([], SamplingParams(), model, most=14) is None

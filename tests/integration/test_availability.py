@@ -1,0 +1,111 @@
+"""Links between processes break or fall silent: no request fails for it while there is another way, or time."""
+
+import asyncio
+from copy import copy
+
+import pytest
+
+from baton.cli.processes import Process
+from baton.rpc.server import connect
+from baton.types import Path as RequestPath
+from baton.types import SamplingParams
+from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1.generation_pb2_grpc import GenerationStub
+from tests.integration.cluster import (
+    DEADLINE_S,
+    LLAMA,
+    Flags,
+    Machines,
+    first_of,
+    in_engine,
+    nothing_held,
+    until_status,
+)
+from tests.integration.generation import Result, generate
+from tests.integration.proxy import Proxy, free_address
+from tests.integration.reference import Reference
+
+NODE: Flags = {"model": LLAMA, "max_batch_tokens": 16, "num_blocks": 256, "prefix_cache": False}
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+REQUESTS = 6
+
+
+@pytest.fixture
+def prompts(reference: Reference) -> list[list[int]]:
+    return reference.prompts([80 + 10 * number for number in range(REQUESTS)])
+
+
+async def test_a_reset_between_the_only_prefill_and_decode_node_fails_no_strict_request(
+    start: Machines, reference: Reference, prompts: list[list[int]]
+) -> None:
+    address = free_address()
+    with Proxy(address) as proxy:
+        prefill, decode = start.nodes(
+            ("prefill", NODE), ("decode", {**NODE, "listen": address, "advertise": proxy.address}), held=["prefill"]
+        )
+        gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
+        requests = [asyncio.create_task(generate(gateway, prompt, GREEDY)) for prompt in prompts]
+        await until_status(prefill, lambda last: in_engine(last) == REQUESTS)
+        start.allow_steps(2, prefill)
+        await until_status(prefill, lambda last: last.requests_running > 0)
+        proxy.reset()
+        start.let_go(prefill)
+        results = await asyncio.gather(*requests)
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.token_ids == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+            assert result.proof.path is RequestPath.REMOTE
+            assert result.proof.attempts > 1
+        await until_status(prefill, nothing_held)
+        await until_status(decode, nothing_held)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_requests_of_a_node_behind_a_cut_link_go_on_elsewhere_and_it_may_come_back(
+    start: Machines, reference: Reference, prompts: list[list[int]], role: str
+) -> None:
+    # Every other limit on silence is longer than this test may take.
+    first, second, other = start.nodes(
+        (role, NODE), (role, NODE), ("decode" if role == "prefill" else "prefill", NODE), held=[role]
+    )
+    with Proxy(first.address) as to_first, Proxy(second.address) as to_second:
+        behind = {first: to_first, second: to_second}
+        pairs = {role: [seen_as(node, proxy) for node, proxy in behind.items()]}
+        gateway = start.gateway(
+            pairs.get("prefill", [other]),
+            pairs.get("decode", [other]),
+            model=LLAMA,
+            local_policy="strict",
+            keepalive_s=0.9,
+        )
+        result = Result()
+        request = asyncio.create_task(generate(gateway, prompts[0], GREEDY, result=result))
+        busy = await first_of(lambda node: until_status(node, lambda last: in_engine(last) > 0), [first, second])
+        if role == "decode":
+            start.allow_steps(3, busy)
+            await result.until_tokens(3)
+        behind[busy].cut()
+        start.let_go(second if busy is first else first)
+        await request
+        assert result.token_ids == reference.greedy(prompts[0], GREEDY.max_tokens).token_ids
+        behind[busy].mend()
+        start.let_go(busy)
+        for node in (first, second, other):
+            await until_status(node, nothing_held)
+        await until_all_reachable(gateway, 3)
+
+
+def seen_as(node: Process, proxy: Proxy) -> Process:
+    """The node at the proxy's address."""
+    seen = copy(node)
+    seen.address = proxy.address
+    return seen
+
+
+async def until_all_reachable(gateway: Process, count: int) -> None:
+    async with asyncio.timeout(DEADLINE_S), connect(gateway.address) as channel:
+        stub = GenerationStub(channel)
+        while True:
+            seen = await stub.ClusterStatus(pb.ClusterStatusRequest())
+            if sum(node.reachable for node in seen.nodes) == count:
+                return
+            await asyncio.sleep(0.05)

@@ -1,0 +1,98 @@
+"""A client that lost its gateway in a stream asks another one for the rest, with the tokens that it has."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from protos.baton.v1 import decode_pb2
+from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
+
+PROMPT = list(range(1, 65))
+BODY = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": True, "return_token_ids": True}
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    async with open_door() as opened:
+        yield opened
+
+
+def parts_of(data: bytes) -> list[dict[str, Any]]:
+    events = [event.removeprefix(b"data: ") for event in data.split(b"\n\n") if event.startswith(b"data: ")]
+    return [json.loads(event) for event in events if event != b"[DONE]"]
+
+
+def tokens_of(parts: list[dict[str, Any]]) -> list[int]:
+    return [each for part in parts for choice in part["choices"] for each in choice.get("token_ids", [])]
+
+
+def text_of(parts: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for part in parts for choice in part["choices"])
+
+
+async def ask(door: Door, **fields: object) -> Wire:
+    wire = await door.connect()
+    wire.send("POST", "/v1/completions", json.dumps({**BODY, **fields}).encode(), x_request_id="r-1")
+    return wire
+
+
+async def serve(door: Door, wire: Wire, *, given: list[int]) -> list[dict[str, Any]]:
+    """The decode node sends the tokens after those, each when the client has the one before. Returns all chunks."""
+    submitted = await door.decode.submission()
+    assert list(submitted.output_token_ids) == given
+    accepted = decode_pb2.Accepted(key=submitted.key, why="short")
+    door.decode.answers.put_nowait(decode_pb2.SessionResponse(accepted=accepted))
+    parts = []
+    for index in range(len(given), 2):
+        door.decode.send_tokens(step_token(index), key=submitted.key)
+        if not parts:
+            assert (await wire.head()).status == 200
+        parts += parts_of(await wire.chunk())
+    door.finish(2, key=submitted.key)
+    if not parts:
+        assert (await wire.head()).status == 200
+    return parts + parts_of(await wire.chunks())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_the_rest_follows_the_tokens_that_the_client_has(door: Door, count: int) -> None:
+    whole = await serve(door, await ask(door), given=[])
+    token_ids = tokens_of(whole)
+    assert token_ids == [300, 301, 302]
+    given = token_ids[:count]
+    rest = await serve(door, await ask(door, output_token_ids=given, **USAGE), given=given)
+    assert tokens_of(rest) == token_ids[count:]
+    assert text_of(whole[:count]) + text_of(rest) == text_of(whole)
+    assert {part["id"] for part in rest} == {part["id"] for part in whole}
+    assert rest[0]["usage"]["completion_tokens"] == count + 1
+    assert (rest[-1]["usage"]["prompt_tokens"], rest[-1]["usage"]["completion_tokens"]) == (64, 3)
+
+
+async def test_a_client_that_lacks_only_the_end_gets_it_and_no_node_is_asked(door: Door) -> None:
+    wire = await ask(door, output_token_ids=[300, 301, 302])
+    assert (await wire.head()).status == 200
+    (end,) = parts_of(await wire.chunks())
+    assert end["choices"][0]["finish_reason"] == "length"
+    assert (tokens_of([end]), text_of([end])) == ([], "")
+    assert door.decode.received.empty()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"output_token_ids": [1, 2, 3, 4]}, "output_token_ids"),
+        ({"output_token_ids": [1], "temperature": 1.0}, "output_token_ids"),
+        ({"output_token_ids": [1], "n": 2}, "output_token_ids"),
+        ({"output_token_ids": [-1]}, "output_token_ids[0]"),
+        ({"output_token_ids": [1], "prompt": ["a", "b"]}, ""),
+        ({"output_token_ids": [1], "echo": True}, ""),
+    ],
+)
+async def test_tokens_after_which_nothing_can_go_on_are_refused(
+    door: Door, fields: dict[str, object], param: str
+) -> None:
+    answer = await door.call("POST", "/v1/completions", {**BODY, **fields})
+    assert (answer.status, answer.error["param"] or "") == (400, param)

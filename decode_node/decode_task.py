@@ -159,6 +159,7 @@ class DecodeTask:
             token_stop=self._lease_stop,
             resume_at=self._resume_at,
             prefill_incarnation=self.prefill_incarnation,
+            key=self._rules.lease_key(self.lease),
         )
         return [OpenLease(grant)]
 
@@ -363,7 +364,10 @@ class DecodeTask:
         assert self.lease is not None
         ticket = common_pb2.Ticket(
             lease=common_pb2.Lease(
-                number=self.lease, incarnation=self._rules.incarnation, remaining_s=self._rules.lease_s
+                number=self.lease,
+                incarnation=self._rules.incarnation,
+                remaining_s=self._rules.lease_s,
+                key=self._rules.lease_key(self.lease),
             ),
             decode_node=self._rules.name,
             decode_address=self._rules.address,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import secrets
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
@@ -75,6 +76,7 @@ class DecodeDriver:
                 waiting_max=node.settings.max_waiting,
                 block_size=node.description.shape.block_size,
                 split_unit=math.lcm(node.description.shape.block_size, node.limits.chunk_align_tokens or 1),
+                lease_secret=secrets.token_bytes(64),
                 gives_leases=settings is not None,
             ),
             lease_numbers(),

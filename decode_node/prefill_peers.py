@@ -200,7 +200,12 @@ class PrefillPeers:
         await write(pb.PairResponse(accepted=accepted))
         worker_addresses = (await _next(incoming)).linked.worker_addresses
         check_addresses(worker_addresses, links=len(flows))
-        await transfer.connect(peer.number, to_addresses(worker_addresses), incarnation=peer.state.incarnation)
+        await transfer.connect(
+            peer.number,
+            to_addresses(worker_addresses),
+            incarnation=peer.state.incarnation,
+            sealed=plan.sealed,
+        )
         await write(pb.PairResponse(connected=pb.PairConnected()))
         measure = await self._measure(peer, incoming)
         if mismatch := below_floor(self._node, measure):

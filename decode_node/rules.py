@@ -1,7 +1,10 @@
 """The facts about the node that its machine needs. Plain values."""
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvtransfer.segments import LEASE_KEY_BYTES
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,7 @@ class DecodeRules:
         waiting_max: how many requests may wait for blocks.
         block_size: tokens of one block of the cache.
         split_unit: the first part of a split prompt is a multiple of so many tokens; itself a multiple of `block_size`.
+        lease_secret: up to 64 random bytes of this process, which no other process gets.
         gives_leases: False: a prefill node, which decodes only what it has prefilled itself, so that no KV arrives.
     """
 
@@ -26,4 +30,11 @@ class DecodeRules:
     waiting_max: int
     block_size: int
     split_unit: int
+    lease_secret: bytes = field(repr=False)
     gives_leases: bool = True
+
+    def lease_key(self, number: int) -> bytes:
+        """The key of a lease. To whoever does not know the secret it is random; it is used once, as the number is."""
+        return hashlib.blake2b(
+            number.to_bytes(8, "little"), digest_size=LEASE_KEY_BYTES, key=self.lease_secret
+        ).digest()

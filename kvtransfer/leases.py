@@ -4,7 +4,7 @@
               └────close──► CLOSING ──the last running scatter is done──────► closed
 
 The table decides and its caller moves the bytes: `arrival` when a message arrives, `start_scatter` when its trailer has
-been read, `finish_scatter` when the bytes are in the blocks.
+been read and is known to be the sender's, `finish_scatter` when the bytes are in the blocks.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from enum import StrEnum
 from baton.errors import InternalError, UnknownLease
 from kvcache.spec import KVCacheSpec
 from kvtransfer.coverage import Coverage
-from kvtransfer.segments import LEASE_NUMBER_BITS, Segment, Tag, lease_field, payload_bytes
+from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment, Tag, lease_field, payload_bytes
 
 # How many numbers are remembered, so that none is used again and late messages are known as such.
 _USED_MAX = 1 << 14
@@ -32,6 +32,7 @@ class Refusal(StrEnum):
     MALFORMED = "it has no readable trailer"
     WRONG_SIZE = "its payload's size does not match its ranges"
     DIGEST = "its digest does not match"
+    SEAL = "its seal was not made with its lease's key"
     MISLABELLED = "tag and trailer name different segments"
     STALE_INCARNATION = "its lease is of another incarnation of this node"
     OUT_OF_RANGE = "it holds more than the lease covers"
@@ -49,9 +50,11 @@ class LeaseGrant:
         resume_at: first position that may still be computed. KV older than the sliding window is not sent. None:
             `token_stop`.
         prefill_incarnation: of the node that may fill it; 0: any one node.
+        key: LEASE_KEY_BYTES random bytes, which make the seals of its segments; empty: only segments without a seal can
+            fill it, from peers of an older wire version.
 
     Raises:
-        InternalError: the number or the range is impossible.
+        InternalError: the number, the range or the key is impossible.
     """
 
     number: int
@@ -60,6 +63,7 @@ class LeaseGrant:
     token_stop: int
     resume_at: int | None = None
     prefill_incarnation: int = 0
+    key: bytes = field(default=b"", repr=False)
 
     @property
     def reader(self) -> int:
@@ -71,6 +75,8 @@ class LeaseGrant:
             raise InternalError(f"a lease's number is {self.number}", field="number", value=self.number)
         if not 0 <= self.token_start <= self.token_stop:
             raise InternalError(f"a lease is for tokens [{self.token_start}, {self.token_stop})", field="token_stop")
+        if len(self.key) not in (0, LEASE_KEY_BYTES):
+            raise InternalError(f"a lease's key has {len(self.key)} bytes", field="key")
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,13 @@ class _Lease:
     scattering: int = 0
     bytes: int = 0
     segments: int = 0
-    first_s: float = 0.0
+    first_s: float | None = None
     last_s: float = 0.0
-    seen: set[tuple[int, int]] = field(default_factory=set)  # sender and number
+    seen: set[tuple[int, int]] = field(default_factory=set)  # sender and number of scattered segments
 
     def totals(self) -> LeaseTotals:
-        return LeaseTotals(self.grant.number, self.bytes, self.segments, self.last_s - self.first_s)
+        seconds = 0.0 if self.first_s is None else self.last_s - self.first_s
+        return LeaseTotals(self.grant.number, self.bytes, self.segments, seconds)
 
 
 class UsedNumbers:
@@ -160,7 +167,7 @@ class LeaseTable:
         return lease.totals() if cells == 0 else None
 
     def arrival(self, tag: Tag, now_s: float, *, group: int | None = None, incarnation: int = 0) -> Refusal | None:
-        """None if a message with that tag may get memory. The first message binds the lease to its sender's group.
+        """None if a message with that tag may get memory. Claims nothing, because anybody may have sent the message.
 
         Args:
             group: shared by the ranks of one node, each of which numbers its own segments; None: the sender is alone.
@@ -174,15 +181,18 @@ class LeaseTable:
             return Refusal.LATE
         if lease.grant.prefill_incarnation not in (0, incarnation):
             return Refusal.FOREIGN_SENDER
-        if lease.group is None:
-            lease.group = group
-            lease.first_s = lease.last_s = now_s
-        if lease.group != group:
+        if lease.group not in (None, group):
             return Refusal.FOREIGN_SENDER
         if (tag.sender, tag.number) in lease.seen:
             return Refusal.DUPLICATE
-        lease.seen.add((tag.sender, tag.number))
+        if lease.first_s is None:
+            lease.first_s = lease.last_s = now_s
         return None
+
+    def key(self, tag: Tag) -> bytes | None:
+        """The key of the open lease that the tag names; None: it has ended."""
+        lease = self._leases.get(tag.lease)
+        return None if lease is None or lease.closing else lease.grant.key
 
     def filled_by(self, tag: Tag, *, group: int | None = None, incarnation: int = 0) -> int | None:
         """Number of the open lease that this sender fills or may begin to fill; None: the tag names no such lease."""
@@ -191,25 +201,30 @@ class LeaseTable:
             return None
         return lease.grant.number if lease.group in (None, tag.sender if group is None else group) else None
 
-    def start_scatter(self, tag: Tag, segment: Segment) -> Refusal | None:
-        """None if a received segment may be scattered. Its cells are then claimed: the caller scatters it and always
-        calls `finish_scatter` afterwards."""
+    def start_scatter(self, tag: Tag, segment: Segment, *, group: int | None = None) -> Refusal | None:
+        """None if a received segment, whose message `arrival` let in, may be scattered. Its cells are then claimed: the
+        caller scatters it and always calls `finish_scatter` afterwards. The first segment binds the lease to its
+        sender's group."""
+        group = tag.sender if group is None else group
         lease = self._leases.get(tag.lease)
         if lease is None or lease.closing:
             return Refusal.LATE
         if segment.incarnation != self._incarnation:
             return Refusal.STALE_INCARNATION
-        if (segment.lease, segment.number) != (lease.grant.number, tag.number) or (
-            tag.sender,
-            tag.number,
-        ) not in lease.seen:
+        if (segment.lease, segment.number) != (lease.grant.number, tag.number):
             return Refusal.MISLABELLED
+        if lease.group not in (None, group):
+            return Refusal.FOREIGN_SENDER
+        if (tag.sender, tag.number) in lease.seen:
+            return Refusal.DUPLICATE
         if not self._within(lease.grant, segment):
             return Refusal.OUT_OF_RANGE
         if segment.payload_bytes != self._payload_bytes(segment):
             return Refusal.WRONG_SIZE
         if not lease.coverage.claim(segment.layers, segment.token_start, segment.token_stop, segment.heads):
             return Refusal.OVERLAP
+        lease.group = group
+        lease.seen.add((tag.sender, tag.number))
         lease.scattering += 1
         return None
 

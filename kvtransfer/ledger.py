@@ -21,6 +21,7 @@ class Peer:
         group: shared by the ranks of one node; None: the peer is alone.
         converter: applied to KV sent to this peer; None: KV keeps its dtype.
         incarnation: of its node; leases may be bound to it.
+        sealed: segments between the two have seals.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Peer:
     group: int | None = None
     converter: Converter | None = None
     incarnation: int = 0
+    sealed: bool = False
 
     def payload_bytes_for(self, job_bytes: int, *, handling_s: float) -> int:
         """Largest payload of one message of a job of that size."""

@@ -9,7 +9,9 @@ from kvtransfer.flows import Flow, RankPair, flows
 
 # Versions of the wire: payload order, trailer, tag, digest. Every change to one of them raises the newest.
 WIRE_OLDEST = 3
-WIRE_NEWEST = 3
+WIRE_NEWEST = 4
+# Since this version segments are sealed with their lease's key.
+_WIRE_SEALED = 4
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class WirePlan:
     wire_version: int
     spec: KVCacheSpec
     converted_from: str | None = None
+
+    @property
+    def sealed(self) -> bool:
+        """Whether segments have seals."""
+        return self.wire_version >= _WIRE_SEALED
 
     @property
     def conversion(self) -> str:

@@ -69,6 +69,7 @@ class RankTransfer(Protocol):
         group: int | None = None,
         conversion: KVConversion | None = None,
         incarnation: int = 0,
+        sealed: bool = False,
     ) -> None:
         """Makes the endpoint to a peer that listens.
 
@@ -77,6 +78,7 @@ class RankTransfer(Protocol):
             group: shared by peers that fill leases together; None: the peer fills them alone.
             conversion: applied to the KV sent to this peer; None: KV keeps its dtype.
             incarnation: of the peer's node. Leases bound to another one are not filled by it.
+            sealed: segments to and from the peer have seals, which need their leases' keys.
 
         Raises:
             PeerRefused: the address is not one of this rank's kind of transport.

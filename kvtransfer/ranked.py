@@ -130,6 +130,7 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         message_bytes: int | None = None,
         conversion: KVConversion | None = None,
         incarnation: int = 0,
+        sealed: bool = False,
     ) -> None:
         """Raises PeerRefused: the peer listens on other links."""
         ends = self._pairs[pair]
@@ -142,7 +143,13 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
         calls = [partial(end.rank.connect, end.number, addresses[end.link]) for end in ends]
         await asyncio.gather(
             *(
-                call(message_bytes=message_bytes, group=pair, conversion=conversion, incarnation=incarnation)
+                call(
+                    message_bytes=message_bytes,
+                    group=pair,
+                    conversion=conversion,
+                    incarnation=incarnation,
+                    sealed=sealed,
+                )
                 for call in calls
             )
         )

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DataLoss, UnknownLease
 from kvcache.cache import PagedKVCache
 from kvtransfer.leases import LeaseGrant, LeaseTable, LeaseTotals, Refusal
-from kvtransfer.ledger import Ledger
+from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Blocks, Mover, Pending, Reading
 from kvtransfer.rank_transfer import OnFilled, OnRefused
 from kvtransfer.rate_limit import RateLimit
 from kvtransfer.records import SegmentRefused
 from kvtransfer.round_trips import RoundTrips
-from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_trailer
+from kvtransfer.segments import PING, PONG, TRAILER_BYTES, WARM_UP, Segment, Tag, decode_sealed, decode_trailer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transports.transport import Arrival, Request, Transport
@@ -29,6 +29,7 @@ _WRONG_REFERENCE = frozenset(
         Refusal.UNKNOWN_LEASE,
         Refusal.UNKNOWN_SENDER,
         Refusal.FOREIGN_SENDER,
+        Refusal.SEAL,
         Refusal.MISLABELLED,
         Refusal.STALE_INCARNATION,
         Refusal.OUT_OF_RANGE,
@@ -45,6 +46,7 @@ class _Reception:
     """
 
     tag: Tag
+    peer: Peer
     pool: StagingPool
     slot: Slot
     num_bytes: int
@@ -90,6 +92,7 @@ class Receiver:
         self._on_refused = on_refused
         self._catch_up = catch_up
         self._clock = clock
+        self._incarnation = settings.incarnation
         self._leases = LeaseTable(cache.spec, incarnation=settings.incarnation, heads=self._heads)
         self._blocks: dict[int, Blocks] = {}
         self._closing: dict[int, Future[LeaseTotals]] = {}
@@ -145,7 +148,12 @@ class Receiver:
             if tag.sender == peer:
                 self._transport.discard(arrival)
         self._parked = deque(item for item in self._parked if item[0].sender != peer)
-        return self._leases.bound_to(peer if group is None else group)
+        bound = set(self._leases.bound_to(peer if group is None else group))
+        for item in self._receptions:
+            if item.tag.sender == peer and item.tag.number != WARM_UP and not item.peer.sealed:
+                named = self._leases.filled_by(item.tag, group=group, incarnation=item.peer.incarnation)
+                bound.update(() if named is None else (named,))
+        return tuple(sorted(bound))
 
     def holds(self, peer: int) -> bool:
         """Whether anything from that peer is in flight."""
@@ -178,7 +186,7 @@ class Receiver:
                 refusal = self._look_up(tag, arrival)
             if refusal is not None:
                 self._transport.discard(arrival)
-                self._refuse(tag, refusal, peer=arrival.peer)
+                self._refuse(tag, refusal, peer=arrival.peer, proven=self._unsealed(arrival.peer))
             elif not self._offer(tag, arrival):
                 self._parked.append((tag, arrival))
         return accepted
@@ -201,7 +209,8 @@ class Receiver:
         now_s = self._clock()
         if limit is not None and limit.wait_s(now_s) > 0:
             return False
-        pool = self._pools.of(through_host=self._ledger.peers[tag.sender].through_host)
+        peer = self._ledger.peers[tag.sender]
+        pool = self._pools.of(through_host=peer.through_host)
         if self._held[tag.sender] >= self._ledger.fair_share(pool.slots):
             return False
         slot = pool.take()
@@ -211,7 +220,7 @@ class Receiver:
         if limit is not None:
             limit.take(arrival.num_bytes, now_s)
         self._held[tag.sender] += 1
-        self._receptions.append(_Reception(tag, pool, slot, arrival.num_bytes, request))
+        self._receptions.append(_Reception(tag, peer, pool, slot, arrival.num_bytes, request))
         return True
 
     def _unpark(self) -> bool:
@@ -269,15 +278,29 @@ class Receiver:
             if tag.sender in self._ledger.peers:
                 self.warm_ups.received(tag.sender, tag.lease, item.num_bytes, reading, self._clock())
             return None
-        segment = decode_trailer(reading.trailer)
-        if segment is None:
-            self._refuse(tag, Refusal.MALFORMED, peer=tag.sender)
+        peer = item.peer
+        opened = self._open(tag, reading.trailer, sealed=peer.sealed)
+        if isinstance(opened, Refusal):
+            self._refuse(tag, opened, peer=tag.sender, proven=not peer.sealed)
             return None
-        refusal = self._check(segment, item.num_bytes, reading) or self._leases.start_scatter(tag, segment)
+        refusal = self._check(opened, item.num_bytes, reading)
+        refusal = refusal or self._leases.start_scatter(tag, opened, group=peer.group)
         if refusal is not None:
             self._refuse(tag, refusal, peer=tag.sender)
             return None
-        return segment
+        return opened
+
+    def _open(self, tag: Tag, trailer: bytes, *, sealed: bool) -> Segment | Refusal:
+        if not sealed:
+            return decode_trailer(trailer) or Refusal.MALFORMED
+        key = self._leases.key(tag)
+        if key is None:
+            return Refusal.LATE
+        return decode_sealed(trailer, key=key, incarnation=self._incarnation) or Refusal.SEAL
+
+    def _unsealed(self, peer: int) -> bool:
+        """Whether messages of that peer are taken for its own without a seal."""
+        return peer in self._ledger.peers and not self._ledger.peers[peer].sealed
 
     def _check(self, segment: Segment, num_bytes: int, reading: Reading) -> Refusal | None:
         if segment.payload_bytes != num_bytes - TRAILER_BYTES:
@@ -306,9 +329,13 @@ class Receiver:
         self._blocks.pop(totals.number).free()
         self._closing.pop(totals.number).set_result(totals)
 
-    def _refuse(self, tag: Tag, refusal: Refusal, *, peer: int) -> None:
+    def _refuse(self, tag: Tag, refusal: Refusal, *, peer: int, proven: bool = True) -> None:
         """Counts a message of that peer. It costs the peer's warm-up, or the lease that this peer fills, never another
-        lease."""
+        lease.
+
+        Args:
+            proven: it is the peer's own. Others cost no lease.
+        """
         self._ledger.refusals[refusal] += 1
         if refusal is Refusal.LATE:
             return
@@ -316,7 +343,7 @@ class Receiver:
         lease = None
         if tag.number == WARM_UP:
             self.warm_ups.failed(peer, error)
-        elif sender := self._ledger.peers.get(peer):
+        elif proven and (sender := self._ledger.peers.get(peer)):
             own = Tag(peer, tag.lease, tag.number)
             lease = self._leases.filled_by(own, group=sender.group, incarnation=sender.incarnation)
         self._on_refused(SegmentRefused(lease, peer, refusal, error))

@@ -1,7 +1,7 @@
 """Records that the event loop and the transfer thread exchange. Needs no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from kvtransfer.leases import Refusal
@@ -24,6 +24,7 @@ class SendJob:
             stream.
         layers: layers to send; None: all.
         heads: kv heads to send, in the model's numbering; None: all that the cache has.
+        key: of the lease, for a peer that wants seals.
     """
 
     peer: int
@@ -37,6 +38,7 @@ class SendJob:
     block_ids: tuple[int, ...]
     layers: range | None = None
     heads: range | None = None
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

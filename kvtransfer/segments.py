@@ -3,14 +3,19 @@
 A message is a payload in wire order, followed by a trailer, the serialized `baton.v1.Segment`. Its digest is the
 payload's digest plus a hash of all other fields, from which a kernel can start when it sums up the payload.
 
+Since wire version 4 a lease has a key, which only the ticket carries. The trailer then has a seal in place of the
+incarnation: a keyed hash of all fields but the digest. The other half of the same hash is the digest's summand.
+
 Tag, from its highest bit: sender 12 bits | lease 36 bits | segment number 16 bits. A lease's number has 63 random bits,
 of which the tag carries the lowest; the trailer has all of them.
 """
 
 import hashlib
+import hmac
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -21,6 +26,7 @@ SENDER_BITS = 12
 LEASE_BITS = 36
 # Of a lease's number, so that nobody guesses one.
 LEASE_NUMBER_BITS = 63
+LEASE_KEY_BYTES = 32
 NUMBER_BITS = 16
 # This number marks warm-up messages; their lease field counts messages.
 WARM_UP = (1 << NUMBER_BITS) - 1
@@ -80,6 +86,7 @@ class Segment:
     Attributes:
         incarnation: of the node that granted the lease.
         digest: over the payload and all other fields; 0 when the sender has digests off.
+        key: of the lease; empty: the segment has no seal, as before wire version 4 and in warm-ups.
 
     The fields are in the order of the trailer's.
     """
@@ -96,6 +103,7 @@ class Segment:
     payload_bytes: int
     digest: int = 0
     layer_step: int = 1
+    key: bytes = field(default=b"", repr=False)
 
     @property
     def layers(self) -> range:
@@ -117,21 +125,37 @@ class Segment:
         return replace(self, head_start=self.head_start - held.start, head_stop=self.head_stop - held.start)
 
     @property
-    def seal(self) -> int:
+    def summand(self) -> int:
         """The digest's other summand: a hash of all other fields, 64 bits."""
-        hashed = hashlib.blake2b(self.encode(0), digest_size=DIGEST_BYTES).digest()
-        return int.from_bytes(hashed, "little")
+        return self._hashes[1]
+
+    @property
+    def seal(self) -> int:
+        """The keyed hash of all fields but the digest, 64 bits. Only who has the key knows it."""
+        return self._hashes[0]
 
     def digest_over(self, payload_digest: int) -> int:
         """The digest over a payload of that digest and all other fields."""
-        return (payload_digest + self.seal) % (1 << 64)
+        return (payload_digest + self.summand) % (1 << 64)
 
     def encode(self, digest: int) -> bytes:
         """The trailer with this digest: always TRAILER_BYTES bytes, because every field is present and has a fixed
         size."""
+        return self._pack(_SEAL_TAG, self.seal, digest) if self.key else self._pack(_TAGS[0], self.incarnation, digest)
+
+    @cached_property
+    def _hashes(self) -> tuple[int, int]:
+        """Seal and summand. Without a key there is no seal."""
+        unsealed = self._pack(_TAGS[0], self.incarnation, 0)
+        if not self.key:
+            return 0, int.from_bytes(hashlib.blake2b(unsealed, digest_size=DIGEST_BYTES).digest(), "little")
+        hashed = hashlib.blake2b(unsealed, digest_size=SEAL_BYTES + DIGEST_BYTES, key=self.key).digest()
+        return int.from_bytes(hashed[:SEAL_BYTES], "little"), int.from_bytes(hashed[SEAL_BYTES:], "little")
+
+    def _pack(self, first_tag: int, first: int, digest: int) -> bytes:
         # fmt: off
         return _TRAILER.pack(
-            0x09, self.incarnation,
+            first_tag, first,
             0x11, self.lease,
             0x1D, self.number,
             0x25, self.layer_start,
@@ -155,10 +179,28 @@ TRAILER_BYTES = _TRAILER.size
 # Offset of the digest in a trailer.
 DIGEST_OFFSET = struct.calcsize("<BQBQBIBIBIBIBIBIBIBQB")
 DIGEST_BYTES = 8
+SEAL_BYTES = 8
+# Of the field that is first in place of the incarnation; protobuf accepts fields in any order.
+_SEAL_TAG = 0x69
+
+
+def decode_sealed(trailer: bytes, *, key: bytes, incarnation: int) -> Segment | None:
+    """The segment that a sealed trailer describes; None unless its seal was made with this key for this incarnation.
+
+    The comparison takes as long for a seal that is almost right as for any other.
+    """
+    if len(trailer) != TRAILER_BYTES or not key:
+        return None
+    tag, sealed, *numbers = _TRAILER.unpack(trailer)
+    if tag != _SEAL_TAG or tuple(numbers[::2]) != _TAGS[1:]:
+        return None
+    segment = Segment(*(incarnation, *numbers[1::2], key))
+    matches = hmac.compare_digest(segment.seal.to_bytes(SEAL_BYTES, "little"), sealed.to_bytes(SEAL_BYTES, "little"))
+    return segment if matches else None
 
 
 def decode_trailer(trailer: bytes) -> Segment | None:
-    """The segment that a trailer describes; None when the bytes are not a whole trailer."""
+    """The segment that a trailer without a seal describes; None when the bytes are not a whole one."""
     if len(trailer) != TRAILER_BYTES:
         return None
     numbers = _TRAILER.unpack(trailer)

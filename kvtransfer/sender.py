@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
 
-from baton.errors import BatonError, Cancelled, ConfigError, DataLoss
+from baton.errors import BatonError, Cancelled, ConfigError, DataLoss, UnknownLease
 from kvcache.cache import PagedKVCache
 from kvtransfer.ledger import Ledger, Peer
 from kvtransfer.movers.mover import Mover, Pending
 from kvtransfer.records import SendJob, WarmUp
-from kvtransfer.segments import SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
+from kvtransfer.segments import LEASE_KEY_BYTES, SEGMENTS_MAX, TRAILER_BYTES, Segment, Tag, cut, payload_bytes
 from kvtransfer.settings import TransferSettings
 from kvtransfer.staging import Pools, Slot, StagingPool
 from kvtransfer.transports.transport import Request, Transport
@@ -101,6 +101,9 @@ class Sender:
         peer = self._ledger.peers.get(job.peer)
         if peer is None:
             future.set_exception(DataLoss("the peer is not connected", field="peer", value=job.peer))
+            return
+        if peer.sealed and len(job.key) != LEASE_KEY_BYTES:
+            future.set_exception(_no_key(job))
             return
         try:
             blocks = self._mover.place(job.block_ids, incoming=False)
@@ -283,7 +286,18 @@ class Sender:
                 head_start=heads.start,
                 head_stop=heads.stop,
                 payload_bytes=payload_bytes(spec, layers=len(chosen_layers), tokens=stop - start, heads=len(heads)),
+                key=job.key if peer.sealed else b"",
             )
+
+
+def _no_key(job: SendJob) -> BatonError:
+    return UnknownLease(
+        f"the ticket's key has {len(job.key)} bytes, and the decode node takes sealed segments only",
+        field="key",
+        value=len(job.key),
+        allowed=(f"{LEASE_KEY_BYTES} bytes",),
+        cure="use the same version on all nodes and gateways",
+    )
 
 
 def _complete(future: "Future[T]", result: T, error: BatonError | None) -> None:

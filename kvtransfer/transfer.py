@@ -101,6 +101,7 @@ class KVTransfer(RankTransfer):
         group: int | None = None,
         conversion: KVConversion | None = None,
         incarnation: int = 0,
+        sealed: bool = False,
     ) -> None:
         limit = self.message_bytes if message_bytes is None else min(message_bytes, self.message_bytes)
         converter: Converter | None = None
@@ -108,7 +109,9 @@ class KVTransfer(RankTransfer):
             # On a GPU this waits and compiles. It runs here so that the transfer thread keeps serving other peers.
             converter = await asyncio.to_thread(open_converter, self._cache, conversion.target_dtype, conversion.scales)
         check_segment_bytes(converter.spec if converter else self._cache.spec, limit - TRAILER_BYTES)
-        wanted = Peer(peer, limit - TRAILER_BYTES, group=group, converter=converter, incarnation=incarnation)
+        wanted = Peer(
+            peer, limit - TRAILER_BYTES, group=group, converter=converter, incarnation=incarnation, sealed=sealed
+        )
         await self._call(lambda future: self._thread.connect(wanted, address, future))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:

@@ -82,6 +82,7 @@ class DecodePeer:
         self._sender_number = 0
         self._max_context_tokens: int | None = None
         self._conversion: KVConversion | None = None
+        self._sealed = False
         self._outbox: asyncio.Queue[pb.PairRequest] = asyncio.Queue()
         self._settled = asyncio.Event()
         self._ending = False
@@ -165,6 +166,7 @@ class DecodePeer:
             self._refuse(list(response.refused.mismatches))
             return None
         self.state.kv_converted = plan.conversion
+        self._sealed = plan.sealed
         self._conversion = conversion_of(plan, response.accepted.kv_scales)
         return response.accepted
 
@@ -184,6 +186,7 @@ class DecodePeer:
             to_addresses(accepted.worker_addresses),
             message_bytes=accepted.message_bytes,
             conversion=self._conversion,
+            sealed=self._sealed,
         )
 
     async def _measure(self, call: Call) -> bool:

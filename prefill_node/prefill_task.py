@@ -14,7 +14,7 @@ from baton.errors import BatonError, InvalidRequest
 from engine.events import ChunkComputed, LayersComputed, PromptScored, RequestFailed, RequestStarted, TokenSampled
 from engine.request import EngineRequest
 from kvtransfer.records import SendJob
-from kvtransfer.segments import LEASE_NUMBER_BITS, Segment
+from kvtransfer.segments import LEASE_KEY_BYTES, LEASE_NUMBER_BITS, Segment
 from node.prompt_logprobs import add_prompt_logprobs
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.events import Aborted, BecameQuiet, Called, EngineRefused, SendFailed, Sent, StopFailed
@@ -163,6 +163,7 @@ class PrefillTask:
             resume_at=self.ticket.resume_at,
             block_ids=self._block_ids,
             layers=part.layers,
+            key=self.ticket.lease.key,
         )
 
     def _job_sent(self, segments: Sequence[Segment], now_s: float) -> list[Command]:
@@ -240,6 +241,14 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int) -> None:
             field="ticket.lease.number",
             value=ticket.lease.number,
             allowed=(f"0 to {(1 << LEASE_NUMBER_BITS) - 1}",),
+            cure="ask for a new ticket",
+        )
+    if len(ticket.lease.key) not in (0, LEASE_KEY_BYTES):
+        raise InvalidRequest(
+            f"the ticket's key has {len(ticket.lease.key)} bytes",
+            field="ticket.lease.key",
+            value=len(ticket.lease.key),
+            allowed=(f"{LEASE_KEY_BYTES} bytes",),
             cure="ask for a new ticket",
         )
     in_order = ticket.token_start <= ticket.resume_at <= ticket.token_stop

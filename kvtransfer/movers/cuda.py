@@ -146,7 +146,7 @@ class CudaMover:
                 heads=heads,
                 out=buffers.work,
                 digest_out=digest_out,
-                digest_add=segment.seal if with_digest else 0,
+                digest_add=segment.summand if with_digest else 0,
                 stream=self._outgoing,
             )
         else:
@@ -238,7 +238,7 @@ class CudaMover:
     def _digest(self, buffers: _SlotBuffers, segment: Segment, out: Tensor | None) -> None:
         if out is not None:
             self._wire.digest(
-                buffers.work, segment.payload_bytes, out=out, digest_add=segment.seal, stream=self._outgoing
+                buffers.work, segment.payload_bytes, out=out, digest_add=segment.summand, stream=self._outgoing
             )
 
     def _put(self, buffers: _SlotBuffers, segment: Segment) -> _Queued:

@@ -57,6 +57,7 @@ class Connect(Verb[None]):
     group: int | None
     conversion: KVConversion | None
     incarnation: int
+    sealed: bool
 
 
 @dataclass(frozen=True)

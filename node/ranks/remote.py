@@ -103,8 +103,9 @@ class RemoteTransfer(RankTransfer):
         group: int | None = None,
         conversion: KVConversion | None = None,
         incarnation: int = 0,
+        sealed: bool = False,
     ) -> None:
-        await self._ask(Connect(peer, address, message_bytes, group, conversion, incarnation))
+        await self._ask(Connect(peer, address, message_bytes, group, conversion, incarnation, sealed))
 
     async def disconnect(self, peer: int) -> tuple[int, ...]:
         return await self._ask_unless_gone(Disconnect(peer), ())

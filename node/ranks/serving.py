@@ -125,6 +125,7 @@ def perform(transfer: RankTransfer, verb: Verb[Any]) -> Awaitable[Any]:
                 group=verb.group,
                 conversion=verb.conversion,
                 incarnation=verb.incarnation,
+                sealed=verb.sealed,
             )
         case Disconnect():
             return transfer.disconnect(verb.peer)

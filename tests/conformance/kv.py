@@ -133,6 +133,7 @@ async def linked(
     transport: str,
     segment_bytes: int = 1000,
     conversion: KVConversion | None = None,
+    is_sealed: bool = False,
 ) -> AsyncIterator[Pair]:
     events = NodeEvents()
     async with (
@@ -141,17 +142,24 @@ async def linked(
         ) as sender,
         make_transfer(decode, events, transport=transport, segment_bytes=segment_bytes) as receiver,
     ):
-        await connect(sender, receiver, conversion=conversion)
+        await connect(sender, receiver, conversion=conversion, is_sealed=is_sealed)
         yield Pair(sender, receiver, events)
 
 
 async def connect(
-    sender: KVTransfer, receiver: KVTransfer, *, number: int = SENDER, conversion: KVConversion | None = None
+    sender: KVTransfer,
+    receiver: KVTransfer,
+    *,
+    number: int = SENDER,
+    conversion: KVConversion | None = None,
+    is_sealed: bool = False,
 ) -> None:
     """Introduces two nodes to each other, `number` being the receiver's for the sender."""
     sender_address, receiver_address = await sender.listen(PEER), await receiver.listen(number)
-    await receiver.connect(number, sender_address)
-    await sender.connect(PEER, receiver_address, message_bytes=receiver.message_bytes, conversion=conversion)
+    await receiver.connect(number, sender_address, sealed=is_sealed)
+    await sender.connect(
+        PEER, receiver_address, message_bytes=receiver.message_bytes, conversion=conversion, sealed=is_sealed
+    )
 
 
 def sealed(segment: Segment, payload: Tensor) -> Segment:

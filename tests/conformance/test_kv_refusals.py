@@ -95,10 +95,12 @@ class Forger:
         assert not as_bytes(self.cache.view).any()
 
 
-async def introduce(transport: Transport, decode: KVTransfer, *, peer: int = PEER, number: int = SENDER) -> None:
+async def introduce(
+    transport: Transport, decode: KVTransfer, *, peer: int = PEER, number: int = SENDER, is_sealed: bool = False
+) -> None:
     address = transport.listen(peer)
     transport.connect(peer, await decode.listen(number))
-    await decode.connect(number, address)
+    await decode.connect(number, address, sealed=is_sealed)
 
 
 @pytest.fixture(params=["loopback", "ucx", "loopback-late"])

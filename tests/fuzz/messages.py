@@ -78,7 +78,7 @@ def trailer(random: Random) -> None:
     if segment is not None and segment.layer_step:  # leases refuse 0
         assert segment.encode(segment.digest)
         assert segment.cells is not None
-        assert segment.seal >= 0
+        assert segment.summand >= 0
     tag = Tag.unpack(random.getrandbits(64))
     assert Tag.unpack(tag.pack()) == tag
 

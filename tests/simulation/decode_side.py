@@ -37,6 +37,7 @@ class DecodeSide:
                 name=name,
                 address=name,
                 incarnation=node.life.incarnation,
+                lease_secret=b"a secret of tests",
                 lease_s=scenario.lease_s,
                 why_local=partial(why_here, scenario.local_prefill_tokens, streams=UNKNOWN),
                 waiting_max=scenario.waiting_max,

@@ -43,6 +43,7 @@ class Scene:
             name="decode-0",
             address="127.0.0.1:7002",
             incarnation=77,
+            lease_secret=b"a secret of tests",
             lease_s=LEASE_S,
             why_local=partial(why_here, local_prefill_tokens, streams=UNKNOWN),
             block_size=4,

@@ -54,6 +54,7 @@ class HostilePeers(RuleBasedStateMachine):
             "decode-0",
             "a:1",
             incarnation=INCARNATION,
+            lease_secret=b"a secret of tests",
             lease_s=1e6,
             why_local=lambda uncached, cached: "",
             waiting_max=100,

@@ -493,3 +493,16 @@ def test_a_continued_request_has_its_prompt_logprobs_already(scene: Scene) -> No
     accepted, _ = scene.reserved(1, cached_tokens=96)
     (message,) = sent([accepted])
     assert message.accepted.cached_tokens == 96
+
+
+def test_a_lease_has_a_key_of_its_own_which_its_ticket_alone_carries() -> None:
+    scene, keys = Scene(), set()
+    for request in (1, 2):
+        scene.submit(request)
+        (opened,) = scene.reserved(request)
+        assert isinstance(opened, OpenLease)
+        (answer,) = sent(scene.opened(opened.grant.number))
+        assert answer.reserved.ticket.lease.key == opened.grant.key
+        keys.add(opened.grant.key)
+    assert {len(key) for key in keys} == {32}
+    assert len(keys) == 2

@@ -45,6 +45,7 @@ class DecodeNode(RuleBasedStateMachine):
             "decode-0",
             "a:1",
             incarnation=7,
+            lease_secret=b"a secret of tests",
             lease_s=10.0,
             why_local=partial(why_here, 20, streams=UNKNOWN),
             waiting_max=4,

@@ -128,6 +128,7 @@ def test_an_impossible_tag_gets_no_memory(tag: Tag, refusal: Refusal) -> None:
     table = table_with(LeaseGrant(3, (0,), 0, 4), LEASE)
     table.close(3)
     assert table.arrival(Tag(1, 4, 0), 0.0) is None
+    assert table.start_scatter(Tag(1, 4, 0), segment(4, 0, tokens=(0, 4))) is None
     assert table.arrival(tag, 0.0) is refusal
 
 
@@ -154,6 +155,15 @@ def test_an_impossible_trailer_is_not_scattered(wrong: Segment, refusal: Refusal
     assert table.start_scatter(Tag(1, 4, 0), wrong) is refusal
 
 
+def test_a_message_that_was_not_scattered_claims_nothing() -> None:
+    """A stranger's message may carry any tag: the lease's own sender comes after it."""
+    table = table_with(LEASE)
+    for sender in (1, 2):
+        assert table.arrival(Tag(sender, 4, 0), 0.0) is None
+    assert table.start_scatter(Tag(2, 4, 0), segment(4, 0)) is None
+    assert table.bound_to(2) == (4,)
+
+
 def test_a_number_is_never_used_again() -> None:
     table = table_with(LEASE)
     table.close(4)
@@ -172,8 +182,8 @@ def test_closing_a_lease_that_is_not_open_is_an_error() -> None:
 def test_a_lost_peer_leaves_the_leases_that_it_had_begun_to_fill() -> None:
     table = table_with(LeaseGrant(1, (0,), 0, 4), LeaseGrant(2, (0,), 0, 4), LeaseGrant(3, (0,), 0, 4))
     for sender, lease in ((7, 1), (8, 2), (7, 3)):
-        table.arrival(Tag(sender, lease, 0), 0.0)
-    table.close(3)
+        assert table.start_scatter(Tag(sender, lease, 0), segment(lease, 0, tokens=(0, 2))) is None
+    assert table.close(3) is None
     assert table.bound_to(7) == (1,)
 
 
@@ -184,12 +194,13 @@ def test_the_ranks_of_one_node_fill_a_lease_together_and_those_of_two_nodes_do_n
     halves = segment(4, 0, heads=(0, 1)), segment(4, 0, heads=(1, 2))
     for sender in (10, 11):
         assert table.arrival(Tag(sender, 4, 0), 0.0, group=node) is None
-    assert table.arrival(Tag(11, 4, 0), 0.0, group=node) is Refusal.DUPLICATE
-    assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is Refusal.FOREIGN_SENDER
-    # Its tag was never accepted.
-    assert table.start_scatter(Tag(12, 4, 1), segment(4, 1)) is Refusal.MISLABELLED
+    assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is None  # nothing is scattered yet
     for sender, half in zip((10, 11), halves, strict=True):
-        assert table.start_scatter(Tag(sender, 4, 0), half) is None
+        assert table.start_scatter(Tag(sender, 4, 0), half, group=node) is None
+    assert table.start_scatter(Tag(12, 4, 1), segment(4, 1), group=other) is Refusal.FOREIGN_SENDER
+    assert table.arrival(Tag(11, 4, 0), 0.0, group=node) is Refusal.DUPLICATE
+    assert table.start_scatter(Tag(11, 4, 0), halves[1], group=node) is Refusal.DUPLICATE
+    assert table.arrival(Tag(12, 4, 1), 0.0, group=other) is Refusal.FOREIGN_SENDER
     assert table.finish_scatter(halves[0], 1.0).filled is None
     assert table.finish_scatter(halves[1], 2.0).filled is not None
     assert table.bound_to(node) == (4,)

@@ -195,3 +195,10 @@ def test_ranks_that_the_heads_cannot_be_dealt_out_to_are_refused() -> None:
     (mismatch,) = refused.value.mismatches
     assert (mismatch.field, mismatch.ours, mismatch.theirs) == ("tensor_parallel_size", "1", "3")
     assert "divisor or a multiple" in mismatch.cure
+
+
+def test_segments_are_sealed_unless_one_node_is_older_than_seals() -> None:
+    older = replace(NODE, wire_oldest=3, wire_newest=3)
+    assert agree(NODE, NODE).sealed
+    assert not agree(NODE, older).sealed
+    assert not agree(older, NODE).sealed

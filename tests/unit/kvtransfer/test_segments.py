@@ -8,15 +8,19 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InternalError
 from kvcache.spec import KVCacheSpec, KVKind
+from kvtransfer.leases import LeaseGrant
+from kvtransfer.records import SendJob
 from kvtransfer.segments import (
     DIGEST_BYTES,
     DIGEST_OFFSET,
+    LEASE_KEY_BYTES,
     TRAILER_BYTES,
     WARM_UP,
     Piece,
     Segment,
     Tag,
     cut,
+    decode_sealed,
     decode_trailer,
     payload_bytes,
 )
@@ -31,7 +35,9 @@ segments = st.builds(Segment, u64, u64, u32, u32, u32, u32, u32, u32, u32, u64, 
 
 
 def to_proto(segment: Segment) -> common_pb2.Segment:
-    return common_pb2.Segment(**asdict(segment))
+    values = asdict(segment)
+    del values["key"]
+    return common_pb2.Segment(**values)
 
 
 @settings(deadline=None)
@@ -75,7 +81,7 @@ def test_a_damaged_trailer_is_none_or_another_segment(segment: Segment, position
 @settings(deadline=None)
 @given(segments, u64, u64)
 def test_a_digest_is_a_sum_so_that_its_two_parts_may_come_in_any_order(segment: Segment, part: int, rest: int) -> None:
-    assert segment.digest_over((part + rest) % 2**64) == ((segment.seal + part) % 2**64 + rest) % 2**64
+    assert segment.digest_over((part + rest) % 2**64) == ((segment.summand + part) % 2**64 + rest) % 2**64
 
 
 @settings(deadline=None)
@@ -95,11 +101,62 @@ def test_a_trailer_that_lacks_a_field_is_invalid() -> None:
 def test_the_digest_covers_the_payload_and_every_other_field() -> None:
     digest = SEGMENT.digest_over(123)
     assert replace(SEGMENT, digest=digest).digest_over(123) == digest
-    names = [field.name for field in fields(Segment) if field.name != "digest"]
+    names = [field.name for field in fields(Segment) if field.name not in ("digest", "key")]
     others = [replace(SEGMENT, **{name: getattr(SEGMENT, name) ^ 1}).digest_over(123) for name in names]
     others.append(SEGMENT.digest_over(124))
     assert len(set(others)) == len(others)
     assert digest not in {*others, 0}
+
+
+keys = st.binary(min_size=LEASE_KEY_BYTES, max_size=LEASE_KEY_BYTES)
+
+
+@settings(deadline=None)
+@given(segments, keys)
+def test_a_sealed_trailer_comes_back_whole_and_is_a_segment_of_protobuf(segment: Segment, key: bytes) -> None:
+    sealed = replace(segment, key=key)
+    trailer = sealed.encode(segment.digest)
+    assert decode_sealed(trailer, key=key, incarnation=segment.incarnation) == sealed
+    expected = to_proto(segment)
+    expected.ClearField("incarnation")
+    expected.seal = sealed.seal
+    assert common_pb2.Segment.FromString(trailer) == expected
+    assert trailer[DIGEST_OFFSET:][:DIGEST_BYTES] == segment.digest.to_bytes(8, "little")
+
+
+@settings(deadline=None)
+@given(segments, keys, st.integers(0, TRAILER_BYTES - 1), st.integers(1, 255))
+def test_a_damaged_sealed_trailer_is_none_unless_only_the_digest_is_damaged(
+    segment: Segment, key: bytes, position: int, damage: int
+) -> None:
+    trailer = bytearray(replace(segment, key=key).encode(segment.digest))
+    trailer[position] ^= damage
+    decoded = decode_sealed(bytes(trailer), key=key, incarnation=segment.incarnation)
+    if position in range(DIGEST_OFFSET, DIGEST_OFFSET + DIGEST_BYTES):
+        assert decoded is not None
+        assert decoded.digest != segment.digest
+    else:
+        assert decoded is None
+
+
+@settings(deadline=None)
+@given(segments, keys, keys, u64)
+def test_another_leases_key_another_incarnation_and_no_key_never_open_a_seal(
+    segment: Segment, key: bytes, other: bytes, incarnation: int
+) -> None:
+    trailer = replace(segment, key=key).encode(segment.digest)
+    assert (decode_sealed(trailer, key=other, incarnation=segment.incarnation) is None) == (key != other)
+    assert (decode_sealed(trailer, key=key, incarnation=incarnation) is None) == (incarnation != segment.incarnation)
+    assert decode_sealed(trailer, key=b"", incarnation=segment.incarnation) is None
+    assert decode_trailer(trailer) is None
+    assert decode_sealed(segment.encode(segment.digest), key=key, incarnation=segment.incarnation) is None
+
+
+def test_a_key_is_not_shown() -> None:
+    key = b"k" * LEASE_KEY_BYTES
+    assert "kkk" not in repr(replace(SEGMENT, key=key))
+    assert "kkk" not in repr(LeaseGrant(1, (), 0, 0, key=key))
+    assert "kkk" not in repr(SendJob(1, 1, 1, 1, 0, 0, 0, 0, (), key=key))
 
 
 def pieces_of(

@@ -33,10 +33,15 @@ def machine() -> PrefillMachine:
 
 
 def ticket(
-    lease: int = 5, *, token_start: int = 0, token_stop: int = len(PROMPT), resume_at: int | None = None
+    lease: int = 5,
+    *,
+    token_start: int = 0,
+    token_stop: int = len(PROMPT),
+    resume_at: int | None = None,
+    key: bytes = b"",
 ) -> common_pb2.Ticket:
     return common_pb2.Ticket(
-        lease=common_pb2.Lease(number=lease, incarnation=INCARNATION),
+        lease=common_pb2.Lease(number=lease, incarnation=INCARNATION, key=key),
         decode_node="decode-0",
         decode_address="127.0.0.1:1",
         token_start=token_start,

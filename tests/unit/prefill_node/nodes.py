@@ -22,6 +22,7 @@ STEP_TOKENS = 2
 PROMPT = tuple(range(10, 410))
 BLOCK_SIZE = 16
 
+KEY = bytes(range(32))
 _COMMON: dict[str, object] = {
     "model": DEMO_MODELS / "llama",
     "device": "cpu",
@@ -104,7 +105,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
             message_bytes=transfer.message_bytes,
         )
         await context.write(pb.PairResponse(accepted=accepted))
-        await transfer.connect(number, to_addresses((await anext(requests)).linked.worker_addresses))
+        await transfer.connect(number, to_addresses((await anext(requests)).linked.worker_addresses), sealed=True)
         await context.write(pb.PairResponse(connected=pb.PairConnected()))
         warmed_up = to_warm_ups((await anext(requests)).warmed_up)
         measure = await transfer.warmed_up(number, warmed_up, timeout_s=60.0)
@@ -124,9 +125,9 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeServicer):
     async def ticket(self, lease: int, num_tokens: int) -> common_pb2.Ticket:
         """A ticket for a lease that is open."""
         blocks = tuple(range(-(-num_tokens // BLOCK_SIZE)))
-        await self.node.transfer.open_lease(LeaseGrant(lease, blocks, 0, num_tokens, resume_at=num_tokens))
+        await self.node.transfer.open_lease(LeaseGrant(lease, blocks, 0, num_tokens, num_tokens, key=KEY))
         return common_pb2.Ticket(
-            lease=common_pb2.Lease(number=lease, incarnation=self.node.incarnation),
+            lease=common_pb2.Lease(number=lease, incarnation=self.node.incarnation, key=KEY),
             decode_node=self.node.name,
             decode_address=self.address,
             token_stop=num_tokens,

@@ -357,6 +357,7 @@ def test_an_overloaded_engines_hint_reaches_both_ends() -> None:
     ("granted", "field"),
     [
         (ticket(1 << 63), "ticket.lease.number"),
+        (ticket(key=bytes(65)), "ticket.lease.key"),
         (ticket(token_stop=7), "ticket"),
         (ticket(token_stop=9), "ticket"),
         (ticket(token_start=8, resume_at=8), "ticket"),

@@ -79,8 +79,9 @@ class RankTransfer(Protocol):
             incarnation: of the peer's node. Leases bound to another one are not filled by it.
 
         Raises:
-            PeerRefused: the address is not one of this rank's kind of transport.
+            PeerRefused: the address is not one of this rank's kind of transport, or would end this process.
             DataLoss: the peer cannot be reached.
+            Overloaded: an address that may be anybody's cannot be tried now.
             ConfigError: no segment fits into the peer's messages.
         """
 

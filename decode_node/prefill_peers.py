@@ -3,8 +3,8 @@
 A peer lives as long as its stream. When that breaks, the peer's endpoints are closed, which cancels what was in flight,
 and only the peer's line in the status is kept.
 
-Each incarnation has one ready pair. The older one stays, because anybody may claim an incarnation, and a node that makes
-its pair again has ended the older stream.
+Each incarnation has one ready pair. The older one stays, because anybody may claim an incarnation, and a node that
+makes its pair again has ended the older stream.
 """
 
 import asyncio

@@ -236,6 +236,7 @@ def _transfer(case: Case, end: End, caches: Sequence[PagedKVCache], on_filled: O
         settings = TransferSettings(
             incarnation=_INCARNATION,
             transport="ucx",
+            peers_are_known=True,
             segment_bytes=case.segment_bytes,
             staging_slots=case.staging_slots,
             digests=case.digests,

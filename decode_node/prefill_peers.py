@@ -2,11 +2,15 @@
 
 A peer lives as long as its stream. When that breaks, the peer's endpoints are closed, which cancels what was in flight,
 and only the peer's line in the status is kept.
+
+Each incarnation has one ready pair. The older one stays, because anybody may claim an incarnation, and a node that
+makes its pair again has ended the older stream.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, NoNode, Overloaded, PeerRefused
@@ -41,6 +45,8 @@ _WARM_UP_TIMEOUT_S = 10.0
 _PAST_MAX = 32
 # Handshakes under way; each may take the two timeouts above.
 _HANDSHAKES_MAX = 64
+# A stream of an incarnation that is paired waits this long for the older one to end.
+_OLDER_END_S = 5.0
 # A pair whose link has broken ends this much later: what its stream has brought already is read first.
 _BROKEN_END_S = 0.2
 # Of two lines with one incarnation the status has the one that comes first here.
@@ -60,11 +66,13 @@ class _Peer:
         number: the sender number of its first rank; the other ranks' numbers follow.
         state: its line in the status.
         outbox: the queued messages to it; None ends the stream.
+        ended: set when its stream has ended.
     """
 
     number: int
     state: common_pb2.PeerState
     outbox: asyncio.Queue[pb.PairResponse | None] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note_traffic(self, traffic: Mapping[int, PeerTraffic]) -> None:
         if sent := traffic.get(self.number):
@@ -91,7 +99,8 @@ class PrefillPeers:
         """Runs one prefill node's stream.
 
         Raises:
-            PeerRefused: the first message is no valid hello, or the peer's cache is unknown to this version.
+            PeerRefused: the first message is no valid hello, the peer's cache is unknown to this version, or its
+                incarnation has a ready pair, whose stream does not end.
             Overloaded: too many handshakes are under way, or too many prefill nodes are paired.
             NoNode: the stream ends during the handshake.
             BatonError: the links could not be opened, connected or measured.
@@ -100,10 +109,10 @@ class PrefillPeers:
         check_info(info, role=common_pb2.ROLE_PREFILL)
         state = _new_state(info)
         try:
-            if self._handshakes >= _HANDSHAKES_MAX:
-                raise Overloaded(f"{self._handshakes} handshakes are under way", retry_after_s=1.0)
             theirs = from_info(info)
             plan = agree(self._node.description, theirs)
+            with self._handshake():
+                await self._older_ends(state)
             number = self._sender_numbers.draw(theirs.tensor_parallel_size)
         except PlanRefused as refused:
             self._forget(state)
@@ -116,7 +125,9 @@ class PrefillPeers:
         state.kv_converted = plan.conversion
         peer = self._peers[number] = _Peer(number, state)
         try:
-            if await self._shake_hands(peer, theirs, plan, incoming, write):
+            with self._handshake():
+                ready = await self._connect(peer, theirs, plan, incoming, write)
+            if ready:
                 await self._exchange(peer, incoming, write)
         except TimeoutError:
             state.detail = f"no warm-up within {_WARM_UP_TIMEOUT_S:g} s"
@@ -125,6 +136,7 @@ class PrefillPeers:
             raise
         finally:
             del self._peers[number]
+            peer.ended.set()
             # A task of its own: gRPC may cancel this handler when the stream's end has been read already.
             leaving = asyncio.create_task(self._disconnect(peer), name=f"disconnect-{number}")
             self._leaving.add(leaving)
@@ -157,19 +169,39 @@ class PrefillPeers:
 
     # ---- a stream, from its hello to its end
 
-    async def _shake_hands(
-        self,
-        peer: _Peer,
-        theirs: NodeDescription,
-        plan: WirePlan,
-        incoming: AsyncIterator[pb.PairRequest],
-        write: Write,
-    ) -> bool:
+    @contextmanager
+    def _handshake(self) -> Iterator[None]:
+        """Counts a handshake.
+
+        Raises:
+            Overloaded: too many are under way.
+        """
+        if self._handshakes >= _HANDSHAKES_MAX:
+            raise Overloaded(f"{self._handshakes} handshakes are under way", retry_after_s=1.0)
         self._handshakes += 1
         try:
-            return await self._connect(peer, theirs, plan, incoming, write)
+            yield
         finally:
             self._handshakes -= 1
+
+    async def _older_ends(self, state: common_pb2.PeerState) -> None:
+        """Waits until no other pair of the incarnation is ready.
+
+        Raises:
+            PeerRefused: one stays ready.
+        """
+        try:
+            async with asyncio.timeout(_OLDER_END_S):
+                while older := self._ready(state.incarnation):
+                    await older.ended.wait()
+        except TimeoutError:
+            raise _paired_already(state) from None
+
+    def _ready(self, incarnation: int) -> _Peer | None:
+        """The ready pair with that incarnation."""
+        states = ((peer, peer.state) for peer in self._peers.values())
+        wanted = incarnation, common_pb2.PEER_PHASE_READY
+        return next((peer for peer, state in states if (state.incarnation, state.phase) == wanted), None)
 
     async def _connect(
         self,
@@ -182,6 +214,7 @@ class PrefillPeers:
         """Listens, connects, and measures the warm links; false: they are too slow, and the peer is refused.
 
         Raises:
+            PeerRefused: another stream of the same incarnation was quicker.
             TimeoutError: the peer did not send its next message in time.
         """
         transfer = self._node.transfer
@@ -211,6 +244,8 @@ class PrefillPeers:
         if mismatch := below_floor(self._node, measure):
             await write(self._refuse(peer.state, to_mismatches((mismatch,))))
             return False
+        if self._ready(peer.state.incarnation):
+            raise _paired_already(peer.state)
         peer.state.phase = common_pb2.PEER_PHASE_READY
         links = describe_measure(measure) + describe_conversion(peer.state.kv_converted)
         log.info("paired with %s over %s", peer.state.name, links)
@@ -290,6 +325,15 @@ class PrefillPeers:
 def _new_state(info: common_pb2.NodeInfo) -> common_pb2.PeerState:
     return common_pb2.PeerState(
         name=info.name, address=info.address, incarnation=info.incarnation, phase=common_pb2.PEER_PHASE_CONNECTING
+    )
+
+
+def _paired_already(state: common_pb2.PeerState) -> PeerRefused:
+    return PeerRefused(
+        f"incarnation {state.incarnation:x} of {state.name} is paired with this node already",
+        field="incarnation",
+        value=f"{state.incarnation:x}",
+        cure="end its other stream, or wait until it has ended",
     )
 
 

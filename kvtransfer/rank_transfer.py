@@ -81,8 +81,9 @@ class RankTransfer(Protocol):
             sealed: segments to and from the peer have seals, which need their leases' keys.
 
         Raises:
-            PeerRefused: the address is not one of this rank's kind of transport.
+            PeerRefused: the address is not one of this rank's kind of transport, or would end this process.
             DataLoss: the peer cannot be reached.
+            Overloaded: an address that may be anybody's cannot be tried now.
             ConfigError: no segment fits into the peer's messages.
         """
 

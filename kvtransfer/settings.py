@@ -16,6 +16,7 @@ class TransferSettings:
         staging_slots: number of slots, for each direction that is used.
         digests: segments are sent with a digest, and refused without the right one.
         receive_bytes_per_s: highest average rate of received segments; senders wait. None: no limit.
+        peers_are_known: whoever gives this transfer an address has shown a certificate; the address is used untried.
         heads: the model's kv heads that the rank's cache holds; None: all of them.
 
     Raises:
@@ -28,6 +29,7 @@ class TransferSettings:
     staging_slots: int
     digests: bool
     receive_bytes_per_s: float | None = None
+    peers_are_known: bool = False
     heads: range | None = None
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from kvtransfer.rank_transfer import OnFailed, OnFilled, OnLinkFailed, OnRefused
 from kvtransfer.records import LinkMeasure, SendJob, TransferCounters, WarmUp
 from kvtransfer.segments import TRAILER_BYTES, Segment, check_segment_bytes
 from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.table import open_probe
 from kvtransfer.worker import TransferThread
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class KVTransfer(RankTransfer):
         check_segment_bytes(cache.spec, settings.segment_bytes)
         self.message_bytes = settings.message_bytes
         self._cache = cache
+        self._probe = None if settings.peers_are_known else open_probe(settings.transport)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._used_leases = UsedNumbers()
         self._on_link_failed: OnLinkFailed | None = None
@@ -78,6 +80,8 @@ class KVTransfer(RankTransfer):
         await asyncio.wrap_future(self._thread.start())
 
     async def close(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
         await asyncio.to_thread(self._thread.stop)
 
     async def __aenter__(self) -> Self:
@@ -104,6 +108,8 @@ class KVTransfer(RankTransfer):
         sealed: bool = False,
     ) -> None:
         limit = self.message_bytes if message_bytes is None else min(message_bytes, self.message_bytes)
+        if self._probe is not None:
+            await self._probe.check(address)
         converter: Converter | None = None
         if conversion is not None:
             # On a GPU this waits and compiles. It runs here so that the transfer thread keeps serving other peers.

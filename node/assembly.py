@@ -191,6 +191,7 @@ def transfer_settings(settings: NodeSettings, built: Built, incarnation: int) ->
         staging_slots=settings.staging_slots,
         digests=settings.digests,
         receive_bytes_per_s=settings.receive_bytes_per_s,
+        peers_are_known=settings.tls_ca is not None,
         heads=built.kv_heads,
     )
 

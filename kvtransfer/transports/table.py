@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from baton.errors import ConfigError
-from kvtransfer.transports.transport import Transport
+from kvtransfer.transports.transport import AddressProbe, Transport
 
 
 def open_transport(name: str, *, on_gpu: bool = False) -> Transport:
@@ -26,3 +26,11 @@ def open_transport(name: str, *, on_gpu: bool = False) -> Transport:
     if name not in table:
         raise ConfigError(f"transport is {name!r}", field="transport", value=name, allowed=tuple(table))
     return table[name]()
+
+
+def open_probe(name: str) -> AddressProbe | None:
+    """Opens what tries the addresses of peers that may be anybody, for one event loop; None: that transport's addresses
+    are harmless."""
+    from kvtransfer.transports.ucx_probe import UcxProbe
+
+    return UcxProbe() if name == "ucx" else None

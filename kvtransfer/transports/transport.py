@@ -110,5 +110,20 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class AddressProbe(Protocol):
+    """Tries addresses that might end the process that connects to them. Used on one event loop."""
+
+    async def check(self, address: bytes) -> None:
+        """Returns if `Transport.connect` may have the address.
+
+        Raises:
+            PeerRefused: it may not.
+            Overloaded: that cannot be found out now.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
 # Carriers that read and write GPU memory directly.
 REACH_GPU_MEMORY = frozenset({"cuda_ipc", "loopback"})

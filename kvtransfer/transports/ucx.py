@@ -8,26 +8,19 @@ import ctypes
 import os
 import resource
 import select
-import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.errors import BatonError, ConfigError, DataLoss, Overloaded, PeerRefused
+from baton.errors import BatonError, ConfigError, DataLoss, Overloaded
 from kvtransfer.transports.transport import Arrival
+from kvtransfer.transports.ucx_address import is_on_gpu, worker_address, wrap
 from kvtransfer.transports.ucx_link import UcxLink, UcxRequest
 
 # Shared memory takes part in error handling only with this setting; otherwise UCX falls back to tcp.
 _CONTEXT = {"MM_ERROR_HANDLING": "y"}
 
-# An address is this prefix, a checksum of the rest, whether the node offers GPU memory, and the worker's address.
-_ADDRESS_MAGIC = b"baton-ucx-2:"
-_ON_GPU = {True: b"g", False: b"h"}
-# Of the worker's address: a header, whose lower half is the version of its format, and an identifier of 8 bytes.
-_ADDRESS_BYTES_MIN = 1 + 1 + 8
-_VERSION_MASK = 0x0F
-_VERSIONS = (0, 1)
 # Zero-copy lanes, where there are any, carry the bulk; another lane carries small messages.
 _BULK_LANES = ("xpmem", "knem", "cma")
 _GPU_LANE = "cuda_ipc"
@@ -73,14 +66,14 @@ class UcxTransport:
         address = link.open(self._context)
         self._poll.register(link.descriptor, select.EPOLLIN)
         self._links[peer] = link
-        return _wrap(_ON_GPU[self._on_gpu] + address)
+        return wrap(address, on_gpu=self._on_gpu)
 
     def connect(self, peer: int, address: bytes) -> None:
         link = self._links[peer]
         assert link.endpoint is None
-        content = _unwrap(address)
-        link.peer_on_gpu = content[:1] == _ON_GPU[True]
-        link.connect(content[1:])
+        content = worker_address(address)
+        link.peer_on_gpu = is_on_gpu(address)
+        link.connect(content)
 
     def disconnect(self, peer: int) -> None:
         link = self._links.pop(peer, None)
@@ -181,29 +174,6 @@ def _check_descriptors() -> None:
     if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > limit - _DESCRIPTORS_SPARE:
         what = f"of {limit} file descriptors fewer than {_DESCRIPTORS_SPARE} are left"
         raise Overloaded(what, cure="raise the limit on open files", retry_after_s=1.0)
-
-
-def _wrap(content: bytes) -> bytes:
-    return _ADDRESS_MAGIC + zlib.crc32(content).to_bytes(4, "little") + content
-
-
-def _unwrap(address: bytes) -> bytes:
-    """An address's content. UCX does not check addresses, so damaged ones must not reach it.
-
-    NOTE: UCX ends the process when an address is made up and has a right checksum, unless one of these checks finds it.
-    So only peers that are authenticated may send addresses.
-    """
-    checksum, content = address[len(_ADDRESS_MAGIC) :][:4], address[len(_ADDRESS_MAGIC) + 4 :]
-    framed = address.startswith(_ADDRESS_MAGIC) and zlib.crc32(content).to_bytes(4, "little") == checksum
-    whole = len(content) >= _ADDRESS_BYTES_MIN and content[:1] in _ON_GPU.values()
-    if not framed or not whole or content[1] & _VERSION_MASK not in _VERSIONS:
-        raise PeerRefused(
-            "the peer's address is not one of a UCX worker",
-            field="address",
-            value=address[:40],
-            cure="start both nodes with the same --transport and the same package version",
-        )
-    return content
 
 
 def _silence_unused_variables() -> None:

@@ -95,6 +95,7 @@ def make_transfer(
     receive_bytes_per_s: float | None = None,
     make_mover: MakeMover = open_mover,
     clock: Callable[[], float] = time.monotonic,
+    peers_are_known: bool = True,
 ) -> KVTransfer:
     if transport.endswith(LATE):
         make_mover = late(Script(seed=incarnation))
@@ -105,6 +106,7 @@ def make_transfer(
         staging_slots=staging_slots,
         digests=digests,
         receive_bytes_per_s=receive_bytes_per_s,
+        peers_are_known=peers_are_known,
     )
     return KVTransfer(
         cache,

@@ -94,6 +94,7 @@ class Node:
         settings = TransferSettings(
             incarnation=self.incarnation,
             transport="ucx",
+            peers_are_known=True,
             segment_bytes=self.nodes.segment_bytes,
             staging_slots=3,
             digests=self.nodes.digests,

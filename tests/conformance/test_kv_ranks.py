@@ -77,6 +77,7 @@ async def ranked_node(
         settings = TransferSettings(
             incarnation=of_incarnation,
             transport=transport,
+            peers_are_known=True,
             segment_bytes=SEGMENT_BYTES,
             staging_slots=3,
             digests=True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, DataLoss, PeerRefused
-from kvtransfer.transports import ucx
+from kvtransfer.transports import ucx_address
 from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import Arrival, Request, Transport
 
@@ -201,13 +201,13 @@ def test_an_invalid_address_is_refused(link: Link, address: bytes) -> None:
         link.sender.connect(5, address)
 
 
-@pytest.mark.parametrize("content", [b"", b"h", b"h" + bytes(5), b"x" + bytes(200), b"h\x0c" + bytes(200)])
+@pytest.mark.parametrize("content", [b"", bytes(5), b"\x0c" + bytes(200)])
 def test_an_address_of_no_worker_of_ucx_is_refused_although_its_checksum_is_right(content: bytes) -> None:
     """UCX itself would end the process."""
     end = open_transport("ucx")
     end.listen(5)
     with pytest.raises(PeerRefused, match="address"):
-        end.connect(5, ucx._wrap(content))
+        end.connect(5, ucx_address.wrap(content, on_gpu=False))
     end.close()
 
 

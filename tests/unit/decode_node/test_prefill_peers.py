@@ -13,6 +13,7 @@ from decode_node.events import Event, HandOverReceived, PeerLost, QuietReceived
 from decode_node.prefill_peers import PrefillPeers
 from engine.build import Built
 from kvtransfer.plan import links_between
+from kvtransfer.ranked import MOST_RANKS
 from node.assembly import Listener, Node
 from node.describe import from_addresses, from_info, from_warm_ups, to_addresses
 from protos.baton.v1 import common_pb2
@@ -69,14 +70,19 @@ async def pair(stream: PairStream, node: Node) -> pb.PairAccepted:
     """The prefill node's side of the handshake, up to its warm-up messages."""
     stream.send(hello(node))
     accepted = (await stream.receive()).accepted
+    await link(stream, node, accepted, number=1)
+    return accepted
+
+
+async def link(stream: PairStream, node: Node, accepted: pb.PairAccepted, *, number: int) -> None:
+    """What follows a hello that was accepted; `number` is the prefill node's for this pair."""
     flows = links_between(node.description, from_info(accepted.info))
-    addresses = await node.transfer.listen(1, flows, sends=True)
+    addresses = await node.transfer.listen(number, flows, sends=True)
     stream.send(pb.PairRequest(linked=pb.PairLinked(worker_addresses=from_addresses(addresses))))
     assert (await stream.receive()).HasField("connected")
-    await node.transfer.connect(1, to_addresses(accepted.worker_addresses), message_bytes=accepted.message_bytes)
-    warm = await node.transfer.warm_up(1, accepted.sender_number)
+    await node.transfer.connect(number, to_addresses(accepted.worker_addresses), message_bytes=accepted.message_bytes)
+    warm = await node.transfer.warm_up(number, accepted.sender_number)
     stream.send(pb.PairRequest(warmed_up=from_warm_ups(warm)))
-    return accepted
 
 
 async def ended(task: "asyncio.Task[None]") -> None:
@@ -144,6 +150,60 @@ async def test_a_hello_that_claims_to_be_from_a_paired_node_does_not_hide_it(bui
         await ended(peers.serve(other))
         assert peers.phases() == ["READY"]
         stream.end()
+        await ended(serving)
+
+
+async def test_a_second_stream_of_a_paired_incarnation_is_refused(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_peers, "_OLDER_END_S", 0.0)
+    async with decode_peers(built) as peers, sender(built) as node:
+        first, second = PairStream(), PairStream()
+        serving = peers.serve(first)
+        number = (await pair(first, node)).sender_number
+        assert (await first.receive()).HasField("ready")
+        second.send(hello(node))
+        with pytest.raises(PeerRefused, match="is paired with this node already"):
+            await ended(peers.serve(second))
+        assert peers.phases() == ["READY"]
+        first.send(pb.PairRequest(quiet=pb.Quiet(lease=6)))
+        await until(lambda: bool(peers.delivered))
+        assert peers.delivered == [QuietReceived(number, pb.Quiet(lease=6), node.incarnation)]
+        first.end()
+        await ended(serving)
+
+
+async def test_a_node_that_makes_its_pair_again_waits_until_the_older_stream_has_ended(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        first, second = PairStream(), PairStream()
+        older = peers.serve(first)
+        await pair(first, node)
+        assert (await first.receive()).HasField("ready")
+        await node.transfer.disconnect(1)
+        second.send(hello(node))
+        newer = peers.serve(second)
+        first.end()
+        await ended(older)
+        assert (await second.receive()).HasField("accepted")
+        second.end()
+        with pytest.raises(NoNode):
+            await ended(newer)
+
+
+async def test_of_two_handshakes_of_one_incarnation_the_first_to_end_is_the_pair(built: Built) -> None:
+    async with decode_peers(built) as peers, sender(built) as node:
+        slow, quick = PairStream(), PairStream()
+        slow.send(hello(node))
+        waiting = peers.serve(slow)
+        accepted = (await slow.receive()).accepted
+        serving = peers.serve(quick)
+        await pair(quick, node)
+        assert (await quick.receive()).HasField("ready")
+        await link(slow, node, accepted, number=2 * MOST_RANKS)
+        with pytest.raises(PeerRefused, match="is paired with this node already"):
+            await ended(waiting)
+        assert peers.phases() == ["READY"]
+        quick.end()
         await ended(serving)
 
 

@@ -125,9 +125,7 @@ def _wrong_in(pieces: Sequence[Received], answer: Answer | None, *, whole: bool)
 
 
 def _near(logprobs: Sequence[float], expected: Sequence[float]) -> bool:
-    return all(
-        math.isclose(one, other, abs_tol=_LOGPROB_ERROR) for one, other in zip(logprobs, expected, strict=False)
-    )
+    return all(math.isclose(one, other, abs_tol=_LOGPROB_ERROR) for one, other in zip(logprobs, expected, strict=False))
 
 
 def _grown(measured: Sequence[Measured]) -> list[Violation]:

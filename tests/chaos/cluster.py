@@ -4,10 +4,11 @@ Every connection over gRPC goes through a `proxy.Link`; KV goes over UCX, which 
 """
 
 import asyncio
+import math
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ import psutil
 
 from baton.cli.processes import Process, Processes
 from baton.rpc.server import connect
+from node.waiting import until
 from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from tests.chaos.history import Crashed, History, Measured
 from tests.chaos.proxy import Link
@@ -117,11 +119,11 @@ class Cluster:
 
     async def until_ended(self, name: str) -> int:
         """Returns its exit code."""
-        while (code := self.members[name].running.popen.poll()) is None:
-            await asyncio.sleep(_POLL_S)
+        process = self.members[name].running
+        await until(lambda: process.popen.poll() is not None, timeout_s=math.inf)
         with suppress(ValueError):
-            self.processes.running.remove(self.members[name].running)
-        return code
+            self.processes.running.remove(process)
+        return process.popen.wait()
 
     def signal(self, name: str, number: int) -> None:
         process = self.members[name].running
@@ -149,9 +151,7 @@ class Cluster:
         with suppress(ValueError):
             self.processes.running.remove(process)
         code = process.popen.poll()
-        self.history.add(
-            Crashed(self.history.now_s(), name, -1 if code is None else code, self.log_tail(name))
-        )
+        self.history.add(Crashed(self.history.now_s(), name, -1 if code is None else code, self.log_tail(name)))
 
     def log_tail(self, name: str) -> str:
         return (self.logs / name / "stderr").read_text(errors="replace")[-_LOG_TAIL:]
@@ -165,9 +165,7 @@ class Cluster:
                 with suppress(psutil.NoSuchProcess):
                     found = psutil.Process(member.running.pid)
                     rss_mib = found.memory_info().rss / _MIB
-                    self.history.add(
-                        Measured(self.history.now_s(), member.name, found.pid, rss_mib, found.num_fds())
-                    )
+                    self.history.add(Measured(self.history.now_s(), member.name, found.pid, rss_mib, found.num_fds()))
 
     async def status(self, name: str) -> node_pb2.NodeStatus | None:
         """A node's status, not through the proxies; None if it does not answer."""
@@ -176,6 +174,18 @@ class Cluster:
                 return await node_pb2_grpc.NodeStub(channel).Describe(node_pb2.DescribeRequest(), timeout=5)
             except grpc.aio.AioRpcError:
                 return None
+
+    async def held(self, name: str) -> str:
+        """What an idle node still holds; empty if nothing."""
+        status = await self.status(name)
+        if status is None:
+            return "it does not answer"
+        counts = {
+            "requests": status.requests_running + status.requests_waiting,
+            "leased blocks": status.blocks_leased,
+            "used blocks": status.blocks_total - status.blocks_free,
+        }
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     async def peers_left(self, name: str) -> str:
         """The peers of a node that are neither ready nor gone, and the nodes that it should be paired with but is
@@ -189,25 +199,15 @@ class Cluster:
         ready = {peer.incarnation for peer in status.peers if peer.phase == common_pb2.PEER_PHASE_READY}
         gone = {common_pb2.PEER_PHASE_LOST, common_pb2.PEER_PHASE_REFUSED}
         wrong = [f"{living[each]} is not paired" for each in living.keys() - ready]
-        wrong += [f"{peer.name} is ready, but gone" for peer in status.peers if peer.incarnation in ready - living.keys()]
+        wrong += [
+            f"{peer.name} is ready, but gone" for peer in status.peers if peer.incarnation in ready - living.keys()
+        ]
         wrong += [
             f"{peer.name} is {common_pb2.PeerPhase.Name(peer.phase)}"
             for peer in status.peers
             if peer.incarnation not in ready and peer.phase not in gone
         ]
         return ", ".join(wrong)
-
-
-def held(status: node_pb2.NodeStatus | None) -> str:
-    """What an idle node still holds; empty if nothing."""
-    if status is None:
-        return "it does not answer"
-    counts = {
-        "requests": status.requests_running + status.requests_waiting,
-        "leased blocks": status.blocks_leased,
-        "used blocks": status.blocks_total - status.blocks_free,
-    }
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
 @asynccontextmanager
@@ -274,7 +274,7 @@ def _end(made: Cluster) -> None:
 
 
 @contextmanager
-def _ports(count: int):  # type: ignore[no-untyped-def]
+def _ports(count: int) -> Iterator[list[str]]:
     """Addresses of this machine that no other process gets meanwhile: sockets that do not listen hold their ports."""
     holders = []
     try:

@@ -136,9 +136,7 @@ class Over:
     at_s: float
 
 
-Event = (
-    Asked | Received | Ended | FaultBegan | FaultEnded | Crashed | Measured | Held | PeersLeft | Calm | Over
-)  # fmt: skip
+Event = Asked | Received | Ended | FaultBegan | FaultEnded | Crashed | Measured | Held | PeersLeft | Calm | Over
 
 
 @dataclass
@@ -159,8 +157,14 @@ class History:
 def line_of(event: Event) -> str:
     """The event in one line."""
     values = ((each.name, getattr(event, each.name)) for each in fields(event) if each.name != "at_s")
-    shown = " ".join(f"{name}={value!s}" for name, value in values if value not in (None, "", (), False))
+    shown = " ".join(f"{name}={_shown(value)}" for name, value in values if value is not None and value not in ("", ()))
     return f"{event.at_s:9.3f} {type(event).__name__:<10} {shown}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return repr(str(value)) if isinstance(value, str) else str(value)
 
 
 def _since_now() -> Callable[[], float]:

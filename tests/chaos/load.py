@@ -84,11 +84,14 @@ async def send_load(
     asker: Asker, addresses: Sequence[str], works: Sequence[Work], load: Load, *, seed: int, until: asyncio.Event
 ) -> None:
     """Sends until the event is set; returns when the last requests have ended."""
-    async with Client(addresses=addresses) as first, Client(addresses=addresses[::-1]) as second:
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(load.clients):
-                client = (first, second)[number % 2]
-                tasks.create_task(_send(asker, client, works, load, Random(f"{seed} {number}"), until))
+    async with (
+        Client(addresses=addresses) as first,
+        Client(addresses=addresses[::-1]) as second,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for number in range(load.clients):
+            client = (first, second)[number % 2]
+            tasks.create_task(_send(asker, client, works, load, Random(f"{seed} {number}"), until))
 
 
 async def _send(
@@ -97,7 +100,7 @@ async def _send(
     while not until.is_set():
         draw = random.random()
         work = random.choice(works)
-        await asker.ask(
+        ended = await asker.ask(
             client,
             work,
             deadline_s=random.uniform(*load.deadline_s) if draw < load.with_deadline else None,
@@ -106,7 +109,9 @@ async def _send(
             salt=random.choice(("", str(random.random()))),
             priority=random.choice((0, 0, 0, -1, 1)),
         )
-        pause = asyncio.create_task(asyncio.sleep(load.pause_s * random.random()))
+        # A client that was refused waits, as the errors ask it to.
+        pause_s = load.refused_pause_s if ended.how is End.FAILED else load.pause_s
+        pause = asyncio.create_task(asyncio.sleep(pause_s * random.random()))
         ending = asyncio.create_task(until.wait())
         await asyncio.wait([pause, ending], return_when=asyncio.FIRST_COMPLETED)
         pause.cancel()

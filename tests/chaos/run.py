@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baton.client import Client
 from tests.chaos.checker import Violation, check
-from tests.chaos.cluster import Cluster, cluster, held, one_process
+from tests.chaos.cluster import Cluster, cluster, one_process
 from tests.chaos.history import Calm, End, Held, History, Over, PeersLeft
 from tests.chaos.load import Asker, answers_of, send_load
 from tests.chaos.scenario import CLIENT, Scenario
@@ -61,9 +62,7 @@ async def run(scenario: Scenario, logs: Path, *, progress: Callable[[str, float]
     return Outcome(scenario, history, answers, tuple(violations))
 
 
-async def _live(
-    scenario: Scenario, made: Cluster, works: list[Work], show: Callable[[str, float], None]
-) -> None:
+async def _live(scenario: Scenario, made: Cluster, works: list[Work], show: Callable[[str, float], None]) -> None:
     asker, history = Asker(made.history), made.history
     addresses = [made.links[f"{CLIENT}-{gateway}"].address for gateway in scenario.gateways]
     await _serve(asker, addresses, works)  # what is made on first use is there before anything is measured
@@ -88,9 +87,7 @@ async def _live(
     history.add(Over(history.now_s()))
 
 
-async def _time(
-    seconds: float, over: asyncio.Event, made: Cluster, show: Callable[[str, float], None]
-) -> None:
+async def _time(seconds: float, over: asyncio.Event, made: Cluster, show: Callable[[str, float], None]) -> None:
     """Measures, and ends the storm."""
     begun_s = time.monotonic()
     while (passed_s := time.monotonic() - begun_s) < seconds:
@@ -104,22 +101,30 @@ async def _serve(asker: Asker, addresses: list[str], works: list[Work]) -> None:
     """Each gateway serves every work. Where nodes are still being found again, the first one is asked again."""
     for address in addresses:
         async with Client(address) as client:
-            until_s = time.monotonic() + LIMIT_S
-            while (await asker.ask(client, works[0])).how is not End.FINISHED and time.monotonic() < until_s:
-                await asyncio.sleep(_POLL_S)
+            await _until_empty(partial(_why_not, asker, client, works[0]))
             await asyncio.gather(*(asker.ask(client, work, after_storm=True) for work in works))
 
 
 async def _judge_what_is_left(made: Cluster) -> None:
     history = made.history
     for node in made.nodes():
-        until_s = time.monotonic() + LIMIT_S
-        while (what := held(await made.status(node.name))) and time.monotonic() < until_s:
-            await asyncio.sleep(_POLL_S)
-        if what:
+        if what := await _until_empty(partial(made.held, node.name)):
             history.add(Held(history.now_s(), node.name, what))
     for node in made.nodes():
-        while (what := await made.peers_left(node.name)) and time.monotonic() < until_s:
-            await asyncio.sleep(_POLL_S)
-        if what:
+        if what := await _until_empty(partial(made.peers_left, node.name)):
             history.add(PeersLeft(history.now_s(), node.name, what))
+
+
+async def _why_not(asker: Asker, client: Client, work: Work) -> str:
+    ended = await asker.ask(client, work)
+    return "" if ended.how is End.FINISHED else ended.how.value
+
+
+async def _until_empty(what: Callable[[], Awaitable[str]]) -> str:
+    """Asks until the answer is empty; returns the last answer after the limit."""
+    until_s = time.monotonic() + LIMIT_S
+    while True:
+        answer = await what()
+        if not answer or time.monotonic() > until_s:
+            return answer
+        await asyncio.sleep(_POLL_S)

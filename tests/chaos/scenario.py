@@ -36,13 +36,14 @@ class Load:
 
     Attributes:
         clients: requests at once; each client sends its next one after a pause.
-        pause_s: the longest pause.
+        pause_s, refused_pause_s: the longest pause, after an answer and after an error.
         cancelled, with_deadline: shares of the requests.
         deadline_s: the shortest and the longest.
     """
 
     clients: int = 6
     pause_s: float = 0.4
+    refused_pause_s: float = 2.0
     cancelled: float = 0.1
     with_deadline: float = 0.1
     deadline_s: tuple[float, float] = (0.05, 3.0)

@@ -115,7 +115,7 @@ USUAL = Storm(
 
 # Hits prefill nodes while they compute prompts for decode nodes and decode themselves.
 BUSY_PREFILL_NODES = Storm(
-    {kind: 1 for kind in KINDS if kind != "kill_gateway"},
+    {kind: 1 for kind in KINDS if kind not in ("kill_gateway", "liar")},
     most=6,
     targets=(GATEWAY, *PREFILLS),
     weather=Weather(),

@@ -118,24 +118,21 @@ def scenario_of(seed: int, seconds: float) -> Scenario:
 
 def storms(scenarios: Sequence[Scenario], display: Display, *, keep: bool) -> int:
     """Runs them one after the other; 1 if something was wrong."""
-    results = Results.read()
-    results.rounds = []
+    rounds: list[Round] = []
     failed = False
     for scenario in scenarios:
         outcome = _run(scenario, f"seed {scenario.seed}", display)
-        results.rounds.append(round_of(scenario, outcome.history.events, outcome.violations))
+        rounds.append(round_of(scenario, outcome.history.events, outcome.violations))
         failed |= bool(outcome.violations)
         if keep:
-            results.write()
+            Results(rounds, Results.read().soak).write()
     return int(failed)
 
 
 def soak(seed: int, seconds: float, every_s: float, display: Display) -> int:
-    results = Results.read()
     outcome = _run(soak_scenario(seed, seconds=seconds, every_s=every_s), "soak", display)
     found = slopes(outcome.history.events, seconds=seconds)
-    results.soak = [slope.as_row() for slope in found]
-    results.write()
+    Results(Results.read().rounds, [slope.as_row() for slope in found]).write()
     for slope in found:
         display.say(
             f"{slope.process}: {slope.mib_per_restart:+.2f} MiB and {slope.files_per_restart:+.2f} files per restart"

@@ -21,6 +21,7 @@ class Round:
         cluster: its size and policy, for people.
         ends: requests by how they ended; failed ones by their error.
         retried: requests that took more than one attempt.
+        broken_off: requests that failed with a typed error other than a deadline's when they had tokens already.
         violations: by kind.
         answered_s: by kind of fault: the times from each fault's begin until a request that was sent afterwards was
             answered in full.
@@ -33,12 +34,14 @@ class Round:
     tokens: int
     ends: dict[str, int]
     retried: int
+    broken_off: int
     violations: dict[str, int]
     answered_s: dict[str, list[float]] = field(default_factory=dict)
 
 
 def round_of(scenario: Scenario, events: Sequence[Event], violations: Sequence[Violation]) -> Round:
     ended = [event for event in events if isinstance(event, Ended)]
+    begun = {event.request for event in events if isinstance(event, Received)}
     ends = Counter(event.error if event.how is End.FAILED else event.how.value for event in ended)
     return Round(
         seed=scenario.seed,
@@ -48,6 +51,9 @@ def round_of(scenario: Scenario, events: Sequence[Event], violations: Sequence[V
         tokens=sum(len(event.token_ids) for event in events if isinstance(event, Received)),
         ends=dict(ends),
         retried=sum(event.attempts > 1 for event in ended),
+        broken_off=sum(
+            event.how is End.FAILED and event.error != "DEADLINE" and event.request in begun for event in ended
+        ),
         violations=dict(Counter(violation.kind for violation in violations)),
         answered_s=_answered_s(events),
     )
@@ -125,6 +131,7 @@ def _totals(rounds: Sequence[Round]) -> list[str]:
         f"| cancelled by the client | {ends['cancelled']} |",
         f"| past the client's deadline | {ends['DEADLINE']} |",
         f"| refused with a typed error | {sum(refused.values())} ({_counts(refused)}) |",
+        f"| of them after the first token | {sum(each.broken_off for each in rounds)} |",
         *(f"| **{text}** | **{violations[name]}** |" for name, text in names.items()),
     ]
 

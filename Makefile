@@ -16,7 +16,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test simulate fuzz test-gpu test-clients check format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients check format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -43,6 +43,9 @@ run: install  ## Start a gateway, a prefill and a decode node, send a prompt, sh
 
 simulate: install  ## Run the cluster in memory under faults: SEEDS=100000 for many, SEED=7 to replay one
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+
+chaos: install  ## Storms over real processes: MINUTES=20 by default, SEED=7 MINUTES=2 to replay a round, SOAK=1 for a soak
+	@$(BIN)/python -m tests.chaos $(if $(SOAK),--soak) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))
 
 fuzz: install  ## Feed random inputs to every parser: COUNT=100000 for many
 	@$(BIN)/python -m tests.fuzz --count $(or $(COUNT),1000)

@@ -178,6 +178,10 @@ class Processes:
         for process in processes:
             self.report(f"{process.name} serves on {process.address}")
 
+    def take_reports(self) -> None:
+        """Takes the reports that have come, without waiting."""
+        self._receive(0.0)
+
     def first_ended(self) -> Process | None:
         """A process that ended on its own, if any."""
         return next((process for process in self.running if process.popen.poll() is not None), None)

@@ -13,6 +13,7 @@ from baton.errors import (
     NoNode,
     Overloaded,
 )
+from baton.resumption import Progress
 from protos.baton.v1 import generation_pb2 as pb
 from tests.simulation.invariants import violated
 from tests.simulation.reference import generate, prompt_logprobs
@@ -26,7 +27,8 @@ class ClientCall:
         contexts: longest prompt plus output of the nodes that may decode it. Its output may end at each of them.
 
     Attributes:
-        ended: the last message or an error came, or the gateway died.
+        ended: the last message or an error came, or the gateway died and the request does not go on at another one.
+        waits: for another gateway.
     """
 
     def __init__(self, number: int, client: Client, *, contexts: Set[int]) -> None:
@@ -40,10 +42,17 @@ class ClientCall:
         self._tokens: list[int] = []
         self._text = ""
         self._first = False  # whether the message at hand is the first one with tokens
+        self.waits = False
+        self._progress = Progress(pb.GenerateRequest()) if client.resumes else None
 
     def receive(self, message: pb.GenerateResponse) -> None:
         if self.ended or self.finished:
             violated("I5", f"{self.name} gets a message after its end")
+        if self._progress is not None:
+            passed = self._progress.take(message)
+            if passed is None:
+                return
+            message = passed
         self._first = not self._tokens and bool(message.tokens)
         for token in message.tokens:
             position = len(self._tokens)
@@ -79,6 +88,7 @@ class ClientCall:
                 "I5", f"{self.name} ends with {error!r}, and its last message has {'' if self.finished else 'not '}come"
             )
         self.ended = True
+        self.waits = False
         self.error = error
 
     def check_error(self, *, steps_fail: bool) -> None:
@@ -105,8 +115,17 @@ class ClientCall:
         return "lost gateway" if self.error is None else type(self.error).__name__
 
     def lose_gateway(self) -> None:
-        """The gateway died: the client gets nothing more, and no error but a broken stream."""
-        self.ended = True
+        """The gateway died: the client gets nothing more of it, and no error but a broken stream."""
+        if self.finished or self._progress is None:
+            self.ended = True
+        elif not self.ended:
+            self.waits = True
+
+    def resume(self) -> tuple[int, ...]:
+        """The request goes on at another gateway; returns the tokens with which it begins there."""
+        self.waits = False
+        assert self._progress is not None
+        return tuple(self._progress.request().output_token_ids)
 
 
 def text_of(tokens: list[int], *, stopped: bool) -> str:

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from baton.errors import Overloaded
+from baton.errors import Cancelled, DeadlineExceeded, Overloaded
 from tests.simulation import scenario as scenarios
 from tests.simulation.client import ClientCall
 from tests.simulation.decode import DecodeProcess
 from tests.simulation.faults import DECODES, GATEWAY, PREFILLS, USUAL, Fault, Storm
 from tests.simulation.gateway import GatewayProcess
+from tests.simulation.hostile import Stranger, lie_about_leases
 from tests.simulation.invariants import violated
 from tests.simulation.network import Life
 from tests.simulation.prefill import PrefillProcess
@@ -17,6 +18,7 @@ from tests.simulation.scenario import Client
 from tests.simulation.world import World
 
 EVENTS_MAX = 60_000
+_ALL_STEPS = 1 << 30
 # After the last fault and the last request, nodes notice silence and reconnect within some seconds. A lease that is
 # never closed stays open for longer than that.
 QUIET_WITHIN_S = 6.0
@@ -58,7 +60,7 @@ class Cluster:
         self.events = 0
         self._incarnations = 0
         self._nodes: dict[str, PrefillProcess | DecodeProcess] = {}
-        self._calls: list[ClientCall] = []
+        self._calls: dict[ClientCall, float] = {}  # and when each began
         self._hit_both: set[str] = set()
         self._faults_over_s = 0.0
         self._busy_until_s = 0.0
@@ -95,7 +97,7 @@ class Cluster:
         for node in self._nodes.values():
             node.check_idle()
         for call in self._calls:
-            call.check_error(steps_fail=any(fault.kind == "fail_step" for fault in world.scenario.faults))
+            call.check_error(steps_fail=any(fault.kind in ("fail_step", "sick") for fault in world.scenario.faults))
         if world.scenario.calm:
             self._check_served()
         ends = tuple(call.outcome for call in self._calls)
@@ -118,6 +120,9 @@ class Cluster:
 
     def _start_gateway(self) -> GatewayProcess:
         self._gateway = GatewayProcess(self.world, self._life(GATEWAY))
+        for call, at_s in self._calls.items():
+            if call.waits:
+                self._resume(call, self.world.clock.now_s - at_s)
         return self._gateway
 
     def _life(self, address: str) -> Life:
@@ -126,14 +131,26 @@ class Cluster:
 
     def _call(self, client: Client) -> None:
         call = ClientCall(len(self._calls) + 1, client, contexts=self.world.scenario.contexts)
-        self._calls.append(call)
+        self._calls[call] = self.world.clock.now_s
         if not self._gateway.life.alive:
             call.lose_gateway()
             return
         gateway = self._gateway
-        gateway.life.run(partial(gateway.start, call))
+        gateway.life.run(partial(gateway.start, call, timeout_s=client.timeout_s))
         if client.cancel_s is not None:
             gateway.life.after(client.cancel_s, partial(gateway.cancel, call))
+
+    def _resume(self, call: ClientCall, passed_s: float) -> None:
+        """The client asks the new gateway for the rest, unless it has given up meanwhile."""
+        client, gateway = call.client, self._gateway
+        if client.cancel_s is not None and client.cancel_s <= passed_s:
+            call.end(Cancelled("the client cancelled"))
+        elif client.timeout_s <= passed_s:
+            call.end(DeadlineExceeded("its time was up before there was a gateway"))
+        else:
+            gateway.start(call, timeout_s=client.timeout_s - passed_s, output=call.resume())
+            if client.cancel_s is not None:
+                gateway.life.after(client.cancel_s - passed_s, partial(gateway.cancel, call))
 
     # ---- faults: one method for each row of `faults.KINDS`
 
@@ -176,6 +193,17 @@ class Cluster:
 
     def fail_step(self, address: str, _: float) -> None:
         self._nodes[address].device.steps_to_fail += 1
+
+    def sick(self, address: str, seconds: float) -> None:
+        device = self._nodes[address].device
+        device.steps_to_fail += _ALL_STEPS
+        self.world.clock.after(seconds, partial(setattr, device, "steps_to_fail", 0))
+
+    def stranger(self, address: str, seconds: float) -> None:
+        Stranger(self.world, address).stay(seconds)
+
+    def liar(self, prefill: str, decode: str, seconds: float) -> None:
+        lie_about_leases(self.world, partial(self._nodes.__getitem__, prefill), self._nodes[decode], seconds)
 
     def drain(self, address: str, grace_s: float) -> None:
         node = self._nodes[address]

@@ -114,6 +114,12 @@ class DecodeProcess(Node):
             case "quiet":
                 self.handle(e.QuietReceived(pair.number, message.quiet, pair.state.incarnation))
 
+    def lied_to(self, incarnation: int, message: pb.PairRequest) -> None:
+        """A paired prefill node sends this."""
+        for pair in self._pairs.values():
+            if pair.state.incarnation == incarnation:
+                self._pair_message(pair, message)
+
     def _pair_ended(self, pair: _Pair, _: BatonError | None) -> None:
         if pair.number:
             del self._pairs[pair.number]

@@ -107,6 +107,10 @@ class DecodeSide:
         except BatonError as error:
             return e.EngineRefused(engine_id, error)
 
+    def leases(self) -> dict[int, int]:
+        """The leases that are open, each with the incarnation of the prefill node that it is for."""
+        return {lease: task.prefill_incarnation for lease, task in self.machine._by_lease.items()}
+
     def _time_passed(self) -> None:
         self.handle(e.TimePassed())
 

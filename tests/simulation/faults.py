@@ -48,6 +48,12 @@ KINDS: Mapping[str, Kind] = {
     "slow": Kind(_PROCESSES, (0.1, 1.0)),
     # The next engine step fails.
     "fail_step": Kind(_PROCESSES, (0.0, 0.0)),
+    # Every step fails for a while: the gateway's breaker opens.
+    "sick": Kind(_PROCESSES, (0.05, 0.6)),
+    # Another client of the node sends whatever it likes: keys in use, leases that are not its own, broken requests.
+    "stranger": Kind(_PROCESSES, (0.02, 0.3)),
+    # A prefill node reports leases as handed over or lost that are not its own.
+    "liar": Kind(tuple((prefill, decode) for prefill in PREFILLS for decode in DECODES), (0.02, 0.3)),
     # SIGTERM: takes no new work, ends when it is idle or its grace is over, and starts again.
     "drain": Kind(_PROCESSES, (0.05, 0.5)),
 }
@@ -100,13 +106,16 @@ USUAL = Storm(
         "stall": 2,
         "slow": 1,
         "fail_step": 1,
+        "sick": 0.5,
+        "stranger": 1,
+        "liar": 1,
         "drain": 1,
     }
 )
 
 # Hits prefill nodes while they compute prompts for decode nodes and decode themselves.
 BUSY_PREFILL_NODES = Storm(
-    {kind: 1 for kind in KINDS if kind != "kill_gateway"},
+    {kind: 1 for kind in KINDS if kind not in ("kill_gateway", "liar")},
     most=6,
     targets=(GATEWAY, *PREFILLS),
     weather=Weather(),

@@ -120,7 +120,8 @@ class GatewayProcess:
 
     # ---- requests
 
-    def start(self, call: ClientCall) -> None:
+    def start(self, call: ClientCall, *, timeout_s: float, output: tuple[int, ...] = ()) -> None:
+        """Begins a request, or goes on after an output that its client has from another gateway."""
         client, now_s = call.client, self.world.clock.now_s
         request = Request(
             request_id=call.name,
@@ -130,11 +131,14 @@ class GatewayProcess:
             ),
             cache_salt="",
             started_at_s=now_s,
-            timeout_s=client.timeout_s,
+            timeout_s=timeout_s,
+            output=output,
             priority=client.priority,
             slo=Slo(client.ttft_s, client.tpot_s),
         )
         running = _Running(call, RequestMachine(request, self._rules, self.fleet, Detokenizer()))
+        if output:
+            running.machine.resume()
         running.timer = Timer(
             self.world.clock,
             self.life.run,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError
+from baton.resumption import _Given
 from baton.types import TokenOutput
 from decode_node.commands import Abort as AbortDecode
 from decode_node.commands import CloseLease, PrefillHere
@@ -17,7 +18,7 @@ from decode_node.commands import Command as DecodeCommand
 from decode_node.decode_task import DecodeTask, Phase
 from decode_node.events import Event as DecodeEvent
 from decode_node.events import SessionClosed
-from decode_node.lease_events import HandedOver, LeaseEvent
+from decode_node.lease_events import HandedOver, LeaseEvent, Lost
 from decode_node.machine import DecodeMachine
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.state import RequestState
@@ -27,6 +28,7 @@ from gateway.fleet_node import FleetNode, Role
 from gateway.node_messages import NodeMessages
 from gateway.placement import Placement, Way
 from gateway.request_attempts import Attempts
+from gateway.request_output import Output
 from gateway.token_order import TokenOrder
 from kvtransfer.coverage import Coverage
 from kvtransfer.leases import LeaseTable, LeaseTotals, Refusal
@@ -35,7 +37,7 @@ from prefill_node.commands import Abort as AbortPrefill
 from prefill_node.commands import Command as PrefillCommand
 from prefill_node.machine import PrefillMachine
 from prefill_node.prefill_task import PrefillTask, TaskEvent
-from protos.baton.v1 import common_pb2, decode_pb2, node_pb2
+from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, node_pb2
 from protos.baton.v1.decode_pb2 import SubmitRequest
 from tests.simulation.faults import BUSY_PREFILL_NODES, DECODES, GATEWAY, PREFILLS, USUAL, Storm
 from tests.simulation.weather import Weather
@@ -45,6 +47,8 @@ _LATE_KILLS = Storm({"kill": 1}, most=6, haste=20.0, targets=DECODES, weather=We
 _CROWDED = Storm({"kill_gateway": 1, "slow": 2, "cut": 2}, most=6, targets=(GATEWAY, *DECODES), weather=Weather())
 _SLOW_PAIRS = Storm({"stall": 3, "cut": 1}, most=5, targets=PREFILLS + DECODES, weather=Weather(damaged=0.1))
 _GATEWAY = Storm({"kill_gateway": 1, "cut": 1}, weather=Weather())
+_LIARS = Storm({"liar": 1}, most=6, weather=Weather())
+_STRANGERS = Storm({"stranger": 1}, most=6, weather=Weather())
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,35 @@ def _split_counts_a_block_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeTask, "_admit", mutated)
 
 
+def _believes_any_peer(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: DecodeMachine, incarnation: int, event: HandedOver | Lost, now_s: float) -> list[DecodeCommand]:
+        return self._lease_event(event, now_s)
+
+    patch.setattr(DecodeMachine, "_from_peer", mutated)
+
+
+def _second_submit_takes_the_place(patch: pytest.MonkeyPatch) -> None:
+    submit = DecodeMachine._submit
+
+    def mutated(self: DecodeMachine, session: int, message: SubmitRequest, now_s: float) -> list[DecodeCommand]:
+        self._by_key.pop((session, message.key), None)
+        return submit(self, session, message, now_s)
+
+    patch.setattr(DecodeMachine, "_submit", mutated)
+
+
+def _keys_of_all_sessions(patch: pytest.MonkeyPatch) -> None:
+    of_key = DecodeMachine._of_key
+
+    def mutated(
+        self: DecodeMachine, session: int, key: int, react: Callable[[DecodeTask], list[DecodeCommand]]
+    ) -> list[DecodeCommand]:
+        others = [each for each, number in self._by_key if number == key]
+        return of_key(self, min(others, default=session), key, react)
+
+    patch.setattr(DecodeMachine, "_of_key", mutated)
+
+
 # ---- the prefill node
 
 
@@ -270,6 +303,22 @@ def _hand_over_to_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NodeMessages, "submit", mutated)
 
 
+def _resumed_tokens_come_twice(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: _Given, message: generation_pb2.GenerateResponse) -> None:
+        return
+
+    patch.setattr(_Given, "drop_from", mutated)
+
+
+def _resumes_one_token_late(patch: pytest.MonkeyPatch) -> None:
+    resume = Output.resume
+
+    def mutated(self: Output, token_ids: Sequence[int]) -> str:
+        return resume(self, token_ids[:-1])
+
+    patch.setattr(Output, "resume", mutated)
+
+
 # ---- a prefill node that also decodes
 
 
@@ -330,6 +379,21 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "split_counts_a_block_too_many": Mutant(
         "The decode node computes the rest of a split prompt from one block too late.", _split_counts_a_block_too_many
+    ),
+    "believes_any_peer": Mutant(
+        "A prefill node's report counts for a lease that is another one's.", _believes_any_peer, _LIARS
+    ),
+    "second_submit_takes_the_place": Mutant(
+        "A second request under a key in use takes the first one's place.", _second_submit_takes_the_place, _STRANGERS
+    ),
+    "keys_of_all_sessions": Mutant(
+        "A client's message reaches a request of another client with the same key.", _keys_of_all_sessions, _STRANGERS
+    ),
+    "resumed_tokens_come_twice": Mutant(
+        "What a new gateway repeats reaches the client a second time.", _resumed_tokens_come_twice, _GATEWAY
+    ),
+    "resumes_one_token_late": Mutant(
+        "A new gateway forgets the last token that the client has.", _resumes_one_token_late, _GATEWAY
     ),
     "frees_while_sending": Mutant(
         "A prefill node frees the blocks of a call that ends while segments are read from them.", _frees_while_sending

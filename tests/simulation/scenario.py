@@ -26,7 +26,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Client:
-    """One request: its start (counted from the cluster's readiness), its content, and when its client gives up."""
+    """One request: its start (counted from the cluster's readiness), its content, and when its client gives up.
+
+    Attributes:
+        resumes: when its gateway dies, it goes on at the next one, as `baton.client.Client` does with several.
+    """
 
     at_s: float
     prompt: tuple[int, ...]
@@ -37,6 +41,7 @@ class Client:
     prompt_logprobs: int | None
     ttft_s: float | None
     tpot_s: float | None
+    resumes: bool
 
     @property
     def patient(self) -> bool:
@@ -139,4 +144,5 @@ def _client(random: Random, shared: tuple[int, ...], *, within_s: float) -> Clie
         prompt_logprobs=random.choice((None, None, None, 0, 2)),
         ttft_s=random.choice((None, None, 0.01, 0.1)),
         tpot_s=random.choice((None, 0.01)),
+        resumes=random.random() < 0.6,
     )

@@ -22,6 +22,7 @@ from math import exp, inf
 from baton.errors import Overloaded
 from gateway.fair_share import FairShare, Waiting
 from gateway.room import Room
+from gateway.streams import Progress, StreamBound
 
 # A decoded token costs a node about as much as so many tokens of a prompt.
 _PROMPT_TOKENS_PER_OUTPUT = 8
@@ -42,6 +43,7 @@ _CLIENT_S = 60.0  # a client counts as present for so long after its last reques
 _CLIENTS_EVERY_S = 0.25
 # A client is light if it has at most this share of what the largest client has here.
 _LIGHT_SHARE = 0.1
+_BURST = 1.5  # so many times what the largest client had at the last look
 _HINT_LEAST_S, _HINT_MOST_S = 0.1, 60.0
 
 
@@ -232,6 +234,7 @@ class Admission:
 
     def __init__(self, *, most: int, queue_s: float) -> None:
         self.pace = Pace()
+        self.streams = StreamBound()
         self.counts: Counter[Reason] = Counter()
         self._most = most
         self._queue_s = queue_s
@@ -263,6 +266,11 @@ class Admission:
         light = self._largest >= 1 / _LIGHT_SHARE and any(self.is_light(client) for client in self._seen)
         self._spares = light
 
+    def progressed(self, progress: Progress, room: Room, now_s: float) -> None:
+        """The streams here have got so many tokens since the last call; call it several times a second."""
+        self._look_at_clients(now_s)
+        self.streams.measured(progress, room, now_s, spares=self._spares)
+
     # ---- requests come and go
 
     def enter(self, client: str, outputs: int, here: int, now_s: float) -> list[Refused]:
@@ -287,6 +295,8 @@ class Admission:
                 over -= self._waiting[last.key].outputs
                 evicted.append(self._refuse_waiting(last.key, Reason.FULL, self._full(here)))
         self._here[client] += outputs
+        if not self._spares and self._here[client] >= max(1 / _LIGHT_SHARE, _BURST * self._largest):
+            self._looked_s = -inf  # a burst would start before the next look
         return evicted
 
     def leave(self, client: str, outputs: int) -> None:
@@ -303,12 +313,16 @@ class Admission:
         """
         if asked.deadline_s is not None and asked.deadline_s <= now_s:
             return True  # to its own error
-        waiting = Waiting(asked.key, asked.client, self.pace.cost(asked), asked.priority)
+        cost = self.pace.cost(asked)
         if not self._waiting and self._may_start(asked, room, now_s):
             self._standing.look(now_s, waiting=False)
             return True
+        if self._overtakes(asked) and self._may_start(asked, room, now_s):
+            self._queue.charge(asked.client, cost)
+            self._charged[asked.key] = cost
+            return True
         self._check(asked, room, now_s)
-        self._queue.push(waiting)
+        self._queue.push(Waiting(asked.key, asked.client, cost, asked.priority))
         self._waiting[asked.key] = asked
         self._rate.waits(now_s)
         return False
@@ -380,10 +394,20 @@ class Admission:
 
     def _may_start(self, asked: Asked, room: Room, now_s: float) -> bool:
         self._look_at_clients(now_s)
-        shared = self._spares and not self.is_light(asked.client)
-        if not room.has(asked.prompt_tokens, asked.outputs, shared=shared):
+        if not self._has_room(asked, room):
             return False
         return room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE)
+
+    def _overtakes(self, asked: Asked) -> bool:
+        """Whether those that wait do so only for the sake of light clients, of which this one is."""
+        if not self._spares or asked.priority > 0 or self._queue.num_waiting(asked.client):
+            return False
+        return self.is_light(asked.client)
+
+    def _has_room(self, asked: Asked, room: Room) -> bool:
+        shared = self._spares and not self.is_light(asked.client)
+        most = self.streams.most(room) if shared else inf
+        return room.has(asked.prompt_tokens, asked.outputs, shared=shared, most=most)
 
     def _in_time(self, asked: Asked, room: Room, now_s: float, share: float) -> bool:
         """Whether the predicted service takes at most that part of the time until the deadline."""
@@ -396,7 +420,7 @@ class Admission:
         and others wait behind it."""
         if room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE):
             return False
-        return room.has(asked.prompt_tokens, asked.outputs, shared=self._spares and not self.is_light(asked.client))
+        return self._has_room(asked, room)
 
     def _late(self, asked: Asked, room: Room, now_s: float) -> float:
         """By how much its first token would be late if it started now; not above 0: it would not."""

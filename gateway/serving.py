@@ -306,7 +306,7 @@ class Serving:
                 parser.push(text)  # the client has what comes of it
         if parser is not None:
             write = partial(_write_chat, ChatOutput(parser), write)
-        output = self._waiting_room.begins()
+        output = self._waiting_room.begins(machine)
         driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write))
         running.drivers.add(driver)
         whole, in_time = False, True
@@ -320,7 +320,7 @@ class Serving:
             running.drivers.discard(driver)
             identity.current().budget.spend(machine.new_tokens)
             running.tokens += machine.new_tokens
-            self._waiting_room.ran(output, machine, whole=whole, in_time=in_time)
+            self._waiting_room.ran(output, whole=whole, in_time=in_time)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
         # The first part of a split prompt is remote.
         self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)

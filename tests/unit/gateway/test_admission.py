@@ -249,8 +249,12 @@ def test_next_to_a_light_client_a_heavy_one_gets_fewer_streams_and_the_light_one
     admission.enter("light", 1, 0, 1.0)
     assert not admission.offer(asked("heavy"), busy, 1.0)
     light = asked("light")
-    assert not admission.offer(light, busy, 1.0)
-    assert admission.take(busy, 1.0) == light.key
+    assert admission.offer(light, busy, 1.0), "it overtakes what waits only for its sake"
+    full = replace(FREE, decodes=(DecodeRoom(20, 20, 16, 10_000),))
+    second = asked("light")
+    assert not admission.offer(second, full, 1.0)
+    assert admission.take(full, 1.0) is None
+    assert admission.take(busy, 1.0) == second.key
 
 
 def test_a_request_that_waited_pays_for_the_tokens_that_it_got() -> None:

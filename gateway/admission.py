@@ -305,6 +305,19 @@ class Admission:
         if self._here[client] <= 0:
             del self._here[client]
 
+    def check_early(self, asked: Asked, room: Room, now_s: float) -> None:
+        """Before anything is done for a request: `asked` says the least that it can want.
+
+        Raises:
+            Overloaded: whatever it turns out to be, `offer` would refuse it.
+        """
+        if asked.deadline_s is not None and asked.deadline_s <= now_s:
+            return
+        self._seen[asked.client] = now_s
+        if self._may_start(asked, room, now_s) and (not self._waiting or self._overtakes(asked)):
+            return
+        self._check(asked, room, now_s)
+
     def offer(self, asked: Asked, room: Room, now_s: float) -> bool:
         """True: it starts now. False: it waits, until `take` names it or `withdraw` removes it.
 

@@ -199,7 +199,8 @@ class Serving:
             error.request_id = request_id
             # A line for each refusal would be one more load in an overload; they are counted.
             level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel | Overloaded) else logging.INFO
-            log.log(level, "%s failed: %s", request_id, loggable(error))
+            if log.isEnabledFor(level):
+                log.log(level, "%s failed: %s", request_id, loggable(error))
             raise
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
@@ -268,6 +269,9 @@ class Serving:
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
         outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
+        if not self._draining:
+            deadline_s = None if budget_s is None else started_at_s + timeout_s
+            self._waiting_room.check(message, outputs, client, deadline_s=deadline_s)
         with self._admitted(request_id, outputs, client) as running:
             call = Call(message, chat, request_id, started_at_s, timeout_s)
             max_context_tokens = self._connections.fleet.max_context_tokens

@@ -106,6 +106,7 @@ class WaitingRoom:
         self._timer: asyncio.Handle | None = None
         self._is_later = False  # the timer does not fire in this turn of the loop
         self._published: Counter[Reason] = Counter()
+        self._num_published = 0
         self._shed_at_s = 0.0
         self._outputs: set[Output] = set()
         self._measured_s = 0.0
@@ -127,6 +128,34 @@ class WaitingRoom:
         self._admission.leave(client, outputs)
         if self._waiters:
             self._look_soon()
+
+    def check(self, message: pb.GenerateRequest, outputs: Outputs, client: str, *, deadline_s: float | None) -> None:
+        """Refuses a request before its prompt is read, if that does not matter.
+
+        Raises:
+            Overloaded: it may not even wait.
+        """
+        if message.output_token_ids:
+            return
+        sampling = message.sampling
+        max_tokens = max(1, min(sampling.max_tokens, self._connections.fleet.max_context_tokens))
+        prompt_tokens = len(message.token_ids.ids)
+        now_s = monotonic()
+        asked = Asked(
+            key=0,
+            client=client,
+            prompt_tokens=min(prompt_tokens, message.truncate_prompt_tokens or prompt_tokens),
+            output_tokens=max_tokens,
+            certain_tokens=max_tokens if sampling.ignore_eos else 0,
+            arrived_s=now_s,
+            outputs=outputs.drawn,
+            priority=message.priority,
+            deadline_s=deadline_s,
+        )
+        try:
+            self._admission.check_early(asked, self._room(now_s), now_s)
+        finally:
+            self._publish()
 
     def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> Asked:
         """What the request wants."""
@@ -256,6 +285,9 @@ class WaitingRoom:
 
     def _publish(self) -> None:
         counts = self._admission.counts
+        if (total := counts.total()) == self._num_published:
+            return
+        self._num_published = total
         for reason, number in counts.items():
             if number != self._published[reason]:
                 self._board.add(_COUNTS[reason], number - self._published[reason])

@@ -27,7 +27,7 @@ from gateway.streams import Progress, StreamBound
 # A decoded token costs a node about as much as so many tokens of a prompt.
 _PROMPT_TOKENS_PER_OUTPUT = 8
 # Part of the time that the service leaves until the deadline, which a request may wait.
-_WAIT_SHARE = 0.25
+_WAIT_SHARE = 0.08
 # Part of the time until the deadline that the predicted service may take when a request starts on busy nodes.
 _SERVICE_SHARE = 0.7
 # A queue stands if the shortest wait of an interval is over the target; both are parts of `queue_s`.
@@ -37,6 +37,8 @@ _FRESH_S = 3.0
 _RATE_S = 3.0
 _RATE_LEAST_S = 0.3
 _WEIGHT = 0.1
+_LIVE_WEIGHT = 0.4  # of what running streams show, several times a second
+_LIVE_TOKENS = 8  # that are worth a measurement
 _OUTPUT_TOKENS = 200.0  # of a request, before any has ended
 _OUTPUT_SHARE = 0.8  # of the requests have no more tokens than expected
 _CLIENT_S = 60.0  # a client counts as present for so long after its last request
@@ -93,13 +95,14 @@ class Estimate:
     """A measured time: a mean of the last ones, which fades while nothing is measured, so that no old measurement keeps
     requests out for ever."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float = _WEIGHT) -> None:
+        self._weight = weight
         self._value = 0.0
         self._at_s = -inf
 
     def observe(self, value: float, now_s: float) -> None:
         fresh = now_s - self._at_s <= _FRESH_S
-        self._value += (value - self._value) * (_WEIGHT if fresh else 0.5 if self._value else 1.0)
+        self._value += (value - self._value) * (self._weight if fresh else 0.5 if self._value else 1.0)
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:
@@ -115,6 +118,7 @@ class Pace:
         self._first_s = Estimate()
         self._token_s = Estimate()
         self._ratio = Estimate()  # of measured and predicted times per token
+        self._live_ratio = Estimate(_LIVE_WEIGHT)  # the same, of streams that still run
         self._output_tokens: dict[int, float] = {}  # by the size of the most that was allowed
 
     def expected_tokens(self, asked: Asked) -> int:
@@ -137,12 +141,17 @@ class Pace:
         further token."""
         token_s = self._token_s.at(now_s)
         if room.step_s is not None:
-            token_s = room.step_s * max(1.0, self._ratio.at(now_s))
+            token_s = room.step_s * max(1.0, self._ratio.at(now_s), self._live_ratio.at(now_s))
         return max(self.first_s(now_s), room.prefill_wait_s), token_s
 
     def first_token(self, seconds: float, prompt_tokens: int, room: Room, now_s: float) -> None:
         """A request has got its first token so long after its start, or has waited so long in vain."""
         self._first_s.observe(max(0.0, seconds - prompt_tokens * room.prompt_token_s), now_s)
+
+    def progressed(self, progress: Progress, room: Room, now_s: float) -> None:
+        """Running streams show a change of the nodes' speed seconds before they end."""
+        if progress.tokens >= _LIVE_TOKENS and room.step_s:
+            self._live_ratio.observe(progress.seconds / progress.tokens / room.step_s, now_s)
 
     def ended(self, tokens: int, most: int, seconds: float, step_s: float | None, now_s: float, *, whole: bool) -> None:
         """An output has ended: `tokens` tokens of at most `most`, the last one so many seconds after the first one.
@@ -269,6 +278,7 @@ class Admission:
     def progressed(self, progress: Progress, room: Room, now_s: float) -> None:
         """The streams here have got so many tokens since the last call; call it several times a second."""
         self._look_at_clients(now_s)
+        self.pace.progressed(progress, room, now_s)
         self.streams.measured(progress, room, now_s, spares=self._spares)
 
     # ---- requests come and go

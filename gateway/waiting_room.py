@@ -40,6 +40,7 @@ _COUNTS = {
     Reason.SHED: Count.SHED,
 }
 _LOOK_S = 0.02
+_SHED_EACH_S = 5e-5  # between two looks at all that wait, for each: these shall not take much of the process
 _MEASURE_S = 0.25
 # The nodes report this output, or have not yet reported the end of the one before.
 _ALONE = 1
@@ -263,7 +264,7 @@ class WaitingRoom:
             return
         refused = []
         if now_s >= self._shed_at_s:
-            self._shed_at_s = now_s + _LOOK_S
+            self._shed_at_s = now_s + max(_LOOK_S, _SHED_EACH_S * self._admission.num_waiting)
             refused = self._admission.shed(room, now_s)
         self._end(refused)
         self._publish()

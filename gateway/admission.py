@@ -22,11 +22,12 @@ from math import exp, inf
 from baton.errors import Overloaded
 from gateway.fair_share import FairShare, Waiting
 from gateway.room import Room
+from gateway.streams import Progress, StreamBound
 
 # A decoded token costs a node about as much as so many tokens of a prompt.
 _PROMPT_TOKENS_PER_OUTPUT = 8
 # Part of the time that the service leaves until the deadline, which a request may wait.
-_WAIT_SHARE = 0.25
+_WAIT_SHARE = 0.08
 # Part of the time until the deadline that the predicted service may take when a request starts on busy nodes.
 _SERVICE_SHARE = 0.7
 # A queue stands if the shortest wait of an interval is over the target; both are parts of `queue_s`.
@@ -36,12 +37,15 @@ _FRESH_S = 3.0
 _RATE_S = 3.0
 _RATE_LEAST_S = 0.3
 _WEIGHT = 0.1
+_LIVE_WEIGHT = 0.4  # of what running streams show, several times a second
+_LIVE_TOKENS = 8  # that are worth a measurement
 _OUTPUT_TOKENS = 200.0  # of a request, before any has ended
 _OUTPUT_SHARE = 0.8  # of the requests have no more tokens than expected
 _CLIENT_S = 60.0  # a client counts as present for so long after its last request
 _CLIENTS_EVERY_S = 0.25
 # A client is light if it has at most this share of what the largest client has here.
 _LIGHT_SHARE = 0.1
+_BURST = 1.5  # so many times what the largest client had at the last look
 _HINT_LEAST_S, _HINT_MOST_S = 0.1, 60.0
 
 
@@ -91,13 +95,14 @@ class Estimate:
     """A measured time: a mean of the last ones, which fades while nothing is measured, so that no old measurement keeps
     requests out for ever."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float = _WEIGHT) -> None:
+        self._weight = weight
         self._value = 0.0
         self._at_s = -inf
 
     def observe(self, value: float, now_s: float) -> None:
         fresh = now_s - self._at_s <= _FRESH_S
-        self._value += (value - self._value) * (_WEIGHT if fresh else 0.5 if self._value else 1.0)
+        self._value += (value - self._value) * (self._weight if fresh else 0.5 if self._value else 1.0)
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:
@@ -113,6 +118,7 @@ class Pace:
         self._first_s = Estimate()
         self._token_s = Estimate()
         self._ratio = Estimate()  # of measured and predicted times per token
+        self._live_ratio = Estimate(_LIVE_WEIGHT)  # the same, of streams that still run
         self._output_tokens: dict[int, float] = {}  # by the size of the most that was allowed
 
     def expected_tokens(self, asked: Asked) -> int:
@@ -135,12 +141,17 @@ class Pace:
         further token."""
         token_s = self._token_s.at(now_s)
         if room.step_s is not None:
-            token_s = room.step_s * max(1.0, self._ratio.at(now_s))
+            token_s = room.step_s * max(1.0, self._ratio.at(now_s), self._live_ratio.at(now_s))
         return max(self.first_s(now_s), room.prefill_wait_s), token_s
 
     def first_token(self, seconds: float, prompt_tokens: int, room: Room, now_s: float) -> None:
         """A request has got its first token so long after its start, or has waited so long in vain."""
         self._first_s.observe(max(0.0, seconds - prompt_tokens * room.prompt_token_s), now_s)
+
+    def progressed(self, progress: Progress, room: Room, now_s: float) -> None:
+        """Running streams show a change of the nodes' speed seconds before they end."""
+        if progress.tokens >= _LIVE_TOKENS and room.step_s:
+            self._live_ratio.observe(progress.seconds / progress.tokens / room.step_s, now_s)
 
     def ended(self, tokens: int, most: int, seconds: float, step_s: float | None, now_s: float, *, whole: bool) -> None:
         """An output has ended: `tokens` tokens of at most `most`, the last one so many seconds after the first one.
@@ -232,6 +243,7 @@ class Admission:
 
     def __init__(self, *, most: int, queue_s: float) -> None:
         self.pace = Pace()
+        self.streams = StreamBound()
         self.counts: Counter[Reason] = Counter()
         self._most = most
         self._queue_s = queue_s
@@ -263,6 +275,12 @@ class Admission:
         light = self._largest >= 1 / _LIGHT_SHARE and any(self.is_light(client) for client in self._seen)
         self._spares = light
 
+    def progressed(self, progress: Progress, room: Room, now_s: float) -> None:
+        """The streams here have got so many tokens since the last call; call it several times a second."""
+        self._look_at_clients(now_s)
+        self.pace.progressed(progress, room, now_s)
+        self.streams.measured(progress, room, now_s, spares=self._spares)
+
     # ---- requests come and go
 
     def enter(self, client: str, outputs: int, here: int, now_s: float) -> list[Refused]:
@@ -287,6 +305,8 @@ class Admission:
                 over -= self._waiting[last.key].outputs
                 evicted.append(self._refuse_waiting(last.key, Reason.FULL, self._full(here)))
         self._here[client] += outputs
+        if not self._spares and self._here[client] >= max(1 / _LIGHT_SHARE, _BURST * self._largest):
+            self._looked_s = -inf  # a burst would start before the next look
         return evicted
 
     def leave(self, client: str, outputs: int) -> None:
@@ -294,6 +314,19 @@ class Admission:
         self._here[client] -= outputs
         if self._here[client] <= 0:
             del self._here[client]
+
+    def check_early(self, asked: Asked, room: Room, now_s: float) -> None:
+        """Before anything is done for a request: `asked` says the least that it can want.
+
+        Raises:
+            Overloaded: whatever it turns out to be, `offer` would refuse it.
+        """
+        if asked.deadline_s is not None and asked.deadline_s <= now_s:
+            return
+        self._seen[asked.client] = now_s
+        if self._may_start(asked, room, now_s) and (not self._waiting or self._overtakes(asked)):
+            return
+        self._check(asked, room, now_s)
 
     def offer(self, asked: Asked, room: Room, now_s: float) -> bool:
         """True: it starts now. False: it waits, until `take` names it or `withdraw` removes it.
@@ -303,12 +336,16 @@ class Admission:
         """
         if asked.deadline_s is not None and asked.deadline_s <= now_s:
             return True  # to its own error
-        waiting = Waiting(asked.key, asked.client, self.pace.cost(asked), asked.priority)
+        cost = self.pace.cost(asked)
         if not self._waiting and self._may_start(asked, room, now_s):
             self._standing.look(now_s, waiting=False)
             return True
+        if self._overtakes(asked) and self._may_start(asked, room, now_s):
+            self._queue.charge(asked.client, cost)
+            self._charged[asked.key] = cost
+            return True
         self._check(asked, room, now_s)
-        self._queue.push(waiting)
+        self._queue.push(Waiting(asked.key, asked.client, cost, asked.priority))
         self._waiting[asked.key] = asked
         self._rate.waits(now_s)
         return False
@@ -380,10 +417,20 @@ class Admission:
 
     def _may_start(self, asked: Asked, room: Room, now_s: float) -> bool:
         self._look_at_clients(now_s)
-        shared = self._spares and not self.is_light(asked.client)
-        if not room.has(asked.prompt_tokens, asked.outputs, shared=shared):
+        if not self._has_room(asked, room):
             return False
         return room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE)
+
+    def _overtakes(self, asked: Asked) -> bool:
+        """Whether those that wait do so only for the sake of light clients, of which this one is."""
+        if not self._spares or asked.priority > 0 or self._queue.num_waiting(asked.client):
+            return False
+        return self.is_light(asked.client)
+
+    def _has_room(self, asked: Asked, room: Room) -> bool:
+        shared = self._spares and not self.is_light(asked.client)
+        most = self.streams.most(room) if shared else inf
+        return room.has(asked.prompt_tokens, asked.outputs, shared=shared, most=most)
 
     def _in_time(self, asked: Asked, room: Room, now_s: float, share: float) -> bool:
         """Whether the predicted service takes at most that part of the time until the deadline."""
@@ -396,7 +443,7 @@ class Admission:
         and others wait behind it."""
         if room.is_light or self._in_time(asked, room, now_s, _SERVICE_SHARE):
             return False
-        return room.has(asked.prompt_tokens, asked.outputs, shared=self._spares and not self.is_light(asked.client))
+        return self._has_room(asked, room)
 
     def _late(self, asked: Asked, room: Room, now_s: float) -> float:
         """By how much its first token would be late if it started now; not above 0: it would not."""

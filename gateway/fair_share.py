@@ -61,6 +61,7 @@ class FairShare:
         self._active: dict[str, _Client] = {}  # with requests that wait
         self._idle: dict[str, float] = {}  # clocks that are ahead
         self._by_key: dict[int, Waiting] = {}
+        self._answers: dict[tuple[str | None, float, int], float] = {}  # of `cost_before`, until something changes
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -74,6 +75,7 @@ class FairShare:
         if client is None:
             client = self._active[waiting.client] = _Client(max(self._time, self._idle.pop(waiting.client, 0.0)))
         self._arrivals += 1
+        self._answers.clear()
         insort(client.queue, (waiting.priority, self._arrivals, waiting))
         client.cost += waiting.cost
         self._by_key[waiting.key] = waiting
@@ -94,12 +96,14 @@ class FairShare:
         """Removes the request, and charges its client."""
         waiting = self._by_key[key]
         client = self._active[waiting.client]
+        self._answers.clear()
         self._time = max(self._time, client.clock)
         client.clock += waiting.cost
         self.remove(key)
 
     def charge(self, name: str, cost: float) -> None:
         """Moves the client's clock: a request was served without waiting, or its cost turned out to be another."""
+        self._answers.clear()
         client = self._active.get(name)
         if client is not None:
             client.clock = max(self._time, client.clock + cost)
@@ -113,6 +117,7 @@ class FairShare:
         waiting = self._by_key.pop(key, None)
         if waiting is None:
             return False
+        self._answers.clear()
         client = self._active[waiting.client]
         client.queue = [entry for entry in client.queue if entry[2].key != key]
         client.cost -= waiting.cost
@@ -125,16 +130,27 @@ class FairShare:
         return True
 
     def cost_before(self, name: str, priority: int) -> float:
-        """Cost of what will be served before a request of this client that comes now."""
+        """Cost of what will be served before a request of this client that comes now. While nothing changes, only the
+        first question about a client takes time; clients with nothing here ask the same one."""
         own = self._active.get(name)
         start = max(self._time, self._idle.get(name, 0.0)) if own is None else own.clock
+        question = None if own is None else name, start, priority
+        known = self._answers.get(question)
+        if known is None:
+            known = self._answers[question] = self._cost_before(own, start, priority)
+        return known
+
+    def _cost_before(self, own: _Client | None, start: float, priority: int) -> float:
         level, before = max(0, priority), 0.0
         if own is not None:
             last = own.queue[-1][0]
             before = own.cost if last <= priority else sum(each.cost for rank, _, each in own.queue if rank <= priority)
             start += before
-        for other, client in self._active.items():
-            if other == name:
+        for client in self._active.values():
+            if client is own or (client.clock > start and client.first.level >= level):
+                continue
+            if client.clock + client.cost <= start and client.queue[-1][2].level <= level:
+                before += client.cost
                 continue
             clock = client.clock
             for _, _, waiting in client.queue:

@@ -43,8 +43,10 @@ def hand_over_s(prefill: NodeView, decode: NodeView, wanted: Wanted) -> float:
 
 
 def output_s(node: NodeView, wanted: Wanted) -> float:
-    """The time of a typical output on this node, without prompts in its steps."""
-    return OUTPUT_TOKENS * decode_s(node, wanted)
+    """The time of a typical output on this node, without prompts in its steps, and until it has a seat there."""
+    seats = node.max_batch_requests
+    outputs_before = max(0, node.load + 1 - seats) / seats if seats else 0.0
+    return (1 + outputs_before) * OUTPUT_TOKENS * decode_s(node, wanted)
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,8 @@ class Serving:
             error.request_id = request_id
             # A line for each refusal would be one more load in an overload; they are counted.
             level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel | Overloaded) else logging.INFO
-            log.log(level, "%s failed: %s", request_id, loggable(error))
+            if log.isEnabledFor(level):
+                log.log(level, "%s failed: %s", request_id, loggable(error))
             raise
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
@@ -268,6 +269,9 @@ class Serving:
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
         outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
+        if not self._draining:
+            deadline_s = None if budget_s is None else started_at_s + timeout_s
+            self._waiting_room.check(message, outputs, client, deadline_s=deadline_s)
         with self._admitted(request_id, outputs, client) as running:
             call = Call(message, chat, request_id, started_at_s, timeout_s)
             max_context_tokens = self._connections.fleet.max_context_tokens
@@ -306,7 +310,7 @@ class Serving:
                 parser.push(text)  # the client has what comes of it
         if parser is not None:
             write = partial(_write_chat, ChatOutput(parser), write)
-        output = self._waiting_room.begins()
+        output = self._waiting_room.begins(machine)
         driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write))
         running.drivers.add(driver)
         whole, in_time = False, True
@@ -320,7 +324,7 @@ class Serving:
             running.drivers.discard(driver)
             identity.current().budget.spend(machine.new_tokens)
             running.tokens += machine.new_tokens
-            self._waiting_room.ran(output, machine, whole=whole, in_time=in_time)
+            self._waiting_room.ran(output, whole=whole, in_time=in_time)
         log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
         # The first part of a split prompt is remote.
         self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)

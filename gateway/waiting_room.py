@@ -5,7 +5,7 @@ Waiting requests are looked at whenever a request ends or comes, and in short in
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
@@ -22,6 +22,7 @@ from gateway.request_driver import Write
 from gateway.request_machine import RequestMachine
 from gateway.room import Room, Rooms
 from gateway.router import NodeView
+from gateway.streams import Progress
 from protos.baton.v1 import generation_pb2 as pb
 
 REFUSALS = MappingProxyType(
@@ -39,26 +40,53 @@ _COUNTS = {
     Reason.SHED: Count.SHED,
 }
 _LOOK_S = 0.02
+_SHED_EACH_S = 5e-5  # between two looks at all that wait, for each: these shall not take much of the process
+_MEASURE_S = 0.25
+# The nodes report this output, or have not yet reported the end of the one before.
+_ALONE = 1
+_ALONE_TOKENS = 16  # that are worth a measurement
 _SEEN_S = 0.01  # with many nodes, a look at all of them costs more than a refusal should
 
 
-@dataclass
+@dataclass(eq=False)
 class Output:
     """One output that runs.
 
     Attributes:
         step_s: `Room.step_s` when it began.
+        alone: it had the nodes for itself when it began.
         client_s: for how long its messages waited for the client, which says nothing about the nodes.
+        writes: a message waits.
+        seen_s, seen_tokens: when its tokens were counted last, and how many it had.
     """
 
     began_s: float
     step_s: float | None
+    machine: RequestMachine
+    alone: bool
     client_s: float = 0.0
+    writes: bool = False
+    seen_s: float = 0.0
+    seen_tokens: int = 0
 
     async def write(self, write: Write, message: pb.GenerateResponse) -> None:
         began_s = monotonic()
-        await write(message)
-        self.client_s += monotonic() - began_s
+        self.writes = True
+        try:
+            await write(message)
+        finally:
+            self.writes = False
+            self.client_s += monotonic() - began_s
+
+    def look(self, progress: Progress, now_s: float) -> None:
+        """Adds what it has got since the last look, unless its client reads too slowly."""
+        first_s, tokens = self.machine.first_token_at_s, self.machine.new_tokens
+        if first_s is None:
+            return
+        if self.seen_s and not self.writes:
+            progress.seconds += now_s - self.seen_s
+            progress.tokens += tokens - self.seen_tokens
+        self.seen_s, self.seen_tokens = now_s, tokens
 
 
 class WaitingRoom:
@@ -79,7 +107,10 @@ class WaitingRoom:
         self._timer: asyncio.Handle | None = None
         self._is_later = False  # the timer does not fire in this turn of the loop
         self._published: Counter[Reason] = Counter()
+        self._num_published = 0
         self._shed_at_s = 0.0
+        self._outputs: set[Output] = set()
+        self._measured_s = 0.0
         self._seen: tuple[float, Room] | None = None  # the room and when it was found; None: it has changed since
 
     def enter(self, client: str, outputs: int) -> None:
@@ -98,6 +129,34 @@ class WaitingRoom:
         self._admission.leave(client, outputs)
         if self._waiters:
             self._look_soon()
+
+    def check(self, message: pb.GenerateRequest, outputs: Outputs, client: str, *, deadline_s: float | None) -> None:
+        """Refuses a request before its prompt is read, if that does not matter.
+
+        Raises:
+            Overloaded: it may not even wait.
+        """
+        if message.output_token_ids:
+            return
+        sampling = message.sampling
+        max_tokens = max(1, min(sampling.max_tokens, self._connections.fleet.max_context_tokens))
+        prompt_tokens = len(message.token_ids.ids)
+        now_s = monotonic()
+        asked = Asked(
+            key=0,
+            client=client,
+            prompt_tokens=min(prompt_tokens, message.truncate_prompt_tokens or prompt_tokens),
+            output_tokens=max_tokens,
+            certain_tokens=max_tokens if sampling.ignore_eos else 0,
+            arrived_s=now_s,
+            outputs=outputs.drawn,
+            priority=message.priority,
+            deadline_s=deadline_s,
+        )
+        try:
+            self._admission.check_early(asked, self._room(now_s), now_s)
+        finally:
+            self._publish()
 
     def ask(self, request: Request, outputs: Outputs, client: str, *, has_deadline: bool) -> Asked:
         """What the request wants."""
@@ -139,24 +198,28 @@ class WaitingRoom:
         self._waiters.pop(asked.key, None)
         self._admission.withdraw(asked.key, monotonic())
 
-    def begins(self) -> "Output":
+    def begins(self, machine: RequestMachine) -> Output:
         """An output begins to run."""
         now_s = monotonic()
-        return Output(now_s, self._room(now_s).step_s)
+        room = self._room(now_s)
+        output = Output(now_s, room.step_s, machine, room.load <= _ALONE)
+        self._outputs.add(output)
+        return output
 
-    def ran(self, output: "Output", machine: RequestMachine, *, whole: bool, in_time: bool) -> None:
+    def ran(self, output: Output, *, whole: bool, in_time: bool) -> None:
         """An output has ended."""
-        now_s, pace = monotonic(), self._admission.pace
-        first_s = machine.first_token_at_s
+        self._outputs.discard(output)
+        now_s, pace, machine = monotonic(), self._admission.pace, output.machine
+        room, first_s = self._room(now_s), machine.first_token_at_s
         if first_s is not None:
-            room = self._room(now_s)
             pace.first_token(first_s - output.began_s, machine.prompt_tokens, room, now_s)
             steps_s = [step_s for step_s in (output.step_s, room.step_s) if step_s is not None]
-            seconds = max(0.0, now_s - first_s - output.client_s)
-            most = machine.max_tokens
-            pace.ended(machine.new_tokens, most, seconds, max(steps_s, default=None), now_s, whole=whole)
+            seconds, tokens = max(0.0, now_s - first_s - output.client_s), machine.new_tokens
+            pace.ended(tokens, machine.max_tokens, seconds, max(steps_s, default=None), now_s, whole=whole)
+            if output.alone and whole and tokens >= _ALONE_TOKENS and room.load <= _ALONE:
+                self._admission.streams.ended_alone(seconds / (tokens - 1))
         elif not in_time:
-            pace.first_token(now_s - output.began_s, machine.prompt_tokens, self._room(now_s), now_s)
+            pace.first_token(now_s - output.began_s, machine.prompt_tokens, room, now_s)
 
     def settle(self, asked: Asked, tokens: int) -> None:
         """The request has ended after so many tokens."""
@@ -171,9 +234,10 @@ class WaitingRoom:
 
     def _look_at_nodes(self, now_s: float) -> Room:
         fleet = self._connections.fleet
-        prefills = _views(fleet.prefills.values(), now_s) if self._uses_prefills else []
+        broken = fleet.breakers.open(now_s)  # they get requests only where there are no others
+        prefills = _views(fleet.prefills.values(), broken, now_s) if self._uses_prefills else []
         decodes = fleet.decoding_nodes() if self._elastic else fleet.decodes.values()
-        return self._rooms.of(_views(decodes, now_s), prefills, elastic=self._elastic)
+        return self._rooms.of(_views(decodes, broken, now_s), prefills, elastic=self._elastic)
 
     def _look_soon(self) -> None:
         if self._timer is not None and self._is_later:
@@ -187,6 +251,8 @@ class WaitingRoom:
         self._timer = None
         now_s, loop = monotonic(), asyncio.get_running_loop()
         room = self._room(now_s)
+        if now_s >= self._measured_s + _MEASURE_S:
+            self._measure(room, now_s)
         key = self._admission.take(room, now_s)
         if key is not None:
             self._seen = None
@@ -198,7 +264,7 @@ class WaitingRoom:
             return
         refused = []
         if now_s >= self._shed_at_s:
-            self._shed_at_s = now_s + _LOOK_S
+            self._shed_at_s = now_s + max(_LOOK_S, _SHED_EACH_S * self._admission.num_waiting)
             refused = self._admission.shed(room, now_s)
         self._end(refused)
         self._publish()
@@ -207,6 +273,12 @@ class WaitingRoom:
         elif self._admission.num_waiting:
             self._timer, self._is_later = loop.call_later(_LOOK_S, self._look), True
 
+    def _measure(self, room: Room, now_s: float) -> None:
+        self._measured_s, progress = now_s, Progress()
+        for output in self._outputs:
+            output.look(progress, now_s)
+        self._admission.progressed(progress, room, now_s)
+
     def _end(self, refused: Iterable[Refused]) -> None:
         for each in refused:
             if (waiter := self._waiters.get(each.key)) is not None and not waiter.done():
@@ -214,11 +286,16 @@ class WaitingRoom:
 
     def _publish(self) -> None:
         counts = self._admission.counts
+        if (total := counts.total()) == self._num_published:
+            return
+        self._num_published = total
         for reason, number in counts.items():
             if number != self._published[reason]:
                 self._board.add(_COUNTS[reason], number - self._published[reason])
                 self._published[reason] = number
 
 
-def _views(nodes: Iterable[FleetNode], now_s: float) -> list[NodeView]:
-    return [node.view().with_queue(node.queue_s(now_s)) for node in nodes if node.open]
+def _views(nodes: Iterable[FleetNode], broken: Set[int], now_s: float) -> list[NodeView]:
+    usable = [node for node in nodes if node.open]
+    usable = [node for node in usable if node.incarnation not in broken] or usable
+    return [node.view().with_queue(node.queue_s(now_s)) for node in usable]

@@ -12,20 +12,23 @@ from baton.errors import Overloaded
 from gateway.admission import Admission, Asked
 from gateway.room import Room, Rooms
 from gateway.router import NodeView
+from gateway.streams import Progress
 
 REPORT_S = 0.1
+MEASURE_S = 0.25
 PROMPT_TOKENS = 64
 
 
 @dataclass
 class Client:
-    """Requests at random times, `rate` a second. `at_once`: instead, it keeps so many requests open."""
+    """Requests at random times, `rate` a second, from `after_s` on. `at_once`: instead, it keeps so many open."""
 
     name: str
     rate: float = 0.0
     at_once: int = 0
     output_tokens: int = 32
     deadline_s: float | None = 6.0
+    after_s: float = 0.0
 
 
 @dataclass
@@ -43,13 +46,25 @@ class _Job:
     started_s: float = 0.0
     first_s: float = 0.0
     left: int = 0
+    alone: bool = False
+    seen_s: float = 0.0
+    seen_left: int = 0
 
 
 class Nodes:
-    """One prefill node, which computes one prompt after the other, and one decode node; others may use them too."""
+    """One prefill node, which computes one prompt after the other, and one decode node; others may use them too.
 
-    def __init__(self, costs: StepCosts, *, prompt_s: float, seats: int) -> None:
+    Args:
+        reported: what the decode node believes its steps to cost.
+        mixed: the decode node computes the prompts, one in a step.
+    """
+
+    def __init__(
+        self, costs: StepCosts, *, prompt_s: float, seats: int, reported: StepCosts | None = None, mixed: bool = False
+    ) -> None:
         self.costs = costs
+        self.reported = reported or costs
+        self.mixed = mixed
         self.prompt_s = prompt_s
         self.seats = seats
         self.prompts: list[_Job] = []
@@ -59,16 +74,17 @@ class Nodes:
     def view(self, sent: int, reported: tuple[int, int, int, float]) -> NodeView:
         requests, rows, context, _ = reported
         return NodeView(
-            "d", 1, (), True, 4096, 16, 10_000, requests, 0, frozenset(), requests_since=sent, costs=self.costs,
+            "d", 1, (), True, 4096, 16, 10_000, requests, 0, frozenset(), requests_since=sent, costs=self.reported,
             decode_rows=rows, context_tokens=context, max_batch_requests=self.seats,
         )  # fmt: skip
 
     def report(self) -> tuple[int, int, int, float]:
-        here = len(self.ready) + len(self.rows)
+        here = len(self.ready) + len(self.rows) + (len(self.prompts) if self.mixed else 0)
         return here, len(self.rows), 80 * len(self.rows), len(self.prompts) * self.prompt_s
 
     def step_s(self) -> float:
-        return self.costs.seconds(StepWork(len(self.rows), 80 * len(self.rows)))
+        seconds = self.costs.seconds(StepWork(len(self.rows), 80 * len(self.rows))) if self.rows else 0.005
+        return seconds + (self.prompt_s if self.mixed and self.prompts else 0.0)
 
 
 class World:
@@ -95,9 +111,12 @@ class World:
         self.results = {client.name: Result() for client in clients}
         for client in clients:
             for _ in range(client.at_once or 1):
-                self._at(self._rng.expovariate(client.rate) if client.rate else 0.01, "arrive", client)
-        for kind, after_s in (("report", REPORT_S), ("step", 0.0), ("prompt", 0.0), ("look", 0.02)):
+                first_s = self._rng.expovariate(client.rate) if client.rate else 0.01
+                self._at(client.after_s + first_s, "arrive", client)
+        for kind, after_s in (("report", REPORT_S), ("step", 0.0), ("look", 0.02), ("measure", MEASURE_S)):
             self._at(after_s, kind, None)
+        if not self.nodes.mixed:
+            self._at(0.0, "prompt", None)
         while self._events:
             self.now_s, _, kind, what = heapq.heappop(self._events)
             if self.now_s > duration_s:
@@ -111,8 +130,10 @@ class World:
     def _room(self, gateway: int) -> Room:
         view = self.nodes.view(self._sent[gateway], self._reported)
         wait_s = self._reported[3] + self._sent[gateway] * self.nodes.prompt_s
-        prompts = round(self._reported[3] / self.nodes.prompt_s)
+        prompts = 0 if self.nodes.mixed else round(self._reported[3] / self.nodes.prompt_s)
         prefill = NodeView("p", 2, (), True, 4096, 16, 10_000, prompts, 0, frozenset(), costs=self.nodes.costs)
+        if self.nodes.mixed:
+            return self._rooms.of([view.with_queue(wait_s)], [])
         return self._rooms.of([view], [prefill.with_queue(wait_s)])
 
     # ---- events
@@ -164,6 +185,17 @@ class World:
             if not refused:
                 return
 
+    def _on_measure(self, _: object) -> None:
+        for gateway, admission in enumerate(self._admissions):
+            progress = Progress()
+            for job in self.nodes.rows:
+                if job.first_s and self._gateway_of[job.asked.key] == gateway:
+                    progress.seconds += self.now_s - (job.seen_s or job.first_s)
+                    progress.tokens += (job.seen_left or job.client.output_tokens) - job.left
+                    job.seen_s, job.seen_left = self.now_s, job.left
+            admission.progressed(progress, self._room(gateway), self.now_s)
+        self._at(MEASURE_S, "measure", None)
+
     def _on_report(self, _: object) -> None:
         self._reported, self._sent = self.nodes.report(), [0] * len(self._admissions)
         self._at(REPORT_S, "report", None)
@@ -188,14 +220,16 @@ class World:
             if not job.left:
                 self._ended(job)
         nodes.rows = [job for job in nodes.rows if job.left and not self._given_up(job)]
+        if nodes.mixed and nodes.prompts and (job := nodes.prompts.pop(0)) and not self._given_up(job):
+            nodes.ready.append(job)
         while nodes.ready and len(nodes.rows) < nodes.seats:
             nodes.rows.append(nodes.ready.pop(0))
-        self._at(nodes.step_s() if nodes.rows else 0.005, "step", list(nodes.rows))
+        self._at(nodes.step_s(), "step", list(nodes.rows))
 
     # ----
 
     def _start(self, gateway: int, job: _Job) -> None:
-        job.started_s = self.now_s
+        job.started_s, job.alone = self.now_s, self._room(gateway).load <= 1
         self._sent[gateway] += 1
         self.nodes.prompts.append(job)
 
@@ -218,8 +252,11 @@ class World:
 
     def _measured(self, job: _Job, *, whole: bool) -> None:
         gateway, most = self._gateway_of[job.asked.key], job.client.output_tokens
-        step_s, pace = self._room(gateway).step_s, self._admissions[gateway].pace
-        pace.ended(most - job.left, most, self.now_s - job.first_s, step_s, self.now_s, whole=whole)
+        room, admission = self._room(gateway), self._admissions[gateway]
+        seconds = self.now_s - job.first_s
+        admission.pace.ended(most - job.left, most, seconds, room.step_s, self.now_s, whole=whole)
+        if job.alone and room.load <= 1 and not job.left:
+            admission.streams.ended_alone(seconds / (most - 1))
 
     def _close(self, job: _Job) -> None:
         if self._admits:

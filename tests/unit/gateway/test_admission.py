@@ -8,6 +8,7 @@ import pytest
 from baton.errors import Overloaded
 from gateway.admission import Admission, Asked, Estimate, Pace, Reason, StandingQueue, StartRate
 from gateway.room import DecodeRoom, Room
+from gateway.streams import Progress
 
 FREE = Room((DecodeRoom(load=10, most=20, most_shared=16, slots=10_000),), step_s=0.01)
 FULL = replace(FREE, decodes=(DecodeRoom(load=20, most=20, most_shared=16, slots=10_000),))
@@ -128,7 +129,7 @@ def test_the_predicted_wait_may_take_only_a_part_of_what_the_service_leaves() ->
         admission.offer(asked(now_s=2.0, left_s=2.0), FULL, 2.0)
     assert admission.counts[Reason.DEADLINE] == 1
     assert refused.value.retry_after_s is not None
-    assert not admission.offer(asked(now_s=2.0, left_s=6.0), FULL, 2.0)
+    assert not admission.offer(asked(now_s=2.0, left_s=9.0), FULL, 2.0)
 
 
 def test_what_can_no_longer_be_in_time_is_given_up_before_it_costs() -> None:
@@ -249,8 +250,41 @@ def test_next_to_a_light_client_a_heavy_one_gets_fewer_streams_and_the_light_one
     admission.enter("light", 1, 0, 1.0)
     assert not admission.offer(asked("heavy"), busy, 1.0)
     light = asked("light")
-    assert not admission.offer(light, busy, 1.0)
-    assert admission.take(busy, 1.0) == light.key
+    assert admission.offer(light, busy, 1.0), "it overtakes what waits only for its sake"
+    full = replace(FREE, decodes=(DecodeRoom(20, 20, 16, 10_000),))
+    second = asked("light")
+    assert not admission.offer(second, full, 1.0)
+    assert admission.take(full, 1.0) is None
+    assert admission.take(busy, 1.0) == second.key
+
+
+def test_an_early_check_refuses_what_an_offer_would_and_nothing_else() -> None:
+    admission = make()
+    admission.check_early(asked(), FREE, 0.0)
+    with pytest.raises(Overloaded, match=r"it would take 0\.9 s"):
+        admission.check_early(asked(left_s=0.8), FULL, 0.0)
+    admission.check_early(asked(left_s=0.0), FULL, 0.0)
+    starting(admission, per_s=0.5)
+    admission.offer(asked("heavy", now_s=2.0), FULL, 2.0)
+    for _ in range(20):
+        admission.enter("heavy", 1, 0, 2.0)
+    admission.enter("light", 1, 0, 2.0)
+    late = asked("light", now_s=2.0, first_due_s=3.0)
+    admission.check_early(late, FREE, 2.0)
+    with pytest.raises(Overloaded, match="before it is due"):
+        admission.check_early(replace(late, client="heavy"), FREE, 2.0)
+
+
+def test_a_burst_next_to_a_light_client_is_bounded_from_its_beginning() -> None:
+    admission = make()
+    admission.enter("light", 1, 0, 0.0)
+    admission.leave("light", 1)
+    started = 0
+    for _ in range(50):
+        admission.enter("heavy", 1, 0, 0.01)
+        node = DecodeRoom(load=started, most=80, most_shared=72, slots=10_000)
+        started += admission.offer(asked("heavy", now_s=0.01), replace(FREE, decodes=(node,)), 0.01)
+    assert started == 16
 
 
 def test_a_request_that_waited_pays_for_the_tokens_that_it_got() -> None:
@@ -278,6 +312,15 @@ def test_expected_tokens_follow_what_requests_of_that_size_had() -> None:
     assert pace.expected_tokens(chat) > 50
     assert pace.expected_tokens(asked(output_tokens=16, certain_tokens=0)) == 16
     assert pace.expected_tokens(asked(output_tokens=4096, certain_tokens=4096)) == 4096
+
+
+def test_running_streams_show_that_the_nodes_have_become_slow() -> None:
+    pace = Pace()
+    assert pace.times_s(FREE, 0.0)[1] == 0.01
+    for number in range(8):
+        pace.progressed(Progress(seconds=5.0, tokens=100), FREE, 0.25 * number)
+    assert pace.times_s(FREE, 2.0)[1] == pytest.approx(0.05, rel=0.05)
+    assert pace.times_s(FREE, 30.0)[1] == 0.01, "nothing runs any more"
 
 
 def test_the_rate_counts_only_the_time_in_which_requests_wait() -> None:

@@ -108,6 +108,29 @@ def test_clients_without_debt_are_forgotten() -> None:
     assert list(queue._active) == ["waits"]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.integers(-1, 2)), max_size=30),
+    st.sampled_from("abcde"),
+    st.integers(-1, 2),
+)
+def test_the_cost_before_is_what_is_then_served_before(
+    pushes: list[tuple[str, int, int]], name: str, priority: int
+) -> None:
+    """Up to a tie of clocks, in which either may go first."""
+    queue = FairShare()
+    for key, (client, cost, rank) in enumerate(pushes):
+        queue.push(Waiting(key, client, float(cost), rank))
+        queue.cost_before("e", 0)
+    predicted = queue.cost_before(name, priority)
+    assert queue.cost_before(name, priority) == predicted
+    queue.push(Waiting(1000, name, 1.0, priority))
+    before = served(queue, 1000)
+    costs = sum(pushes[key][1] for key in before[: before.index(1000)])
+    ties = {client: max((cost for each, cost, _ in pushes if each == client), default=0) for client in "abcd"}
+    assert abs(predicted - costs) <= sum(ties.values())
+
+
 PUSHES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(-1, 1)), min_size=1, max_size=60)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from baton.errors import Cancelled, Overloaded
 from gateway.serving import Serving
-from protos.baton.v1 import node_pb2
+from protos.baton.v1 import common_pb2, node_pb2
+from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.test_serving import BOUND_S, Client, Running, model, running
 
 __all__ = ["model", "running"]
@@ -74,3 +75,39 @@ async def test_a_request_that_cannot_be_in_time_is_refused_and_counted(running: 
     assert refused.value.retry_after_s is not None
     assert refused.value.request_id
     assert running.serving.counters.refused == {"full": 0, "queue": 0, "deadline": 1, "shed": 0}
+
+
+class Unread:
+    """Texts that nobody may work on."""
+
+    async def run(self, *_: object) -> None:
+        raise AssertionError("the text was read")
+
+
+async def test_a_request_that_may_not_wait_is_refused_before_its_text_is_read(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report(running, requests=4)
+    pace = running.serving._waiting_room._admission.pace
+    pace.first_token(100.0, 0, running.serving._waiting_room._room(0.0), asyncio.get_running_loop().time())
+    monkeypatch.setattr(running.serving, "texts", Unread())
+    message = pb.GenerateRequest(text="a text " * 50)
+    with pytest.raises(Overloaded, match="it would take") as refused:
+        await running.serving.generate(message, Client().write, budget_s=30.0)
+    assert refused.value.retry_after_s is not None
+    assert running.serving.counters.refused["deadline"] == 1
+    assert running.serving.running == 0
+
+
+async def test_a_broken_node_is_no_room_while_another_one_serves(running: Running) -> None:
+    fleet, room = running.connections.fleet, running.serving._waiting_room
+    now_s = asyncio.get_running_loop().time()
+    for _ in range(3):
+        fleet.breakers.failed(fleet.decodes[running.decode.address].incarnation, now_s)
+    assert room._look_at_nodes(now_s).decodes, "the only node is better than none"
+    other = fleet.add(common_pb2.ROLE_DECODE, "elsewhere:1")
+    status = node_pb2.NodeStatus()
+    status.CopyFrom(fleet.decodes[running.decode.address].status)
+    status.info.incarnation, status.requests_running = 77, 5
+    other.take_status(status, "")
+    assert [node.load for node in room._look_at_nodes(now_s).decodes] == [5]

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from baton.config import MIB, GatewaySettings
+from baton.logs import show_name
 from baton.rpc.server import Address, GrpcServer, stop_on_signals
 from baton.security.door import Door
 from baton.security.exposure import check_exposed
@@ -117,6 +118,7 @@ async def run(
         server = bound.server
         serving = Serving(settings, model, connections, colleagues)
         name = settings.name or f"gateway@{server.address}"
+        show_name(name)
         http = None
         if bound.http is not None:
             http = HttpServer(settings, serving, connections.fleet, name, bound.http, door=bound.door, pems=bound.pems)

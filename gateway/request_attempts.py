@@ -13,6 +13,7 @@ from baton.errors import (
 )
 from gateway.attempt import Attempt
 from gateway.commands import LeaveDecode, Respond, SubmitToDecode
+from gateway.receipt import DECODE
 from gateway.request_hand_over import HandOver
 from gateway.request_state import RequestState
 from protos.baton.v1 import generation_pb2 as pb
@@ -87,7 +88,7 @@ class Attempts:
         name = attempt.node.name
         if isinstance(error, Overloaded | Draining):
             self._state.choice.refused(attempt.node, error)
-            self._state.receipt.failed(f"{name} refused it ({error.message})")
+            self._state.receipt.failed(f"{name} refused it ({error.message})", DECODE, error)
             self._gone = f"the node {name} takes no more requests"
             self.leave(attempt)
             self.begin()
@@ -96,25 +97,28 @@ class Attempts:
         elif isinstance(error, InternalError) and not self._state.output.token_ids:
             self._state.choice.failed(attempt.node, error, self._state.now_s)
             self._state.choice.refused(attempt.node, error)
-            self._state.receipt.failed(f"{name} failed ({error.message})")
+            self._state.receipt.failed(f"{name} failed ({error.message})", DECODE, error)
             self._gone = f"the node {name} failed"
             self.leave(attempt)
             self.begin()
         elif isinstance(error, DataLoss | UnknownLease | PeerRefused | DeadlineExceeded):
-            self.lose(attempt, str(error))
+            self.lose(attempt, str(error), error)
         else:
             self._state.choice.failed(attempt.node, error, self._state.now_s)
             raise error
 
-    def lose(self, attempt: Attempt, reason: str) -> None:
+    def lose(self, attempt: Attempt, reason: str, error: BatonError | None = None) -> None:
         """Continues the request in a new attempt, on another node or on the same one.
+
+        Args:
+            error: the node's; None: it has sent none.
 
         Raises:
             BatonError: too many nodes in a row were lost, or as `begin`.
         """
         state, name = self._state, attempt.node.name
         self._losses = 1 if len(state.output.token_ids) > attempt.num_given else self._losses + 1
-        state.receipt.failed(f"{name} was lost ({reason})")
+        state.receipt.failed(f"{name} was lost ({reason})", DECODE, error)
         self._gone = f"the node {name} was lost"
         self.leave(attempt)
         if self._losses > state.rules.max_attempts:

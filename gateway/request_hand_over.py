@@ -6,6 +6,7 @@ from gateway.attempt import Attempt, PrefillCall
 from gateway.commands import AskDecode, CallPrefill, CancelPrefill
 from gateway.fleet_node import FleetNode
 from gateway.node_choice import prefill_failure
+from gateway.receipt import PREFILL
 from gateway.request_state import RequestState
 from protos.baton.v1 import common_pb2, decode_pb2
 
@@ -65,7 +66,7 @@ class HandOver:
         if prefill_node:
             attempt.failed_calls += 1
             attempt.last_error = error
-            state.receipt.failed(f"{prefill_node} failed ({error.message})")
+            state.receipt.failed(f"{prefill_node} failed ({error.message})", PREFILL, error)
         elif strict:
             raise prefill_failure(attempt, error)
         attempt.answered = False

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import uvloop
 
-from baton.config import GatewaySettings, fail
+from baton.config import GatewaySettings, fail, quiet_grpc
 from baton.errors import ConfigError
-from baton.rpc.server import set_up_logging
+from baton.logs import set_up_logging
 from gateway import process
 from gateway.board import Board
 from gateway.colleagues import Line, Message
@@ -46,7 +46,8 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
         return
     settings = GatewaySettings(**json.loads(line))
     program = f"gateway/{row}"
-    set_up_logging(settings.log_level, program)
+    set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
+    quiet_grpc()
     try:
         uvloop.run(_run(settings, end, Board(settings.workers, row, board_fd)))
     except ConfigError as error:

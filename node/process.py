@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from baton.config import NodeSettings, fail
+from baton.config import NodeSettings, fail, quiet_grpc
 from baton.errors import ConfigError
+from baton.logs import set_up_logging, show_name
 from baton.model_source import find_model
 from baton.rpc.server import (
     Address,
     GrpcServer,
     check_advertised,
     listens_everywhere,
-    set_up_logging,
     stop_on_signals,
     write_ready_file,
 )
@@ -80,7 +80,8 @@ def run_node(
     program: str, settings: Settings, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
 ) -> None:
     """Runs the whole process: model, server, role. Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
-    set_up_logging(settings.log_level, program)
+    set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
+    quiet_grpc()
     _raise_file_limit()
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -148,6 +149,7 @@ async def _run(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_at_once)
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
+        show_name(node.name)
         its_role = make_role(node, settings)
         supervisor.report("starting engine")
         async with node:

@@ -5,7 +5,6 @@ Health: the empty service name stands for live, each service's own name for read
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
@@ -24,7 +23,6 @@ from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
 from baton.security.guard import Authorize
-from baton.security.log_lines import OneLine
 from baton.security.servers import Protection
 from baton.security.tls import Dial
 
@@ -267,10 +265,3 @@ def stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return event
-
-
-def set_up_logging(level: str, process: str) -> None:
-    """Log lines to stderr: time, process, level, message."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine(process))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

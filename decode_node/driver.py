@@ -85,6 +85,7 @@ class DecodeDriver:
         self._engine = node.engine
         self._transfer = node.transfer
         self._meter = node.meter
+        self._counts = node.counts
         self._local_prefill_tokens = settings.local_prefill_tokens if settings else None
         self._max_batch_tokens = node.limits.max_batch_tokens
         self._timer: asyncio.TimerHandle | None = None
@@ -217,6 +218,7 @@ class DecodeDriver:
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             self.deliver(LeaseFailed(lease, _typed(error, f"lease {lease}")))
         else:
+            self._counts.lease_closed(totals)
             self.deliver(LeaseClosed(totals))
 
     def _start(self, call: Coroutine[Any, Any, None], *, name: str) -> None:

@@ -3,6 +3,7 @@
 One `DecodeMachine` per process: it finds the request that an event is about, and queues requests that wait for blocks.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
@@ -82,6 +83,16 @@ class DecodeMachine:
     def waiting(self) -> int:
         """Requests that wait for blocks."""
         return len(self._queue)
+
+    def knows(self, engine_id: str) -> bool:
+        """Whether this request of the engine is one of these."""
+        return engine_id in self._by_engine_id
+
+    @property
+    def leases(self) -> dict[str, int]:
+        """How many leases there are by state."""
+        phases = Counter(task.phase for task in self._by_lease.values())
+        return {phase.name.lower(): phases[phase] for phase in (Phase.OPENING, Phase.FILLING, Phase.CLOSING)}
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Reacts to one event. `now_s` never decreases."""

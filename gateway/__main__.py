@@ -40,10 +40,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: Supervisor) -> None:
-    def ready(address: str, http: str | None) -> None:
-        write_ready_file(settings.ready_file, address=address, http=http)
-        log.info("ready on %s", address)
-        supervisor.report("ready", address=address, http=http)
+    def ready(found: process.Addresses) -> None:
+        write_ready_file(settings.ready_file, address=found.address, http=found.http, metrics=found.metrics)
+        log.info("ready on %s", found.address)
+        supervisor.report("ready", address=found.address, http=found.http, metrics=found.metrics)
 
     # Bound first, because looking for the model can take long.
     bound = runner.run(_bind(settings))

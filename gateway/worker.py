@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import uvloop
 
@@ -81,8 +82,8 @@ class _Colleagues:
     def join(self, serving: Serving) -> None:
         self._serving = serving
 
-    def ready(self, address: str, http: str | None) -> None:
-        task = asyncio.create_task(self._line.ask({"ready": {"address": address, "http": http}}))
+    def ready(self, found: process.Addresses) -> None:
+        task = asyncio.create_task(self._line.ask({"ready": asdict(found)}))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

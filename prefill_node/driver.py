@@ -69,6 +69,10 @@ class PrefillDriver:
         """Whether a call is live, or has responses to write."""
         return self._machine.busy or bool(self._streams)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether this request of the engine is one of the calls'."""
+        return self._machine.knows(request_id)
+
     async def prefill(self, request: pb.PrefillRequest, write: Write) -> None:
         """Serves one call; returns when everything has been sent and written, and its blocks are free.
 

@@ -103,6 +103,10 @@ class Tally:
         self.numbers = [0] * layout.width if numbers is None else numbers
         self._start = first
 
+    def own(self) -> list[int]:
+        """A copy of its cells."""
+        return [self.numbers[self._start + cell] for cell in range(self.layout.width)]
+
     def counter(self, name: str, *values: str) -> Counter:
         return Counter(self.numbers, self._start + self.layout.first(name, values))
 

@@ -235,8 +235,12 @@ def _add_port(
     return port
 
 
-def write_ready_file(path: Path | None, *, address: str, http: str | None = None) -> None:
-    """Writes the file that shows that this process is ready, atomically; `http` is the address of its HTTP server.
+def write_ready_file(path: Path | None, *, address: str, http: str | None = None, metrics: str | None = None) -> None:
+    """Writes the file that shows that this process is ready, atomically.
+
+    Args:
+        http: address of its HTTP server.
+        metrics: where its metrics are scraped.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -245,7 +249,8 @@ def write_ready_file(path: Path | None, *, address: str, http: str | None = None
         return
     temporary = path.parent / f"{path.name}.part"
     try:
-        temporary.write_text(json.dumps({"address": address, "http": http, "pid": os.getpid()}) + "\n")
+        ready = {"address": address, "http": http, "metrics": metrics, "pid": os.getpid()}
+        temporary.write_text(json.dumps(ready) + "\n")
         temporary.replace(path)
     except OSError as error:
         message = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"

@@ -5,8 +5,10 @@ import socket
 from baton.errors import ConfigError
 from baton.rpc.server import Address
 
+_BACKLOG = 64
 
-def bind(listen: str, *, field: str, shared: bool = False, backlog: int) -> socket.socket | None:
+
+def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKLOG) -> socket.socket | None:
     """The listening socket for this setting; None: off.
 
     Args:

@@ -84,9 +84,13 @@ class DecodeMachine:
         """Requests that wait for blocks."""
         return len(self._queue)
 
-    def knows(self, engine_id: str) -> bool:
-        """Whether this request of the engine is one of these."""
-        return engine_id in self._by_engine_id
+    def task_of(self, engine_id: str) -> DecodeTask | None:
+        """The request that the engine has under this id."""
+        return self._by_engine_id.get(engine_id)
+
+    def task(self, session: int, key: int) -> DecodeTask | None:
+        """The request with this key, unless it has ended."""
+        return self._by_key.get((session, key))
 
     @property
     def leases(self) -> dict[str, int]:

@@ -113,7 +113,7 @@ class RequestMeter:
         if ended.reason is not None:
             self._success[ended.reason].add()
         self._paths[receipt.path].add()
-        if receipt.path is Path.LOCAL and (reason := next((why for stage, why in retries if stage == PREFILL), None)):
+        if receipt.path is Path.LOCAL and (reason := _last_failure(retries)):
             self._fallbacks[reason].add()
         self._prompt_length.observe(usage.prompt_tokens)
         self._output_length.observe(usage.completion_tokens)
@@ -122,3 +122,8 @@ class RequestMeter:
         if receipt.path is not Path.LOCAL:
             self._transfer.observe(receipt.transfer_s)
         self._decode.observe(receipt.total_s - receipt.first_token_s)
+
+
+def _last_failure(retries: Sequence[Retry]) -> str | None:
+    """Why the last prefill node failed; None: none did."""
+    return next((reason for stage, reason in reversed(retries) if stage == PREFILL), None)

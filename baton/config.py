@@ -90,11 +90,19 @@ class CommonSettings(BaseSettings):
         description="host:port of a further gRPC server without TLS that has only the health service, for probes that "
         "have no certificate; off: none",
     )
+    metrics_listen: str = Field(
+        "127.0.0.1:0",
+        description="host:port of a plain HTTP server that has only /metrics, for Prometheus; port 0 takes a free "
+        "port; off: none. Whoever reaches it sees figures and names of nodes, but no prompt, output or key",
+    )
     drain_grace_s: float = Field(
         30.0, gt=0, le=_SECONDS_MAX, description="after SIGTERM, how long running requests may take to finish"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged to stderr"
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="text: one line a record; json: one JSON object a record"
     )
     ready_file: Path | None = Field(
         None, description="file that the process writes once ready: a JSON line with address and pid"
@@ -375,6 +383,7 @@ class GatewaySettings(CommonSettings):
     refuse_late: bool = Field(
         False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
     )
+    access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     prefill_stall_s: float = Field(
         10.0, gt=0, le=_SECONDS_MAX, description="a prefill that reports no progress for that long is started again"
@@ -473,6 +482,14 @@ def use_loopback_for_gloo() -> None:
     By default gloo resolves the host's own name, which can fail in a container.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def quiet_grpc() -> None:
+    """Keeps gRPC's core from writing lines of its own to stderr, unless the environment says otherwise.
+
+    What matters of them reaches our own log as an error of the call.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def visible_gpus() -> int:

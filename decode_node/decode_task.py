@@ -75,6 +75,7 @@ class DecodeTask:
     ) -> None:
         self.session = session
         self.key = submit.key
+        self.request_id = submit.request_id  # the client's, for the log
         self.engine_id = request.request_id
         self.phase = Phase.WAITING
         self.prefill_started_s: float | None = None  # set while a prefill here has sampled no token

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from baton.config import DecodeSettings
+from baton.error_detail import from_detail
 from baton.errors import BatonError, InternalError
 from decode_node.commands import (
     Abort,
@@ -50,6 +51,7 @@ from engine.events import StepEvents
 from kvtransfer import records
 from kvtransfer.leases import LeaseTotals
 from node.assembly import Listener, Node
+from node.failures import log_arrival, log_failure
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
 
@@ -87,6 +89,7 @@ class DecodeDriver:
         self._engine = node.engine
         self._transfer = node.transfer
         self._meter = node.meter
+        self._counts = node.counts
         self._local_prefill_tokens = settings.local_prefill_tokens if settings else None
         self._max_batch_tokens = node.limits.max_batch_tokens
         self._timer: asyncio.TimerHandle | None = None
@@ -165,6 +168,8 @@ class DecodeDriver:
         """Starts a command; returns its answer if that is known at once."""
         match command:
             case Send(session=session, message=message):
+                if message.HasField("failed"):
+                    self._log_failure(session, message.failed)
                 self.sessions.send(session, message)
             case EndSession(session=session):
                 self.sessions.end(session)
@@ -185,6 +190,8 @@ class DecodeDriver:
         try:
             match command:
                 case Reserve(request=request):
+                    if (task := self.machine.task_of(engine_id)) is not None:
+                        log_arrival(task.request_id, engine_id)
                     return Reserved(engine_id, self._engine.reserve(request))
                 case ExtendReserved(output=output):
                     return Reserved(engine_id, self._engine.extend_reserved(engine_id, output))
@@ -195,6 +202,11 @@ class DecodeDriver:
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             return EngineRefused(engine_id, _typed(error, f"request {engine_id}"))
         return None
+
+    def _log_failure(self, session: int, failed: pb.Failed) -> None:
+        task = self.machine.task(session, failed.key)
+        if task is not None:
+            log_failure(from_detail(failed.error), task.request_id, task.engine_id)
 
     async def _abort(self, engine_id: str) -> None:
         await self._engine.abort(engine_id)
@@ -219,6 +231,7 @@ class DecodeDriver:
         except Exception as error:  # noqa: BLE001  the request gets an answer after any error
             self.deliver(LeaseFailed(lease, _typed(error, f"lease {lease}")))
         else:
+            self._counts.lease_closed(totals)
             self.deliver(LeaseClosed(totals))
 
     def _start(self, call: Coroutine[Any, Any, None], *, name: str) -> None:

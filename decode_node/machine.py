@@ -3,6 +3,7 @@
 One `DecodeMachine` per process: it finds the request that an event is about, and queues requests that wait for blocks.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
@@ -82,6 +83,20 @@ class DecodeMachine:
     def waiting(self) -> int:
         """Requests that wait for blocks."""
         return len(self._queue)
+
+    def task_of(self, engine_id: str) -> DecodeTask | None:
+        """The request that the engine has under this id."""
+        return self._by_engine_id.get(engine_id)
+
+    def task(self, session: int, key: int) -> DecodeTask | None:
+        """The request with this key, unless it has ended."""
+        return self._by_key.get((session, key))
+
+    @property
+    def leases(self) -> dict[str, int]:
+        """How many leases there are by state."""
+        phases = Counter(task.phase for task in self._by_lease.values())
+        return {phase.name.lower(): phases[phase] for phase in (Phase.OPENING, Phase.FILLING, Phase.CLOSING)}
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Reacts to one event. `now_s` never decreases."""

@@ -60,6 +60,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         status.segments_refused += self._driver.machine.messages_refused
         status.peers.extend(self._driver.peers.states())
 
+    def knows(self, request_id: str) -> bool:
+        return self._driver.machine.task_of(request_id) is not None
+
+    def leases(self) -> dict[str, int]:
+        return self._driver.machine.leases if self._driver.machine.rules.gives_leases else {}
+
     @property
     def busy(self) -> bool:
         return self._driver.machine.busy

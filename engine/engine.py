@@ -167,6 +167,10 @@ class Engine:
     def load(self) -> EngineLoad:
         return self._scheduler.load()
 
+    def leaked_blocks(self, knows: Callable[[str], bool]) -> int:
+        """Blocks that are held for nothing: by no request, or by one that, as `knows` says, nobody answers for."""
+        return self._scheduler.leaked_blocks(knows)
+
     async def _run(self) -> None:
         try:
             await self._steps()

@@ -215,6 +215,7 @@ class EngineLoad:
         decode_rows: requests that decode.
         context_tokens: keys that one token of each of these reads, the sum of their contexts.
         refused_late: how many requests were refused because they could not meet their deadline.
+        cache_queries, cache_hits: tokens that were looked up in the prefix cache so far, and those that it had.
     """
 
     blocks_total: int
@@ -229,6 +230,8 @@ class EngineLoad:
     decode_rows: int = 0
     context_tokens: int = 0
     refused_late: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
 
 
 def context_limit(limits: EngineLimits, facts: ModelFacts) -> int:

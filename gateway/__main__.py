@@ -5,10 +5,11 @@ import logging
 
 import uvloop
 
-from baton.config import GatewaySettings, fail, read_settings
+from baton.config import GatewaySettings, fail, quiet_grpc, read_settings
 from baton.errors import ConfigError
+from baton.logs import set_up_logging
 from baton.model_source import find_model
-from baton.rpc.server import Address, check_advertised, set_up_logging, write_ready_file
+from baton.rpc.server import Address, check_advertised, write_ready_file
 from baton.supervisor import Supervisor
 from gateway import process, workers
 from gateway.model import read_served_model
@@ -21,7 +22,8 @@ log = logging.getLogger("baton")
 def main(argv: list[str] | None = None) -> None:
     """Ends with exit code 2 on a setting that cannot work, else 0."""
     settings = read_settings(GatewaySettings, PROGRAM, argv)
-    set_up_logging(settings.log_level, PROGRAM)
+    quiet_grpc()
+    set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
     try:
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
@@ -38,10 +40,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _serve_alone(runner: asyncio.Runner, settings: GatewaySettings, supervisor: Supervisor) -> None:
-    def ready(address: str, http: str | None) -> None:
-        write_ready_file(settings.ready_file, address=address, http=http)
-        log.info("ready on %s", address)
-        supervisor.report("ready", address=address, http=http)
+    def ready(found: process.Addresses) -> None:
+        write_ready_file(settings.ready_file, address=found.address, http=found.http, metrics=found.metrics)
+        log.info("ready on %s", found.address)
+        supervisor.report("ready", address=found.address, http=found.http, metrics=found.metrics)
 
     # Bound first, because looking for the model can take long.
     bound = runner.run(_bind(settings))

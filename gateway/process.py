@@ -7,8 +7,12 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from baton.config import MIB, GatewaySettings
+from baton.logs import show_name
+from baton.metrics.port import MetricsPort
+from baton.rpc import sockets
 from baton.rpc.server import Address, GrpcServer, stop_on_signals
 from baton.security.door import Door
 from baton.security.exposure import check_exposed
@@ -33,17 +37,36 @@ class Bound:
 
     Attributes:
         http: None where there is no HTTP server.
+        metrics: None where metrics have no port of their own.
         pems: what clients see; None: no TLS.
     """
 
     server: GrpcServer
     http: socket.socket | None
+    metrics: socket.socket | None
     door: Door
     pems: Watched[Pems] | None
 
 
+@dataclass(frozen=True)
+class Addresses:
+    """Where a gateway that is ready is reached.
+
+    Attributes:
+        http: None: it serves no HTTP.
+        metrics: where metrics are scraped; None: only at the path /metrics of HTTP.
+    """
+
+    address: str
+    http: str | None
+    metrics: str | None
+
+
+OnReady = Callable[[Addresses], None]
+
+
 def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
-    """Binds both ports; needs a running event loop.
+    """Binds all ports; needs a running event loop.
 
     Args:
         shared: with the other workers, at addresses that their parent has reserved.
@@ -61,7 +84,8 @@ def bind_ports(settings: GatewaySettings, *, shared: bool = False) -> Bound:
         health_listen=settings.health_listen,
         receive_bytes_max=int(settings.http_body_mib * MIB),
     )
-    return Bound(server, bind(settings.http_listen, shared=shared), door, pems)
+    metrics = sockets.bind(settings.metrics_listen, field="metrics_listen", shared=shared)
+    return Bound(server, bind(settings.http_listen, shared=shared), metrics, door, pems)
 
 
 def check_doors(settings: GatewaySettings) -> None:
@@ -89,7 +113,7 @@ async def run(
     settings: GatewaySettings,
     model: ServedModel,
     bound: Bound | None,
-    on_ready: Callable[[str, str | None], None],
+    on_ready: OnReady,
     *,
     colleagues: Colleagues | None = None,
 ) -> None:
@@ -97,7 +121,7 @@ async def run(
 
     Args:
         bound: the ports; None: those of a worker, bound once it can serve.
-        on_ready: called once with the addresses of gRPC and HTTP, when nodes can serve.
+        on_ready: called once, when nodes can serve.
         colleagues: the other workers.
 
     Raises:
@@ -117,6 +141,7 @@ async def run(
         server = bound.server
         serving = Serving(settings, model, connections, colleagues)
         name = settings.name or f"gateway@{server.address}"
+        show_name(name)
         http = None
         if bound.http is not None:
             http = HttpServer(settings, serving, connections.fleet, name, bound.http, door=bound.door, pems=bound.pems)
@@ -129,8 +154,11 @@ async def run(
         if bound.pems is not None and not bound.door.locked:
             log.warning("clients need no key: whoever reaches the ports may send requests")
         log.info("listening on %s, serving %s (%s)", server.address, model.name, model.architecture)
-        http_address = None if http is None else http.url
-        readiness = asyncio.create_task(_report_readiness(server, connections, on_ready, http_address))
+        port = await stack.enter_async_context(MetricsPort(bound.metrics, serving.metrics.page))
+        if port.url is not None:
+            log.info("metrics on %s", port.url)
+        addresses = Addresses(server.address, None if http is None else http.url, port.url)
+        readiness = asyncio.create_task(_report_readiness(server, connections, partial(on_ready, addresses)))
         await _until_stopped(stop, readiness, connections.upkeep)
         log.info("draining, for at most %.0f s", settings.drain_grace_s)
         readiness.cancel()
@@ -157,12 +185,10 @@ async def _until_stopped(stop: asyncio.Event, *needed: "asyncio.Task[None]") -> 
         stopping.cancel()
 
 
-async def _report_readiness(
-    server: GrpcServer, connections: Connections, on_ready: Callable[[str, str | None], None], http: str | None
-) -> None:
-    """Ready as long as the fleet can serve a request. `http` is the address of the HTTP server."""
+async def _report_readiness(server: GrpcServer, connections: Connections, on_ready: Callable[[], None]) -> None:
+    """Ready as long as the fleet can serve a request."""
     await connections.until_serves()
-    on_ready(server.address, http)
+    on_ready()
     fleet = connections.fleet
     while True:
         await connections.until(fleet.serves)

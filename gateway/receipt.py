@@ -1,18 +1,41 @@
 """Collects what happens to one request, and writes its receipt. Pure."""
 
+from typing import NamedTuple
+
+from baton.errors import BatonError
+from baton.metrics.declared import LOST
 from baton.types import Path, Receipt
 from gateway.placement import Placement
 from protos.baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
+PREFILL, DECODE = "prefill", "decode"
+
+
+class Retry(NamedTuple):
+    """An attempt that failed and was followed by another one.
+
+    Args:
+        stage: which node failed: PREFILL or DECODE.
+        reason: of its error, or LOST.
+    """
+
+    stage: str
+    reason: str
+
 
 class ReceiptDraft:
-    """Filled in by the nodes' answers. A later hand-over overwrites what a failed one has left."""
+    """Filled in by the nodes' answers. A later hand-over overwrites what a failed one has left.
+
+    Attributes:
+        retries: what `failed` has recorded, for metrics.
+    """
 
     def __init__(self) -> None:
         self.attempts = 0
         self.cached_tokens = 0
         self._path = Path.LOCAL
         self._path_why = ""
+        self.retries: list[Retry] = []
         self._failures: list[str] = []
         self._prefill_node = ""
         self._decode_node = ""
@@ -31,9 +54,16 @@ class ReceiptDraft:
         self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
         self._placement_why = placement.why
 
-    def failed(self, what: str) -> None:
-        """Records a failure after which the request is tried again."""
+    def failed(self, what: str, stage: str = "", error: BatonError | None = None) -> None:
+        """Records a failure after which the request is tried again.
+
+        Args:
+            stage: which node failed; empty: none of this gateway's.
+            error: the node's; None: it was lost.
+        """
         self._failures.append(what)
+        if stage:
+            self.retries.append(Retry(stage, LOST if error is None else error.reason))
 
     @property
     def failures(self) -> str:

@@ -16,6 +16,7 @@ from gateway.attempt import Attempt
 from gateway.back_off import BackOff
 from gateway.commands import LeaveDecode, Respond, SubmitToDecode
 from gateway.node_choice import prefill_failure
+from gateway.receipt import DECODE
 from gateway.request_hand_over import HandOver
 from gateway.request_state import RequestState
 from protos.baton.v1 import generation_pb2 as pb
@@ -102,7 +103,7 @@ class Attempts:
         name = attempt.node.name
         if isinstance(error, Overloaded | Draining):
             self._state.choice.refused(attempt.node, error)
-            self._state.receipt.failed(f"{name} refused it ({error.message})")
+            self._state.receipt.failed(f"{name} refused it ({error.message})", DECODE, error)
             self._gone = f"the node {name} takes no more requests"
             self.leave(attempt)
             self.begin()
@@ -111,12 +112,12 @@ class Attempts:
         elif isinstance(error, InternalError) and not self._state.output.token_ids:
             self._state.choice.failed(attempt.node, error, self._state.now_s)
             self._state.choice.refused(attempt.node, error)
-            self._state.receipt.failed(f"{name} failed ({error.message})")
+            self._state.receipt.failed(f"{name} failed ({error.message})", DECODE, error)
             self._gone = f"the node {name} failed"
             self.leave(attempt)
             self.begin()
         elif isinstance(error, DataLoss | UnknownLease | PeerRefused | DeadlineExceeded):
-            self._lose(attempt, str(error), -attempt.number)
+            self._lose(attempt, str(error), -attempt.number, error)
         else:
             self._state.choice.failed(attempt.node, error, self._state.now_s)
             raise error
@@ -131,12 +132,12 @@ class Attempts:
         """
         self._lose(attempt, reason, attempt.node.incarnation)
 
-    def _lose(self, attempt: Attempt, reason: str, what: int) -> None:
+    def _lose(self, attempt: Attempt, reason: str, what: int, error: BatonError | None = None) -> None:
         state, name = self._state, attempt.node.name
         self._note_progress(attempt)
         again = what in self._lost
         self._lost.add(what)
-        state.receipt.failed(f"{name} was lost ({reason})")
+        state.receipt.failed(f"{name} was lost ({reason})", DECODE, error)
         self._gone = f"the node {name} was lost"
         self.leave(attempt)
         if len(self._lost) > state.rules.max_attempts:

@@ -5,6 +5,7 @@ from baton.types import LocalPolicy
 from gateway.attempt import Attempt, PrefillCall
 from gateway.commands import AskDecode, CallPrefill, CancelPrefill
 from gateway.fleet_node import FleetNode
+from gateway.receipt import PREFILL
 from gateway.request_state import RequestState
 from protos.baton.v1 import common_pb2, decode_pb2
 
@@ -64,7 +65,7 @@ class HandOver:
         if prefill_node:
             attempt.failed_calls += 1
             attempt.last_error = error
-            state.receipt.failed(f"{prefill_node} failed ({error.message})")
+            state.receipt.failed(f"{prefill_node} failed ({error.message})", PREFILL, error)
         attempt.answered = False
         attempt.waiting_since_s = state.now_s
         following = self._next_node(attempt) if prefill_node else None

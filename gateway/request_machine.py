@@ -31,10 +31,12 @@ from gateway.events import (
     TokensCame,
 )
 from gateway.fleet import Fleet
+from gateway.receipt import Retry
 from gateway.reply import Detokenizing
 from gateway.request import Request, Rules, deadline_exceeded
 from gateway.request_attempts import Attempts
 from gateway.request_hand_over import HandOver
+from gateway.request_output import Ended, NoMeter, TokenMeter
 from gateway.request_state import RequestState
 from protos.baton.v1 import decode_pb2, prefill_pb2
 
@@ -45,8 +47,10 @@ _RECEIPT_WAIT_S = 1.0
 class RequestMachine:
     """One request from its check to its last message."""
 
-    def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
-        self._state = state = RequestState(request, rules, fleet, detokenizer)
+    def __init__(
+        self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing, meter: TokenMeter | None = None
+    ) -> None:
+        self._state = state = RequestState(request, rules, fleet, detokenizer, meter or NoMeter())
         self._output, self._receipt = state.output, state.receipt
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
@@ -134,6 +138,16 @@ class RequestMachine:
     def failures(self) -> str:
         """What has failed so far, as one sentence."""
         return self._receipt.failures
+
+    @property
+    def retries(self) -> Sequence[Retry]:
+        """What has failed so far and was tried again."""
+        return self._receipt.retries
+
+    @property
+    def ended(self) -> Ended | None:
+        """The figures of the output, once it was served to its end."""
+        return self._output.ended
 
     # ---- events
 

@@ -1,6 +1,10 @@
 """What the client of one request has and gets next: tokens in their order, messages, and the output's end. Pure."""
 
-from baton.types import Usage
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.convert import finish_reason_from_proto
+from baton.types import FinishReason, Receipt, Usage
 from gateway.commands import Respond
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing, OutputEnd, Reply
@@ -9,16 +13,49 @@ from gateway.token_order import TokenOrder
 from protos.baton.v1 import decode_pb2
 
 
+class TokenMeter(Protocol):
+    """Counts tokens as they are passed on: `gateway.meter.RequestMeter`."""
+
+    def first(self, seconds: float, tokens: int, prompt_tokens: int) -> None:
+        """The first message of an output, that long after its request's arrival."""
+
+    def next(self, seconds: float, tokens: int) -> None:
+        """A further message, that long after the one before it."""
+
+
+class NoMeter:
+    """Counts nothing."""
+
+    def first(self, seconds: float, tokens: int, prompt_tokens: int) -> None:
+        pass
+
+    def next(self, seconds: float, tokens: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The figures of an output that was served to its end; `reason` is None where a node's is unknown here."""
+
+    reason: FinishReason | None
+    usage: Usage
+    receipt: Receipt
+
+
 class Output:
     """The output of one request, from its first token to its last message.
 
     Attributes:
         end: how it ended; None: more tokens are due.
+        ended: its figures, after its last message.
         first_token_at_s: when the first token was passed on; None: not yet.
     """
 
-    def __init__(self, request: Request, detokenizer: Detokenizing) -> None:
+    def __init__(self, request: Request, detokenizer: Detokenizing, meter: TokenMeter) -> None:
         self.end: OutputEnd | None = None
+        self.ended: Ended | None = None
+        self._meter = meter
+        self._passed_on_at_s = 0.0  # the last tokens
         self._request = request
         self._order = TokenOrder()
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
@@ -71,8 +108,13 @@ class Output:
         message = self._reply.take()
         if message is None:
             return []
+        tokens = len(message.tokens)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
+            self._meter.first(now_s - self._request.started_at_s, tokens, len(self._request.prompt))
+        else:
+            self._meter.next(now_s - self._passed_on_at_s, tokens)
+        self._passed_on_at_s = now_s
         return [Respond(message)]
 
     def last_message(self, draft: ReceiptDraft, now_s: float) -> Respond:
@@ -86,4 +128,5 @@ class Output:
             cached_tokens=min(draft.cached_tokens, prompt_tokens),
         )
         receipt = draft.finish(first_token_s=first_token_at_s - started_at_s, total_s=now_s - started_at_s)
+        self.ended = Ended(finish_reason_from_proto(self.end.reason), usage, receipt)
         return Respond(self._reply.last(self.end, usage, receipt))

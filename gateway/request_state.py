@@ -11,7 +11,7 @@ from gateway.prefix_index import PromptBlocks
 from gateway.receipt import ReceiptDraft
 from gateway.reply import Detokenizing
 from gateway.request import Request, Rules
-from gateway.request_output import Output
+from gateway.request_output import Output, TokenMeter
 
 _SOON_S = 1e-3
 
@@ -24,7 +24,9 @@ class RequestState:
         commands: of the events at hand, so far.
     """
 
-    def __init__(self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing) -> None:
+    def __init__(
+        self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing, meter: TokenMeter
+    ) -> None:
         # A prompt whose logprobs are wanted is computed as a whole.
         scored = request.sampling.prompt_logprobs is not None
         prompt = None if scored else request.blocks or PromptBlocks(request.prompt, cache_salt=request.cache_salt)
@@ -33,7 +35,7 @@ class RequestState:
         self.slo = request.slo.over(rules.slo)
         self.choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id)
         self.messages = NodeMessages(request, rules.local_policy)
-        self.output = Output(request, detokenizer)
+        self.output = Output(request, detokenizer, meter)
         self.receipt = ReceiptDraft()
         self.now_s = request.started_at_s
         self.commands: list[Command] = []

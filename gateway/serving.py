@@ -9,24 +9,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
 from typing import Protocol
 
 from baton.config import GatewaySettings
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, UnknownModel
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining
 from baton.security import identity
-from baton.security.log_lines import loggable
-from baton.types import Path, Slo
+from baton.types import Slo
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
 from gateway.chat_output import ChatOutput
 from gateway.connections import Connections
 from gateway.fan_out import fan_out
+from gateway.figures import GatewayMetrics
+from gateway.meter import RequestMeter
 from gateway.model import ServedModel
 from gateway.preparation import Call, Prepared, encode, prepare
 from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
+from gateway.request_record import RequestRecord, RequestRecords
 from gateway.text_work import TextWork
 from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id
@@ -40,9 +41,10 @@ _BYTES_PER_TOKEN = 8  # of texts that are made of tokens, with their ids
 
 @dataclass(frozen=True)
 class Counters:
-    """Since the start of the gateway; a cancelled request counts as failed, and each output as a request.
+    """Since the start of the gateway, each output as a request.
 
     Attributes:
+        failed: by the cluster's fault, or at their deadline.
         refused: requests that never ran, by reason.
     """
 
@@ -84,9 +86,10 @@ class Alone:
 class _Running:
     """One client's request, from its admission to its end."""
 
-    def __init__(self, request_id: str, client: str) -> None:
-        self.request_id = request_id
-        self.client = client
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.request_id = record.request_id
+        self.client = record.client
         self.drivers: set[RequestDriver] = set()
         self.tokens = 0  # of the outputs that have ended
         self.ended_by: BatonError | None = None
@@ -119,6 +122,10 @@ class Serving:
 
     Args:
         colleagues: further processes of the same gateway; counters and limits are those of all.
+
+    Attributes:
+        meter: counts what happens to requests.
+        metrics: shows it to Prometheus.
     """
 
     def __init__(
@@ -132,6 +139,8 @@ class Serving:
         self.texts = TextWork()
         self._colleagues = colleagues or Alone()
         self._board = self._colleagues.board
+        self.meter = RequestMeter(self._board.tally)
+        self._records = RequestRecords(self._board, self.meter, access_log=settings.access_log)
         self._running = 0  # here
         self._settings = settings
         self._rules = Rules(
@@ -145,6 +154,7 @@ class Serving:
             refuse_late=settings.refuse_late,
         )
         self._connections = connections
+        self.metrics = GatewayMetrics(self._board, model.name, connections.fleet)
         self._turns = Turns()
         self._waiting_room = WaitingRoom(settings, connections, self._board)
         self._requests: set[_Running] = set()
@@ -190,18 +200,23 @@ class Serving:
             BatonError: why it cannot be finished. It has the request's id.
         """
         request_id = check_request_id(message.request_id)
+        caller = identity.current()
+        record = self._records.begin(request_id, caller.name)
         try:
-            caller = identity.current()
             with caller.budget.request():
                 message.cache_salt = caller.salt(message.cache_salt)
-                await self._serve(message, write, budget_s=budget_s, chat=chat, request_id=request_id)
+                await self._serve(message, write, budget_s=budget_s, chat=chat, record=record)
         except BatonError as error:
             error.request_id = request_id
-            # A line for each refusal would be one more load in an overload; they are counted.
-            level = logging.DEBUG if isinstance(error, InvalidRequest | UnknownModel | Overloaded) else logging.INFO
-            if log.isEnabledFor(level):
-                log.log(level, "%s failed: %s", request_id, loggable(error))
+            record.failed(error)
             raise
+        except asyncio.CancelledError:
+            record.cancelled()
+            raise
+        except Exception as error:
+            record.broken(error)
+            raise
+        record.finished()
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Ends running requests of the whole gateway; their callers get `Cancelled`. Several may have the same id. A
@@ -262,17 +277,16 @@ class Serving:
         *,
         budget_s: float | None,
         chat: ChatRequest | None,
-        request_id: str,
+        record: RequestRecord,
     ) -> None:
-        client = identity.current().name
-        started_at_s = monotonic()
+        request_id, client, started_at_s = record.request_id, record.client, record.started_at_s
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
         outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
         if not self._draining:
             deadline_s = None if budget_s is None else started_at_s + timeout_s
             self._waiting_room.check(message, outputs, client, deadline_s=deadline_s)
-        with self._admitted(request_id, outputs, client) as running:
+        with self._admitted(record, outputs) as running:
             call = Call(message, chat, request_id, started_at_s, timeout_s)
             max_context_tokens = self._connections.fleet.max_context_tokens
             prepared = await prepare(call, self.model, self.texts, max_context_tokens=max_context_tokens)
@@ -287,6 +301,7 @@ class Serving:
                     await running.until(None if prepared.request.output else self._waiting_room.offer(asked))
                 finally:
                     self._waiting_room.withdraw(asked)
+                record.admitted()
                 if outputs.drawn == 1:
                     await run(0, prepared.request, write)
                 else:
@@ -300,7 +315,7 @@ class Serving:
             raise running.ended_by
         skip = request.sampling.skip_special_tokens
         detokenizer = self.model.tokenizer.detokenizer(request.prompt, skip_special_tokens=skip)
-        machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer)
+        machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer, self.meter)
         parser = None if prepared.parser is None else prepared.parser(f"{request.request_id}/{index}")
         if request.output:
             text = await asyncio.to_thread(machine.resume)
@@ -325,12 +340,10 @@ class Serving:
             identity.current().budget.spend(machine.new_tokens)
             running.tokens += machine.new_tokens
             self._waiting_room.ran(output, whole=whole, in_time=in_time)
-        log.debug("%s: %d tokens, prefilled %s", request.request_id, machine.completion_tokens, machine.path.value)
-        # The first part of a split prompt is remote.
-        self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
+            running.record.output_ended(machine)
 
     @contextmanager
-    def _admitted(self, request_id: str, outputs: Outputs, client: str) -> Iterator[_Running]:
+    def _admitted(self, record: RequestRecord, outputs: Outputs) -> Iterator[_Running]:
         """Counts a running request, each of its outputs as one.
 
         Raises:
@@ -338,17 +351,15 @@ class Serving:
         """
         if self._draining:
             raise Draining("the gateway is draining", cure="send the request to another gateway", retry_after_s=1.0)
-        count = outputs.drawn
+        count, client = outputs.drawn, record.client
         self._waiting_room.enter(client, count)
-        running = _Running(request_id, client)
+        running = _Running(record)
         self._requests.add(running)
         self._running += count
         self._board.add(Count.RUNNING, count)
         self._idle.clear()
-        finished = False
         try:
             yield running
-            finished = True
         finally:
             self._requests.discard(running)
             self._waiting_room.leave(client, count)
@@ -356,7 +367,7 @@ class Serving:
             self._board.add(Count.RUNNING, -count)
             if not self._running:
                 self._idle.set()
-            self._board.add(Count.FINISHED if finished else Count.FAILED, count)
+            record.outputs = count
 
 
 async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:

@@ -190,12 +190,14 @@ class WaitingRoom:
         finally:
             self._publish()
         waiter = self._waiters[asked.key] = asyncio.get_running_loop().create_future()
+        self._board.add(Count.WAITING, asked.outputs)
         self._look_soon()
         return waiter
 
     def withdraw(self, asked: Asked) -> None:
         """The request waits no longer."""
-        self._waiters.pop(asked.key, None)
+        if self._waiters.pop(asked.key, None) is not None:
+            self._board.add(Count.WAITING, -asked.outputs)
         self._admission.withdraw(asked.key, monotonic())
 
     def begins(self, machine: RequestMachine) -> Output:

@@ -12,12 +12,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import uvloop
 
-from baton.config import GatewaySettings, fail
+from baton.config import GatewaySettings, fail, quiet_grpc
 from baton.errors import ConfigError
-from baton.rpc.server import set_up_logging
+from baton.logs import set_up_logging
 from gateway import process
 from gateway.board import Board
 from gateway.colleagues import Line, Message
@@ -46,7 +47,8 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
         return
     settings = GatewaySettings(**json.loads(line))
     program = f"gateway/{row}"
-    set_up_logging(settings.log_level, program)
+    set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
+    quiet_grpc()
     try:
         uvloop.run(_run(settings, end, Board(settings.workers, row, board_fd)))
     except ConfigError as error:
@@ -80,8 +82,8 @@ class _Colleagues:
     def join(self, serving: Serving) -> None:
         self._serving = serving
 
-    def ready(self, address: str, http: str | None) -> None:
-        task = asyncio.create_task(self._line.ask({"ready": {"address": address, "http": http}}))
+    def ready(self, found: process.Addresses) -> None:
+        task = asyncio.create_task(self._line.ask({"ready": asdict(found)}))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

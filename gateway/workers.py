@@ -40,6 +40,9 @@ def reserve_ports(settings: GatewaySettings) -> Iterator[GatewaySettings]:
         if settings.http_listen != "off":
             http_port = stack.enter_context(_reserve(settings.http_listen, "http_listen"))
             found["http_listen"] = _with_port(settings.http_listen, http_port)
+        if settings.metrics_listen != "off":
+            metrics_port = stack.enter_context(_reserve(settings.metrics_listen, "metrics_listen"))
+            found["metrics_listen"] = _with_port(settings.metrics_listen, metrics_port)
         yield settings.model_copy(update=found)
 
 
@@ -87,7 +90,7 @@ class _Workers:
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self.addresses: Message = {}  # of gRPC and HTTP, as a worker knows them
+        self.addresses: Message = {}  # as a worker knows them
         self.all_ready = asyncio.Event()
         self._settings = settings
         self._board, self._board_fd = Board.create(settings.workers)
@@ -178,9 +181,9 @@ async def _report_readiness(settings: GatewaySettings, workers: _Workers, superv
     """Reports once that all workers serve."""
     await workers.all_ready.wait()
     address, http = workers.addresses["address"], workers.addresses["http"]
-    write_ready_file(settings.ready_file, address=address, http=http)
+    write_ready_file(settings.ready_file, address=address, http=http, metrics=workers.addresses["metrics"])
     log.info("ready on %s, %d workers", address, settings.workers)
-    supervisor.report("ready", address=address, http=http)
+    supervisor.report("ready", address=address, http=http, metrics=workers.addresses["metrics"])
 
 
 def _reserve(listen: str, field: str) -> socket.socket:

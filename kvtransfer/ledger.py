@@ -54,8 +54,12 @@ class Ledger:
     refusals: Counter[Refusal] = field(default_factory=Counter)
     traffic: dict[int, PeerTraffic] = field(default_factory=dict)
     converted: int = 0
+    bytes_total: int = 0
+    segments_total: int = 0
 
     def moved(self, peer: int, num_bytes: int) -> None:
+        self.bytes_total += num_bytes
+        self.segments_total += 1
         before = self.traffic.get(peer)
         if before is not None:
             self.traffic[peer] = PeerTraffic(before.bytes_total + num_bytes, before.segments_total + 1)
@@ -66,4 +70,6 @@ class Ledger:
         return slots if len(self.peers) <= 1 else max(1, slots // 2)
 
     def snapshot(self) -> TransferCounters:
-        return TransferCounters(self.refusals.copy(), self.traffic.copy(), self.converted)
+        return TransferCounters(
+            self.refusals.copy(), self.traffic.copy(), self.converted, self.bytes_total, self.segments_total
+        )

@@ -281,7 +281,13 @@ class RankedTransfer(AbstractAsyncContextManager["RankedTransfer"]):
                 peers[pair] = PeerTraffic(
                     sum(each.bytes_total for each in traffic), sum(each.segments_total for each in traffic)
                 )
-        return TransferCounters(refusals, peers, sum(each.converted for each in counters))
+        return TransferCounters(
+            refusals,
+            peers,
+            sum(each.converted for each in counters),
+            sum(each.bytes_total for each in counters),
+            sum(each.segments_total for each in counters),
+        )
 
     def stuck(self, *, after_s: float) -> str:
         """Where the first stuck rank is stuck; empty if none is."""

@@ -92,12 +92,16 @@ class TransferCounters:
     """Totals of a transfer. `refused` counts invalid messages, `late` counts messages of ended leases.
 
     Attributes:
+        peers: traffic with the peers that are connected now.
         converted: segments that this node sent in another dtype than its cache's.
+        bytes_total, segments_total: payload exchanged with all peers so far.
     """
 
     refusals: Mapping[Refusal, int]
     peers: Mapping[int, PeerTraffic]
     converted: int = 0
+    bytes_total: int = 0
+    segments_total: int = 0
 
     @property
     def refused(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from baton import __version__
 from baton.config import NodeSettings, PrefillSettings
+from baton.metrics.declared import Role as MeterRole
 from baton.supervisor import Supervisor
 from engine.build import Built, build_runner, measured
 from engine.device.device_thread import StepRunner
@@ -31,6 +32,7 @@ from models.identity import ModelIdentity
 from models.parallel import SINGLE, TensorParallel
 from models.weights.kv_scales import kv_scales
 from node.describe import to_info, to_step_costs
+from node.meter import NodeMeter
 from node.progress import LoadingProgress, ReportedProgress
 from node.ranks.group import RankGroup
 from node.ranks.join import rank_device
@@ -110,6 +112,8 @@ class Node:
             steps = StepWriter([worker.steps for worker in self._workers])
             runner = RankedRunner(built.runner, steps, on_failure=group.fail_unless_explained)
         self.meter = StepMeter(built.costs)
+        self.meter_role = MeterRole.PREFILL if role == common_pb2.ROLE_PREFILL else MeterRole.DECODE
+        self.counts = NodeMeter(self.meter_role)
         self.engine = Engine(runner, limits, on_step=self._on_step, grammars=built.grammars, meter=self.meter)
         makers: list[MakeTransfer] = [partial(open_transfer, settings, built, self.incarnation)]
         makers += [partial(RemoteTransfer, worker.rank, worker.calls, self.incarnation) for worker in self._workers]
@@ -125,6 +129,7 @@ class Node:
             self.transfer.deliver_to(listener.on_filled, listener.on_refused)
 
     def _on_step(self, events: StepEvents) -> None:
+        self.counts.step(events)
         for listener in self._listeners:
             listener.on_step(events)
 

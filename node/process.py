@@ -9,24 +9,27 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from baton.config import NodeSettings, fail
+from baton.config import NodeSettings, fail, quiet_grpc
 from baton.errors import ConfigError
+from baton.logs import set_up_logging, show_name
+from baton.metrics.port import MetricsPort
 from baton.model_source import find_model
 from baton.rpc.server import (
     Address,
     GrpcServer,
     check_advertised,
     listens_everywhere,
-    set_up_logging,
     stop_on_signals,
     write_ready_file,
 )
+from baton.rpc.sockets import bind
 from baton.security import roles as certified
 from baton.security.servers import protect_node
 from baton.supervisor import Supervisor
@@ -35,6 +38,7 @@ from engine.device.out_of_memory import describe_out_of_memory
 from models.parallel import SINGLE
 from node.assembly import Node, load
 from node.cache_events import CacheEvents
+from node.metrics import NodeMetrics
 from node.ranks.group import RankGroup, start_ranks
 from node.ranks.join import join, leave
 from node.service import SERVICE_NAME, NodeService
@@ -65,6 +69,12 @@ class Role(Protocol):
     def fill_status(self, status: node_pb2.NodeStatus) -> None:
         """Adds peers, leases and refusals to a status."""
 
+    def knows(self, request_id: str) -> bool:
+        """Whether this request of the engine is one of the role's."""
+
+    def leases(self) -> Mapping[str, int]:
+        """How many leases there are by state; empty: the role gives none."""
+
     @property
     def busy(self) -> bool:
         """Whether requests are still running."""
@@ -80,7 +90,8 @@ def run_node(
     program: str, settings: Settings, role: common_pb2.Role.ValueType, make_role: Callable[[Node, Settings], Role]
 ) -> None:
     """Runs the whole process: model, server, role. Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
-    set_up_logging(settings.log_level, program)
+    set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
+    quiet_grpc()
     _raise_file_limit()
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -91,6 +102,7 @@ def run_node(
         with asyncio.Runner() as runner:
             # Bound first, so that a port that is taken is an error before the model is loaded.
             server = runner.run(_bind(settings, role))
+            metrics = bind(settings.metrics_listen, field="metrics_listen")
             supervisor.report("looking for the model", address=server.address)
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
@@ -102,7 +114,7 @@ def run_node(
                 )
                 built = load(settings, parallel, supervisor=supervisor)
                 group.loaded()
-                runner.run(_run(settings, built, group, server, supervisor, role, make_role))
+                runner.run(_run(settings, built, group, server, metrics, supervisor, role, make_role))
         leave()
     except ConfigError as error:
         fail(program, error)
@@ -140,6 +152,7 @@ async def _run(
     built: Built,
     group: RankGroup,
     server: GrpcServer,
+    metrics: socket.socket | None,
     supervisor: Supervisor,
     role: common_pb2.Role.ValueType,
     make_role: Callable[[Node, Settings], Role],
@@ -148,13 +161,14 @@ async def _run(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_at_once)
     async with server:
         node = Node(settings, built, role=role, address=server.address, group=group)
+        show_name(node.name)
         its_role = make_role(node, settings)
         supervisor.report("starting engine")
         async with node:
             # These objects stay. A full collection walked 225,000 of them and stopped all threads for 0.2 s.
             gc.collect()
             gc.freeze()
-            serving = asyncio.create_task(serve(settings, node, server, its_role, supervisor), name="serve")
+            serving = asyncio.create_task(serve(settings, node, server, metrics, its_role, supervisor), name="serve")
             failure = await _first_of(serving, group, node)
             if failure is not None:
                 await _fail_requests(its_role, server)
@@ -198,7 +212,14 @@ async def _fail_requests(role: Role, server: GrpcServer) -> None:
     await server.grpc.stop(grace=_FAIL_REQUESTS_S)
 
 
-async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Role, supervisor: Supervisor) -> None:
+async def serve(
+    settings: NodeSettings,
+    node: Node,
+    server: GrpcServer,
+    metrics: socket.socket | None,
+    role: Role,
+    supervisor: Supervisor,
+) -> None:
     """Serves until SIGTERM, SIGINT or a Drain call, drains within the grace, and returns."""
     stop = stop_on_signals()
     grace_s = settings.drain_grace_s
@@ -218,24 +239,28 @@ async def serve(settings: NodeSettings, node: Node, server: GrpcServer, role: Ro
     node_pb2_grpc.add_NodeServicer_to_server(service, server.grpc)
     role.add_to(server.grpc)
     services: Sequence[str] = (SERVICE_NAME, *role.service_names)
-    await server.start(services)
-    await server.set_ready(ready=True)
-    if not settings.advertise and listens_everywhere(settings.listen):
-        log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)
-    write_ready_file(settings.ready_file, address=server.address)
-    log.info("ready on %s: %s", server.address, node.summary)
-    supervisor.report("ready", address=server.address)
-    watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
-    try:
-        await stop.wait()
-        watch.cancel()
-        log.info("draining, for at most %.0f s", grace_s)
-        role.stop_admission()
-        await server.set_ready(ready=False)
-        await until(lambda: not role.busy, timeout_s=grace_s)
-    finally:
-        await role.close()
-        service.close()
+    shown = NodeMetrics(node, status=status, leases=role.leases, knows=role.knows)
+    async with MetricsPort(metrics, shown.page) as port:
+        await server.start(services)
+        await server.set_ready(ready=True)
+        if not settings.advertise and listens_everywhere(settings.listen):
+            log.warning("only this machine reaches %s: set an address for others with --advertise", server.address)
+        write_ready_file(settings.ready_file, address=server.address, metrics=port.url)
+        log.info("ready on %s: %s", server.address, node.summary)
+        if port.url is not None:
+            log.info("metrics on %s", port.url)
+        supervisor.report("ready", address=server.address, metrics=port.url)
+        watch = asyncio.create_task(_watch_transfer(node, server), name="watch-transfer")
+        try:
+            await stop.wait()
+            watch.cancel()
+            log.info("draining, for at most %.0f s", grace_s)
+            role.stop_admission()
+            await server.set_ready(ready=False)
+            await until(lambda: not role.busy, timeout_s=grace_s)
+        finally:
+            await role.close()
+            service.close()
     log.info("drained")
 
 

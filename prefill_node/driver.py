@@ -10,10 +10,12 @@ from collections.abc import Callable, Coroutine
 from baton.config import PrefillSettings
 from baton.convert import grammar_from_proto
 from baton.errors import BatonError, InternalError
+from baton.logs import enter_request
 from engine.request import EngineRequest
 from kvtransfer.layer_groups import choose_layers_per_group
 from kvtransfer.records import SendJob
 from node.assembly import Listener, Node
+from node.failures import log_arrival, log_failure
 from prefill_node.commands import Abort, Command, EndCall, Respond, SendKV, SendToPeer, StopSending, Submit
 from prefill_node.decode_peers import DecodePeer, DecodePeers
 from prefill_node.events import (
@@ -59,6 +61,7 @@ class PrefillDriver:
         self._on_freed = on_freed
         self._numbers = itertools.count(1)
         self._streams: dict[int, ResponseStream] = {}
+        self._request_ids: dict[int, str] = {}  # the clients'
         self._sends: dict[int, asyncio.Task[None]] = {}
         # What runs for calls must outlive their handlers, which gRPC cancels: so no task group owns these tasks.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,6 +71,10 @@ class PrefillDriver:
     def busy(self) -> bool:
         """Whether a call is live, or has responses to write."""
         return self._machine.busy or bool(self._streams)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether this request of the engine is one of the calls'."""
+        return self._machine.knows(request_id)
 
     async def prefill(self, request: pb.PrefillRequest, write: Write) -> None:
         """Serves one call; returns when everything has been sent and written, and its blocks are free.
@@ -81,6 +88,9 @@ class PrefillDriver:
             await self._engine.compile_grammar(grammar_from_proto(request.sampling.grammar))
         peer = await self.peers.for_ticket(request.ticket)
         call = next(self._numbers)
+        enter_request(request.request_id)
+        log_arrival(request.request_id, str(call))
+        self._request_ids[call] = request.request_id
         stream = self._streams[call] = ResponseStream()
         self.deliver(Called(call, request, peer.facts, self._layers_per_group(peer, request.ticket)))
         try:
@@ -90,7 +100,7 @@ class PrefillDriver:
             try:
                 await stream.ended()
             finally:
-                del self._streams[call]
+                del self._streams[call], self._request_ids[call]
 
     def _layers_per_group(self, peer: DecodePeer, ticket: common_pb2.Ticket) -> int:
         """How many layers of the call's largest chunk are sent together, over that peer's link."""
@@ -130,6 +140,8 @@ class PrefillDriver:
                     stream.put(response)
             case EndCall(call=call, error=error):
                 self._sends.pop(call, None)
+                if error is not None:
+                    log_failure(error, self._request_ids.get(call, ""), str(call))
                 if stream := self._streams.get(call):
                     stream.end(error)
         return None

@@ -50,6 +50,10 @@ class PrefillMachine:
         """Whether any call is live."""
         return bool(self._tasks)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether this request of the engine is one of the calls'."""
+        return request_id in self._tasks
+
     def refusal(self) -> BatonError | None:
         """Why every new call is refused now; None if new calls are admitted."""
         if self._draining:

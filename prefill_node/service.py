@@ -68,6 +68,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if self._decode is not None:
             self._decode.fill_status(status)
 
+    def knows(self, request_id: str) -> bool:
+        return self._driver.knows(request_id) or (self._decode is not None and self._decode.knows(request_id))
+
+    def leases(self) -> dict[str, int]:
+        return {}
+
     @property
     def busy(self) -> bool:
         return self._driver.busy or (self._decode is not None and self._decode.busy)

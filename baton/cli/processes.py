@@ -57,6 +57,7 @@ class Process:
         name: for people.
         address: where it serves; set before it is ready, as soon as its port is bound.
         http: where a gateway serves HTTP, if it does.
+        metrics: where its metrics are scraped, if they have a port.
         stage: what it does, such as "loading"; "ready" once it serves.
         done, total: measure of the stage; both 0 without one.
     """
@@ -66,6 +67,7 @@ class Process:
     popen: Running
     address: str = ""
     http: str | None = None
+    metrics: str | None = None
     stage: str = "starting"
     done: int = 0
     total: int = 0
@@ -235,3 +237,5 @@ def _apply(process: Process, report: dict[str, object]) -> None:
     process.address = str(report.get("address", process.address))
     if (http := report.get("http")) is not None:
         process.http = str(http)
+    if (metrics := report.get("metrics")) is not None:
+        process.metrics = str(metrics)

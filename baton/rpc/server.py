@@ -5,7 +5,6 @@ Health: the empty service name stands for live, each service's own name for read
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
@@ -24,7 +23,6 @@ from baton.rpc.health import HealthService
 from baton.rpc.malformed import RefuseMalformed
 from baton.rpc.reflection import V1, V1_ALPHA, add_reflection
 from baton.security.guard import Authorize
-from baton.security.log_lines import OneLine
 from baton.security.servers import Protection
 from baton.security.tls import Dial
 
@@ -240,8 +238,12 @@ def _add_port(
     return port
 
 
-def write_ready_file(path: Path | None, *, address: str, http: str | None = None) -> None:
-    """Writes the file that shows that this process is ready, atomically; `http` is the address of its HTTP server.
+def write_ready_file(path: Path | None, *, address: str, http: str | None = None, metrics: str | None = None) -> None:
+    """Writes the file that shows that this process is ready, atomically.
+
+    Args:
+        http: address of its HTTP server.
+        metrics: where its metrics are scraped.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -250,7 +252,8 @@ def write_ready_file(path: Path | None, *, address: str, http: str | None = None
         return
     temporary = path.parent / f"{path.name}.part"
     try:
-        temporary.write_text(json.dumps({"address": address, "http": http, "pid": os.getpid()}) + "\n")
+        ready = {"address": address, "http": http, "metrics": metrics, "pid": os.getpid()}
+        temporary.write_text(json.dumps(ready) + "\n")
         temporary.replace(path)
     except OSError as error:
         message = f"BATON_READY_FILE (--ready-file) is {str(path)!r}, which cannot be written: {error.strerror}"
@@ -270,10 +273,3 @@ def stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return event
-
-
-def set_up_logging(level: str, process: str) -> None:
-    """Log lines to stderr: time, process, level, message."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine(process))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -99,6 +99,10 @@ class ModelRunner:
     Args:
         graphs: None: no step runs as a CUDA graph. On a CPU decodes run padded in the buffers of the graphs.
         grammars: compiles the grammars of rows.
+
+    Attributes:
+        launches: steps so far, warm-up included, by how they were launched: as a graph of decodes, one of prompts, or
+            neither.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class ModelRunner:
                 )
         self.grammars = GrammarRows(grammars, self._device)
         self._is_prepared = False
+        self.launches = dict.fromkeys(("decode_graph", "prompt_graph", "eager"), 0)
         # The tokens that the last step sampled, row by row.
         if self._graphs is None:
             self._tokens_N = torch.zeros(_FIRST_ROWS, dtype=torch.int32, device=self._device)
@@ -183,14 +188,18 @@ class ModelRunner:
         if batch.layers_per_group and on_mark is not None:
             marked = self._marks.every(batch.layers_per_group, on_mark)
         if (size := self._size(self._graphs, batch)) is not None:
+            launch = "decode_graph"
             drawn = self._launch_decodes(batch, size, slot)
         elif (size := self._size(self._prompts, batch)) is not None:
+            launch = "prompt_graph"
             with marked:
                 drawn, scored = self._launch_prompts(batch, size, slot)
         else:
+            launch = "eager"
             with marked:
                 drawn, scored = self._launch_eagerly(batch.rows, batch.scores)
         slot.timer.stop()
+        self.launches[launch] += 1
         return LaunchedStep(num_rows, drawn, slot, self._slots, scored)
 
     @staticmethod

@@ -17,9 +17,14 @@ _CHANGES_MIN = 1024
 
 
 class BlockManager:
-    """Reference counts and the prefix index over blocks 0 to `num_blocks - 1`."""
+    """Reference counts and the prefix index over blocks 0 to `num_blocks - 1`.
+
+    Attributes:
+        num_references: the sum of all reference counts.
+    """
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_references = 0
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
@@ -77,10 +82,12 @@ class BlockManager:
             if self._references[block_id] == 0:
                 del self._free[block_id]
             self._references[block_id] += 1
+        self.num_references += len(cached) + num_fresh
         return [*cached, *(self._take_free() for _ in range(num_fresh))]
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Drops one reference of each block. The last blocks of a sequence are taken again before its first ones."""
+        self.num_references -= len(block_ids)
         for block_id in reversed(block_ids):
             assert self._references[block_id] > 0, f"block {block_id} is not held"
             self._references[block_id] -= 1

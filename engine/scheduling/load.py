@@ -21,4 +21,6 @@ def engine_load(roster: Roster, blocks: RequestBlocks, prompts: Prompts, *, pree
         decode_rows=len(decoding),
         context_tokens=sum(state.num_tokens for state in decoding),
         refused_late=prompts.num_refused,
+        cache_queries=blocks.queried_tokens,
+        cache_hits=blocks.hit_tokens,
     )

@@ -14,6 +14,9 @@ class RequestBlocks:
     Args:
         align_tokens: prefixes are reused up to a multiple of it. Above 1 the KV of decoded tokens is not reused: it
             differs in its last bits from the KV of the same tokens in a prompt.
+
+    Attributes:
+        queried_tokens, hit_tokens: looked up in the prefix cache so far, and found there.
     """
 
     def __init__(self, facts: ModelFacts, *, prefix_cache: bool, align_tokens: int = 1) -> None:
@@ -25,6 +28,7 @@ class RequestBlocks:
         self._window_blocks = self._blocks_for(max(0, facts.window_tokens - 1))
         self._window_tokens = facts.window_tokens
         self._blocks = BlockManager(facts.num_blocks)
+        self.queried_tokens = self.hit_tokens = 0
 
     @property
     def manager(self) -> BlockManager:
@@ -38,6 +42,11 @@ class RequestBlocks:
     @property
     def num_free(self) -> int:
         return self._blocks.num_free
+
+    @property
+    def num_references(self) -> int:
+        """Blocks that requests hold; one that two of them share counts twice."""
+        return self._blocks.num_references
 
     def keys(self, request: EngineRequest) -> KeyChain:
         return KeyChain(identity=self._identity, cache_salt=request.cache_salt, block_size=self._block_size)
@@ -101,6 +110,9 @@ class RequestBlocks:
         """Gives the request all blocks that it needs; the cached ones come first."""
         blocks = self._blocks.take(cached, self.needed(state) - len(cached))
         state.hold(blocks, num_cached_blocks=len(cached), block_size=self._block_size)
+        if self._prefix_cache:
+            self.queried_tokens += state.num_tokens
+            self.hit_tokens += self.tokens_in(cached)
 
     def extend(self, state: RequestState, num_slots: int) -> bool:
         """Gives the request blocks for `num_slots` slots. Returns False and changes nothing when too few are free."""

@@ -4,7 +4,7 @@ A step is in flight from `schedule` until `complete` or `fail`; meanwhile one mo
 may come and go. Times are arguments.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, UnknownLease
@@ -318,6 +318,15 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         return engine_load(self._roster, self._blocks, self._prompts, preemptions=self._preemptions)
+
+    def leaked_blocks(self, knows: Callable[[str], bool]) -> int:
+        """Blocks that no request holds, or a request that nobody knows; one that two such requests share counts twice.
+
+        Args:
+            knows: whether somebody answers for the request of that id.
+        """
+        held = sum(len(state.blocks) for state in self._roster.everyone() if knows(state.request_id))
+        return self._blocks.num_references - held - sum(len(state.blocks) for state in self._void)
 
     # ---- room
 

@@ -1,4 +1,4 @@
-"""Handlers that generate nothing: models, tokens, health, version and counters."""
+"""Handlers that generate nothing: models, tokens, health, version and metrics."""
 
 from typing import Any
 
@@ -7,12 +7,11 @@ from starlette.responses import Response
 
 from baton import __version__
 from baton.errors import Draining, NoNode
+from baton.metrics.exposition import CONTENT_TYPE
 from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
 from gateway.http.counting import encode_chat
-
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def models(call: Call) -> Response:
@@ -76,20 +75,8 @@ async def version(_: Call) -> Response:
 
 
 async def metrics(call: Call) -> Response:
-    """The gateway's counters in Prometheus' text format."""
-    serving, counters = call.serving, call.serving.counters
-    rows = [
-        ("baton_gateway_requests_running", "gauge", "Requests that run", serving.running),
-        ("baton_gateway_requests_finished_total", "counter", "Requests that finished", counters.finished),
-        ("baton_gateway_requests_failed_total", "counter", "Requests that failed or were cancelled", counters.failed),
-        ("baton_gateway_remote_total", "counter", "Requests prefilled on a prefill node", counters.remote),
-        ("baton_gateway_local_total", "counter", "Requests prefilled on their decode node", counters.local),
-    ]
-    text = "".join(f"# HELP {name} {what}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, what, value in rows)
-    refused = "baton_gateway_requests_refused_total"
-    text += f"# HELP {refused} Requests that never ran, by reason\n# TYPE {refused} counter\n"
-    text += "".join(f'{refused}{{reason="{reason}"}} {number}\n' for reason, number in counters.refused.items())
-    return Response(text, media_type=_PROMETHEUS)
+    """What Prometheus scrapes."""
+    return Response(await call.serving.metrics.page(), media_type=CONTENT_TYPE)
 
 
 def _card(call: Call) -> dict[str, Any]:

@@ -43,7 +43,7 @@ ROUTES = (
     Route("/health", about.health, "200 as long as the process lives"),
     Route("/ready", about.ready, "200 if a request can be served, else 503"),
     Route("/version", about.version, "Baton's version"),
-    Route("/metrics", about.metrics, "Counters in Prometheus' text format"),
+    Route("/metrics", about.metrics, "Metrics in Prometheus' text format"),
 )
 
 

@@ -11,8 +11,7 @@ from typing import Self
 import uvicorn
 
 from baton.config import GatewaySettings
-from baton.errors import ConfigError
-from baton.rpc.server import Address
+from baton.rpc import sockets
 from baton.security.door import Door
 from baton.security.http_tls import http_context
 from baton.security.pem import Pems
@@ -51,9 +50,7 @@ class HttpServer:
     ) -> None:
         self._socket = bound
         self._context = Context(settings, serving, fleet, name, door)
-        host, port = self._socket.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = sockets.address_of(bound)
         config = uvicorn.Config(
             create_app(self._context),
             http=LimitedProtocol,
@@ -113,22 +110,4 @@ def bind(listen: str, *, shared: bool = False) -> socket.socket | None:
     Raises:
         ConfigError: the address is none, or cannot be listened on.
     """
-    if listen == "off":
-        return None
-    where = Address.parse(listen, field="http_listen")
-    host = where.host.removeprefix("[").removesuffix("]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind((host, where.port))
-        bound.listen(_BACKLOG)  # so that another process cannot take the port any more
-    except OSError as error:
-        bound.close()
-        cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
-        message = f"cannot listen on {listen}: {error.strerror or error}"
-        raise ConfigError(message, field="http_listen", value=listen, allowed=("host:port", "off"), cure=cure) from None
-    bound.setblocking(False)
-    return bound
+    return sockets.bind(listen, field="http_listen", shared=shared, backlog=_BACKLOG)

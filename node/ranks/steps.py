@@ -1,7 +1,8 @@
 """Engine steps from rank 0 to the other ranks: encoded once, sent before rank 0 launches, performed in order."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from engine.batch import Batch
@@ -11,6 +12,7 @@ from engine.scheduling.steps import STEPS_MAX
 
 # In place of a batch: prepare the runner.
 _PREPARE = b""
+_NAMED_MAX = 64
 
 
 class StepWriter:
@@ -39,7 +41,7 @@ def follow(steps: Connection, runner: ModelRunner) -> None:
     Raises a step's error: after that the ranks are out of step.
     """
     reader = BatchReader()
-    launched: deque[LaunchedStep] = deque()
+    launched: deque[tuple[Batch, LaunchedStep]] = deque()
     while True:
         try:
             message = steps.recv_bytes()
@@ -48,8 +50,27 @@ def follow(steps: Connection, runner: ModelRunner) -> None:
         if message == _PREPARE:
             runner.prepare()
             continue
-        launched.append(runner.launch(reader.read(message)))
+        batch = reader.read(message)
+        with _naming(batch):
+            launched.append((batch, runner.launch(batch)))
         if len(launched) == STEPS_MAX:
-            launched.popleft().wait()
+            _wait(*launched.popleft())
     for step in launched:
+        _wait(*step)
+
+
+def _wait(batch: Batch, step: LaunchedStep) -> None:
+    with _naming(batch):
         step.wait()
+
+
+@contextmanager
+def _naming(batch: Batch) -> Iterator[None]:
+    """An error of the block names the step's requests, as the node names them."""
+    try:
+        yield
+    except Exception as error:
+        names = [row.request_id for row in batch.shared_rows]
+        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+        error.add_note(f"in step {batch.step} of the requests {', '.join(names[:_NAMED_MAX])}{more}")
+        raise

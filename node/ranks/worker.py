@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from baton.errors import ConfigError
-from baton.rpc.server import set_up_logging
+from baton.logs import set_up_logging
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
 from node.assembly import load, open_transfer
@@ -42,7 +42,12 @@ def main() -> None:
     _end_with(setup.leader)
     level = setup.settings.log_level
     # Rank 0 logs what all ranks do.
-    set_up_logging("warning" if level == "info" else level, f"{setup.program} rank {setup.rank}")
+    set_up_logging(
+        "warning" if level == "info" else level,
+        role=setup.program,
+        name=f"{setup.settings.name or ''} rank {setup.rank}".strip(),
+        form=setup.settings.log_format,
+    )
     size = setup.settings.tensor_parallel_size
     steps.send(Up())
     try:

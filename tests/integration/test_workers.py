@@ -108,14 +108,18 @@ async def test_any_worker_answers_for_the_whole_gateway(start: Machines) -> None
         loads = await found.stubs[other].GetLoads(pb.GetLoadsRequest())
         assert loads.requests_running == 1
         metrics = await asyncio.to_thread(_read, f"{found.gateway.http}/metrics")
-        assert "baton_gateway_requests_running 1\n" in metrics
+        assert 'baton_num_requests_running{model_name="llama",role="gateway"} 1.0\n' in metrics
         aborted = await found.stubs[other].Abort(pb.AbortRequest(request_ids=["r1", "unknown"]))
         assert list(aborted.aborted) == ["r1"]
         with pytest.raises(grpc.aio.AioRpcError) as cancelled:
             await running
         assert cancelled.value.code() == grpc.StatusCode.CANCELLED
         for pid in found.stubs:
-            await found.until(pid, lambda status: status.requests_failed == 1 and status.requests_running == 0)
+            await found.until(pid, lambda status: status.requests_running == 0)
+        ended = await asyncio.to_thread(_read, f"{found.gateway.http}/metrics")
+        for outcome, number in (("cancelled", 1), ("refused", 1), ("failed", 0)):
+            series = f'baton_requests_total{{model_name="llama",outcome="{outcome}",role="gateway"}}'
+            assert f"{series} {number}.0\n" in ended
 
 
 async def test_a_crashed_worker_is_replaced_and_the_others_drain(start: Machines) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.config import DEMO_MODELS
 from baton.types import GrammarKind
-from docs import api, attention, configuration
+from docs import api, attention, configuration, metrics
 from gateway.http.bodies import ChatBody
 from gateway.http.translate import grammar_of
 from gateway.model import read_served_model
@@ -18,6 +18,10 @@ EXAMPLE = re.compile(r'^\|.*\| `(\{"(?:response_format|structured_outputs)".*\})
 
 def test_the_configuration_page_is_made_from_the_settings() -> None:
     assert configuration.PAGE.read_text() == configuration.page(), "run `make docs`"
+
+
+def test_the_page_of_metrics_is_made_from_their_table() -> None:
+    assert metrics.PAGE.read_text() == metrics.page(), "run `make docs`"
 
 
 def test_the_page_of_the_http_api_has_the_parameters_that_the_code_takes() -> None:

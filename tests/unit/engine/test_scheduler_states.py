@@ -309,6 +309,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.load().blocks_free == NUM_BLOCKS - len(held)
 
     @invariant()
+    def blocks_leak_only_with_requests_that_nobody_knows(self) -> None:
+        known = sum(len(state.blocks) for state in self.states().values())
+        assert self.scheduler.leaked_blocks(lambda _: True) == 0
+        assert self.scheduler.leaked_blocks(lambda _: False) == known
+
+    @invariant()
     def no_request_writes_to_a_block_that_another_holds(self) -> None:
         for state in self.holders():
             if state.phase is not Phase.HELD:

@@ -1,7 +1,5 @@
 """Files of certificates: what is refused at start, what is taken later; and log lines."""
 
-import io
-import logging
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +11,6 @@ from baton.rpc.server import Address
 from baton.security.access import dial_gateway, is_local
 from baton.security.certificates import CLIENTS, Authority, write_set
 from baton.security.keys import entry, read_keys
-from baton.security.log_lines import OneLine
 from baton.security.pem import Files, read_pems
 from baton.security.roles import Role, role_of
 from baton.security.servers import protect_node, watch_client_pems
@@ -134,39 +131,6 @@ def test_a_key_crosses_no_network_unencrypted(monkeypatch: pytest.MonkeyPatch) -
     assert dial_gateway("10.0.0.9:7000", api_key="k") is not None
     local = ["unix:/run/s", "dns:///localhost:1", "[::1]:7"]
     assert [is_local(each) for each in [*local, "dns:///example.com:1", "evil:7000"]] == [True] * 3 + [False] * 2
-
-
-def logged(message: str, *args: object, **more: object) -> list[str]:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(OneLine("decode"))
-    logger = logging.Logger("test")
-    logger.addHandler(handler)
-    logger.info(message, *args, **more)  # type: ignore[arg-type]
-    return stream.getvalue().splitlines()
-
-
-def test_a_name_with_newlines_forges_no_log_line() -> None:
-    name = "p\n03:14:15 decode INFO drained\r\x1b[2J\u2028\x85\x00"
-    (line,) = logged("lost %s", name)
-    assert line.endswith(r"INFO lost p\n03:14:15 decode INFO drained\r\x1b[2J\u2028\x85\x00")
-    (line,) = logged("plain: Zürich, 東京")
-    assert line.endswith("plain: Zürich, 東京")
-
-
-def test_an_error_with_newlines_forges_no_log_line() -> None:
-    try:
-        raise ValueError("first\n03:14:15 decode INFO drained\x1b")
-    except ValueError as error:
-        lines = logged("a call failed", exc_info=error)
-    assert lines[0].endswith("INFO a call failed")
-    assert all(line.startswith("    ") for line in lines[1:])
-    assert "\x1b" not in "".join(lines)
-
-
-def test_lines_of_our_own_follow_indented() -> None:
-    lines = logged("stuck:", extra={"lines": "one\ntwo"})
-    assert lines[1:] == ["    one", "    two"]
 
 
 def test_a_changed_file_with_a_wrong_type_leaves_the_old_value(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ async def test_what_the_gateway_says_about_itself(door: Door) -> None:
     assert (await door.call("GET", "/")).json["gateway"] == "gateway-1"
     assert (await door.call("GET", "/health")).status == 200
     assert (await door.call("GET", "/version")).json["version"]
-    assert b"baton_gateway_requests_running 0\n" in (await door.call("GET", "/metrics")).body
+    running = b'baton_num_requests_running{model_name="llama",role="gateway"} 0.0\n'
+    assert running in (await door.call("GET", "/metrics")).body
     assert (await door.call("HEAD", "/health")).status == 200
 
 

@@ -1,0 +1,130 @@
+"""Log lines of every process: text or JSON, one record a line, with time and zone, role, name and request id.
+
+A log call gives figures as `extra={"fields": {...}}`, and long text that belongs to it as `extra={"lines": text}`. The
+request id comes from the task (`enter_request`), or from the fields. What others named, such as nodes and models,
+begins no line and moves no cursor.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Literal
+
+from baton.security.log_lines import escaped
+
+Format = Literal["text", "json"]
+
+# Levels of third parties' loggers are never below this one.
+_OTHERS = logging.WARNING
+_OURS = (
+    "attention", "baton", "decode_node", "engine", "gateway", "grammar", "kvcache", "kvtransfer", "load", "models",
+    "node", "planner", "prefill_node", "tritonlib",
+)  # fmt: skip
+
+_REQUEST_ID: ContextVar[str] = ContextVar("baton_request_id", default="")
+
+
+def enter_request(request_id: str) -> None:
+    """From now on, this task and those that it starts work for that request."""
+    _REQUEST_ID.set(request_id)
+
+
+@contextmanager
+def for_request(request_id: str) -> Iterator[None]:
+    """What the block logs is about that request."""
+    token = _REQUEST_ID.set(request_id)
+    try:
+        yield
+    finally:
+        _REQUEST_ID.reset(token)
+
+
+def set_up_logging(level: str, *, role: str, name: str = "", form: Format = "text") -> None:
+    """Log records go to stderr from now on, one line each.
+
+    Args:
+        level: lowest level of our own records.
+        role: the program, such as gateway or decode_node.
+        name: of this process, once it is known; `show_name` changes it.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(role, name) if form == "json" else TextLines(role, name))
+    logging.basicConfig(level=max(_OTHERS, logging.getLevelName(level.upper())), handlers=[handler], force=True)
+    for ours in _OURS:
+        logging.getLogger(ours).setLevel(level.upper())
+
+
+def show_name(name: str) -> None:
+    """Further lines have this name of the process."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, _Lines):
+            handler.formatter.name = name
+
+
+class _Lines(logging.Formatter):
+    """What both formats have in common: role, name, the fields of a record."""
+
+    def __init__(self, role: str, name: str = "") -> None:
+        super().__init__()
+        self.role = role
+        self.name = name
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802
+        """Date, time and zone, as ISO 8601 has them."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+
+    def fields(self, record: logging.LogRecord) -> dict[str, object]:
+        given: Mapping[str, object] = getattr(record, "fields", {})
+        request_id = given.get("request_id") or _REQUEST_ID.get()
+        return {**({"request_id": request_id} if request_id else {}), **given}
+
+
+class TextLines(_Lines):
+    """`TIME ROLE NAME LEVEL message key=value ...`; control characters are escaped.
+
+    Lines of a traceback, and of `lines`, follow, indented.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = (
+            f"{self.formatTime(record)} {' '.join(filter(None, (self.role, escaped(self.name))))} {record.levelname} "
+        )
+        line += escaped(record.getMessage())
+        line += "".join(f" {name}={_quoted(value)}" for name, value in self.fields(record).items())
+        for text in _further(self, record):
+            line += "".join(f"\n    {escaped(each)}" for each in text.splitlines())
+        return line
+
+
+class JsonLines(_Lines):
+    """One JSON object a record: time, level, role, name, message, the fields, and `lines` where there are some."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        own = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "role": self.role,
+            "name": self.name,
+            "message": record.getMessage(),
+        }
+        lines = [each for text in _further(self, record) for each in text.splitlines()]
+        return json.dumps({**self.fields(record), **own, **({"lines": lines} if lines else {})}, default=str)
+
+
+def _further(formatter: logging.Formatter, record: logging.LogRecord) -> Iterator[str]:
+    """What follows the record's message."""
+    if lines := getattr(record, "lines", ""):
+        yield lines
+    if record.exc_info and record.exc_info[0] is not None:
+        yield formatter.formatException(record.exc_info)
+    if record.stack_info:
+        yield record.stack_info
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    plain = text and text.isprintable() and not any(each in text for each in ' "=')
+    return text if plain else json.dumps(escaped(text))

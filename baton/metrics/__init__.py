@@ -1,0 +1,1 @@
+"""What a process counts, and how Prometheus reads it. Start with `declared.py`, the table of all metrics."""

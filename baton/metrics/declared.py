@@ -1,0 +1,261 @@
+"""Every metric of every process: one table, from which docs/metrics.md is written and the exposition is built. Pure.
+
+Names and meanings follow vLLM's metrics where it has the same one, with `baton_` in place of `vllm:`. Label values come
+from closed sets, or are names of paired nodes, so that the number of series is bounded.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Role(StrEnum):
+    """The process that exports a metric."""
+
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Outcome(StrEnum):
+    """How a client's request ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    CLIENT_ERROR = "client_error"
+    REFUSED = "refused"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label. `values`: all that it can have; empty: names of nodes, as `meaning` says."""
+
+    name: str
+    meaning: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Args:
+        name: as scraped; of a histogram without `_bucket`, `_sum` and `_count`.
+        unit: of its values; empty: it counts what its name says.
+        bounds: the upper bounds of a histogram's buckets, in its unit, without infinity.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    meaning: str
+    roles: tuple[Role, ...]
+    labels: tuple[Label, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def closed(self) -> bool:
+        """Whether all its series are known from the start."""
+        return all(label.values for label in self.labels)
+
+    @property
+    def series_max(self) -> int:
+        """Series of one process with every label value; of pairs, those of one pair."""
+        labelled = prod(len(label.values) or 1 for label in self.labels)
+        return labelled * (len(self.bounds) + 3 if self.kind is Kind.HISTOGRAM else 1)
+
+
+# Every series has these two.
+BASE_LABELS = ("role", "model_name")
+
+ALL = (Role.GATEWAY, Role.PREFILL, Role.DECODE)
+GATEWAY = (Role.GATEWAY,)
+NODES = (Role.PREFILL, Role.DECODE)
+DECODE = (Role.DECODE,)
+
+REASONS = (
+    "INVALID_REQUEST", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNKNOWN_MODEL", "OVERLOADED", "NO_NODE", "DRAINING",
+    "DEADLINE", "CANCELLED", "PEER_REFUSED", "UNKNOWN_LEASE", "DATA_LOSS", "INTERNAL",
+)  # fmt: skip
+# Of a retry; the node was lost without an error.
+LOST = "LOST"
+
+_OUTCOME = Label("outcome", "how the request ended", tuple(Outcome))
+_REASON = Label("reason", "of the error", REASONS)
+_RETRY_REASON = Label("reason", f"of the error; {LOST}: the node was lost", (*REASONS, LOST))
+_STAGE = Label("stage", "which node failed or refused", ("prefill", "decode"))
+_FINISH = Label("finished_reason", "why the output ended", ("stop", "length"))
+_PATH = Label("path", "where the prompt was computed", ("remote", "local", "split"))
+_REFUSAL = Label("reason", "why it did not run", ("full", "queue", "deadline", "shed"))
+_PHASE = Label("state", "of the lease", ("opening", "filling", "closing"))
+_STEP = Label("kind", "what the step computed", ("prefill", "decode", "mixed"))
+_LAUNCH = Label("launch", "how the step was launched", ("decode_graph", "prompt_graph", "eager"))
+_TIER = Label("tier", "of the cache", ("device",))
+_DIRECTION = Label("direction", "of the KV", ("sent", "received"))
+_PEER = Label("peer", "name of the node at the other end of the pair")
+_ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
+_NODE_STATE = Label("state", "as this gateway sees it", ("ready", "draining", "unusable", "unreachable"))
+_VERSION = Label("version", "of the package", ())
+_PYTHON = Label("python", "version of the interpreter", ())
+_SEGMENT = Label(
+    "reason",
+    "why the segment was not written",
+    (
+        "late", "unknown_sender", "unknown_lease", "foreign_sender", "unexpected", "duplicate", "too_large",
+        "malformed", "wrong_size", "digest", "mislabelled", "stale_incarnation", "out_of_range", "overlap", "broken",
+    ),
+)  # fmt: skip
+
+_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
+_SLOW_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0,
+)  # fmt: skip
+_TOKENS = (1.0, 8.0, 32.0, 128.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
+
+C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+# fmt: off
+METRICS: tuple[Metric, ...] = (
+    Metric("baton_build_info", G, "",
+           "1; the labels have what runs", ALL, (_VERSION, _PYTHON)),
+    # ---- how full
+    Metric("baton_num_requests_running", G, "requests",
+           "Requests that run: at a gateway, outputs on nodes or on their way; on a node, those in engine steps", ALL),
+    Metric("baton_num_requests_waiting", G, "requests",
+           "Requests that wait: at a gateway for their turn, on a node for blocks or a seat", ALL),
+    Metric("baton_prefill_backlog_seconds", G, "seconds",
+           "Predicted time to compute all prompt tokens that wait on the node; 0 while step costs are unknown. The "
+           "signal to scale prefill nodes on", NODES),
+    Metric("baton_prefill_backlog_tokens", G, "tokens",
+           "Prompt tokens that wait to be computed", NODES),
+    Metric("baton_kv_cache_usage_perc", G, "ratio",
+           "Share of KV blocks that requests hold; 1 means all. Blocks that only the prefix cache keeps count as free",
+           NODES),
+    Metric("baton_kv_blocks", G, "blocks",
+           "KV blocks of the node", NODES),
+    Metric("baton_kv_blocks_free", G, "blocks",
+           "KV blocks that no request holds", NODES),
+    Metric("baton_kv_blocks_leased", G, "blocks",
+           "KV blocks of requests whose KV is being received, or was computed and waits for release", NODES),
+    Metric("baton_kv_blocks_leaked", G, "blocks",
+           "KV blocks held by nothing that is known. Above 0 for longer than a scrape is a defect: restart the node "
+           "and report it", NODES),
+    Metric("baton_kv_leases", G, "leases",
+           "Leases by state: KV of prompts that is to arrive", DECODE, (_PHASE,)),
+    Metric("baton_decode_rows", G, "requests",
+           "Requests that decode", NODES),
+    Metric("baton_decode_context_tokens", G, "tokens",
+           "Keys that one token of every decoding request reads", NODES),
+    # ---- requests at the gateway
+    Metric("baton_requests_total", C, "requests",
+           "Clients' requests that ended, by outcome. client_error: the client's own mistake; cancelled: it left or "
+           "aborted; refused: they did not run for lack of room; failed: the cluster's fault", GATEWAY, (_OUTCOME,)),
+    Metric("baton_request_errors_total", C, "requests",
+           "Requests that ended with an error, by its reason", GATEWAY, (_REASON,)),
+    Metric("baton_door_errors_total", C, "requests",
+           "HTTP requests that were answered with an error before they became a request to the model: wrong body, no "
+           "key, unknown path", GATEWAY, (_REASON,)),
+    Metric("baton_requests_refused_total", C, "requests",
+           "Requests that never ran, by reason. full: too many are here; queue: the wait would be too long; deadline: "
+           "it would not end in time; shed: it waited and can no longer be in time", GATEWAY, (_REFUSAL,)),
+    Metric("baton_request_success_total", C, "outputs",
+           "Outputs that were served to their end, by why they ended", GATEWAY, (_FINISH,)),
+    Metric("baton_request_path_total", C, "outputs",
+           "Outputs by where their prompt was computed. local: on their decode node; split: in two parts",
+           GATEWAY, (_PATH,)),
+    Metric("baton_request_retries_total", C, "attempts",
+           "Attempts that failed and were followed by another one, by the node that failed and why",
+           GATEWAY, (_STAGE, _RETRY_REASON)),
+    Metric("baton_request_fallbacks_total", C, "outputs",
+           "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
+           "failure", GATEWAY, (_RETRY_REASON,)),
+    Metric("baton_nodes", G, "nodes",
+           "Nodes of the gateway by role and state", GATEWAY, (_ROLE_OF_NODE, _NODE_STATE)),
+    Metric("baton_workers", G, "processes",
+           "Processes of this gateway (`--workers`); every metric is the sum of all", GATEWAY),
+    # ---- tokens
+    Metric("baton_prompt_tokens_total", C, "tokens",
+           "Prompt tokens: at a gateway of outputs that have begun, on a node those computed there", ALL),
+    Metric("baton_generation_tokens_total", C, "tokens",
+           "Tokens generated: at a gateway those passed on to clients, on a node those sampled there", ALL),
+    Metric("baton_prefix_cache_queries_total", C, "tokens",
+           "Tokens looked up in the node's prefix cache, once for each time that a request gets blocks",
+           NODES, (_TIER,)),
+    Metric("baton_prefix_cache_hits_total", C, "tokens",
+           "Tokens whose KV the prefix cache had", NODES, (_TIER,)),
+    Metric("baton_request_prompt_tokens", H, "tokens",
+           "Prompt length of outputs that were served to their end", GATEWAY, (), _TOKENS),
+    Metric("baton_request_generation_tokens", H, "tokens",
+           "Length of outputs that were served to their end", GATEWAY, (), _TOKENS),
+    # ---- times of requests at the gateway
+    Metric("baton_time_to_first_token_seconds", H, "seconds",
+           "From a request's arrival at the gateway until its first token is passed on", GATEWAY, (), _SLOW_S),
+    Metric("baton_inter_token_latency_seconds", H, "seconds",
+           "Gap between tokens of one output, as passed on; n tokens of one message count as n gaps of an n-th. The "
+           "signal to scale decode nodes on", GATEWAY, (), _FAST_S),
+    Metric("baton_e2e_request_latency_seconds", H, "seconds",
+           "From a request's arrival at the gateway to its end, by outcome", GATEWAY, (_OUTCOME,), _SLOW_S),
+    Metric("baton_request_admission_time_seconds", H, "seconds",
+           "From a request's arrival at the gateway until it may run: its check, template, tokenizer, and the wait "
+           "for its turn", GATEWAY, (), _SLOW_S),
+    Metric("baton_request_queue_time_seconds", H, "seconds",
+           "Time that an output waited on nodes, for blocks and for steps", GATEWAY, (), _SLOW_S),
+    Metric("baton_request_prefill_time_seconds", H, "seconds",
+           "Time that an output's prompt was computed", GATEWAY, (), _SLOW_S),
+    Metric("baton_request_transfer_time_seconds", H, "seconds",
+           "Exposed transfer: from the sampled first token until all KV is on the decode node. Only of outputs with a "
+           "hand-over", GATEWAY, (), _SLOW_S),
+    Metric("baton_request_decode_time_seconds", H, "seconds",
+           "From an output's first token to its end", GATEWAY, (), _SLOW_S),
+    # ---- engine
+    Metric("baton_engine_step_time_seconds", H, "seconds",
+           "Duration of engine steps on the device, by what they compute. rate() of its sum over all kinds is the "
+           "device's busy share", NODES, (_STEP,), _FAST_S),
+    Metric("baton_engine_step_launches_total", C, "steps",
+           "Engine steps by launch: as a captured CUDA graph, or eager. On a CPU, decodes padded as for a graph count "
+           "as decode_graph", NODES, (_LAUNCH,)),
+    Metric("baton_engine_queue_time_seconds", H, "seconds",
+           "Time from a prompt's arrival in the engine until its first step", NODES, (), _SLOW_S),
+    Metric("baton_engine_requests_total", C, "requests",
+           "Requests that entered the engine", NODES),
+    Metric("baton_engine_requests_failed_total", C, "requests",
+           "Requests that ended with an error in the engine, by its reason", NODES, (_REASON,)),
+    Metric("baton_engine_refused_late_total", C, "requests",
+           "Requests that the engine refused because they could not meet their deadline", NODES),
+    Metric("baton_num_preemptions_total", C, "preemptions",
+           "How often a request gave its blocks back to be computed again", NODES),
+    # ---- transfer
+    Metric("baton_kv_transfer_bytes_total", C, "bytes",
+           "KV sent or received, without headers. rate() is the GB/s in use", NODES, (_DIRECTION,)),
+    Metric("baton_kv_transfer_segments_total", C, "segments",
+           "Segments sent or received", NODES, (_DIRECTION,)),
+    Metric("baton_kv_segments_converted_total", C, "segments",
+           "Segments sent in another dtype than the cache's", NODES),
+    Metric("baton_kv_segments_refused_total", C, "segments",
+           "Segments received and not written. digest: damaged on its way; late: its lease had ended",
+           NODES, (_SEGMENT,)),
+    Metric("baton_kv_transfer_time_seconds", H, "seconds",
+           "From a lease's first segment to its last", DECODE, (), _SLOW_S),
+    Metric("baton_link_bandwidth_bytes_per_second", G, "bytes per second",
+           "Speed of the pair's link as measured when the pair was made", NODES, (_PEER,)),
+    Metric("baton_link_latency_seconds", G, "seconds",
+           "One-way latency of the pair's link as measured when the pair was made", NODES, (_PEER,)),
+    Metric("baton_link_bytes_total", C, "bytes",
+           "KV exchanged over the pair's link since the pair was made", NODES, (_PEER,)),
+    Metric("baton_pairs_ready", G, "pairs",
+           "Pairs with other nodes that are ready for KV", NODES),
+)
+# fmt: on
+
+
+def metrics_of(role: Role) -> tuple[Metric, ...]:
+    return tuple(metric for metric in METRICS if role in metric.roles)

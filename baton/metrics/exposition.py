@@ -1,0 +1,111 @@
+"""Declared metrics as Prometheus reads them: values of a moment become families of prometheus_client, and text.
+
+The text is made one family at a time, so that a caller on an event loop can let others run between two.
+"""
+
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from baton import __version__
+from baton.errors import shortened
+from baton.metrics import declared
+from baton.metrics.declared import BASE_LABELS, Kind, Role, metrics_of
+from baton.metrics.tally import Layout, Series, scale
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LABEL_CHARACTERS_MAX = 200
+
+
+class Figure(NamedTuple):
+    """The value of one series, read where it is kept: every gauge, and counters that others count."""
+
+    name: str
+    value: float
+    labels: tuple[str, ...] = ()
+
+
+class Exposition:
+    """The metrics of one process.
+
+    Args:
+        process: also memory, CPU time and open files of this process, as prometheus_client names them.
+    """
+
+    def __init__(self, role: Role, layout: Layout, model_name: str, *, process: bool = True) -> None:
+        self._metrics = metrics_of(role)
+        self._layout = layout
+        self._base = [role.value, shortened(model_name, _LABEL_CHARACTERS_MAX)]
+        self._process = CollectorRegistry() if process else None
+        ProcessCollector(registry=self._process)
+
+    def pages(self, totals: Sequence[int], figures: Iterable[Figure]) -> Iterator[bytes]:
+        """The text, family by family.
+
+        Args:
+            totals: the cells of the layout.
+            figures: of one moment; they stand for the cells of the same series.
+        """
+        values: dict[str, dict[tuple[str, ...], float]] = {}
+        for metric, labels, first in self._layout.series():
+            if metric.kind is Kind.COUNTER:
+                values.setdefault(metric.name, {})[labels] = totals[first]
+        build = Figure("baton_build_info", 1, (__version__, platform.python_version()))
+        for name, value, labels in (build, *figures):
+            values.setdefault(name, {})[tuple(shortened(each, _LABEL_CHARACTERS_MAX) for each in labels)] = value
+        for metric in self._metrics:
+            if metric.kind is Kind.HISTOGRAM:
+                yield _text(self._histogram(metric, totals))
+            else:
+                yield _text(self._plain(metric, values.get(metric.name, {})))
+        if self._process is not None:
+            yield generate_latest(self._process)
+
+    def _plain(self, metric: declared.Metric, values: Mapping[tuple[str, ...], float]) -> Metric:
+        family_of = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = family_of(metric.name, metric.meaning, labels=self._names(metric))
+        for labels, value in values.items():
+            family.add_metric([*self._base, *labels], value)
+        return family
+
+    def _histogram(self, metric: declared.Metric, totals: Sequence[int]) -> Metric:
+        family = HistogramMetricFamily(metric.name, metric.meaning, labels=self._names(metric))
+        bounds = [*(str(bound) for bound in metric.bounds), "+Inf"]
+        for labels, first in self._series(metric.name):
+            stop = first + len(bounds)
+            buckets = list(zip(bounds, map(float, accumulate(totals[first:stop])), strict=True))
+            family.add_metric([*self._base, *labels], buckets, totals[stop] / scale(metric))
+        return family
+
+    def _series(self, name: str) -> Iterator[tuple[tuple[str, ...], int]]:
+        return ((labels, first) for metric, labels, first in self._layout.series() if metric.name == name)
+
+    @staticmethod
+    def _names(metric: declared.Metric) -> list[str]:
+        return [*BASE_LABELS, *(label.name for label in metric.labels)]
+
+
+class _One(Collector):
+    """A registry of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return [self._family]
+
+
+def _text(family: Metric) -> bytes:
+    return generate_latest(_One(family))
+
+
+def by_series(figures: Iterable[Figure]) -> dict[Series, float]:
+    """The figures by series, for tests and checks."""
+    return {(figure.name, figure.labels): figure.value for figure in figures}

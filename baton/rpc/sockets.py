@@ -1,0 +1,45 @@
+"""Listening sockets for servers that are not gRPC's."""
+
+import socket
+
+from baton.errors import ConfigError
+from baton.rpc.server import Address
+
+_BACKLOG = 64
+
+
+def bind(listen: str, *, field: str, shared: bool = False, backlog: int = _BACKLOG) -> socket.socket | None:
+    """The listening socket for this setting; None: off.
+
+    Args:
+        shared: other processes of this user may listen on the same port.
+
+    Raises:
+        ConfigError: the address is none, or cannot be listened on.
+    """
+    if listen == "off":
+        return None
+    where = Address.parse(listen, field=field)
+    host = where.host.removeprefix("[").removesuffix("]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind((host, where.port))
+        bound.listen(backlog)  # so that another process cannot take the port any more
+    except OSError as error:
+        bound.close()
+        cure = "the port may be in use, or the address may belong to another machine; port 0 takes a free port"
+        message = f"cannot listen on {listen}: {error.strerror or error}"
+        raise ConfigError(message, field=field, value=listen, allowed=("host:port", "off"), cure=cure) from None
+    bound.setblocking(False)
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """host:port under which this machine reaches it."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

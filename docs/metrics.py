@@ -1,0 +1,100 @@
+"""Writes docs/metrics.md from the table of declared metrics; `make docs` calls it."""
+
+from pathlib import Path
+
+from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Label, Metric, Role
+
+PAGE = Path(__file__).resolve().parent / "metrics.md"
+
+_QUESTIONS = {
+    "Are requests failing?": 'sum(rate(baton_requests_total{outcome="failed"}[5m]))',
+    "99th percentile of TTFT": "histogram_quantile(0.99, sum by (le) "
+    "(rate(baton_time_to_first_token_seconds_bucket[5m])))",
+    "Busy share of each device": "sum by (instance) (rate(baton_engine_step_time_seconds_sum[1m]))",
+    "Hit rate of the prefix cache": "sum(rate(baton_prefix_cache_hits_total[5m])) "
+    "/ sum(rate(baton_prefix_cache_queries_total[5m]))",
+    "KV on the wire, bytes/s": 'sum by (instance) (rate(baton_kv_transfer_bytes_total{direction="sent"}[1m]))',
+    "Does anything leak?": "min_over_time(baton_kv_blocks_leaked[5m]) > 0",
+}
+
+_INTRODUCTION = f"""# Metrics
+
+Every process serves its metrics in Prometheus' text format at `/metrics` of a port of its own: `--metrics-listen`, on
+loopback with a free port unless set, shown in the log and in the ready file. A gateway also has them at its HTTP port,
+for operators where keys are set. With `--workers N`, each answer is the sum of all workers. [security.md](security.md)
+says what they show and who may scrape them.
+
+```yaml
+scrape_configs:
+  - job_name: baton
+    static_configs:
+      - targets: [gateway:9400, prefill-0:9400, decode-0:9400]
+```
+
+Every series has the labels `{"` and `".join(BASE_LABELS)}`. Names and meanings are vLLM's, with `baton_` for `vllm:`,
+where vLLM has the same metric. Label values come from the closed sets below, or are names of nodes that are paired now.
+All series with closed labels are there from the start, at 0. Counters begin at 0 with each process. What
+prometheus_client says of a process (`process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`)
+is there too, except where a gateway has several workers.
+
+Counting costs about a microsecond per message to a client, and as much per engine step; everything else is read at the
+scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
+
+`make docs` writes this page from `baton/metrics/declared.py`.
+"""
+
+_SECTIONS = (
+    ("Every process", tuple(Role)),
+    ("Gateway", (Role.GATEWAY,)),
+    ("Prefill and decode nodes", (Role.PREFILL, Role.DECODE)),
+    ("Decode nodes", (Role.DECODE,)),
+)
+
+
+def page() -> str:
+    """The page's text."""
+    sections = [_section(title, roles) for title, roles in _SECTIONS]
+    return "\n".join([_INTRODUCTION, _questions(), *sections, _labels(), _buckets()])
+
+
+def _questions() -> str:
+    rows = [f"| {question} | `{expression}` |" for question, expression in _QUESTIONS.items()]
+    return "\n".join(["## Questions", "", "| question | expression |", "|---|---|", *rows, ""])
+
+
+def _section(title: str, roles: tuple[Role, ...]) -> str:
+    rows = [_row(metric) for metric in METRICS if metric.roles == roles]
+    head = ["| metric | type | unit | labels | meaning |", "|---|---|---|---|---|"]
+    return "\n".join([f"## {title}", "", *head, *rows, ""])
+
+
+def _row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label.name}`" for label in metric.labels)
+    return f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {metric.meaning} |"
+
+
+def _labels() -> str:
+    rows = []
+    for label in _all_labels():
+        users = ", ".join(f"`{metric.name}`" for metric in METRICS if label in metric.labels)
+        values = ", ".join(f"`{value}`" for value in label.values) or label.meaning
+        rows.append(f"| `{label.name}` | {label.meaning} | {values} | {users} |")
+    head = ["| label | meaning | values | of |", "|---|---|---|---|"]
+    return "\n".join(["## Labels", "", *head, *rows, ""])
+
+
+def _all_labels() -> list[Label]:
+    return list(dict.fromkeys(label for metric in METRICS for label in metric.labels))
+
+
+def _buckets() -> str:
+    used = dict.fromkeys(metric.bounds for metric in METRICS if metric.kind is Kind.HISTOGRAM)
+    rows = []
+    for bounds in used:
+        users = ", ".join(f"`{metric.name}`" for metric in METRICS if metric.bounds == bounds)
+        rows.append(f"- {', '.join(f'{bound:g}' for bound in bounds)}: {users}")
+    return "\n".join(["## Buckets of histograms", "", *rows, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

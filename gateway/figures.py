@@ -1,0 +1,49 @@
+"""The gateway's page of metrics: its board's cells, and the figures that are read where they are kept."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from baton.metrics.declared import Role
+from baton.metrics.exposition import Exposition, Figure
+from baton.metrics.page import join
+from gateway.board import Board, Count
+from gateway.fleet import Fleet
+from gateway.fleet_node import FleetNode
+from gateway.waiting_room import REFUSALS
+
+_STATES = ("ready", "draining", "unusable", "unreachable")
+
+
+class GatewayMetrics:
+    """What any process of a gateway shows of all of them together; nodes are as this process sees them."""
+
+    def __init__(self, board: Board, model_name: str, fleet: Fleet) -> None:
+        self._board = board
+        self._fleet = fleet
+        # Figures of one of several processes would jump with every scrape.
+        self._exposition = Exposition(Role.GATEWAY, board.layout, model_name, process=board.rows == 1)
+
+    async def page(self) -> bytes:
+        """The text for Prometheus."""
+        return await join(self._exposition.pages(self._board.totals(), list(self._figures())))
+
+    def _figures(self) -> Iterator[Figure]:
+        total = self._board.total
+        waiting = total(Count.WAITING)
+        yield Figure("baton_num_requests_running", total(Count.RUNNING) - waiting)
+        yield Figure("baton_num_requests_waiting", waiting)
+        yield Figure("baton_workers", self._board.rows)
+        for reason, count in REFUSALS.items():
+            yield Figure("baton_requests_refused_total", total(count), (reason,))
+        for role, nodes in (("prefill", self._fleet.prefills), ("decode", self._fleet.decodes)):
+            states = Counter(map(_state, nodes.values()))
+            for state in _STATES:
+                yield Figure("baton_nodes", states[state], (role, state))
+
+
+def _state(node: FleetNode) -> str:
+    if node.open:
+        return "ready"
+    if not node.reachable:
+        return "unreachable"
+    return "draining" if node.status.draining else "unusable"

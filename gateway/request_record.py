@@ -1,0 +1,123 @@
+"""What becomes of one client's request: the counts and the log lines of its end, whatever ended it.
+
+A failure is a line with its cause. A client's own mistake, a request that it left and a refusal are counted, and logged
+at level debug only: in an overload, a line for each would be one more load. With the access log, every request is a
+line.
+"""
+
+import logging
+from time import monotonic
+
+from baton.errors import BatonError, Cancelled, InternalError
+from baton.logs import enter_request
+from baton.metrics.declared import Outcome
+from baton.security.log_lines import loggable
+from gateway.board import Board, Count
+from gateway.meter import FAILURES, RequestMeter, outcome_of
+from gateway.request_machine import RequestMachine
+from gateway.request_output import Ended
+
+log = logging.getLogger("baton")
+access = logging.getLogger("baton.access")
+
+
+class RequestRecords:
+    """Begins the records of one process."""
+
+    def __init__(self, board: Board, meter: RequestMeter, *, access_log: bool) -> None:
+        self.board = board
+        self.meter = meter
+        self.access_log = access_log
+
+    def begin(self, request_id: str, client: str) -> "RequestRecord":
+        """A request has arrived, which the current task serves."""
+        enter_request(request_id)
+        return RequestRecord(self, request_id, client)
+
+
+class RequestRecord:
+    """One request.
+
+    Attributes:
+        outputs: how many it draws.
+    """
+
+    def __init__(self, records: RequestRecords, request_id: str, client: str) -> None:
+        self.request_id = request_id
+        self.client = client
+        self.started_at_s = monotonic()
+        self.outputs = 1
+        self._records = records
+        self._begun = False
+        self._ended: list[Ended] = []
+        self._failures = ""
+
+    def admitted(self) -> None:
+        """Its turn has come."""
+        self._begun = True
+        self._records.meter.admitted(monotonic() - self.started_at_s)
+
+    def output_ended(self, machine: RequestMachine) -> None:
+        """One of its outputs has ended."""
+        self._records.meter.output_ended(machine.ended, machine.retries)
+        self._failures = self._failures or machine.failures
+        if machine.ended is not None:
+            self._ended.append(machine.ended)
+
+    # ---- its end
+
+    def finished(self) -> None:
+        """Served to its end."""
+        self._end(Outcome.FINISHED)
+
+    def cancelled(self) -> None:
+        """Its client has left."""
+        self._end(Outcome.CANCELLED, Cancelled("the client left"))
+
+    def failed(self, error: BatonError) -> None:
+        """This error has ended it."""
+        self._end(outcome_of(error, begun=self._begun), error)
+
+    def broken(self, error: Exception) -> None:
+        """A defect has ended it; whoever answers the client logs its traceback."""
+        self._end(Outcome.FAILED, InternalError(f"{type(error).__name__} in the gateway"))
+
+    def _end(self, outcome: Outcome, error: BatonError | None = None) -> None:
+        records, seconds = self._records, monotonic() - self.started_at_s
+        records.meter.ended(outcome, seconds, error)
+        if outcome is Outcome.FINISHED:
+            records.board.add(Count.FINISHED, self.outputs)
+        elif outcome in FAILURES:
+            records.board.add(Count.FAILED, self.outputs)
+        for ended in self._ended:
+            # The first part of a split prompt is remote.
+            records.board.add(Count.LOCAL if ended.receipt.path == "local" else Count.REMOTE, 1)
+        if error is not None:
+            level = logging.WARNING if outcome in FAILURES else logging.DEBUG
+            fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds}
+            log.log(level, "request failed: %s", loggable(error), extra={"fields": fields})
+        if records.access_log:
+            access.info("request", extra={"fields": self._figures(outcome, seconds)})
+
+    def _figures(self, outcome: Outcome, seconds: float) -> dict[str, object]:
+        """What the access log shows; neither prompt nor output."""
+        fields: dict[str, object] = {"outcome": outcome.value, "client": self.client, "outputs": self.outputs}
+        if self._ended:
+            ended, receipt = self._ended[0], self._ended[0].receipt
+            fields |= {
+                "prompt_tokens": ended.usage.prompt_tokens,
+                "cached_tokens": ended.usage.cached_tokens,
+                "completion_tokens": sum(each.usage.completion_tokens for each in self._ended),
+                "path": receipt.path.value,
+                "prefill_node": receipt.prefill_node,
+                "decode_node": receipt.decode_node,
+                "ttft_s": receipt.first_token_s,
+                "queue_s": receipt.queue_s,
+                "prefill_s": receipt.prefill_s,
+                "transfer_s": receipt.transfer_s,
+                "bytes_sent": receipt.bytes_sent,
+                "attempts": receipt.attempts,
+            }
+        if self._failures:
+            fields["failures"] = self._failures
+        return {**fields, "total_s": seconds}

@@ -393,7 +393,7 @@ class GatewaySettings(CommonSettings):
     )
     keepalive_s: float = Field(
         GATEWAY_KEEPALIVE_S,
-        gt=0,
+        ge=0.6,  # servers refuse more than two pings a second
         le=3600,
         description="a node is pinged that often, and counts as lost if it answers no ping for that long; a node whose "
         "Python is busy answers",

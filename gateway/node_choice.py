@@ -119,8 +119,9 @@ class NodeChoice:
         return NoNode(f"no prefill node is left: {self._fleet.explain()}", retry_after_s=1.0)
 
     def no_decode_node(self, failures: str, waited_s: float) -> NoNode:
-        """The error of a request that has begun; `failures` says how it lost its nodes."""
-        what = f"{failures}, and no other node came within {waited_s:.3g} s: {self._fleet.explain()}"
+        """The error of a request that has waited for a node; `failures` says how it lost others."""
+        beginning = f"{failures}, and no other node" if failures else "no pair of nodes"
+        what = f"{beginning} came within {waited_s:.3g} s: {self._fleet.explain()}"
         return NoNode(what, cure="see `baton status`, and try again", retry_after_s=1.0)
 
     def refused(self, node: FleetNode, error: BatonError) -> None:

@@ -159,7 +159,8 @@ class Attempts:
         state = self._state
         self._note_progress(attempt)
         self._prefills |= attempt.excluded
-        self._internal += isinstance(error, InternalError)
+        if isinstance(error, InternalError):
+            self._internal += attempt.failed_calls
         most = state.rules.max_attempts
         too_many = self._internal >= most or state.choice.num_gone(self._prefills) > most
         if too_many or isinstance(error, Overloaded | PermissionDenied):

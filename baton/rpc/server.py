@@ -51,8 +51,8 @@ def channel_options(
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
-        # NOTE: while a ping of the flow control is under way, gRPC sends none for keepalive. By default it waits for that
-        # one for a minute.
+        # NOTE: while a ping of the flow control is under way, gRPC sends none for keepalive, and waits a minute for the
+        # answer to that one by default.
         ("grpc.http2.ping_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),

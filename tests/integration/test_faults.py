@@ -111,11 +111,11 @@ async def test_the_last_prefill_node_killed_in_the_middle_is_replaced_by_the_dec
     await until_released(decode)
 
 
-async def test_without_a_prefill_node_the_strict_policy_gives_an_error(
+async def test_the_strict_policy_gives_an_error_if_no_prefill_node_comes_back_in_time(
     start: Machines, prompts: list[list[int]]
 ) -> None:
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["prefill"])
-    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict")
+    gateway = start.gateway([prefill], [decode], model=LLAMA, local_policy="strict", failover_wait_s=0.2)
     request = asyncio.create_task(generate(gateway, prompts[0], GREEDY))
     await until_prefilling(start, prefill)
     start.kill(prefill)

@@ -1,8 +1,9 @@
 """A client of several gateways loses one in the middle of its answers: each is that of one gateway, no token twice."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 
@@ -10,6 +11,7 @@ from baton.client import Client, Event, Finished, Notice, collect
 from baton.errors import NoNode
 from baton.types import SamplingParams, TokenOutput
 from node.waiting import until
+from tests.clients.page import blocks
 from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, in_engine, nothing_held, until_status
 from tests.integration.reference import Reference
 
@@ -100,3 +102,47 @@ async def test_answers_go_on_at_another_gateway_after_kill_9(start: Machines, re
         start.kill(second)
         with pytest.raises(NoNode, match="cannot reach"):
             await client.complete(prompt, GREEDY)
+
+
+def stream_of_the_page(*gateways: str) -> Callable[..., Iterator[Any]]:
+    """The function that docs/clients.md gives to users of OpenAI's client, for these gateways."""
+    (block,) = [each.code for each in blocks() if "output_token_ids" in each.code]
+    names: dict[str, Any] = {}
+    exec(block.partition("\n\n\nfor chunk in")[0], names)
+    names["GATEWAYS"][:] = [f"{each}/v1" for each in gateways]
+    return cast(Callable[..., Iterator[Any]], names["stream"])
+
+
+async def test_openais_client_goes_on_at_another_gateway_after_kill_9(start: Machines, reference: Reference) -> None:
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
+    first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
+    assert first.http is not None
+    assert second.http is not None
+    (prompt,) = reference.prompts([200])
+    drawn = {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5}
+    request = {"model": "llama", "prompt": prompt, "max_tokens": TOKENS, **drawn}
+    chunks: list[Any] = []
+
+    def read(gateways: Sequence[str]) -> None:
+        chunks.extend(stream_of_the_page(*gateways)(**request))
+
+    async with asyncio.TaskGroup() as reading:
+        reading.create_task(asyncio.to_thread(read, [first.http, second.http]))
+        await until_status(decode, lambda last: in_engine(last) == 1 and last.blocks_leased == 0)
+        start.allow_steps(STEPS_BEFORE, decode)
+        assert await until(lambda: len(token_ids_of(chunks)) >= STEPS_BEFORE, timeout_s=DEADLINE_S)
+        assert len(token_ids_of(chunks)) < TOKENS
+        start.kill(first)
+        start.let_go(decode)
+    went_on, chunks = chunks, []
+    await asyncio.to_thread(read, [second.http])
+    assert token_ids_of(went_on) == token_ids_of(chunks)
+    assert len(token_ids_of(chunks)) == TOKENS
+    for texts in (went_on, chunks):
+        assert "".join(chunk.choices[0].text for chunk in texts) == "".join(chunk.choices[0].text for chunk in chunks)
+        assert texts[-1].choices[0].finish_reason == "length"
+    await until_status(decode, nothing_held)
+
+
+def token_ids_of(chunks: list[Any]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.choices[0].token_ids]

@@ -418,6 +418,15 @@ def test_a_new_strict_request_waits_while_the_only_pair_is_made_again() -> None:
     assert of(served.handle(FleetChanged()), SubmitToDecode)
 
 
+def test_a_new_strict_request_fails_if_the_pair_is_not_made_in_time() -> None:
+    served = Served(prefills=1, decodes=1, policy=LocalPolicy.STRICT, start=False)
+    served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_CONNECTING))
+    served.handle(events.Started())
+    served.handle(TimePassed(), after_s=20.0)
+    assert isinstance(served.error, NoNode)
+    assert served.error.message.startswith("no pair of nodes came within 20 s")
+
+
 def test_a_new_strict_request_does_not_wait_for_a_pair_that_was_refused() -> None:
     served = Served(prefills=1, decodes=1, policy=LocalPolicy.STRICT, start=False)
     served.fleet.prefills["p1"].take_peer(peer(21, common_pb2.PEER_PHASE_REFUSED))

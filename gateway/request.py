@@ -16,7 +16,7 @@ class Request:
         timeout_s: time from the start to the deadline.
         priority: among waiting requests lower values go first.
         slo: what the client expects; absent bounds are the gateway's.
-        session_id: requests of one session go to the same nodes where that costs nothing.
+        session_id: with its client's name. Requests of one session go to the same nodes where that costs nothing.
         output: tokens that the client has already; the answer goes on after them.
         blocks: names of the prompt's blocks, which all outputs share; None: not needed.
     """

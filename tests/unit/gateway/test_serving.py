@@ -11,6 +11,8 @@ import gateway.connections
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.rpc.server import Address
+from baton.security import identity
+from baton.security.limits import Budget, Limits
 from gateway.chat.types import ChatRequest
 from gateway.connections import Connections
 from gateway.discovery import Directory
@@ -422,3 +424,34 @@ async def test_a_chat_has_its_answer_in_parts(running: Running) -> None:
     assert tokenizer.decode(submission.prompt_token_ids, skip_special_tokens=False).count("hi") >= 1
     content = "".join(message.chat.content for message in client.messages)
     assert content == "".join(message.text for message in client.messages) != ""
+
+
+async def test_a_client_over_a_limit_gets_no_text_tokenized(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: object, **__: object) -> list[int]:
+        raise AssertionError
+
+    monkeypatch.setattr(running.serving.model, "tokenizer", type("", (), {"encode": encode, "decode": encode}))
+    budget = Budget(Limits(tokens_per_minute=100), clock=lambda: 0.0)
+    identity.enter(identity.Caller("alice", frozenset(), proved=True, budget=budget))
+    budget.spend(95)
+    message = pb.GenerateRequest(text="zip " * 30)
+    with pytest.raises(Overloaded, match="100 tokens per minute"):
+        await running.serving.generate(message, Client().write, budget_s=None)
+    with pytest.raises(Overloaded, match="100 tokens per minute"):
+        await running.serving.encode(message.text)
+    with pytest.raises(Overloaded, match="100 tokens per minute"):
+        await running.serving.decode([1] * 50)
+
+
+async def test_outputs_and_questions_for_tokens_count_as_requests(running: Running) -> None:
+    budget = Budget(Limits(requests_per_minute=4, concurrent=3), clock=lambda: 0.0)
+    identity.enter(identity.Caller("alice", frozenset(), proved=True, budget=budget))
+    assert await running.serving.encode("zip")  # a part of another request
+    assert await running.serving.encode("zip", is_request=True)
+    assert await running.serving.decode([1])
+    message = pb.GenerateRequest(text="zip", n=4)
+    with pytest.raises(InvalidRequest, match="4 outputs"):
+        await running.serving.generate(message, Client().write, budget_s=None)
+    message.n = 3
+    with pytest.raises(Overloaded, match="4 requests per minute"):
+        await running.serving.generate(message, Client().write, budget_s=None)

@@ -18,6 +18,7 @@ from gateway.connections import Connections
 from gateway.discovery import Directory
 from gateway.model import ServedModel, read_served_model
 from gateway.serving import Serving
+from gateway.tokenizer import TextTokenizer
 from node import waiting
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -430,7 +431,8 @@ async def test_a_client_over_a_limit_gets_no_text_tokenized(running: Running, mo
     def encode(*_: object, **__: object) -> list[int]:
         raise AssertionError
 
-    monkeypatch.setattr(running.serving.model, "tokenizer", type("", (), {"encode": encode, "decode": encode}))
+    monkeypatch.setattr(TextTokenizer, "encode", encode)
+    monkeypatch.setattr(TextTokenizer, "decode", encode)
     budget = Budget(Limits(tokens_per_minute=100), clock=lambda: 0.0)
     identity.enter(identity.Caller("alice", frozenset(), proved=True, budget=budget))
     budget.spend(95)
@@ -444,14 +446,15 @@ async def test_a_client_over_a_limit_gets_no_text_tokenized(running: Running, mo
 
 
 async def test_outputs_and_questions_for_tokens_count_as_requests(running: Running) -> None:
-    budget = Budget(Limits(requests_per_minute=4, concurrent=3), clock=lambda: 0.0)
-    identity.enter(identity.Caller("alice", frozenset(), proved=True, budget=budget))
-    assert await running.serving.encode("zip")  # a part of another request
-    assert await running.serving.encode("zip", is_request=True)
-    assert await running.serving.decode([1])
-    message = pb.GenerateRequest(text="zip", n=4)
-    with pytest.raises(InvalidRequest, match="4 outputs"):
-        await running.serving.generate(message, Client().write, budget_s=None)
-    message.n = 3
-    with pytest.raises(Overloaded, match="4 requests per minute"):
-        await running.serving.generate(message, Client().write, budget_s=None)
+    message = pb.GenerateRequest(text="zip", n=2)
+    for limits, error in (
+        (Limits(requests_per_minute=3), Overloaded),
+        (Limits(requests_per_minute=9, concurrent=1), InvalidRequest),
+    ):
+        budget = Budget(limits, clock=lambda: 0.0)
+        identity.enter(identity.Caller("alice", frozenset(), proved=True, budget=budget))
+        assert await running.serving.encode("zip")  # a part of another request
+        assert await running.serving.encode("zip", is_request=True)
+        assert await running.serving.decode([1])
+        with pytest.raises(error, match="requests"):
+            await running.serving.generate(message, Client().write, budget_s=None)

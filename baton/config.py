@@ -13,6 +13,7 @@ does a variable that is spelled nearly like a setting's.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,7 +52,10 @@ _BLOCKS_MAX = _TOKENS_MAX = 2**31 - 1  # ids of blocks and positions take 32 bit
 _CACHE_MIB_MAX = 1 << 26
 _HTTP_BODY_MIB_MAX = 4096
 _SHOWN_MAX = 200  # characters of a wrong value
-_ALIKE = 0.85  # of 1; of a name that is meant for another
+_PREFIX = "BATON_"
+# Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
+_ALIKE = 0.87
+_UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
 
 Settings = TypeVar("Settings", bound="CommonSettings")
 
@@ -433,9 +437,11 @@ def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """
     roles = (PrefillSettings, DecodeSettings, GatewaySettings)
     known = {variable(name) for cls in roles for name in cls.model_fields} | {*CLIENT_VARIABLES}
-    names = (name for name in environ if name.startswith("BATON_") and name.upper() not in known)
-    found = {name: get_close_matches(name, known, n=1, cutoff=_ALIKE) for name in names}
-    return {shortened(name, _SHOWN_MAX): nearest[0] for name, nearest in found.items() if nearest}
+    ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
+    ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
+    names = (name for name in environ if name.startswith(_PREFIX) and name.upper() not in known)
+    found = {name: get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=_ALIKE) for name in names}
+    return {shortened(name, _SHOWN_MAX): ends[nearest[0]] for name, nearest in found.items() if nearest}
 
 
 def fail(program: str, error: ConfigError) -> NoReturn:

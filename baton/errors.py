@@ -19,6 +19,8 @@ BatonError
 
 from typing import ClassVar
 
+# The field of an `InternalError` about logits that are not finite, which some prompts may cause.
+LOGITS_FIELD = "logits"
 # Errors echo what others sent. Whoever passes an error on (a trailer, a message, a log line, stderr) can rely on these.
 _TEXT_CHARACTERS_MAX, _VALUE_CHARACTERS_MAX, _ALLOWED_MAX = 4000, 256, 64
 

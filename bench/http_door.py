@@ -135,9 +135,8 @@ class SseClient(asyncio.Protocol):
 
     def __init__(self, path: str, body: dict[str, object], load: Load) -> None:
         data = orjson.dumps(body)
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        )
+        headers = f"host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\n{headers}"
         self._request = head.encode() + data
         self._load, self._stream = load, load.stream()
         self.ended = asyncio.get_running_loop().create_future()

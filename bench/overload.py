@@ -250,7 +250,9 @@ async def _post(http: str) -> str:
     at = urlsplit(http)
     reader, writer = await asyncio.open_connection(at.hostname, at.port, local_addr=(_LIGHT_ADDRESS, 0))
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        )
         writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
         return (await reader.read()).split(maxsplit=2)[1].decode()
     finally:

@@ -45,12 +45,16 @@ class ServedModel:
             name=self.name, architecture=self.architecture, config_digest=self.config_digest
         )
 
-    def check_name(self, name: str) -> None:
-        """Raises:
-        UnknownModel: another model is asked for; an empty name means this one.
+    def check_name(self, name: str, *, to_stranger: bool = False) -> None:
+        """Args:
+            to_stranger: the caller may not know which model is served.
+
+        Raises:
+            UnknownModel: another model is asked for; an empty name means this one.
         """
         if name not in ("", self.name):
-            raise UnknownModel(f"model {name!r} is not served", field="model", value=name, allowed=(self.name,))
+            allowed = () if to_stranger else (self.name,)
+            raise UnknownModel(f"model {name!r} is not served", field="model", value=name, allowed=allowed)
 
     def check_token_ids(self, field: str, token_ids: list[int]) -> None:
         """Raises:

@@ -4,7 +4,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.errors import BatonError, DataLoss, InternalError, NoNode, Overloaded
+from baton.errors import LOGITS_FIELD, BatonError, DataLoss, InternalError, NoNode, Overloaded
 from baton.types import NO_SLO, LocalPolicy, Slo
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet
@@ -130,8 +130,11 @@ class NodeChoice:
         self._refusals[node.incarnation] = _Refusal(error, ends_a_begun_request=full)
 
     def failed(self, node: FleetNode, error: BatonError, now_s: float) -> None:
-        """Records why a node's part of the request failed, for the node's circuit breaker."""
-        if isinstance(error, InternalError):
+        """Records why a node's part of the request failed, for the node's circuit breaker.
+
+        Logits that are not finite may come from the prompt: clients with such prompts must not take nodes from others.
+        """
+        if isinstance(error, InternalError) and error.field != LOGITS_FIELD:
             self._fleet.breakers.failed(node.incarnation, now_s)
 
     def answered(self, *nodes: FleetNode) -> None:

@@ -13,6 +13,7 @@ import orjson
 
 from baton.convert import slo_from_proto
 from baton.errors import InvalidRequest
+from baton.security import identity
 from baton.types import SamplingParams
 from gateway.chat.json_request import chat_of_message
 from gateway.chat.types import ChatRequest, OutputParser
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 # More than a token of any ordinary text has on average. A text with more of them is tokenized as a whole only if its
 # beginning is not ordinary.
-_CHARACTERS_PER_TOKEN = 12
+CHARACTERS_PER_TOKEN = 12
 _MESSAGES_COUNTED = 1000
 
 
@@ -114,12 +115,19 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
         timeout_s=call.timeout_s,
         priority=message.priority,
         slo=slo_from_proto(message.slo),
-        session_id=check_session_id(message.session_id),
+        session_id=identity.current().session(check_session_id(message.session_id)),
         output=output,
         ended=end_of(output, sampling, model, most=most),
         blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt),
     )
     return Prepared(request, prompt.parser)
+
+
+def fewest_tokens(message: pb.GenerateRequest, chat: ChatRequest | None) -> int:
+    """About the fewest tokens that the prompt may have, before it is tokenized."""
+    if chat is None and message.WhichOneof("prompt") == "token_ids":
+        return len(message.token_ids.ids)
+    return _size(message, chat) // CHARACTERS_PER_TOKEN
 
 
 async def _in_time(work: Awaitable[T], call: Call) -> T:
@@ -199,7 +207,7 @@ def _check_beginning(text: str, model: ServedModel, *, max_context_tokens: int, 
     """Raises:
     InvalidRequest: the beginning alone has far more tokens than a context, so that the rest need not be tokenized.
     """
-    stop = _CHARACTERS_PER_TOKEN * max_context_tokens
+    stop = CHARACTERS_PER_TOKEN * max_context_tokens
     if len(text) <= stop:
         return
     num_tokens = len(model.tokenizer.encode(text[:stop], add_special_tokens=False, salt=salt))

@@ -17,7 +17,7 @@ class Request:
         timeout_s: time from the start to the deadline.
         priority: among waiting requests lower values go first.
         slo: what the client expects; absent bounds are the gateway's.
-        session_id: requests of one session go to the same nodes where that costs nothing.
+        session_id: with its client's name. Requests of one session go to the same nodes where that costs nothing.
         output: tokens that the client has already; the answer goes on after them.
         ended: how the output ends with the last of these; None: more tokens are due.
         blocks: names of the prompt's blocks, which all outputs share; None: not needed.

@@ -14,6 +14,7 @@ from typing import Protocol
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining
 from baton.security import identity
+from baton.security.limits import Prompt
 from baton.types import Slo
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
@@ -23,7 +24,7 @@ from gateway.fan_out import fan_out
 from gateway.figures import GatewayMetrics
 from gateway.meter import RequestMeter
 from gateway.model import ServedModel
-from gateway.preparation import Call, Prepared, encode, prepare
+from gateway.preparation import CHARACTERS_PER_TOKEN, Call, Prepared, encode, fewest_tokens, prepare
 from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
@@ -203,9 +204,12 @@ class Serving:
         caller = identity.current()
         record = self._records.begin(request_id, caller.name)
         try:
-            with caller.budget.request():
+            outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
+            tokens = fewest_tokens(message, chat) if caller.budget.limits.tokens_per_minute else 0
+            with caller.budget.request(outputs=outputs.drawn, tokens=tokens) as charge:
                 message.cache_salt = caller.salt(message.cache_salt)
-                await self._serve(message, write, budget_s=budget_s, chat=chat, record=record)
+                call = Call(message, chat, request_id, record.started_at_s, self._timeout_s(budget_s))
+                await self._serve(call, write, outputs, charge, record, has_deadline=budget_s is not None)
         except BatonError as error:
             error.request_id = request_id
             record.failed(error)
@@ -250,51 +254,50 @@ class Serving:
         for running in self._requests:
             running.end(Draining("the gateway is shutting down", cure="send the request again"))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True, is_request: bool = False) -> list[int]:
         """Tokenizes in a thread, so that a long text delays no other request's tokens.
+
+        Args:
+            is_request: the client asked for no more than that, so it counts as one of its requests.
 
         Raises:
             InvalidRequest: the text is longer than any prompt.
-            Overloaded: too many large texts wait already.
+            Overloaded: too many large texts wait already, or the caller is over a limit.
         """
         limit = self._connections.fleet.max_context_tokens
         work = partial(
             encode, text, self.model, max_context_tokens=limit, field="text", add_special_tokens=add_special_tokens
         )
-        return await self.texts.run(len(text), work)
+        with identity.current().budget.request(tokens=len(text) // CHARACTERS_PER_TOKEN, is_new=is_request):
+            return await self.texts.run(len(text), work)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Decodes in a thread, as `encode`."""
+        """Decodes in a thread. Counts as a request of the client."""
         work = partial(self.model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
-        return await self.texts.run(_BYTES_PER_TOKEN * len(token_ids), work)
+        with identity.current().budget.request(tokens=len(token_ids)):
+            return await self.texts.run(_BYTES_PER_TOKEN * len(token_ids), work)
 
     # ----
 
-    async def _serve(
-        self,
-        message: pb.GenerateRequest,
-        write: Write,
-        *,
-        budget_s: float | None,
-        chat: ChatRequest | None,
-        record: RequestRecord,
-    ) -> None:
-        request_id, client, started_at_s = record.request_id, record.client, record.started_at_s
+    def _timeout_s(self, budget_s: float | None) -> float:
         limit_s = self._settings.request_timeout_s
-        timeout_s = limit_s if budget_s is None else min(budget_s, limit_s)
-        outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
+        return limit_s if budget_s is None else min(budget_s, limit_s)
+
+    async def _serve(
+        self, call: Call, write: Write, outputs: Outputs, charge: Prompt, record: RequestRecord, *, has_deadline: bool
+    ) -> None:
+        client = record.client
         if not self._draining:
-            deadline_s = None if budget_s is None else started_at_s + timeout_s
-            self._waiting_room.check(message, outputs, client, deadline_s=deadline_s)
+            deadline_s = call.started_at_s + call.timeout_s if has_deadline else None
+            self._waiting_room.check(call.message, outputs, client, deadline_s=deadline_s)
         with self._admitted(record, outputs) as running:
-            call = Call(message, chat, request_id, started_at_s, timeout_s)
             max_context_tokens = self._connections.fleet.max_context_tokens
             prepared = await prepare(call, self.model, self.texts, max_context_tokens=max_context_tokens)
-            identity.current().budget.spend(len(prepared.request.prompt))
+            charge.has(len(prepared.request.prompt))
             for _ in self._connections.fleet.look_ahead(prepared.request):
                 await asyncio.sleep(0)
             run = partial(self._run, running, prepared)
-            asked = self._waiting_room.ask(prepared.request, outputs, client, has_deadline=budget_s is not None)
+            asked = self._waiting_room.ask(prepared.request, outputs, client, has_deadline=has_deadline)
             try:
                 try:
                     # A client that lost its gateway goes on at once: to lose tokens is worse than to be late.

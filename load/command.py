@@ -14,6 +14,7 @@ import typer
 from baton.cli.access import read_key, use
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.cli.up import ClusterOptions, local_cluster
+from baton.config import client_access
 from baton.errors import InvalidRequest
 from baton.types import Slo
 from load.arrivals import Arrivals
@@ -175,7 +176,7 @@ def bench(
     model: Annotated[str, typer.Option(help="Default: the server's first one.", rich_help_panel=_CLIENT)] = "",
     api_key: Annotated[
         str,
-        typer.Option(help="API key; @FILE reads it from a file. For gRPC also BATON_API_KEY.", rich_help_panel=_CLIENT),
+        typer.Option(help="API key; @FILE reads it from a file. Default: BATON_API_KEY.", rich_help_panel=_CLIENT),
     ] = "",
     tls_ca: Annotated[
         str | None,
@@ -231,6 +232,7 @@ def bench(
         )  # fmt: skip
         shape.check()
         use(None, tls_ca)
+        key = read_key(api_key) or client_access().api_key or ""
         options = RunOptions(
             workload=shape.name, timeout_s=timeout, drain_s=drain, bound_s=late_ms / 1e3, connections=connections,
             slo=Slo(goals[0].ttft_s, goals[0].tpot_s) if send_slo else None, temperature=temperature,
@@ -238,7 +240,7 @@ def bench(
         search = Search(precision, max_runs) if find_rate else None
         what = What(goals, search, rounds if comparing else 1, seed)
         span = Span(_DURATION_S if duration is None and requests is None else duration, requests, warmup)
-        given = [Target.parse(name, api=api, api_key=read_key(api_key), model=model) for name in names]
+        given = [Target.parse(name, api=api, api_key=key, model=model) for name in names]
         results = _measured(given, shape, span, options, what, processes or default_processes())
     print(markdown(results), flush=True)
     if json is not None:

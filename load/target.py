@@ -67,7 +67,9 @@ class Target:
         origin = Origin.parse(self.address)
         if self.api_key and not origin.tls and not is_loopback(origin.host):
             raise InvalidRequest(
-                f"the API key would go to {origin.host} unencrypted", field="api_key", cure="give an https:// address"
+                f"the API key would go to {origin.host} unencrypted",
+                field="api_key",
+                cure="give an https:// address, or no key",
             )
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return HttpStreams(origin, headers)

@@ -69,9 +69,8 @@ class Door:
             raise Unauthenticated("this gateway wants an API key", field="authorization", cure=_CURE)
         if self._tokens is not None and credential.count(".") == 2:
             subject = self._tokens.get().subject(credential)
-            name = f"jwt:{subject.name}"
             limits = Limits() if self._keys is None else self._keys.get().default_limits
-            return self._identified(name, limits, operator=subject.operator)
+            return self._identified(subject.name, limits, operator=subject.operator)
         owner = self._owner(credential)
         if owner is None:
             raise Unauthenticated("the API key is not valid", field="authorization", cure=_CURE)

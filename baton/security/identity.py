@@ -30,6 +30,10 @@ class Caller:
             return given
         return hashlib.sha256(b"baton cache salt\0" + f"{len(self.name)}:{self.name}{given}".encode()).hexdigest()
 
+    def session(self, given: str) -> str:
+        """The name of its session, from the one that it gave: no other caller's has the same. Empty: it named none."""
+        return f"{self.name}\0{given}" if given else ""
+
     @property
     def ends_only(self) -> str | None:
         """The client whose requests it may end; None: it may end all."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.errors import Overloaded
+from baton.errors import InvalidRequest, Overloaded
 
 _BUSY_RETRY_S = 1.0
 
@@ -39,6 +39,28 @@ class _Bucket:
         self._level -= amount
 
 
+class Prompt:
+    """The charge for one request's prompt: held in advance, and replaced when the prompt has been tokenized."""
+
+    def __init__(self, bucket: _Bucket | None, held: int) -> None:
+        self._bucket = bucket
+        self._held = held
+        if bucket is not None:
+            bucket.take(held)
+
+    def has(self, tokens: int) -> None:
+        """Charges its tokens in place of what was held."""
+        self.release()
+        if self._bucket is not None:
+            self._bucket.take(tokens)
+
+    def release(self) -> None:
+        """Gives back what was held."""
+        if self._bucket is not None:
+            self._bucket.take(-self._held)
+        self._held = 0
+
+
 class Budget:
     """What is left to one client in this process."""
 
@@ -50,29 +72,42 @@ class Budget:
         self._tokens = _bucket(limits.tokens_per_minute, clock)
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """One request of the client, until the block ends.
+    def request(self, *, outputs: int = 1, tokens: int = 0, is_new: bool = True) -> Iterator[Prompt]:
+        """A request of the client, until the block ends.
+
+        Args:
+            outputs: each counts as a request.
+            tokens: about how many the prompt has, as far as its bytes tell; held until they are counted.
+            is_new: False: this only prepares a request, which is counted later.
 
         Raises:
             Overloaded: it is over a limit; with the time after which to try again.
+            InvalidRequest: it has more outputs than the client may ever have at once.
         """
-        limits = self.limits
-        if limits.concurrent is not None and self._running >= limits.concurrent:
-            raise self._over(f"{limits.concurrent} requests at once", _BUSY_RETRY_S)
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(1)) > 0:
+        limits, most = self.limits, self.limits.concurrent
+        if most is not None and outputs > most:
+            allowed = (f"1 to {most}",)
+            raise InvalidRequest(
+                f"{outputs} outputs count as as many requests", field="n", value=outputs, allowed=allowed
+            )
+        if most is not None and self._running + outputs > most:
+            raise self._over(f"{most} requests at once", _BUSY_RETRY_S)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(max(1, tokens))) > 0:
             raise self._over(f"{limits.tokens_per_minute:g} tokens per minute", wait_s)
-        if self._requests is not None:
-            if (wait_s := self._requests.wait_s(1)) > 0:
+        if self._requests is not None and is_new:
+            if (wait_s := self._requests.wait_s(outputs)) > 0:
                 raise self._over(f"{limits.requests_per_minute:g} requests per minute", wait_s)
-            self._requests.take(1)
-        self._running += 1
+            self._requests.take(outputs)
+        prompt = Prompt(self._tokens, tokens)
+        self._running += outputs
         try:
-            yield
+            yield prompt
         finally:
-            self._running -= 1
+            prompt.release()
+            self._running -= outputs
 
     def spend(self, tokens: int) -> None:
-        """Counts tokens of a prompt or of an output."""
+        """Counts tokens of an output."""
         if self._tokens is not None:
             self._tokens.take(tokens)
 

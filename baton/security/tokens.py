@@ -22,6 +22,7 @@ _SECRET_BYTES_MIN = 32
 # One word: a page that took the place of a key set, such as an error's, is no secret.
 _SECRET = re.compile(rb"[A-Za-z0-9+/=_.-]{%d,}" % _SECRET_BYTES_MIN)
 _SUBJECT_MAX = 128
+_ISSUER_MAX = 256
 _CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
 
 
@@ -35,7 +36,11 @@ class Key:
 
 @dataclass(frozen=True)
 class Subject:
-    """Whom a token names."""
+    """Whom a token names.
+
+    Attributes:
+        name: `jwt:SUBJECT`, or `jwt:SUBJECT@ISSUER`. Two issuers' subjects never have the same name.
+    """
 
     name: str
     operator: bool
@@ -77,9 +82,14 @@ class Tokens:
             raise _refused("is from another issuer") from None
         except (jwt.PyJWTError, ValueError, TypeError):
             raise _refused("is not valid") from None
-        name = claims["sub"]
-        if not isinstance(name, str) or not 0 < len(name) <= _SUBJECT_MAX or not name.isprintable():
+        subject, issuer = claims["sub"], claims.get("iss")
+        if not _is_name(subject, _SUBJECT_MAX):
             raise _refused(f"names a subject that is not 1 to {_SUBJECT_MAX} printable characters")
+        name = "jwt:" + subject.replace("%", "%25").replace("@", "%40")
+        if issuer is not None:
+            if not _is_name(issuer, _ISSUER_MAX):
+                raise _refused(f"names an issuer that is not 1 to {_ISSUER_MAX} printable characters")
+            name = f"{name}@{issuer}"
         scope = claims.get("scope", "")
         return Subject(name, isinstance(scope, str) and OPERATOR_SCOPE in scope.split())
 
@@ -89,6 +99,10 @@ class Tokens:
         if len(self.keys) == 1 and (key_id is None or "" in self.keys):
             return next(iter(self.keys.values()))
         raise _refused("is signed with an unknown key")
+
+
+def _is_name(claim: object, most: int) -> bool:
+    return isinstance(claim, str) and 0 < len(claim) <= most and claim.isprintable()
 
 
 def _refused(why: str) -> Unauthenticated:

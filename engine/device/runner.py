@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from attention.backend import AttentionBackend
 from attention.host_to_device import to_device
-from baton.errors import BatonError, InternalError
+from baton.errors import LOGITS_FIELD, BatonError, InternalError
 from baton.types import PromptLogprob, SamplingParams, TokenOutput
 from engine.batch import Batch, BatchRow, RowResult, ScoreRow
 from engine.device.capture import Progress, Recorder
@@ -375,7 +375,7 @@ class _PlainTokens:
 def _not_finite() -> InternalError:
     message = "the model's logits for the next token are not finite"
     cure = "check that the weights have no NaN or inf, or give --dtype float32: numbers may overflow in the one in use"
-    return InternalError(message, field="logits", value="NaN or inf", cure=cure)
+    return InternalError(message, field=LOGITS_FIELD, value="NaN or inf", cure=cure)
 
 
 def _samples(rows: Sequence[BatchRow]) -> list[SampleRow]:

@@ -29,10 +29,10 @@ async def tokenize(call: Call) -> Response:
     serving = call.serving
     serving.model.check_name(body.model)
     if body.prompt is not None:
-        token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        token_ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens, is_request=True)
     else:
         chat = chat_request(body.model_dump(exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}))
-        token_ids = await encode_chat(serving, chat)
+        token_ids = await encode_chat(serving, chat, is_request=True)
     tokenizer = serving.model.tokenizer
     return _json(
         {

@@ -20,6 +20,7 @@ from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.security.authorize import Right, check, rights_for_path
 from baton.security.door import bearer
 from baton.security.identity import NOBODY, enter
+from gateway.http.browsers import check_not_a_page
 from gateway.http.call import RAW_SEND, REQUEST_ID, Call, ClientLeft, Context, log_answer
 from gateway.http.errors import Refused, error_response
 
@@ -114,15 +115,17 @@ class App:
 
     def _admit(self, scope: Scope) -> None:
         """Raises:
-        Unauthenticated, PermissionDenied: the caller may not use this path.
+        Unauthenticated, PermissionDenied, Refused: the caller may not use this path.
         """
         door, needed = self.context.door, rights_for_path(scope["path"])
         if door is None:
             return
+        headers = Headers(scope=scope)
+        if not door.locked:
+            check_not_a_page(scope["method"], headers, listen_host=self.context.listen_host)
         if Right.ANYONE in needed:
             enter(NOBODY)
             return
-        headers = Headers(scope=scope)
         # Anthropic's clients send x-api-key.
         credential = bearer(headers.get("authorization")) or headers.get("x-api-key")
         caller = door.caller(credential, (scope.get("client") or ("unix", 0))[0])

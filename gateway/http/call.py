@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from baton.config import MIB, GatewaySettings
 from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.security.door import Door
+from baton.security.exposure import is_loopback
 from baton.security.log_lines import loggable
 from gateway.chat.types import ChatRequest
 from gateway.collected import Collector
@@ -65,6 +66,12 @@ class Context:
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def listen_host(self) -> str | None:
+        """The host that it listens on, if only this machine reaches that."""
+        host = self.settings.http_listen.rpartition(":")[0]
+        return host if is_loopback(host) else None
 
     def error_shape(self, path: str) -> ErrorShape:
         shapes = (shape for beginning, shape in self.error_shapes.items() if path.startswith(beginning))

@@ -62,7 +62,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         async with answering(context):
             self._serving.model.check_name(request.model)
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            token_ids = await self._serving.encode(request.text, add_special_tokens=special)
+            token_ids = await self._serving.encode(request.text, add_special_tokens=special, is_request=True)
             return pb.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(

@@ -47,7 +47,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
 
     async def ModelReady(self, request: oip.ModelReadyRequest, context: Context) -> oip.ModelReadyResponse:
         async with answering(context):
-            self._serving.model.check_name(request.name)
+            self._serving.model.check_name(request.name, to_stranger=True)
             check_version(request.version)
             return oip.ModelReadyResponse(ready=self._fleet.serves())
 

@@ -100,7 +100,8 @@ def test_clients_may_balance_or_not(rendered: Rendered) -> None:
 
 
 def test_a_services_ports_are_its_containers_and_name_their_protocol(rendered: Rendered) -> None:
-    protocols = {"grpc": "kubernetes.io/h2c", "http": "http"}
+    has_tls = "tls_cert" in rendered.settings("gateway")
+    protocols = {"grpc": "https" if has_tls else "kubernetes.io/h2c", "http": "https" if has_tls else "http"}
     for service in rendered.of_kind("Service"):
         ports = service["spec"]["ports"]
         assert {port["targetPort"]: port["port"] for port in ports} == rendered.ports(

@@ -107,6 +107,16 @@ def test_nvidia_mounts_every_file_of_its_certificates_and_keys(nvidia: Rendered)
             )
 
 
+def test_the_certificate_that_clients_see_has_every_name_of_every_service_they_call(base: Rendered) -> None:
+    file = KUSTOMIZE / "components" / "cert-manager" / "certificates.yaml"
+    made = {item["metadata"]["name"]: item["spec"] for item in yaml.safe_load_all(file.read_text())}
+    names = {service["metadata"]["name"] for service in base.of_kind("Service")}
+    called = {name for name in names if name.startswith("baton-gateway")}
+    assert len(called) == 2
+    suffixes = ("", ".baton", ".baton.svc", ".baton.svc.cluster.local")
+    assert {name + suffix for name in called for suffix in suffixes} <= set(made["baton-client"]["dnsNames"])
+
+
 def test_cert_manager_makes_the_certificates_that_processes_expect() -> None:
     file = KUSTOMIZE / "components" / "cert-manager" / "certificates.yaml"
     made = {item["metadata"]["name"]: item["spec"] for item in yaml.safe_load_all(file.read_text())}

@@ -393,7 +393,9 @@ async def test_open_inference_is_ready_for_the_served_model_only(channel: grpc.a
     metadata = await stub.ModelMetadata(oip.ModelMetadataRequest(name="llama"))
     assert "text_input" in [tensor.name for tensor in metadata.inputs]
     assert (await stub.ServerMetadata(oip.ServerMetadataRequest())).name == "baton"
-    assert await stub.ModelReady(oip.ModelReadyRequest(name="another")).code() is grpc.StatusCode.NOT_FOUND
+    refused = stub.ModelReady(oip.ModelReadyRequest(name="another"))
+    assert await refused.code() is grpc.StatusCode.NOT_FOUND
+    assert "llama" not in await refused.details()  # anyone may ask
     load = stub.RepositoryModelLoad(oip.RepositoryModelLoadRequest(model_name="another"))
     assert await load.code() is grpc.StatusCode.UNIMPLEMENTED
 

@@ -15,6 +15,7 @@ from baton.config import (
     GatewaySettings,
     PrefillSettings,
     child_environment,
+    misspelled_variables,
     read_settings,
     tokenizer_file,
 )
@@ -126,6 +127,53 @@ def test_a_misspelled_variable_is_refused_with_the_name_that_was_meant(
         read_settings(DecodeSettings, "decode_node", [])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"decode_node: {name} is no setting; did you mean {nearest}?\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VERSION",
+        "HOME",
+        "LOG",
+        "LOG_DIR",
+        "LOG_FILE",
+        "LOG_FORMAT",
+        "DEBUG",
+        "ENV",
+        "CONFIG",
+        "CACHE_DIR",
+        "IMAGE",
+        "IMAGE_TAG",
+        "PORT",
+        "HOST",
+        "URL",
+        "ENDPOINT",
+        "TOKEN",
+        "NODE_NAME",
+        "POD_NAME",
+        "POD_IP",
+        "MODEL_PATH",
+        "MODEL_CACHE",
+        "GATEWAY",
+        "GATEWAY_URL",
+        "PREFILL_URL",
+        "DECODE_URL",
+        "PREFILL_REPLICAS",
+        "DECODE_NODES",
+        "HTTP_PORT",
+        "METRICS_PORT",
+        "WORKER_ID",
+        "DEVICE_ID",
+        "API_TOKEN",
+        "API_URL",
+        "JWT_SECRET",
+        "CERT_DIR",
+        "TEST",
+        "PROFILE",
+    ],
+)
+def test_names_that_users_have_for_their_own_purposes_are_not_misspelled(name: str) -> None:
+    assert misspelled_variables({f"BATON_{name}": "x"}) == {}
 
 
 @pytest.mark.parametrize(

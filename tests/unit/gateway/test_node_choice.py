@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.errors import DataLoss, Draining, NoNode, Overloaded
+from baton.error_detail import from_detail, to_detail
+from baton.errors import LOGITS_FIELD, DataLoss, Draining, InternalError, NoNode, Overloaded
 from baton.types import LocalPolicy
 from gateway.attempt import Attempt
 from gateway.fleet_node import FleetNode
@@ -27,6 +28,18 @@ def test_a_node_that_refused_is_not_chosen_again() -> None:
     assert first is fleet.decodes["d1"]
     choice.refused(first, Draining("going away"))
     assert decode_node(choice, begun=False) is fleet.decodes["d2"]
+
+
+def test_a_bug_in_a_node_opens_its_breaker_and_prompts_without_finite_logits_do_not() -> None:
+    """Else a client with such a prompt takes one node after the other from everybody."""
+    fleet = SmallFleet(0, 2)
+    choice, node = NodeChoice(rules(), fleet), fleet.decodes["d1"]
+    for _ in range(10):
+        choice.failed(node, from_detail(to_detail(InternalError("not finite", field=LOGITS_FIELD))), 0.0)
+    assert not fleet.breakers.open(0.0)
+    for _ in range(3):
+        choice.failed(node, InternalError("a bug"), 0.0)
+    assert fleet.breakers.open(0.0) == {node.incarnation}
 
 
 @pytest.mark.parametrize("begun", [False, True])

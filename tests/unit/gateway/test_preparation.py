@@ -11,6 +11,7 @@ import pytest
 
 from baton.config import DEMO_MODELS
 from baton.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from baton.security import identity
 from baton.types import Grammar, GrammarKind
 from gateway.chat.checkpoint import Checkpoint
 from gateway.chat.model import ChatModel
@@ -193,3 +194,12 @@ def peak_bytes() -> Iterator[Callable[[], int]]:
     finally:
         ends.set()
         watching.join()
+
+
+async def test_a_session_is_its_clients_own(model: ServedModel) -> None:
+    sessions = set()
+    for name in ("alice", "bob"):
+        identity.enter(identity.Caller(name, frozenset()))
+        sessions.add((await prepared(model, pb.GenerateRequest(text="a", session_id="1"))).request.session_id)
+    assert len(sessions) == 2
+    assert (await prepared(model, pb.GenerateRequest(text="a"))).request.session_id == ""

@@ -11,11 +11,14 @@ import gateway.connections
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.rpc.server import Address
+from baton.security import identity
+from baton.security.limits import Budget, Limits
 from gateway.chat.types import ChatRequest
 from gateway.connections import Connections
 from gateway.discovery import Directory
 from gateway.model import ServedModel, read_served_model
 from gateway.serving import Serving
+from gateway.tokenizer import TextTokenizer
 from node import waiting
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -423,3 +426,36 @@ async def test_a_chat_has_its_answer_in_parts(running: Running) -> None:
     assert tokenizer.decode(submission.prompt_token_ids, skip_special_tokens=False).count("hi") >= 1
     content = "".join(message.chat.content for message in client.messages)
     assert content == "".join(message.text for message in client.messages) != ""
+
+
+async def test_a_client_over_a_limit_gets_no_text_tokenized(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: object, **__: object) -> list[int]:
+        raise AssertionError
+
+    monkeypatch.setattr(TextTokenizer, "encode", encode)
+    monkeypatch.setattr(TextTokenizer, "decode", encode)
+    budget = Budget(Limits(tokens_per_minute=100), clock=lambda: 0.0)
+    identity.enter(identity.Caller("alice", frozenset(), proved=True, budget=budget))
+    budget.spend(95)
+    message = pb.GenerateRequest(text="zip " * 30)
+    with pytest.raises(Overloaded, match="100 tokens per minute"):
+        await running.serving.generate(message, Client().write, budget_s=None)
+    with pytest.raises(Overloaded, match="100 tokens per minute"):
+        await running.serving.encode(message.text)
+    with pytest.raises(Overloaded, match="100 tokens per minute"):
+        await running.serving.decode([1] * 50)
+
+
+async def test_outputs_and_questions_for_tokens_count_as_requests(running: Running) -> None:
+    message = pb.GenerateRequest(text="zip", n=2)
+    for limits, error in (
+        (Limits(requests_per_minute=3), Overloaded),
+        (Limits(requests_per_minute=9, concurrent=1), InvalidRequest),
+    ):
+        budget = Budget(limits, clock=lambda: 0.0)
+        identity.enter(identity.Caller("alice", frozenset(), proved=True, budget=budget))
+        assert await running.serving.encode("zip")  # a part of another request
+        assert await running.serving.encode("zip", is_request=True)
+        assert await running.serving.decode([1])
+        with pytest.raises(error, match="requests"):
+            await running.serving.generate(message, Client().write, budget_s=None)

@@ -31,3 +31,14 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], line: str, capsys: py
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1, errors
     assert line in errors
+
+
+def test_the_key_of_the_environment_is_sent_over_http_too_and_never_unencrypted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "secret")
+    app = new_app()
+    app.command()(bench)
+    with pytest.raises(SystemExit):
+        run(app, ("http://192.0.2.1:1", "--requests", "1"), "baton bench")
+    assert "the API key would go to 192.0.2.1 unencrypted" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm
 
-from baton.errors import ConfigError, Overloaded, Unauthenticated
+from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
 from baton.security.authorize import Right
 from baton.security.door import Door, bearer
 from baton.security.identity import Caller
@@ -116,6 +116,13 @@ def test_the_header_is_a_bearers() -> None:
     assert [bearer(each) for each in given] == ["k", "k", None, None, None, None, None]
 
 
+def test_sessions_of_two_callers_never_meet() -> None:
+    names = [("a", "b"), ("ab", ""), ("a", ""), ("", "ab"), ("a", "bc"), ("ab", "c")]
+    sessions = [Caller(name, frozenset()).session(given) for name, given in names]
+    assert sessions.count("") == 2  # of those that named none
+    assert len(set(sessions)) == 5
+
+
 def test_salts_of_two_callers_never_meet() -> None:
     salts = {
         Caller(name, frozenset(), proved=True).salt(given)
@@ -177,6 +184,60 @@ def test_requests_at_once_count_also_when_they_fail() -> None:
         pass
 
 
+def test_every_output_counts_as_a_request() -> None:
+    clock = Clock()
+    budget = Budget(Limits(requests_per_minute=6, concurrent=5), "a", clock=clock)
+    with budget.request(outputs=4):
+        with pytest.raises(Overloaded, match="5 requests at once"), budget.request(outputs=2):
+            pass
+        with budget.request():
+            pass
+    with pytest.raises(Overloaded, match="6 requests per minute") as caught, budget.request(outputs=2):
+        pass
+    assert caught.value.retry_after_s == pytest.approx(10)
+    with pytest.raises(InvalidRequest) as never, budget.request(outputs=6):
+        pass
+    assert (never.value.field, never.value.allowed) == ("n", ("1 to 5",))
+
+
+def test_a_prompts_tokens_are_held_until_they_are_counted() -> None:
+    """So that many large texts at once are not tokenized on one minute's tokens."""
+    clock = Clock()
+    budget = Budget(Limits(tokens_per_minute=60), clock=clock)
+    with budget.request(tokens=40) as prompt:
+        with pytest.raises(Overloaded) as caught, budget.request(tokens=40):
+            pass
+        assert caught.value.retry_after_s == pytest.approx(20)
+        prompt.has(50)
+    with budget.request(tokens=10), pytest.raises(Overloaded), budget.request(tokens=1):
+        pass
+    with budget.request(tokens=10):  # it failed before it was counted, so that nothing is charged
+        pass
+
+
+def test_a_prompt_larger_than_a_minutes_tokens_needs_a_whole_minute() -> None:
+    clock = Clock()
+    budget = Budget(Limits(tokens_per_minute=60), clock=clock)
+    with budget.request(tokens=1000):
+        pass
+    with budget.request():
+        budget.spend(1)
+    with pytest.raises(Overloaded) as caught, budget.request(tokens=1000):
+        pass
+    assert caught.value.retry_after_s == pytest.approx(1)
+
+
+def test_what_only_prepares_a_request_is_no_request_but_keeps_the_other_limits() -> None:
+    budget = Budget(Limits(requests_per_minute=1, concurrent=1, tokens_per_minute=60), clock=Clock())
+    for _ in range(3):
+        with budget.request(is_new=False), pytest.raises(Overloaded), budget.request(is_new=False):
+            pass
+    with budget.request():
+        budget.spend(60)
+    with pytest.raises(Overloaded, match="tokens per minute"), budget.request(is_new=False):
+        pass
+
+
 def test_a_client_has_one_budget_for_all_its_calls_and_keys(file: Path) -> None:
     old, new = new_key(), new_key()
     hashes = [entry("a", key, operator=False).split('"')[3] for key in (old, new)]
@@ -222,11 +283,31 @@ def test_a_token_with_a_good_signature_names_its_subject(file: Path, content: by
     assert Right.OPERATOR in operator.rights
 
 
+def test_subjects_of_two_issuers_are_two_clients(file: Path) -> None:
+    file.write_bytes(SECRET)
+    door = Door(DoorSettings(jwt_keys=file))
+    given = [
+        {},
+        {"iss": "https://one.example"},
+        {"iss": "https://other.example"},
+        {"sub": "alice@https://one.example"},
+        {"sub": "alice%40https://one.example"},
+        {"sub": "alice@https", "iss": "//one.example"},
+    ]
+    callers = [door.caller(jwt.encode(claims(**more), SECRET, "HS256"), "h") for more in given]
+    assert len({caller.name for caller in callers}) == len(given)
+    assert len({caller.salt("") for caller in callers}) == len(given)
+    assert len({id(caller.budget) for caller in callers}) == len(given)
+    for wrong in ("", "a\nb", "x" * 300):
+        with pytest.raises(Unauthenticated, match="issuer"):
+            door.caller(jwt.encode(claims(iss=wrong), SECRET, "HS256"), "h")
+
+
 def test_the_keys_of_a_set_are_chosen_by_their_id_and_used_for_their_algorithm_alone(file: Path) -> None:
     listed = {**json.loads(ECAlgorithm.to_jwk(EC.public_key())), "kid": "new", "alg": "ES256"}
     file.write_text(json.dumps({"keys": [listed]}))
     tokens = read_tokens(file, audience=None, issuer=None)
-    assert tokens.subject(jwt.encode(claims(), EC, "ES256", headers={"kid": "new"})).name == "alice"
+    assert tokens.subject(jwt.encode(claims(), EC, "ES256", headers={"kid": "new"})).name == "jwt:alice"
     with pytest.raises(Unauthenticated, match="unknown key"):
         tokens.subject(jwt.encode(claims(), EC, "ES256", headers={"kid": "old"}))
 
@@ -267,7 +348,7 @@ def forged_with(header: dict[str, str], body: dict[str, object], secret: bytes) 
 def test_any_other_token_is_refused_and_not_repeated(file: Path, token: str) -> None:
     file.write_bytes(pem(RSA))
     door = Door(DoorSettings(jwt_keys=file, jwt_audience="baton", jwt_issuer="us"))
-    assert door.caller(jwt.encode(claims(aud="baton", iss="us"), RSA, "RS256"), "h").name == "jwt:alice"
+    assert door.caller(jwt.encode(claims(aud="baton", iss="us"), RSA, "RS256"), "h").name == "jwt:alice@us"
     with pytest.raises(Unauthenticated) as caught:
         door.caller(token, "127.0.0.1")
     assert token not in str(caught.value)
@@ -285,7 +366,7 @@ def test_replaced_key_of_tokens_is_used(file: Path) -> None:
     watched = Watched([file], lambda: read_tokens(file, audience=None, issuer=None), look_every_s=0)
     file.write_bytes(b"t" * 40)
     os.utime(file)
-    assert watched.get().subject(jwt.encode(claims(), b"t" * 40, "HS256")).name == "alice"
+    assert watched.get().subject(jwt.encode(claims(), b"t" * 40, "HS256")).name == "jwt:alice"
     with pytest.raises(Unauthenticated):
         watched.get().subject(jwt.encode(claims(), SECRET, "HS256"))
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import baton.security.door as security
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
 from gateway.connections import Connections
 from gateway.http.call import Context
@@ -49,7 +50,7 @@ class Wire:
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
         """Sends a request; an underscore in a header's name is a dash."""
-        lines = [f"{method} {path} HTTP/1.1", "host: test"]
+        lines = [f"{method} {path} HTTP/1.1", f"host: {headers.pop('host', 'test')}"]
         if "transfer_encoding" not in headers:
             lines.append(f"content-length: {len(body)}")
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -149,7 +150,10 @@ def step_token(index: int, *, last: bool = False) -> decode_pb2.StepToken:
 
 
 @asynccontextmanager
-async def open_door(*flags: str) -> AsyncIterator[Door]:
+async def open_door(*flags: str, asks: bool = False) -> AsyncIterator[Door]:
+    """Args:
+    asks: its server asks who comes in, as a gateway's does.
+    """
     model = read_served_model(DEMO_MODELS / "llama", None)
     async with scripted_nodes(model.identity) as (prefill, decode):
         nodes = ["--prefill", prefill.address, "--decode", decode.address, "--local-policy", "local"]
@@ -159,7 +163,8 @@ async def open_door(*flags: str) -> AsyncIterator[Door]:
             serving = Serving(settings, model, connections)
             bound = bind(settings.http_listen)
             assert bound is not None
-            async with HttpServer(settings, serving, connections.fleet, "gateway-1", bound) as http:
+            keys = security.Door(settings) if asks else None
+            async with HttpServer(settings, serving, connections.fleet, "gateway-1", bound, door=keys) as http:
                 context = Context(settings, serving, connections.fleet, "gateway-1")
                 door = Door(http, serving, decode, context)
                 try:

@@ -26,6 +26,7 @@ BENCHMARKS = (
     ("latency", "Latency at the client with default settings", "bench.latency"),
     ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
+    ("connects", "Connects that come to nothing, and killed prefill nodes", "bench.connects"),
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),

@@ -27,6 +27,7 @@ BENCHMARKS = (
     ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
     ("overload", "Overload", "bench.overload"),
+    ("connects", "Connects that come to nothing, and killed prefill nodes", "bench.connects"),
     ("loading", "Loading a model from disk", "bench.loading"),
     ("attention", "Attention kernels", "bench.attention.run"),
     ("engine", "The engine on a GPU", "bench.engine.run"),

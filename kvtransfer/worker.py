@@ -51,6 +51,8 @@ _HOT_S = 2e-3
 # The longest wait, in case an event is lost: with open leases, and without.
 _WAIT_LEASED_MS = 20
 _WAIT_IDLE_MS = 200
+# Calls take turns with the links after this time: to open a link takes 20 ms, and many may be asked for at once.
+_CALLS_S = 5e-3
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -298,18 +300,27 @@ class TransferThread:
 
     def _advance(self) -> bool:
         """Advances every part once. Returns whether anything happened in one of them."""
-        results = (self._run_calls(), self.transport.progress(), self.receiver.step(), self.sender.step())
+        results = (
+            self._run_calls(within_s=_CALLS_S),
+            self.transport.progress(),
+            self.receiver.step(),
+            self.sender.step(),
+        )
         for peer, error in self.transport.failures():
             self._on_link_failed(peer, error)
         if self._disconnecting:
             self._finish_disconnects()
         return any(results)
 
-    def _run_calls(self) -> bool:
+    def _run_calls(self, *, within_s: float = math.inf) -> bool:
+        """Runs the calls posted so far, or as many as begin within that time. Returns whether there was one."""
         if self._calls.empty():
             return False
+        end_s = time.monotonic() + within_s
         while not self._calls.empty():
             self._calls.get_nowait()()
+            if time.monotonic() >= end_s:
+                break
         return True
 
     @property

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import pairwise, product
 
 import pytest
@@ -12,6 +13,7 @@ from baton.errors import ConfigError, DataLoss, DeadlineExceeded, InternalError,
 from kvcache.cache import PagedKVCache
 from kvcache.layout import GQA_LAYOUTS, MLA_LAYOUTS, KVCacheLayout
 from kvcache.spec import KVCacheSpec
+from kvtransfer import worker
 from kvtransfer.leases import LeaseGrant
 from kvtransfer.movers.cpu import CpuMover
 from kvtransfer.movers.table import open_mover
@@ -330,3 +332,29 @@ async def test_a_configuration_that_cannot_work_is_an_error_at_once(transport: s
             await transfer.connect(1, address, message_bytes=TRAILER_BYTES + 5)
         with pytest.raises(PeerRefused, match="address"):
             await transfer.connect(1, b"nowhere")
+
+
+async def test_links_take_turns_with_slow_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening many links at once must not hold up what is being sent."""
+    monkeypatch.setattr(worker, "_CALLS_S", 0.0)
+    async with make_transfer(make_cache(GQA, NHD, 8), NodeEvents(), transport="loopback") as transfer:
+        turns, begin = 0, threading.Event()
+        seen: list[int] = []
+        transport = transfer._thread.transport
+        progress = transport.progress
+
+        def count() -> bool:
+            nonlocal turns
+            turns += 1
+            return progress()
+
+        def call(future: "Future[None]") -> None:
+            begin.wait()
+            seen.append(turns)
+            future.set_result(None)
+
+        monkeypatch.setattr(transport, "progress", count)
+        calls = [asyncio.wrap_future(transfer._thread.call(call)) for _ in range(4)]
+        begin.set()
+        await asyncio.gather(*calls)
+        assert all(earlier < later for earlier, later in pairwise(seen))

@@ -1,0 +1,24 @@
+"""Connects that come to nothing, and prefill nodes that are killed, leave nothing in a node."""
+
+from bench.connects import REMEMBERED, Watched, endure
+from bench.mortal_peer import STEPS
+from tests.integration.cluster import LLAMA, machines
+
+CONNECTS = 120
+# What pages of code, of gRPC and of the allocator take that were not used before; a worker of UCX has 2.5 MB.
+MEMORY_SLACK_MIB = 16
+
+
+async def test_connects_that_come_to_nothing_and_killed_nodes_leave_nothing_behind() -> None:
+    with machines() as start:
+        flags: dict[str, object] = {"model": LLAMA, "num_blocks": 64}
+        processes = start.nodes(("prefill", flags | {"connect_timeout_s": 1.0}), ("decode", flags))
+        prefill, decode = (Watched(process, {}) for process in processes)
+        # It raises if a node ends, or cannot pair afterwards.
+        await endure(prefill, decode, connects=CONNECTS, kills=len(STEPS), progress=lambda line: None, readings=3)
+    assert len(decode.readings["kills"]) == 3
+    for readings in (prefill.readings["connects"], decode.readings["connects"], decode.readings["kills"]):
+        first, *_, last = readings
+        assert last.files <= first.files + 2
+        assert last.rss_bytes - first.rss_bytes < MEMORY_SLACK_MIB << 20
+        assert last.peers <= REMEMBERED

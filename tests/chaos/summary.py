@@ -10,8 +10,6 @@ from tests.chaos.checker import Violation
 from tests.chaos.history import Asked, End, Ended, Event, FaultBegan, Received
 from tests.chaos.scenario import Scenario
 
-VIOLATIONS = ("wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "grown", "not over")
-
 
 @dataclass
 class Round:
@@ -117,7 +115,8 @@ def _totals(rounds: Sequence[Round]) -> list[str]:
         "wrong": "answers with a wrong, lost or repeated token", "hung": "requests without an end",
         "untyped": "untyped errors", "refused": "errors that the scenario does not allow",
         "leaked": "nodes with blocks, leases or requests left", "crashed": "processes that ended by themselves",
-        "peers": "nodes with a peer neither ready nor forgotten", "grown": "surviving processes that grew",
+        "peers": "nodes with a peer neither ready nor forgotten", "not served": "works not served after a storm",
+        "grown": "surviving processes that grew",
     }  # fmt: skip
     return [
         "| what | count |",

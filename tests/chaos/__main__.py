@@ -11,6 +11,7 @@ import json
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,8 @@ class Results:
     def write(self) -> None:
         stored = {"rounds": to_json(self.rounds), "soak": self.soak}
         (RESULTS / "chaos.json").write_text(json.dumps(stored, indent=1) + "\n")
-        machine = f"{psutil.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}."
+        cores, python = psutil.cpu_count(), platform.python_version()
+        machine = f"{cores} cores, Python {python}, {platform.system()}; {time.strftime('%Y-%m-%d')}."
         (RESULTS / "chaos.md").write_text(page(self.rounds, self.soak, machine=machine))
 
 

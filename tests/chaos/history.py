@@ -82,6 +82,15 @@ class FaultEnded:
 
 
 @dataclass(frozen=True)
+class DiedAt:
+    """A node came to the step at which a fault makes it die."""
+
+    at_s: float
+    process: str
+    step: str
+
+
+@dataclass(frozen=True)
 class Crashed:
     """A process ended that no fault had ended."""
 
@@ -145,7 +154,19 @@ class Over:
 
 
 Event = (
-    Asked | Received | Ended | FaultBegan | FaultEnded | Crashed | Measured | Held | PeersLeft | NotServed | Calm | Over
+    Asked
+    | Received
+    | Ended
+    | FaultBegan
+    | FaultEnded
+    | DiedAt
+    | Crashed
+    | Measured
+    | Held
+    | PeersLeft
+    | NotServed
+    | Calm
+    | Over
 )
 
 

@@ -8,6 +8,7 @@ load, and adds its rows to the page.
 import argparse
 import asyncio
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -86,7 +87,8 @@ class Results:
         stored = {"rounds": to_json(self.rounds), "soak": self.soak}
         (RESULTS / "chaos.json").write_text(json.dumps(stored, indent=1) + "\n")
         cores, python = psutil.cpu_count(), platform.python_version()
-        machine = f"{cores} cores, Python {python}, {platform.system()}; {time.strftime('%Y-%m-%d')}."
+        load = f"load average {os.getloadavg()[1]:.0f} at the end, this run's own included"
+        machine = f"{cores} cores, {load}; Python {python}, {platform.system()}; {time.strftime('%Y-%m-%d')}."
         (RESULTS / "chaos.md").write_text(page(self.rounds, self.soak, machine=machine))
 
 

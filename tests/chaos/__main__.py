@@ -8,9 +8,11 @@ load, and adds its rows to the page.
 import argparse
 import asyncio
 import json
+import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +86,9 @@ class Results:
     def write(self) -> None:
         stored = {"rounds": to_json(self.rounds), "soak": self.soak}
         (RESULTS / "chaos.json").write_text(json.dumps(stored, indent=1) + "\n")
-        machine = f"{psutil.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}."
+        cores, python = psutil.cpu_count(), platform.python_version()
+        load = f"load average {os.getloadavg()[1]:.0f} at the end, this run's own included"
+        machine = f"{cores} cores, {load}; Python {python}, {platform.system()}; {time.strftime('%Y-%m-%d')}."
         (RESULTS / "chaos.md").write_text(page(self.rounds, self.soak, machine=machine))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tests.chaos.history import Asked, Crashed, End, Ended, Event, Held, Measured, Over, PeersLeft, Received
+from tests.chaos.history import Asked, Crashed, End, Ended, Event, Held, Measured, NotServed, Over, PeersLeft, Received
 from tests.chaos.load import UNTYPED, joined
 from tests.chaos.works import Answer
 
@@ -18,7 +18,7 @@ _LOGPROB_ERROR = 1e-3
 @dataclass(frozen=True)
 class Violation:
     """Attributes:
-    kind: "wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "grown" or "not over".
+    kind: "wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "not served", "grown" or "not over".
     """
 
     kind: str
@@ -33,7 +33,7 @@ def check(
 
     Args:
         answers: of one process, by the name of the work.
-        allowed: errors that a request may end with before the storm is over.
+        allowed: errors that a request may end with, besides its own deadline's.
     """
     received: dict[int, dict[int, list[Received]]] = defaultdict(lambda: defaultdict(list))
     asked: dict[int, Asked] = {}
@@ -54,6 +54,9 @@ def check(
                 found.append(Violation("crashed", event.at_s, text))
             case Held():
                 found.append(Violation("leaked", event.at_s, f"{event.process} holds {event.what}"))
+            case NotServed():
+                text = f"{event.gateway} did not serve {event.work}: {event.how}"
+                found.append(Violation("not served", event.at_s, text))
             case PeersLeft():
                 found.append(Violation("peers", event.at_s, f"{event.process}: {event.what}"))
     for number, request in asked.items():
@@ -93,7 +96,7 @@ def _check_error(name: str, asked: Asked, ended: Ended, allowed: AbstractSet[str
         return [Violation("untyped", ended.at_s, f"{name}: {ended.detail}")]
     if ended.error == "DEADLINE" and asked.deadline_s is not None:
         return []
-    if asked.after_storm or ended.error not in allowed:
+    if ended.error not in allowed:
         return [Violation("refused", ended.at_s, f"{name} failed: {ended.detail}")]
     return []
 

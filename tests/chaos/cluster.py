@@ -82,7 +82,7 @@ class Cluster:
     """Attributes:
     members: by name.
     links: by name.
-    logs: a directory for each process's output.
+    logs: a directory for the output of each life of each process.
     """
 
     processes: Processes
@@ -104,8 +104,8 @@ class Cluster:
         for name in names:
             member = self.members[name]
             member.lives += 1
-            outputs = self.logs / name
-            outputs.mkdir(exist_ok=True)
+            outputs = self._outputs(member)
+            outputs.mkdir(parents=True)
             self.processes.launch = partial(launch_warm, prepare=prepare, outputs=outputs)
             given = arguments({"name": name, "listen": member.address, **member.flags})
             member.process = self.processes.start(PROGRAMS[name[0]], given, name=name)
@@ -154,7 +154,10 @@ class Cluster:
         self.history.add(Crashed(self.history.now_s(), name, -1 if code is None else code, self.log_tail(name)))
 
     def log_tail(self, name: str) -> str:
-        return (self.logs / name / "stderr").read_text(errors="replace")[-_LOG_TAIL:]
+        return (self._outputs(self.members[name]) / "stderr").read_text(errors="replace")[-_LOG_TAIL:]
+
+    def _outputs(self, member: Member) -> Path:
+        return self.logs / member.name / str(member.lives)
 
     # ---- what they hold
 

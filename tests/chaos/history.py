@@ -23,7 +23,6 @@ class Asked:
         work: the name of what it asks for.
         deadline_s: the time that the client allows; None: any.
         cancel_after: the client cancels after so many tokens; None: never.
-        after_storm: when all faults are over, so that no error is allowed any more.
     """
 
     at_s: float
@@ -31,7 +30,6 @@ class Asked:
     work: str
     deadline_s: float | None = None
     cancel_after: int | None = None
-    after_storm: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,15 @@ class FaultEnded:
 
 
 @dataclass(frozen=True)
+class DiedAt:
+    """A node came to the step at which a fault makes it die."""
+
+    at_s: float
+    process: str
+    step: str
+
+
+@dataclass(frozen=True)
 class Crashed:
     """A process ended that no fault had ended."""
 
@@ -123,6 +130,16 @@ class PeersLeft:
 
 
 @dataclass(frozen=True)
+class NotServed:
+    """Before or after the storm: a gateway that does not serve a work, however often it is asked."""
+
+    at_s: float
+    gateway: str
+    work: str
+    how: str
+
+
+@dataclass(frozen=True)
 class Calm:
     """All faults are over, and all processes serve."""
 
@@ -131,12 +148,26 @@ class Calm:
 
 @dataclass(frozen=True)
 class Over:
-    """The run is over. Without it, the cluster has not served all that was asked after the storm."""
+    """The run is over."""
 
     at_s: float
 
 
-Event = Asked | Received | Ended | FaultBegan | FaultEnded | Crashed | Measured | Held | PeersLeft | Calm | Over
+Event = (
+    Asked
+    | Received
+    | Ended
+    | FaultBegan
+    | FaultEnded
+    | DiedAt
+    | Crashed
+    | Measured
+    | Held
+    | PeersLeft
+    | NotServed
+    | Calm
+    | Over
+)
 
 
 @dataclass

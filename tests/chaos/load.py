@@ -37,11 +37,10 @@ class Asker:
         cancel_after: int | None = None,
         salt: str = "",
         priority: int = 0,
-        after_storm: bool = False,
     ) -> Ended:
         """Returns how it ended."""
         number, now_s = next(self._numbers), self.history.now_s
-        self.history.add(Asked(now_s(), number, work.name, deadline_s, cancel_after, after_storm))
+        self.history.add(Asked(now_s(), number, work.name, deadline_s, cancel_after))
         events = client.generate(
             work.prompt, work.sampling, n=work.outputs, timeout_s=deadline_s, cache_salt=salt, priority=priority
         )  # fmt: skip

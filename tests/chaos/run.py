@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.client import Client
 from tests.chaos.checker import Violation, check
 from tests.chaos.cluster import Cluster, cluster, one_process
-from tests.chaos.history import Calm, End, Held, History, Over, PeersLeft
+from tests.chaos.history import Calm, End, Held, History, NotServed, Over, PeersLeft
 from tests.chaos.load import Asker, answers_of, send_load
 from tests.chaos.scenario import CLIENT, Scenario
 from tests.chaos.storm import Storm
@@ -98,11 +98,13 @@ async def _time(seconds: float, over: asyncio.Event, made: Cluster, show: Callab
 
 
 async def _serve(asker: Asker, addresses: list[str], works: list[Work]) -> None:
-    """Each gateway serves every work. Where nodes are still being found again, the first one is asked again."""
+    """Each gateway serves every work. Where nodes are still being found again, it is asked again."""
     for address in addresses:
         async with Client(address) as client:
-            await _until_empty(partial(_why_not, asker, client, works[0]))
-            await asyncio.gather(*(asker.ask(client, work, after_storm=True) for work in works))
+            asked = (_until_empty(partial(_why_not, asker, client, work)) for work in works)
+            for work, why in zip(works, await asyncio.gather(*asked), strict=True):
+                if why:
+                    asker.history.add(NotServed(asker.history.now_s(), address, work.name, why))
 
 
 async def _judge_what_is_left(made: Cluster) -> None:
@@ -117,7 +119,7 @@ async def _judge_what_is_left(made: Cluster) -> None:
 
 async def _why_not(asker: Asker, client: Client, work: Work) -> str:
     ended = await asker.ask(client, work)
-    return "" if ended.how is End.FINISHED else ended.how.value
+    return "" if ended.how is End.FINISHED else f"{ended.how.value} {ended.detail}"
 
 
 async def _until_empty(what: Callable[[], Awaitable[str]]) -> str:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 from tests.chaos.cluster import Cluster
-from tests.chaos.history import FaultBegan, FaultEnded
+from tests.chaos.history import DiedAt, FaultBegan, FaultEnded
 from tests.chaos.scenario import Fault
 from tests.chaos.steps import damage_segments, die_at, step_of
 
@@ -91,7 +91,9 @@ class Storm:
         self._cluster.start(fault.target, prepare=partial(die_at, step_of(role, fault.detail)))
         dying = asyncio.create_task(self._cluster.until_ended(fault.target))
         await asyncio.wait([dying], timeout=_DIE_S)
-        if not dying.done():
+        if dying.done():
+            self._history.add(DiedAt(self._history.now_s(), fault.target, f"{role}: {fault.detail}"))
+        else:
             self._cluster.signal(fault.target, signal.SIGKILL)
         await dying
         await self._pause(fault.seconds)

@@ -1,16 +1,14 @@
 """What many runs come to: counts, times until the cluster answered again, and the page that shows them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from tests.chaos.checker import Violation
-from tests.chaos.history import Asked, End, Ended, Event, FaultBegan, Received
+from tests.chaos.history import Asked, DiedAt, End, Ended, Event, FaultBegan, Received
 from tests.chaos.scenario import Scenario
-
-VIOLATIONS = ("wrong", "hung", "untyped", "refused", "leaked", "crashed", "peers", "grown", "not over")
 
 
 @dataclass
@@ -25,6 +23,7 @@ class Round:
         violations: by kind.
         answered_s: by kind of fault: the times from each fault's begin until a request that was sent afterwards was
             answered in full.
+        steps: of the hand-over at which nodes died, and how often.
     """
 
     seed: int
@@ -37,6 +36,7 @@ class Round:
     broken_off: int
     violations: dict[str, int]
     answered_s: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
 
 
 def round_of(scenario: Scenario, events: Sequence[Event], violations: Sequence[Violation]) -> Round:
@@ -56,6 +56,7 @@ def round_of(scenario: Scenario, events: Sequence[Event], violations: Sequence[V
         ),
         violations=dict(Counter(violation.kind for violation in violations)),
         answered_s=_answered_s(events),
+        steps=dict(Counter(event.step for event in events if isinstance(event, DiedAt))),
     )
 
 
@@ -95,6 +96,8 @@ def page(rounds: Sequence[Round], soak: Sequence[Any], *, machine: str) -> str:
         "|---|---|---|---|",
         *_fault_rows(rounds),
         "",
+        f"Deaths at a step of the hand-over: {_counts(_sum(each.steps for each in rounds)) or 'none'}.",
+        "",
         "## Rounds",
         "",
         "| seed | cluster | seconds | requests | finished | retried | cancelled | past deadline | refused | wrong |",
@@ -107,17 +110,15 @@ def page(rounds: Sequence[Round], soak: Sequence[Any], *, machine: str) -> str:
 
 
 def _totals(rounds: Sequence[Round]) -> list[str]:
-    ends = Counter[str]()
-    violations = Counter[str]()
-    for each in rounds:
-        ends.update(each.ends)
-        violations.update(each.violations)
+    ends = Counter(_sum(each.ends for each in rounds))
+    violations = Counter(_sum(each.violations for each in rounds))
     refused = {name: count for name, count in ends.items() if name.isupper() and name != "DEADLINE"}
     names = {
         "wrong": "answers with a wrong, lost or repeated token", "hung": "requests without an end",
         "untyped": "untyped errors", "refused": "errors that the scenario does not allow",
         "leaked": "nodes with blocks, leases or requests left", "crashed": "processes that ended by themselves",
-        "peers": "nodes with a peer neither ready nor forgotten", "grown": "surviving processes that grew",
+        "peers": "nodes with a peer neither ready nor forgotten", "not served": "works not served after a storm",
+        "grown": "surviving processes that grew",
     }  # fmt: skip
     return [
         "| what | count |",
@@ -134,6 +135,13 @@ def _totals(rounds: Sequence[Round]) -> list[str]:
         f"| of them after the first token | {sum(each.broken_off for each in rounds)} |",
         *(f"| **{text}** | **{violations[name]}** |" for name, text in names.items()),
     ]
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return dict(total)
 
 
 def _fault_rows(rounds: Sequence[Round]) -> list[str]:

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from tests.chaos.faults import KINDS
-from tests.chaos.history import Asked, End, Ended, Event, FaultBegan, Measured, Received, line_of
+from tests.chaos.history import Asked, DiedAt, End, Ended, Event, FaultBegan, Measured, Received, line_of
 from tests.chaos.scenario import draw
 from tests.chaos.soak import slope_of, slopes, soak_scenario
 from tests.chaos.steps import DECODE_STEPS, PREFILL_STEPS, step_of
@@ -72,6 +72,7 @@ def test_the_page_has_the_counts_of_all_rounds_and_the_time_until_the_cluster_an
         Asked(0.0, 0, "one"),
         FaultBegan(1.0, 0, "kill", "d1"),
         Ended(1.5, 0, End.FINISHED, attempts=2),  # asked before the fault
+        DiedAt(1.8, "p1", "prefill: listens"),
         Asked(2.0, 1, "one"),
         Received(2.5, 1, 0, (0,), (4,)),
         Ended(3.0, 1, End.FINISHED, attempts=1),
@@ -84,6 +85,7 @@ def test_the_page_has_the_counts_of_all_rounds_and_the_time_until_the_cluster_an
     text = page([found, found], [], machine="a machine")
     assert "| finished | 4 |" in text
     assert "| kill | 2 | 2.00 s | 2.00 s |" in text
+    assert "step of the hand-over: 2 prefill: listens." in text
     assert "| refused with a typed error | 2 (2 NO_NODE) |" in text
 
 

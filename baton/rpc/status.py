@@ -56,6 +56,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 _TRAILER_BYTES_MAX = 6500
 _TEXT_BYTES = (2048, 1024, 512, 256, 96)  # limits of one text, tried in this order until the status fits
 _ALLOWED_MAX = 16
+_PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte != 0x25)  # `grpc-message` has them as they are
 
 _DOMAIN = "baton"
 
@@ -129,7 +130,8 @@ def _cut(text: str, limit: int) -> str:
 
 def _trailer_bytes(status: status_pb2.Status) -> int:
     """Size of `grpc-message`, which is percent-encoded, and of `grpc-status-details-bin`, which is base64."""
-    percent_encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3 for byte in status.message.encode())
+    message = status.message.encode()
+    percent_encoded = len(message) + 2 * len(message.translate(None, _PLAIN))
     size_bytes: int = status.ByteSize()
     return percent_encoded + 4 * math.ceil(size_bytes / 3)
 

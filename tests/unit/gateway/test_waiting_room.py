@@ -69,7 +69,7 @@ async def test_a_request_that_cannot_be_in_time_is_refused_and_counted(running: 
     report(running, requests=4)
     pace = running.serving._waiting_room._admission.pace
     room = running.serving._waiting_room._room(0.0)
-    pace.first_token(100.0, 0, room, asyncio.get_running_loop().time())
+    pace.first_token(1e9, 0, room, asyncio.get_running_loop().time())
     with pytest.raises(Overloaded, match="it would take") as refused:
         await asyncio.wait_for(running.generate(Client(), budget_s=30.0), BOUND_S)
     assert refused.value.retry_after_s is not None
@@ -89,7 +89,7 @@ async def test_a_request_that_may_not_wait_is_refused_before_its_text_is_read(
 ) -> None:
     report(running, requests=4)
     pace = running.serving._waiting_room._admission.pace
-    pace.first_token(100.0, 0, running.serving._waiting_room._room(0.0), asyncio.get_running_loop().time())
+    pace.first_token(1e9, 0, running.serving._waiting_room._room(0.0), asyncio.get_running_loop().time())
     monkeypatch.setattr(running.serving, "texts", Unread())
     message = pb.GenerateRequest(text="a text " * 50)
     with pytest.raises(Overloaded, match="it would take") as refused:

@@ -89,9 +89,6 @@ class RequestRecord:
             records.board.add(Count.FINISHED, self.outputs)
         elif outcome in FAILURES:
             records.board.add(Count.FAILED, self.outputs)
-        for ended in self._ended:
-            # The first part of a split prompt is remote.
-            records.board.add(Count.LOCAL if ended.receipt.path == "local" else Count.REMOTE, 1)
         if error is not None:
             level = logging.WARNING if outcome in FAILURES else logging.DEBUG
             fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds}

@@ -1,10 +1,11 @@
 """`python -m decode_node`: one decode node, until SIGTERM."""
 
-from baton.config import DecodeSettings, read_settings
+from baton.config import DecodeSettings, quiet_grpc, read_settings
 
 
 def main() -> None:
     settings = read_settings(DecodeSettings, "decode_node")
+    quiet_grpc()  # before its import, at which it reads the variable
     # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at once.
     from decode_node.driver import DecodeDriver
     from decode_node.service import DecodeService

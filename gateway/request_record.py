@@ -11,6 +11,7 @@ from time import monotonic
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.logs import enter_request
 from baton.metrics.declared import Outcome
+from baton.rpc.status import is_over
 from baton.security.log_lines import loggable
 from gateway.board import Board, Count
 from gateway.meter import FAILURES, RequestMeter, outcome_of
@@ -79,7 +80,10 @@ class RequestRecord:
         self._end(outcome_of(error, begun=self._begun), error)
 
     def broken(self, error: Exception) -> None:
-        """A defect has ended it; whoever answers the client logs its traceback."""
+        """No error of ours has ended it: its client has left, or a defect, whose traceback its door logs."""
+        if is_over(error):
+            self.cancelled()
+            return
         self._end(Outcome.FAILED, InternalError(f"{type(error).__name__} in the gateway"))
 
     def _end(self, outcome: Outcome, error: BatonError | None = None) -> None:
@@ -89,9 +93,6 @@ class RequestRecord:
             records.board.add(Count.FINISHED, self.outputs)
         elif outcome in FAILURES:
             records.board.add(Count.FAILED, self.outputs)
-        for ended in self._ended:
-            # The first part of a split prompt is remote.
-            records.board.add(Count.LOCAL if ended.receipt.path == "local" else Count.REMOTE, 1)
         if error is not None:
             level = logging.WARNING if outcome in FAILURES else logging.DEBUG
             fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds}

@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import uvloop
 
-from baton.config import GatewaySettings, fail, quiet_grpc
+from baton.config import GatewaySettings, fail
 from baton.errors import ConfigError
 from baton.logs import set_up_logging
 from gateway import process
@@ -48,7 +48,6 @@ def main(line_fd: int, board_fd: int, row: int) -> None:
     settings = GatewaySettings(**json.loads(line))
     program = f"gateway/{row}"
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
-    quiet_grpc()
     try:
         uvloop.run(_run(settings, end, Board(settings.workers, row, board_fd)))
     except ConfigError as error:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from baton.config import NodeSettings, fail, quiet_grpc
+from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
@@ -91,7 +91,6 @@ def run_node(
 ) -> None:
     """Runs the whole process: model, server, role. Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
-    quiet_grpc()
     _raise_file_limit()
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

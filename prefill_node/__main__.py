@@ -1,10 +1,11 @@
 """`python -m prefill_node`: one prefill node, until SIGTERM."""
 
-from baton.config import PrefillSettings, read_settings
+from baton.config import PrefillSettings, quiet_grpc, read_settings
 
 
 def main() -> None:
     settings = read_settings(PrefillSettings, "prefill_node")
+    quiet_grpc()  # before its import, at which it reads the variable
     # Importing torch takes seconds, so --help and a wrong flag are answered before that.
     from node.process import run_node
     from prefill_node.service import PrefillService

@@ -152,6 +152,13 @@ def client_may_leave() -> Iterator[None]:
         raise asyncio.CancelledError
 
 
+def is_over(error: BaseException) -> bool:
+    """Whether gRPC refused to write to a call that is over: its client has left."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_over, error.exceptions))
+    return isinstance(error, grpc.aio.InternalError)
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.BatonError:
     """The Baton error of a failed call. A status without our detail becomes the nearest error."""
     for key, value in error.trailing_metadata() or ():

@@ -5,6 +5,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,3 +138,16 @@ def test_the_level_is_that_of_our_own_records(root: logging.Logger, capsys: pyte
     logging.getLogger("baton").warning("hidden")
     logging.getLogger("baton").error("shown")
     assert [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()] == ["shown"]
+
+
+def test_grpc_writes_no_lines_of_its_own() -> None:
+    program = (
+        "from baton.config import quiet_grpc; quiet_grpc()\n"
+        "import grpc, socket\n"
+        "taken = socket.create_server(('127.0.0.1', 0))\n"
+        "server = grpc.server(None, options=[('grpc.so_reuseport', 0)])\n"
+        "try: server.add_insecure_port('127.0.0.1:%d' % taken.getsockname()[1])\n"
+        "except RuntimeError: print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout, done.stderr) == ("refused\n", "")

@@ -10,6 +10,7 @@ import pytest
 import gateway.connections
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
+from baton.logs import TextLines
 from baton.rpc.server import Address
 from baton.security import identity
 from baton.security.limits import Budget, Limits
@@ -459,3 +460,27 @@ async def test_outputs_and_questions_for_tokens_count_as_requests(running: Runni
         assert await running.serving.decode([1])
         with pytest.raises(error, match="requests"):
             await running.serving.generate(message, Client().write, budget_s=None)
+
+
+async def test_a_failure_is_one_line_with_its_cause_and_a_mistake_of_the_client_is_none(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="baton"):
+        with pytest.raises(InvalidRequest):
+            await start(running, Client(), token_ids=PROMPT, n=3, request_id="three")
+        request = start(running, Client(), token_ids=PROMPT, request_id="mine")
+        await running.decode.submission()
+        await running.serving.drain(0.01)
+        with pytest.raises(Draining):
+            await request
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("request failed")]
+    assert (line.levelname, line.getMessage()) == (
+        "WARNING",
+        "request failed: the gateway is shutting down; send the request again",
+    )
+    assert TextLines("gateway").fields(line).keys() == {"outcome", "reason", "total_s"}
+    assert vars(line)["fields"]["outcome"] == "failed"
+    assert running.serving.counters.failed == 1
+    page = (await running.serving.metrics.page()).decode()
+    for outcome in ("client_error", "failed"):
+        assert f'baton_requests_total{{model_name="llama",outcome="{outcome}",role="gateway"}} 1.0\n' in page

@@ -1,0 +1,76 @@
+"""The end of a request: its outcome and its lines, whatever ended it."""
+
+import logging
+
+import grpc
+import pytest
+
+from baton.errors import InvalidRequest, NoNode
+from baton.metrics.declared import Outcome
+from gateway.board import Board, Count
+from gateway.meter import RequestMeter
+from gateway.request_record import RequestRecord, RequestRecords
+
+
+class Recorded:
+    """Records of one process, and what they have counted."""
+
+    def __init__(self, *, access_log: bool = False) -> None:
+        self.board = Board()
+        self._records = RequestRecords(self.board, RequestMeter(self.board.tally), access_log=access_log)
+
+    def begin(self) -> RequestRecord:
+        return self._records.begin("mine", "alice")
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """The outcomes that were counted."""
+        totals, first = self.board.totals(), self.board.layout.first
+        counts = {outcome.value: totals[first("baton_requests_total", (outcome,))] for outcome in Outcome}
+        return {outcome: count for outcome, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("error", [grpc.aio.InternalError("x"), ExceptionGroup("", [grpc.aio.InternalError("x")])])
+def test_a_client_that_left_while_it_was_written_to_has_cancelled(error: Exception) -> None:
+    recorded = Recorded()
+    recorded.begin().broken(error)
+    assert recorded.outcomes == {"cancelled": 1}
+    assert recorded.board.total(Count.FAILED) == 0
+
+
+def test_a_defect_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    recorded = Recorded()
+    with caplog.at_level(logging.INFO, logger="baton"):
+        recorded.begin().broken(ValueError("secret"))
+    assert recorded.outcomes == {"failed": 1}
+    assert "secret" not in caplog.text
+
+
+def test_every_output_of_a_request_counts_on_the_board() -> None:
+    recorded = Recorded()
+    for end in (RequestRecord.finished, lambda record: record.failed(NoNode("x"))):
+        record = recorded.begin()
+        record.outputs = 3
+        end(record)
+    assert (recorded.board.total(Count.FINISHED), recorded.board.total(Count.FAILED)) == (3, 3)
+    assert recorded.outcomes == {"finished": 1, "failed": 1}
+
+
+def test_the_access_log_has_a_line_for_every_request_and_no_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    recorded = Recorded(access_log=True)
+    with caplog.at_level(logging.INFO, logger="baton"):
+        recorded.begin().failed(InvalidRequest("the prompt is 'secret'", field="prompt", value="secret"))
+        recorded.begin().finished()
+    fields = [vars(record)["fields"] for record in caplog.records]
+    assert [(each["outcome"], each["client"]) for each in fields] == [("client_error", "alice"), ("finished", "alice")]
+    assert "secret" not in caplog.text
+    assert "secret" not in str(fields)
+
+
+def test_without_the_access_log_only_failures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    recorded = Recorded()
+    with caplog.at_level(logging.INFO, logger="baton"):
+        recorded.begin().finished()
+        recorded.begin().cancelled()
+        recorded.begin().failed(NoNode("no node is there"))
+    assert [record.getMessage() for record in caplog.records] == ["request failed: no node is there"]

@@ -44,8 +44,9 @@ run: install  ## Start a gateway, a prefill and a decode node, send a prompt, sh
 simulate: install  ## Run the cluster in memory under faults: SEEDS=100000 for many, SEED=7 to replay one
 	@$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
-fuzz: install  ## Feed random inputs to every parser: COUNT=100000 for many
-	@$(BIN)/python -m tests.fuzz --count $(or $(COUNT),1000)
+fuzz: install  ## Feed random inputs to every parser: COUNT=1000000 for many, TARGET=name FIRST=seed to replay
+	@$(BIN)/python -m tests.fuzz --count $(or $(COUNT),1000) $(if $(TARGET),--target $(TARGET)) \
+		$(if $(FIRST),--first $(FIRST)) $(if $(REPORT),--report)
 
 test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and write the conformance table
 	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) tests/conformance/attention \

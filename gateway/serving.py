@@ -14,6 +14,7 @@ from typing import Protocol
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, UnknownModel
+from baton.memory import memory_limit_bytes
 from baton.security import identity
 from baton.security.log_lines import loggable
 from baton.types import Path, Slo
@@ -27,7 +28,7 @@ from gateway.preparation import Call, Prepared, encode, prepare
 from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
-from gateway.text_work import TextWork
+from gateway.text_work import TextWork, text_budget
 from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id
 from gateway.waiting_room import REFUSALS, WaitingRoom
@@ -129,7 +130,7 @@ class Serving:
         colleagues: Colleagues | None = None,
     ) -> None:
         self.model = model
-        self.texts = TextWork()
+        self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
         self._colleagues = colleagues or Alone()
         self._board = self._colleagues.board
         self._running = 0  # here

@@ -7,6 +7,7 @@ import uvloop
 
 from baton.config import GatewaySettings, fail, read_settings
 from baton.errors import ConfigError
+from baton.file_limit import raise_file_limit
 from baton.model_source import find_model
 from baton.rpc.server import Address, check_advertised, set_up_logging, write_ready_file
 from baton.supervisor import Supervisor
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = read_settings(GatewaySettings, PROGRAM, argv)
     set_up_logging(settings.log_level, PROGRAM)
     try:
+        raise_file_limit()
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         supervisor = Supervisor(settings.supervisor)

@@ -42,6 +42,7 @@ class Run:
     """What inputs of one target came to.
 
     Attributes:
+        outcomes: digests.
         findings: messages of failures.
     """
 
@@ -88,12 +89,15 @@ def add(name: str, run: Run) -> None:
     total = Run(**figures.get(name, {}))
     total.add(run)
     figures[name] = asdict(total)
-    _FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
+    written = {known: {**each, "outcomes": " ".join(each["outcomes"])} for known, each in figures.items()}
+    _FIGURES.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
     _PAGE.write_text(_page(figures))
 
 
 def _figures() -> dict[str, Any]:
-    return json.loads(_FIGURES.read_text()) if _FIGURES.exists() else {}
+    """By target. All digests are one text, which makes the file short."""
+    figures = json.loads(_FIGURES.read_text()) if _FIGURES.exists() else {}
+    return {name: {**each, "outcomes": each["outcomes"].split()} for name, each in figures.items()}
 
 
 def _page(figures: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ class Tally:
     """How the inputs of one target ended, by the name of the error; "taken" for none.
 
     Attributes:
-        outcomes: different ends: errors whose messages differ in more than values.
+        outcomes: digests of different ends: of errors whose messages differ in more than values.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -80,7 +80,8 @@ class Tally:
     def add(self, end: str, message: str) -> bool:
         """Returns whether nothing has ended this way before."""
         self.ends[end] += 1
-        outcome = f"{end} {_VALUES.sub('_', message[: 2 * _OUTCOME_CHARS])[:_OUTCOME_CHARS]}"
+        text = f"{end} {_VALUES.sub('_', message[: 2 * _OUTCOME_CHARS])[:_OUTCOME_CHARS]}"
+        outcome = hashlib.blake2s(text.encode(errors="replace"), digest_size=4).hexdigest()
         is_new = outcome not in self.outcomes
         self.outcomes.add(outcome)
         return is_new

@@ -47,8 +47,9 @@ simulate: install  ## Run the cluster in memory under faults: SEEDS=100000 for m
 chaos: install  ## Storms over real processes: MINUTES=20 by default, SEED=7 MINUTES=2 to replay a round, SOAK=1 for a soak
 	@$(BIN)/python -m tests.chaos $(if $(SOAK),--soak) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))
 
-fuzz: install  ## Feed random inputs to every parser: COUNT=100000 for many
-	@$(BIN)/python -m tests.fuzz --count $(or $(COUNT),1000)
+fuzz: install  ## Feed random inputs to every parser: COUNT=1000000 for many, TARGET=name FIRST=seed to replay
+	@$(BIN)/python -m tests.fuzz --count $(or $(COUNT),1000) $(if $(TARGET),--target $(TARGET)) \
+		$(if $(FIRST),--first $(FIRST)) $(if $(REPORT),--report)
 
 test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and write the conformance table
 	@$(BIN)/python -m pytest -n 8 --dist loadgroup tests/gpu $(KERNELS) tests/conformance/attention \

@@ -457,9 +457,15 @@ def describe_validation_error(cls: type[CommonSettings], error: ValidationError)
         name = str(item["loc"][0]) if item["loc"] else "?"
         known = cls.model_fields.get(name)
         where = f"{variable(name)} ({flag(name)})" if known else variable(name)
-        allowed = shortened(item["msg"][:1].lower() + item["msg"][1:], _SHOWN_MAX)
+        message = item["msg"].removeprefix("Value error, ")
+        allowed = shortened(_one_line(message[:1].lower() + message[1:]), _SHOWN_MAX)
         lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
     return lines
+
+
+def _one_line(text: str) -> str:
+    """With characters that would end the line, or change the terminal, written as escapes."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def child_environment(**more: str) -> dict[str, str]:

@@ -195,7 +195,7 @@ class DecodeMachine:
             raise InvalidRequest(
                 f"{self.rules.name} is a prefill node, which decodes only requests whose prompt it computes itself",
                 field="placement",
-                value=pb.Placement.Name(submit.placement),
+                value=_name_of(submit.placement),
                 allowed=(pb.Placement.Name(pb.PLACEMENT_LOCAL),),
                 cure="send a request that needs a hand-over to a decode node",
             )
@@ -326,6 +326,11 @@ class DecodeMachine:
             return []
         sessions, self._sessions = sorted(self._sessions), set()
         return [EndSession(session) for session in sessions]
+
+
+def _name_of(placement: pb.Placement.ValueType) -> str:
+    """A gateway of a later version may know more of them."""
+    return pb.Placement.Name(placement) if placement in pb.Placement.values() else str(placement)
 
 
 def _add_prompt_logprobs(step: pb.Step, key: int, scored: PromptScored) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from baton.config import GatewaySettings
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining
+from baton.memory import memory_limit_bytes
 from baton.security import identity
 from baton.security.limits import Prompt
 from baton.types import Slo
@@ -29,7 +30,7 @@ from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
 from gateway.request_record import RequestRecord, RequestRecords
-from gateway.text_work import TextWork
+from gateway.text_work import TextWork, text_budget
 from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id
 from gateway.waiting_room import REFUSALS, WaitingRoom
@@ -137,7 +138,7 @@ class Serving:
         colleagues: Colleagues | None = None,
     ) -> None:
         self.model = model
-        self.texts = TextWork()
+        self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
         self._colleagues = colleagues or Alone()
         self._board = self._colleagues.board
         self.meter = RequestMeter(self._board.tally)

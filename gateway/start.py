@@ -7,6 +7,7 @@ import uvloop
 
 from baton.config import GatewaySettings, fail
 from baton.errors import ConfigError
+from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging
 from baton.model_source import find_model
 from baton.rpc.server import Address, check_advertised, write_ready_file
@@ -23,6 +24,7 @@ def start(settings: GatewaySettings) -> None:
     """Serves until SIGTERM. Ends with exit code 2 on a setting that cannot work, else 0."""
     set_up_logging(settings.log_level, role=PROGRAM, name=settings.name or "", form=settings.log_format)
     try:
+        raise_file_limit()
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         supervisor = Supervisor(settings.supervisor)

@@ -20,8 +20,20 @@ T = TypeVar("T")
 _SMALL_BYTES = 1 << 16
 _RUNNING_BYTES = 4 << 20
 _HELD_BYTES = 256 << 20
+_SHARE_OF_MEMORY = (
+    8  # a large text costs its bytes about 1.5 times until it is refused, and a process 150 MiB without any
+)
 _THREADS = 4
 _RETRY_AFTER_S = 1.0
+
+
+def text_budget(memory_bytes: int, *, processes: int) -> int:
+    """Bytes of large texts that one process may hold.
+
+    Args:
+        memory_bytes: that all processes of the gateway may use.
+    """
+    return min(_HELD_BYTES, memory_bytes // _SHARE_OF_MEMORY // processes)
 
 
 @dataclass(eq=False)

@@ -205,7 +205,9 @@ def _json_object(text: str, tokenizer: _Tokenizer) -> str:
 
 def _json_schema(text: str, tokenizer: _Tokenizer) -> str:
     del tokenizer
-    return str(LLMatcher.grammar_from_json_schema(readable_schema(text)))
+    schema = readable_schema(text)
+    schema.encode()  # the library's error for half of a surrogate pair is none of a schema
+    return str(LLMatcher.grammar_from_json_schema(schema))
 
 
 def _regex(text: str, tokenizer: _Tokenizer) -> str:

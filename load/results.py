@@ -158,7 +158,7 @@ def read_results(path: Path) -> Results:
     """
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", field="results", value=path) from None
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA:

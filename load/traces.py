@@ -45,7 +45,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
             requests = _read(path, file)
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, csv.Error) as error:
         raise InvalidRequest(f"the trace {path} cannot be read: {error}", field="trace", value=path) from None
     if not requests:
         raise InvalidRequest(f"the trace {path} has no requests", field="trace", value=path)
@@ -77,7 +77,7 @@ def _read(path: Path, file: TextIO) -> list[TraceRequest]:
     for number, line in enumerate(lines, 1):
         try:
             requests.append(_checked(parse(line)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             detail = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidRequest(f"request {number} of {path}: {detail}", field="trace", value=path) from None
     return requests

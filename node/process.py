@@ -7,7 +7,6 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ import grpc
 
 from baton.config import NodeSettings, fail
 from baton.errors import ConfigError
+from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging, show_name
 from baton.metrics.port import MetricsPort
 from baton.model_source import find_model
@@ -35,7 +35,8 @@ from baton.security.servers import protect_node
 from baton.supervisor import Supervisor
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory
-from models.parallel import SINGLE
+from models.config.reader import read_config
+from models.parallel import SINGLE, TensorParallel, local_config
 from node.assembly import Node, load
 from node.cache_events import CacheEvents
 from node.metrics import NodeMetrics
@@ -49,7 +50,6 @@ Settings = TypeVar("Settings", bound=NodeSettings)
 
 log = logging.getLogger("baton")
 
-_FILES = 1 << 16
 _STUCK_AFTER_S = 4.0
 _CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
 # Time to fail all requests after a rank has ended.
@@ -91,10 +91,10 @@ def run_node(
 ) -> None:
     """Runs the whole process: model, server, role. Exit code 2: a setting cannot work; 1: not enough memory; else 0."""
     set_up_logging(settings.log_level, role=program, name=settings.name or "", form=settings.log_format)
-    _raise_file_limit()
     # NOTE: the first process of a container ignores signals without a handler, and loading takes long.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        raise_file_limit()
         Address.parse(settings.listen, field="listen")
         check_advertised(settings.advertise)
         supervisor = Supervisor(settings.supervisor)
@@ -105,6 +105,8 @@ def run_node(
             supervisor.report("looking for the model", address=server.address)
             directory = find_model(settings.model, weights=settings.load_format != "dummy")
             settings = settings.model_copy(update={"model": directory})
+            if settings.tensor_parallel_size > 1:  # each rank that starts takes seconds and memory
+                local_config(read_config(directory), TensorParallel(0, settings.tensor_parallel_size))
             with start_ranks(settings, program) as group:
                 parallel = (
                     SINGLE
@@ -124,15 +126,6 @@ def run_node(
         sys.exit(1)
     except KeyboardInterrupt:
         log.info("interrupted")
-
-
-def _raise_file_limit() -> None:
-    """Raises the soft limit: every pair takes a dozen files, and UCX keeps the files of a peer lost in mid-message."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 async def _bind(settings: NodeSettings, role: common_pb2.Role.ValueType) -> GrpcServer:

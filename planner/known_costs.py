@@ -106,7 +106,7 @@ def read_costs(path: Path) -> tuple[StepCosts, StepCosts]:
         if "prefill" in found:
             return _costs(found["prefill"]), _costs(found["decode"])
         costs = _costs(found.get("step_costs", found))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"the costs in {path} cannot be read: {error!r}", field="costs", value=path, allowed=(_FORM,)
         ) from None

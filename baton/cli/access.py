@@ -41,5 +41,5 @@ def read_key(given: str) -> str:
         return given
     try:
         return Path(given[1:]).read_text().strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the key cannot be read: {error}", field="api_key") from None

@@ -16,7 +16,7 @@ def certs(
         list[str] | None,
         typer.Option(help="Host name or address at which clients reach a gateway; may be given several times."),
     ] = None,
-    days: Annotated[float, typer.Option(min=0.001, help="How long the certificates are valid.")] = 90,
+    days: Annotated[float, typer.Option(min=0.001, max=36_500, help="How long the certificates are valid.")] = 90,
 ) -> None:
     """Make a CA, a certificate for each role, and one that a gateway shows its clients. Keeps a CA that is there."""
     # Importing it takes a tenth of a second, which no other command should pay.
@@ -39,14 +39,15 @@ def key(
     """Make an API key, print it, and add its hash to a file of API keys. Nobody can print it again."""
     made = new_key()
     lines = entry(name, made, operator=operator)
-    before = file.read_text() if file.exists() else ""
     temporary = file.with_name(f".{file.name}.part")
     try:
+        before = file.read_text() if file.exists() else ""
         temporary.write_text(before + ("\n" if before else "") + lines)
         read_keys(temporary)
         temporary.replace(file)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}", field="file", value=file) from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"cannot write {file}: {why}", field="file", value=file) from None
     except ConfigError:
         temporary.unlink()
         if before and f'[keys."{name}"]' in before:

@@ -5,6 +5,7 @@ A cluster should get its certificates from whatever issues them there, with the 
 
 import ipaddress
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,14 +14,17 @@ from pathlib import Path
 from typing import Self
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from baton.errors import ConfigError
 from baton.security.roles import Role, dns_names_of, uri_of
 
 CA_CERT, CA_KEY = "ca.crt", "ca.key"
 CLIENTS = "clients"  # the name of the certificate that a gateway shows its clients
+_DNS_NAME = re.compile(r"(?=.{1,253}$)(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.?)+")
 _SKEW = timedelta(minutes=5)  # between the clocks of machines
 
 
@@ -64,10 +68,19 @@ class Authority:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The CA of a set that `pair.write` has written."""
-        cert = x509.load_pem_x509_certificate((folder / CA_CERT).read_bytes())
-        key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), password=None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        """The CA of a set that `pair.write` has written.
+
+        Raises:
+            ConfigError: the files have something else.
+        """
+        try:
+            cert = x509.load_pem_x509_certificate((folder / CA_CERT).read_bytes())
+            key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
+            key = None
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            cure = f"remove {CA_CERT} and {CA_KEY} there, or name another folder"
+            raise ConfigError(f"the CA in {folder} cannot be used", field="folder", value=folder, cure=cure)
         return cls(cert, key)
 
     @property
@@ -147,6 +160,10 @@ def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not _DNS_NAME.fullmatch(host):
+            raise ConfigError(
+                f"host is {host!r}", field="host", value=host, allowed=("a DNS name", "an address")
+            ) from None
         return x509.DNSName(host)
 
 

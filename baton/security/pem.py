@@ -1,5 +1,8 @@
 """Reads certificates and keys from the files that settings name, and checks that they fit each other."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +16,11 @@ from baton.config import flag, variable
 from baton.errors import ConfigError, Unauthenticated
 from baton.security.roles import Role, dns_names_of, role_of, uri_of
 from baton.security.watched import read_file
+
+_UNREADABLE = (
+    ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,33 +66,44 @@ def read_pems(files: Files, *, role: Role | None = None) -> Pems:
         return Pems(None, None, ca)
     cert, key = read_file(files.cert, files.cert_field), read_file(files.key, files.key_field)
     own = _certificates(cert, files.cert, files.cert_field)[0]
-    _check_key(own, key, files)
+    with _readable(files.cert, files.cert_field, "has a certificate that cannot be read"):
+        public_key, expires = _der(own.public_key()), own.not_valid_after_utc
+    _check_key(public_key, key, files)
     where = _setting(files.cert_field, files.cert)
-    if own.not_valid_after_utc < datetime.now(UTC):
-        message = f"{where}, which expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+    if expires < datetime.now(UTC):
+        message = f"{where}, which expired at {expires:%Y-%m-%d %H:%M} UTC"
         raise ConfigError(message, field=files.cert_field, cure="renew it; `baton certs` makes a set for a laptop")
     if role is not None:
-        _check_role(own, role, where, files.cert_field)
+        _check_role(own, role, files.cert, files.cert_field)
     return Pems(cert, key, ca)
 
 
 def _certificates(data: bytes, path: Path, field: str) -> list[x509.Certificate]:
-    try:
+    with _readable(path, field, "has no certificate"), warnings.catch_warnings(action="ignore"):
         return x509.load_pem_x509_certificates(data)
-    except ValueError:
+
+
+@contextmanager
+def _readable(path: Path, field: str, else_: str) -> Iterator[None]:
+    """Raises:
+    ConfigError: what is read inside cannot be read. Parts of a certificate are parsed when they are asked for.
+    """
+    try:
+        yield
+    except _UNREADABLE:
         cure = "name a file with PEM certificates"
-        raise ConfigError(f"{_setting(field, path)}, which has no certificate", field=field, cure=cure) from None
+        raise ConfigError(f"{_setting(field, path)}, which {else_}", field=field, cure=cure) from None
 
 
-def _check_key(cert: x509.Certificate, key: bytes, files: Files) -> None:
+def _check_key(of_certificate: bytes, key: bytes, files: Files) -> None:
     assert files.key is not None
     where = _setting(files.key_field, files.key)
     try:
-        public = serialization.load_pem_private_key(key, password=None).public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+        public = _der(serialization.load_pem_private_key(key, password=None).public_key())
+    except _UNREADABLE:
         cure = "name a file with an unencrypted PEM key"
         raise ConfigError(f"{where}, which has no private key", field=files.key_field, cure=cure) from None
-    if _der(public) != _der(cert.public_key()):
+    if public != of_certificate:
         message = f"{where}, which is not the key of the certificate {str(files.cert)!r}"
         raise ConfigError(message, field=files.key_field, cure="name the two files that were made together")
 
@@ -93,13 +112,14 @@ def _der(key: PublicKeyTypes) -> bytes:
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-def _check_role(cert: x509.Certificate, role: Role, where: str, field: str) -> None:
-    try:
+def _check_role(cert: x509.Certificate, role: Role, path: Path, field: str) -> None:
+    where = _setting(field, path)
+    uris: list[str] = []
+    dns: list[str] = []
+    with _readable(path, field, "has a certificate that cannot be read"), suppress(x509.ExtensionNotFound):
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         dns = names.get_values_for_type(x509.DNSName)
-    except x509.ExtensionNotFound:
-        uris, dns = [], []
     cure = "name this role's certificate; docs/security.md says what it must have"
     try:
         found = role_of(uris)

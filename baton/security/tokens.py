@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jwt
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from jwt.algorithms import AllowedPublicKeys
@@ -23,6 +24,7 @@ _SECRET_BYTES_MIN = 32
 _SECRET = re.compile(rb"[A-Za-z0-9+/=_.-]{%d,}" % _SECRET_BYTES_MIN)
 _SUBJECT_MAX = 128
 _ISSUER_MAX = 256
+_WRONG_KEY = (ValueError, TypeError, UnsupportedAlgorithm)  # what reading one raises
 _CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
 
 
@@ -133,10 +135,12 @@ def _key_set(path: Path, data: bytes) -> dict[str, Key]:
     try:
         listed = json.loads(data)["keys"]
         found = [jwt.PyJWK(each) for each in listed if each.get("use", "sig") == "sig"]
-    except (ValueError, KeyError, TypeError, AttributeError, jwt.PyJWTError):
+    except (*_WRONG_KEY, KeyError, AttributeError, RecursionError, jwt.PyJWTError):
         raise _wrong(path, "is no key set") from None
     keys: dict[str, Key] = {}
     for index, each in enumerate(found):
+        if not isinstance(each.key_id, str | None):
+            raise _wrong(path, "has a key whose id is no text")
         if isinstance(each.key, bytes) and len(each.key) < _SECRET_BYTES_MIN:
             raise _wrong(path, f"has a secret of fewer than {_SECRET_BYTES_MIN} bytes")
         keys[each.key_id or f"#{index}"] = Key(each.key, (str(each.algorithm_name),))
@@ -148,8 +152,8 @@ def _key_set(path: Path, data: bytes) -> dict[str, Key]:
 def _public_key(path: Path, data: bytes) -> Key:
     try:
         key: Any = load_pem_public_key(data)
-    except ValueError:
-        raise _wrong(path, "has no PEM public key") from None
+    except _WRONG_KEY:
+        raise _wrong(path, "has no PEM public key that can be used") from None
     if isinstance(key, rsa.RSAPublicKey):
         return Key(key, ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"))
     if isinstance(key, ed25519.Ed25519PublicKey):

@@ -9,12 +9,14 @@ from typing import Generic, TypeVar
 
 from baton.config import flag, variable
 from baton.errors import BatonError, ConfigError
+from baton.regular_file import read_regular_file
 
 T = TypeVar("T")
 
 log = logging.getLogger("baton")
 
 _LOOK_EVERY_S = 1.0
+_FILE_BYTES_MAX = 16 << 20  # a bundle of every public CA has 200 kB
 
 
 class Watched(Generic[T]):
@@ -83,7 +85,7 @@ def read_file(path: Path, field: str) -> bytes:
         ConfigError: it cannot be read.
     """
     try:
-        return path.read_bytes()
+        return read_regular_file(path, bytes_max=_FILE_BYTES_MAX)
     except OSError as error:
         message = f"{variable(field)} ({flag(field)}) is {str(path)!r}, which cannot be read: {error.strerror}"
         raise ConfigError(message, field=field, value=path, cure="name a file that this process may read") from None

@@ -1,30 +1,18 @@
 """Refuses sizes that no state of this machine could hold, before weights are loaded for half a minute."""
 
-from contextlib import suppress
-from pathlib import Path
-
-import psutil
 import torch
 
 from baton.config import MIB, NodeSettings
 from baton.errors import ConfigError
+from baton.memory import memory_limit_bytes
 from kvcache.spec import KVCacheSpec
-
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 def memory_of(device: torch.device) -> int:
     """Bytes of the GPU; of the CPU, what this machine has and its container may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total]
-    for path in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
-            limits.append(int(path.read_text()))
-    return min(limits)
+    return memory_limit_bytes()
 
 
 def check_fits(settings: NodeSettings, spec: KVCacheSpec, *, num_blocks: int | None, device: torch.device) -> None:

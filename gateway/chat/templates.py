@@ -28,6 +28,9 @@ RENDER_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 
+# The compiler writes Python, which Python itself may refuse: `{% break %}` outside of a loop is a SyntaxError.
+COMPILE_ERRORS = (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
+
 
 class Misfit(Exception):
     """The template cannot handle the types of the conversation's values, as opposed to refusing the conversation."""
@@ -50,7 +53,7 @@ class ChatTemplate:
         try:
             self.tree = environment.parse(text)
             self._template = environment.from_string(text)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except COMPILE_ERRORS as error:
             cure = "give a jinja template"
             raise ConfigError(f"{name} is not a chat template: {error}", field="chat_template", cure=cure) from error
 

@@ -1,14 +1,13 @@
 """A checkpoint's JSON files as raw values, and the one-line error that names file, field and allowed values."""
 
 import json
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
 
 from baton.errors import ConfigError
+from baton.regular_file import read_regular_file
 
 _FILE_BYTES_MAX = 256 << 20  # the largest index of published weights has 20 MB
 _SHOWN = Repr()
@@ -79,17 +78,8 @@ def read_regular(path: Path) -> bytes:
     Raises:
         ConfigError: it cannot be read, is no regular file, or is too large for what it should be.
     """
-    problem = ""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                problem = "it is no regular file"
-            elif status.st_size > _FILE_BYTES_MAX:
-                problem = f"it has {status.st_size} bytes, of at most {_FILE_BYTES_MAX}"
-            else:
-                return file.read(_FILE_BYTES_MAX + 1)
+        return read_regular_file(path, bytes_max=_FILE_BYTES_MAX)
     except OSError as error:
         problem = error.strerror or str(error)
     cure = "give the directory of a checkpoint in Hugging Face format"

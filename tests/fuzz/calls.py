@@ -41,8 +41,16 @@ def methods_of(services: Sequence[str]) -> list[Method]:
     ]
 
 
-async def ask(channel: grpc.aio.Channel, method: Method, requests: Sequence[bytes]) -> None:
+def method_of(known: Sequence[Method], path: bytes) -> Method:
+    """The method with this path; of paths that were changed, any."""
+    found = [method for method in known if method.path.encode() == path]
+    return found[0] if found else known[sum(path) % len(known)]
+
+
+async def ask(channel: grpc.aio.Channel, method: Method, requests: Sequence[bytes]) -> str | None:
     """Sends these messages, and reads the answers until the call ends or is silent.
+
+    Returns "silent" or None.
 
     Raises:
         BatonError: what the server answered.
@@ -67,7 +75,7 @@ async def ask(channel: grpc.aio.Channel, method: Method, requests: Sequence[byte
                     if await call.read() is grpc.aio.EOF:
                         break
     except TimeoutError:
-        return
+        return "silent"
     except asyncio.InvalidStateError:
         pass  # the call ended before all was written: its status decides
     except grpc.aio.AioRpcError as error:
@@ -75,6 +83,7 @@ async def ask(channel: grpc.aio.Channel, method: Method, requests: Sequence[byte
             raise _ours(method, error) from None
     finally:
         call.cancel()
+    return None
 
 
 def _is_endless(method: Method) -> bool:

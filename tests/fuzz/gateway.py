@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,11 +22,11 @@ from gateway.serving import Serving
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from tests.fuzz import mutate
-from tests.fuzz.calls import Method, ask, methods_of
+from tests.fuzz.calls import Method, ask, method_of, methods_of
+from tests.fuzz.framing import framing_targets
+from tests.fuzz.target import AsyncTarget, Case
 from tests.unit.gateway.http.test_hostile_bodies import MESSAGES, RESPONSES
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
-
-AsyncParse = Callable[[Random], Coroutine[None, None, None]]
 
 BOUND_S = 60
 _STANDARD = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
@@ -79,7 +80,7 @@ async def _answer_all(node: ScriptedNode) -> None:
 
 
 @asynccontextmanager
-async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncParse]]:
+async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
     model = read_served_model(DEMO_MODELS / "llama", None)
     async with scripted_nodes(model.identity) as (_, decode):
         flags = ["--decode", decode.address, "--local-policy", "local", "--request-timeout-s", "5"]
@@ -96,15 +97,20 @@ async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncParse]]:
                     (*SERVICE_NAMES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
                 )
 
-                async def grpc_call(random: Random) -> None:
+                def make_call(random: Random) -> Case:
                     method = random.choice(known)
-                    await ask(channel, method, [_request(random, method) for _ in range(random.choice((0, 1, 1, 3)))])
+                    requests = (_request(random, method) for _ in range(random.choice((0, 1, 1, 3))))
+                    return method.path.encode(), *requests
 
-                async def http_call(random: Random) -> None:
-                    await _http(app, random)
+                async def call(case: Case) -> str | None:
+                    return await ask(channel, method_of(known, case[0]), case[1:])
 
                 try:
-                    yield {"gateway_grpc": grpc_call, "gateway_http": http_call}
+                    yield {
+                        "gateway_grpc": AsyncTarget(make_call, call),
+                        "gateway_http": AsyncTarget(_make_http, partial(_http, app)),
+                        **framing_targets(app),
+                    }
                 finally:
                     answering.cancel()
                     with suppress(asyncio.CancelledError):
@@ -121,20 +127,33 @@ def _request(random: Random, method: Method) -> bytes:
     return mutate.data(random, encoded) if random.random() < 0.15 else encoded
 
 
-async def _http(app: Any, random: Random) -> None:
-    """One request. Raises: AssertionError: the answer is no answer of ours."""
+def _make_http(random: Random) -> Case:
+    """Method, path, body, then names and values of headers."""
     route = random.choice([route for route in ROUTES if route.body is not None])
-    sample = random.choice(_BODIES[route.path])
-    value = mutate.json_value(random, sample)
+    value = mutate.json_value(random, random.choice(_BODIES[route.path]))
     body = json.dumps(value).encode()
     if random.random() < 0.2:
         body = mutate.data(random, body)
-    headers = [(b"host", b"test"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers: tuple[bytes, ...] = ()
     if random.random() < 0.1:
         name = random.choice((b"x-request-id", b"content-type", b"accept", b"authorization", b"timeout"))
-        headers.append((name, mutate.data(random, b"value").replace(b"\n", b"").replace(b"\r", b"")))
+        headers = name, mutate.data(random, b"value")
     path = route.path if random.random() < 0.95 else mutate.text(random, route.path)
     method = "POST" if random.random() < 0.95 else random.choice(("GET", "PUT", "HEAD", "OPTIONS"))
+    return method.encode(), path.encode(), body, *headers
+
+
+async def _http(app: Any, case: Case) -> str:
+    """One request. Returns the answer's status.
+
+    Raises:
+        AssertionError: the answer is no answer of ours.
+    """
+    method, path = (part.decode(errors="replace") for part in case[:2])
+    body = case[2]
+    headers = [(b"host", b"test"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    for name, content in zip(case[3::2], case[4::2], strict=False):
+        headers.append((name.lower(), content.replace(b"\n", b"").replace(b"\r", b"")))
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -168,4 +187,6 @@ async def _http(app: Any, random: Random) -> None:
     assert status < 500, f"{method} {path} with {body[:500]!r}: {status} {answer[:500]!r}"
     assert b"INTERNAL" not in answer[:2000], answer[:500]
     if status >= 400 and method == "POST" and answer:
-        assert "error" in json.loads(answer), answer[:300]
+        error = json.loads(answer)["error"]
+        return f"{status} {error.get('message')}"
+    return str(status)

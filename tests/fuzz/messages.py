@@ -1,7 +1,7 @@
 """Targets: messages of peers, as far as pure code reads them, and the headers and trailers of KV messages."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from typing import Any, TypeVar
 
@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 
 from baton import convert
 from baton.error_detail import from_detail, to_detail
-from baton.errors import PeerRefused
+from baton.errors import InvalidRequest
 from kvcache.layout import KVCacheLayout
 from kvcache.spec import KVCacheShape, KVCacheSpec, KVKind
 from kvtransfer.plan import WIRE_NEWEST, WIRE_OLDEST, NodeDescription, PlanRefused, agree, links_between
@@ -18,7 +18,7 @@ from node.describe import from_info, to_addresses, to_info, to_measure, to_warm_
 from node.hello import check_info
 from protos.baton.v1 import common_pb2, decode_pb2
 from tests.fuzz import mutate
-from tests.fuzz.target import Parse
+from tests.fuzz.target import Case, Target, Targets
 
 Kind = TypeVar("Kind", bound=Message)
 
@@ -47,40 +47,58 @@ _INFO = to_info(
 _SEGMENT = Segment(7, 3, 0, 0, 4, 0, 64, 0, 2, 4096, 99)
 
 
-def converted(random: Random) -> None:
+def make_converted(random: Random) -> Case:
+    number = random.randrange(len(_CONVERSIONS))
+    return bytes([number]), _message(random, _CONVERSIONS[number][1])
+
+
+def converted(case: Case) -> None:
     """A conversion of a message to plain values."""
-    convert_, kind = random.choice(_CONVERSIONS)
-    convert_(_message(random, kind))
+    convert_, kind = _CONVERSIONS[case[0][0] % len(_CONVERSIONS)] if case[0] else _CONVERSIONS[0]
+    convert_(parsed(kind, case[1]))
 
 
-def error_details(random: Random) -> None:
-    to_detail(from_detail(_message(random, common_pb2.ErrorDetail)))
+def make_error_details(random: Random) -> Case:
+    return (_message(random, common_pb2.ErrorDetail),)
 
 
-def hello(random: Random) -> None:
+def error_details(case: Case) -> None:
+    to_detail(from_detail(parsed(common_pb2.ErrorDetail, case[0])))
+
+
+def make_hello(random: Random) -> Case:
+    if random.random() < 0.7:
+        return (mutate.changed_message(random, _INFO).SerializeToString(),)
+    return (_message(random, common_pb2.NodeInfo),)
+
+
+def hello(case: Case) -> str | None:
     """What a node concludes from a peer's description."""
-    info = mutate.changed_message(random, _INFO) if random.random() < 0.7 else _message(random, common_pb2.NodeInfo)
-    try:
-        check_info(info, role=_INFO.role)
-    except PeerRefused:
-        return
+    info = parsed(common_pb2.NodeInfo, case[0])
+    check_info(info, role=_INFO.role)
     theirs = from_info(info)
     try:
         agree(_OURS, theirs)
-    except PlanRefused:
-        return
+    except PlanRefused as error:
+        return f"no plan: {error}"[:60]
     links_between(theirs, _OURS)
+    return None
 
 
-def trailer(random: Random) -> None:
+def make_trailer(random: Random) -> Case:
+    return mutate.data(random, _SEGMENT.encode(_SEGMENT.digest)), random.randbytes(8)
+
+
+def trailer(case: Case) -> str | None:
     """The end of a KV message, and the tag that announces it."""
-    segment = decode_trailer(mutate.data(random, _SEGMENT.encode(_SEGMENT.digest)))
+    segment = decode_trailer(case[0])
     if segment is not None and segment.layer_step:  # leases refuse 0
         assert segment.encode(segment.digest)
         assert segment.cells is not None
         assert segment.summand >= 0
-    tag = Tag.unpack(random.getrandbits(64))
+    tag = Tag.unpack(int.from_bytes(case[1][:8], "little"))
     assert Tag.unpack(tag.pack()) == tag
+    return "no trailer" if segment is None else None
 
 
 _CONVERSIONS: tuple[tuple[Callable[[Any], object], type[Message]], ...] = (
@@ -96,13 +114,25 @@ _CONVERSIONS: tuple[tuple[Callable[[Any], object], type[Message]], ...] = (
 )
 
 
-def _message(random: Random, kind: type[Kind]) -> Kind:
-    made = mutate.message(random, kind)
-    assert isinstance(made, kind)
-    if random.random() < 0.3:
-        with suppress(DecodeError):
-            made = kind.FromString(mutate.data(random, made.SerializeToString()))
-    return made
+def parsed(kind: type[Kind], data: bytes) -> Kind:
+    """Raises: InvalidRequest: as a server answers bytes that are no message of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest("no such message") from None
 
 
-MESSAGE_TARGETS: Mapping[str, Parse] = {parse.__name__: parse for parse in (converted, error_details, hello, trailer)}
+def _message(random: Random, kind: type[Message]) -> bytes:
+    made = mutate.message(random, kind).SerializeToString()
+    return mutate.data(random, made) if random.random() < 0.2 else made
+
+
+def message_targets() -> AbstractContextManager[Targets]:
+    return nullcontext(
+        {
+            "converted": Target(make_converted, converted),
+            "error_details": Target(make_error_details, error_details),
+            "hello": Target(make_hello, hello),
+            "trailer": Target(make_trailer, trailer),
+        }
+    )

@@ -81,6 +81,16 @@ def data(random: Random, sample: bytes = b"") -> bytes:
     return bytes(changed)
 
 
+def any_data(random: Random, sample: bytes) -> bytes:
+    """As `data`, except that JSON is mostly changed as a value."""
+    if sample[:1] in b"{[" and random.random() < 0.7:
+        try:
+            return json.dumps(json_value(random, json.loads(sample))).encode()
+        except (ValueError, RecursionError):
+            pass
+    return data(random, sample)
+
+
 def text(random: Random, sample: str = "") -> str:
     if random.random() < 0.3:
         return random.choice(_TEXTS)

@@ -15,8 +15,8 @@ from node.waiting import until
 from prefill_node.service import PrefillService
 from protos.baton.v1 import common_pb2, decode_pb2, node_pb2, node_pb2_grpc, prefill_pb2
 from tests.fuzz import mutate
-from tests.fuzz.calls import Method, ask, methods_of
-from tests.fuzz.gateway import AsyncParse
+from tests.fuzz.calls import Method, ask, method_of, methods_of
+from tests.fuzz.target import AsyncTarget, Case
 from tests.unit.decode_node.nodes import decode_node, decode_settings, load_demo
 from tests.unit.prefill_node.nodes import prefill_node, prefill_settings
 
@@ -39,11 +39,12 @@ _SAMPLES: tuple[Message, ...] = (
     node_pb2.WatchCacheRequest(),
 )
 _REACHED = 0.99  # of addresses: a prefill node dials the others, which takes long
+_ADDRESS = "127.0.0.1:00000"  # the decode node's takes its place, which has as many characters
 _CONNECTS = "/baton.v1.Prefill/Connect"
 
 
 @asynccontextmanager
-async def node_targets() -> AsyncIterator[Mapping[str, AsyncParse]]:
+async def node_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
     settings = decode_settings()
     decode = decode_node(load_demo(), settings)
     decodes = DecodeService(DecodeDriver(decode, settings))
@@ -65,15 +66,19 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncParse]]:
         samples = (*_SAMPLES, prefill_sample, hello)
         async with connect(server.address) as channel:
 
-            async def node_grpc(random: Random) -> None:
+            def make(random: Random) -> Case:
                 method = random.choice(known)
                 if method.path == _CONNECTS and random.random() < _REACHED:
                     method = known[0]
                 count = random.choice((0, 1, 1, 2, 5)) if method.streams_requests else 1
-                requests = [_request(random, method, samples, server.address) for _ in range(count)]
-                await ask(channel, method, requests)
+                requests = (_request(random, method, samples) for _ in range(count))
+                return method.path.encode(), *requests
 
-            yield {"node_grpc": node_grpc}
+            async def node_grpc(case: Case) -> str | None:
+                requests = [each.replace(_ADDRESS.encode(), server.address.encode()) for each in case[1:]]
+                return await ask(channel, method_of(known, case[0]), requests)
+
+            yield {"node_grpc": AsyncTarget(make, node_grpc)}
         assert await until(lambda: not decodes.busy and not prefills.busy, timeout_s=BOUND_S)
         load = decode.engine.load()
         assert (load.blocks_leased, load.requests_running) == (0, 0), load
@@ -82,13 +87,13 @@ async def node_targets() -> AsyncIterator[Mapping[str, AsyncParse]]:
         await prefills.close()
 
 
-def _request(random: Random, method: Method, samples: Sequence[Message], address: str) -> bytes:
+def _request(random: Random, method: Method, samples: Sequence[Message]) -> bytes:
     fitting = [sample for sample in samples if isinstance(sample, method.request)]
     if fitting and random.random() < 0.8:
         made = mutate.changed_message(random, random.choice(fitting))
     else:
         made = mutate.message(random, method.request)
     if isinstance(made, prefill_pb2.PrefillRequest) and random.random() < _REACHED:
-        made.ticket.decode_address = address
+        made.ticket.decode_address = _ADDRESS
     encoded = made.SerializeToString()
     return mutate.data(random, encoded) if random.random() < 0.1 else encoded

@@ -1,5 +1,6 @@
 """A wrong setting ends a process with one clear line on stderr and exit code 2, never with a traceback."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,28 @@ def test_a_block_size_that_is_not_a_number_is_refused() -> None:
     line = error_line(run_warm("decode_node", "--block-size", "many"), "decode_node")
     assert "--block-size" in line
     assert "'many'" in line
+
+
+def test_ranks_that_the_model_cannot_have_are_refused_before_they_start() -> None:
+    line = error_line(run_warm("decode_node", "--tensor-parallel-size", "64", prepare=_start_no_process), "decode_node")
+    assert "cannot be split over 64 ranks" in line
+
+
+def _start_no_process() -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise AssertionError(f"{arguments} was started")
+
+    subprocess.Popen = refuse  # type: ignore[misc, assignment]
+
+
+@pytest.mark.parametrize("program", ["decode_node", "gateway"])
+def test_too_few_files_are_refused(program: str) -> None:
+    line = error_line(run_warm(program, prepare=_allow_few_files), program)
+    assert "may open 60 files; allowed: at least 128" in line
+
+
+def _allow_few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
 
 
 def test_a_flag_wins_over_its_variable() -> None:

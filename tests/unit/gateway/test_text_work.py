@@ -6,7 +6,7 @@ from threading import Event
 import pytest
 
 from baton.errors import Overloaded
-from gateway.text_work import _SMALL_BYTES, TextWork
+from gateway.text_work import _SMALL_BYTES, TextWork, text_budget
 
 BOUND_S = 60.0
 LARGE = 2 * _SMALL_BYTES
@@ -107,3 +107,10 @@ async def test_what_raises_raises_and_leaves_its_place() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(work.run(LARGE, lambda: 1 // 0), BOUND_S)
+
+
+def test_a_small_container_holds_fewer_texts_and_workers_share_what_it_has() -> None:
+    mib = 1 << 20
+    assert text_budget(512 * mib, processes=1) == 64 * mib
+    assert text_budget(512 * mib, processes=4) == 16 * mib
+    assert text_budget(64 << 30, processes=4) == 256 * mib

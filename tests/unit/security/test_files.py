@@ -44,6 +44,20 @@ def test_a_set_that_is_made_again_keeps_its_ca(certs: Path, tmp_path: Path) -> N
     assert (tmp_path / "decode.crt").read_bytes() != (certs / "decode.crt").read_bytes()
 
 
+def test_a_folder_with_another_ca_or_a_host_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="host is 'a b'"):
+        write_set(tmp_path, hosts=["a b"], days=1)
+    (tmp_path / "ca.crt").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"the CA in .* cannot be used"):
+        write_set(tmp_path, hosts=[], days=1)
+
+
+def test_no_pipe_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        read_keys(tmp_path / "pipe")
+
+
 def test_a_process_takes_its_own_certificate_and_no_other(certs: Path) -> None:
     assert InternalTls.read(TlsSettings.of(certs, "decode"), Role.DECODE) is not None
     with pytest.raises(ConfigError, match="the certificate of a prefill, not of a decode"):

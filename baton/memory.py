@@ -1,0 +1,24 @@
+"""How much memory this machine has, and this process's container allows."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def memory_limit_bytes(files: Sequence[Path] = CGROUP_LIMITS) -> int:
+    """The lower of both.
+
+    Args:
+        files: with the container's limit; those that are missing or say "max" count for nothing.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in files:
+        with suppress(OSError, ValueError):
+            limits.append(int(path.read_text()))
+    return min(limits)

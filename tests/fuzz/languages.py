@@ -1,0 +1,251 @@
+"""Texts of small languages, from rules: deeper and more often valid than changed bytes."""
+
+import re
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from baton.types import GrammarKind
+
+Rules = Mapping[str, Sequence[str]]
+
+_EXPANSION = re.compile("«(\\w+)»")
+
+
+def expand(random: Random, rules: Rules, name: str = "start", depth: int = 6) -> str:
+    """A random text of a small language."""
+    alternatives = rules[name]
+    chosen = random.choice(alternatives[:1] if depth <= 0 else alternatives)
+    return _EXPANSION.sub(lambda found: expand(random, rules, found[1], depth - 1), chosen)
+
+
+# Rules of small languages: «name» is an expansion of that rule. Deep expansions take the first alternative.
+_REGEX: Rules = {
+    "start": (
+        "a",
+        "«start»«start»",
+        "(«start»)",
+        "(«start»|«start»)",
+        "«start»«many»",
+        "[«range»]",
+        "\\«escape»",
+        "^«start»$",
+        "(?:«start»)",
+        "(?=«start»)",
+        ".",
+    ),
+    "many": ("*", "+", "?", "{3}", "{0,2}", "{1000}", "{2,}", "*?", "{99999,99999}", "{5,2}"),
+    "range": ("a", "a-z", "^b", "\\d", "z-a", "]", "\\u0041", "\\]", "[:alpha:]", "&&", "🙂-🙃", ""),
+    "escape": ("d", "w", "s", "1", "b", "k<a>", "u12", "p{L}", "x4", "\\", "/", "0"),
+}
+_SCHEMA: Rules = {
+    "start": (
+        '{"type":«type»}',
+        '{"type":"object","properties":{"a":«start»,"b":«start»},"required":["a"]}',
+        '{"anyOf":[«start»,«start»]}',
+        '{"type":"array","items":«start»,"minItems":«number»,"maxItems":«number»}',
+        '{"$ref":"#"}',
+        '{"$ref":«ref»,"$defs":{"x":«start»}}',
+        '{"enum":[«value»,«value»]}',
+        '{"const":«value»}',
+        '{"type":"string","pattern":«regex»}',
+        '{"type":"string","minLength":«number»,"maxLength":«number»}',
+        '{"type":"number","minimum":«number»,"maximum":«number»,"multipleOf":«number»}',
+        '{"type":"string","format":«format»}',
+        '{"allOf":[«start»,«start»]}',
+        '{"type":"object","additionalProperties":«start»,"patternProperties":{«regex»:«start»}}',
+        '{"not":«start»}',
+        "true",
+        "false",
+        '{"oneOf":[«start»,«start»]}',
+        '{"if":«start»,"then":«start»}',
+        '{"type":"object","minProperties":«number»,"propertyNames":«start»}',
+        '{"prefixItems":[«start»],"unevaluatedItems":false}',
+    ),
+    "type": ('"string"', '"integer"', '"number"', '"null"', '["string","null"]', '"x"', "[]", "3"),
+    "number": ("1", "0", "-1", "3.5", "1e308", "1000000000", "9223372036854775808", '"2"', "null"),
+    "value": ("1", '"a"', "null", '{"a":[1]}', "[]", '"\\ud800"', '"\\u0000"', "1e400"),
+    "regex": ('"a+"', '"^[a-z]{1,3}$"', '"("', '"(?=a)"', '"\\\\\\\\d"', '".*"'),
+    "ref": ('"#/$defs/x"', '"#/$defs/y"', '"http://a/b"', '"#x"', '"#/$defs/x/properties/a"', "3"),
+    "format": ('"date"', '"date-time"', '"uuid"', '"email"', '"ipv6"', '"x"', '"uri"'),
+}
+_LARK: Rules = {
+    "start": (
+        "start: «body»\n",
+        "start: «body»\nx: «body»\nA: «body»\n",
+        "%llguidance {}\nstart: «body»\n",
+        "start: x\nx: «body»\n%ignore /\\s/\nA: /a/\n",
+    ),
+    "body": (
+        '"a"',
+        "«body» «body»",
+        "(«body» | «body»)",
+        "«body»*",
+        "«body»+",
+        "«body»?",
+        "x",
+        "A",
+        "/«regex»/",
+        '"a".."z"',
+        "%json «schema»",
+        "<[1]>",
+        "«body»{2,5}",
+        "start",
+        "[«body»]",
+        "@grammar",
+        "«body»~3",
+        "%regex {}",
+        "<eos>",
+        "x[lazy]",
+    ),
+    "regex": ("a+", "[a-z]*", "(", "a{9999}", ".*"),
+    "schema": ('{"type":"string"}', "{", "{}", '{"type":"x"}'),
+}
+_GBNF: Rules = {
+    "start": (
+        "root ::= «body»\n",
+        "root ::= «body»\nx ::= «body»\n",
+        "# c\nroot ::= x\nx ::= «body»\n",
+        "x ::= «body»\n",
+    ),
+    "body": (
+        '"a"',
+        "«body» «body»",
+        "(«body» | «body»)",
+        "[a-z]",
+        "[^\\n]",
+        "«body»*",
+        "«body»+",
+        "«body»?",
+        "x",
+        "root",
+        "«body»{2,3}",
+        '"\\x41"',
+        '"\\u00e4"',
+        ".",
+        "[]",
+        "|",
+        "«body»{100000}",
+    ),
+}
+_TAGS: Rules = {
+    "start": (
+        '{"type":"structural_tag","format":«format»}',
+        '{"structures":[{"begin":"<a>","schema":«schema»,"end":"</a>"}],"triggers":["<a"]}',
+        "«format»",
+    ),
+    "format": (
+        '{"type":"const_string","value":"a"}',
+        '{"type":"json_schema","json_schema":«schema»}',
+        '{"type":"any_text"}',
+        '{"type":"sequence","elements":[«format»,«format»]}',
+        '{"type":"or","elements":[«format»]}',
+        '{"type":"tag","begin":"<b>","content":«format»,"end":"</b>"}',
+        '{"type":"triggered_tags","triggers":["<b"],"tags":[{"begin":"<b>","content":«format»,"end":""}],"at_least_one":true}',
+        '{"type":"x"}',
+        "3",
+        '{"type":"regex","pattern":"a+"}',
+        '{"type":"grammar","grammar":"root ::= \\"a\\""}',
+    ),
+    "schema": ('{"type":"string"}', "true", '{"type":"x"}', "[]"),
+}
+_CHOICES: Rules = {
+    "start": ('["a","b"]', "[«one»]", "[«one»,«one»]", "«one»", "[]"),
+    "one": ('"a"', '""', "1", '"\\ud800"', '"🙂"', "null"),
+}
+GRAMMARS: Mapping[GrammarKind, Rules] = {
+    GrammarKind.REGEX: _REGEX,
+    GrammarKind.JSON_SCHEMA: _SCHEMA,
+    GrammarKind.LARK: _LARK,
+    GrammarKind.EBNF: _GBNF,
+    GrammarKind.STRUCTURAL_TAG: _TAGS,
+    GrammarKind.CHOICE: _CHOICES,
+}
+JINJA: Rules = {
+    "start": (
+        "«text»",
+        "«start»«start»",
+        "{{ «value» }}",
+        "{% if «value» %}«start»{% else %}«start»{% endif %}",
+        "{% for m in «value» %}«start»{{ m }}{% endfor %}",
+        "{% set x = «value» %}",
+        "{% macro f(a) %}«start»{{ f(a) }}{% endmacro %}{{ f(1) }}",
+        "{% set ns = namespace(a=«value») %}{% set ns.a = «value» %}",
+        "{% generation %}«start»{% endgeneration %}",
+        "{% break %}",
+        "{% include 'a' %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    ),
+    "text": ("a", "<think>", "{", "%}", "<tool_call>", "{#", "\n"),
+    "value": (
+        "messages",
+        "1",
+        "'a'",
+        "«value».«name»",
+        "«value»[«value»]",
+        "«value» «op» «value»",
+        "«value»|«filter»",
+        "«value»(«value»)",
+        "[«value», «value»]",
+        "{'a': «value»}",
+        "not «value»",
+        "range(100000)",
+        "namespace(a=1)",
+        "raise_exception(«value»)",
+        "strftime_now(«value»)",
+        "«value» is «test»",
+        "tools",
+        "dict(a=«value»)",
+        "cycler(1)",
+        "joiner()",
+        "lipsum(n=3)",
+        "x",
+    ),
+    "name": (
+        "content",
+        "role",
+        "items()",
+        "__class__",
+        "__init__.__globals__",
+        "split('a')",
+        "append(1)",
+        "format(1)",
+        "mro()",
+        "strip()",
+        "encode()",
+        "join([1])",
+        "center(9000)",
+    ),
+    "op": ("+", "*", "~", "%", "//", "/", "**", "in", "==", "<", "-", "and"),
+    "filter": (
+        "tojson",
+        "length",
+        "join",
+        "first",
+        "list",
+        "map('upper')",
+        "int",
+        "trim",
+        "batch(2)",
+        "default(1)",
+        "center(9999)",
+        "attr('__class__')",
+        "selectattr('a')",
+        "format(1)",
+        "safe",
+        "items",
+        "indent(9)",
+        "sort",
+        "unique",
+        "tojson(indent=2)",
+        "replace('a', 'b')",
+        "reverse",
+        "string",
+        "sum",
+        "slice(3)",
+        "wordwrap(1)",
+        "groupby('role')",
+        "urlize",
+        "xmlattr",
+    ),
+    "test": ("defined", "string", "mapping", "none", "iterable", "divisibleby(«value»)", "in «value»", "x"),
+}

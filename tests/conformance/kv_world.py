@@ -208,7 +208,7 @@ class World:
         slot = free.popleft()
         self.surroundings.by_slot[slot.index] = passing
         message = passing.message
-        item = _Reception(message.tag, self.pool, slot, MESSAGE_BYTES, Receive(passing))
+        item = _Reception(message.tag, self.peers[message.tag.sender], self.pool, slot, MESSAGE_BYTES, Receive(passing))
         if passing.stage >= READING:
             item.reading = Copy(passing, READING)
         if passing.stage >= SCATTERING:

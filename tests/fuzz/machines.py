@@ -94,6 +94,7 @@ class _Node:
             block_size=4,
             split_unit=4,
             waiting_max=8,
+            lease_secret=bytes(64),
             gives_leases=gives_leases,
         )
         self._machine = DecodeMachine(rules, itertools.count(1))

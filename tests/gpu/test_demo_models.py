@@ -1,6 +1,7 @@
 """The demo models on a GPU: transformers' greedy tokens in fp32, logits within bounds in bf16, captured or not."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_graphs_change_no_token(model: Path, reference: Reference, dtype: str, p
     are often equal."""
     prompts = reference.prompts(LENGTHS)
     invariant = dtype == "bfloat16"
-    limits = {"chunk_align_tokens": 64} if invariant else {}
+    limits: dict[str, Any] = {"chunk_align_tokens": 64} if invariant else {}
     captured, eager = (
         generate(
             build_demo(model, dtype=dtype, cuda_graphs=cuda_graphs, batch_invariant=invariant),

@@ -313,8 +313,9 @@ def _resumed_tokens_come_twice(patch: pytest.MonkeyPatch) -> None:
 def _resumes_one_token_late(patch: pytest.MonkeyPatch) -> None:
     resume = Output.resume
 
-    def mutated(self: Output, token_ids: Sequence[int]) -> str:
-        return resume(self, token_ids[:-1])
+    def mutated(self: Output) -> str:
+        self._request = replace(self._request, output=self._request.output[:-1])
+        return resume(self)
 
     patch.setattr(Output, "resume", mutated)
 

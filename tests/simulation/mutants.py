@@ -73,23 +73,25 @@ class Mutant:
 def _no_incarnation_check(patch: pytest.MonkeyPatch) -> None:
     start_scatter = LeaseTable.start_scatter
 
-    def mutated(self: LeaseTable, tag: Tag, segment: Segment) -> Refusal | None:
-        return start_scatter(self, tag, replace(segment, incarnation=self._incarnation))
+    def mutated(self: LeaseTable, tag: Tag, segment: Segment, *, group: int | None = None) -> Refusal | None:
+        return start_scatter(self, tag, replace(segment, incarnation=self._incarnation), group=group)
 
     patch.setattr(LeaseTable, "start_scatter", mutated)
 
 
 def _duplicates_count_twice(patch: pytest.MonkeyPatch) -> None:
-    arrival = LeaseTable.arrival
+    start_scatter = LeaseTable.start_scatter
 
-    def mutated(self: LeaseTable, tag: Tag, now_s: float, *, group: int | None = None) -> Refusal | None:
-        refusal = arrival(self, tag, now_s, group=group)
-        return None if refusal is Refusal.DUPLICATE else refusal
+    def mutated(self: LeaseTable, tag: Tag, segment: Segment, *, group: int | None = None) -> Refusal | None:
+        refusal = start_scatter(self, tag, segment, group=group)
+        if refusal is None:
+            self._leases[tag.lease].seen.clear()
+        return refusal
 
     def claim(self: Coverage, layers: range, token_start: int, token_stop: int, heads: range) -> bool:
         return True
 
-    patch.setattr(LeaseTable, "arrival", mutated)
+    patch.setattr(LeaseTable, "start_scatter", mutated)
     patch.setattr(Coverage, "claim", claim)
 
 

@@ -10,6 +10,7 @@ import grpc
 import uvloop
 
 from baton.config import DEMO_MODELS
+from baton.rpc.server import channel_options
 from baton.rpc.status import client_may_leave
 from decode_node.events import SessionMessage
 from decode_node.gateway_sessions import GatewaySessions
@@ -117,7 +118,7 @@ def serve(addresses: Connection, pace: Sequence[float]) -> None:
     """The scripted node's process."""
 
     async def run() -> None:
-        server = grpc.aio.server()
+        server = grpc.aio.server(options=channel_options())
         node = ScriptedDecode(read_served_model(MODEL, None).identity, pace)
         node_pb2_grpc.add_NodeServicer_to_server(node, server)
         decode_pb2_grpc.add_DecodeServicer_to_server(node, server)

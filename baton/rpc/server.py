@@ -37,7 +37,7 @@ _HANDSHAKE_MS = 20_000  # gRPC's default keeps the connection of a silent strang
 
 
 def channel_options(
-    *, keepalive_s: float, shared: bool = False, receive_bytes_max: int = MESSAGE_BYTES_MAX
+    *, keepalive_s: float = KEEPALIVE_S, shared: bool = False, receive_bytes_max: int = MESSAGE_BYTES_MAX
 ) -> list[tuple[str, int]]:
     """Options of servers and channels: large messages for long prompts, and pings that detect a silent peer.
 

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from baton.errors import PeerRefused
+from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
 from decode_node.driver import DecodeDriver
 from decode_node.service import DecodeService
@@ -31,7 +32,7 @@ async def served(built: Built) -> "AsyncIterator[tuple[DecodeDriver, DecodeServi
     node = decode_node(built, settings)
     driver = DecodeDriver(node, settings)
     service = DecodeService(driver)
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=channel_options())
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     async with node:

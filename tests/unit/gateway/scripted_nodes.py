@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from baton.rpc.server import channel_options
 from protos.baton.v1 import (
     common_pb2,
     decode_pb2,
@@ -114,7 +115,7 @@ async def scripted_nodes(
     servers = []
     try:
         for node in nodes:
-            server = grpc.aio.server()
+            server = grpc.aio.server(options=channel_options())
             node_pb2_grpc.add_NodeServicer_to_server(node, server)
             decode_pb2_grpc.add_DecodeServicer_to_server(node, server)
             prefill_pb2_grpc.add_PrefillServicer_to_server(node, server)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from baton.rpc.server import channel_options
 from gateway.node_clients import NodeClient, WatchCallbacks
 from protos.baton.v1 import node_pb2, node_pb2_grpc
 from tests.unit.gateway.fleets import DECODE, status
@@ -51,7 +52,7 @@ async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and
         taken.set()
         return True
 
-    node, server = Publishing(), grpc.aio.server()
+    node, server = Publishing(), grpc.aio.server(options=channel_options())
     node_pb2_grpc.add_NodeServicer_to_server(node, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.config import DEMO_MODELS, DecodeSettings, PrefillSettings
+from baton.rpc.server import channel_options
 from kvtransfer.flows import Flow, RankPair
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from kvtransfer.plan import agree, links_between
@@ -167,7 +168,7 @@ async def decode_node(
     **values: object,
 ) -> AsyncIterator[ScriptedDecodeNode]:
     settings = DecodeSettings.model_validate({**_COMMON, "name": "decode-0", **values})
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=channel_options())
     port = server.add_insecure_port("127.0.0.1:0")
     node = Node(settings, load(settings), role=common_pb2.ROLE_DECODE, address=f"127.0.0.1:{port}")
     scripted = ScriptedDecodeNode(node, mismatches, hangs_up, is_silent)  # type: ignore[abstract]  # no sessions

@@ -11,6 +11,7 @@ import pytest
 
 from baton.error_detail import from_detail
 from baton.errors import BatonError, Draining, InternalError
+from baton.rpc.server import channel_options
 from baton.rpc.status import from_rpc_error
 from node.assembly import Node
 from node.waiting import until
@@ -99,7 +100,7 @@ async def clients(**values: object) -> AsyncIterator[Clients]:
     settings = prefill_settings(**values)
     node = prefill_node(settings)
     service = PrefillService(node, settings)
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=channel_options())
     port = server.add_insecure_port("127.0.0.1:0")
     service.add_to(server)
     async with node, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

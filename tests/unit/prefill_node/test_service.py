@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton.errors import Draining, InvalidRequest
-from baton.rpc.server import connect
+from baton.rpc.server import channel_options, connect
 from baton.rpc.status import from_rpc_error
 from node.waiting import until
 from prefill_node.service import PrefillService
@@ -21,7 +21,7 @@ async def served() -> AsyncIterator[tuple[PrefillService, "prefill_pb2_grpc.Pref
     settings = prefill_settings()
     node = prefill_node(settings)
     service = PrefillService(node, settings)
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=channel_options())
     port = server.add_insecure_port("127.0.0.1:0")
     service.add_to(server)
     async with node, connect(f"127.0.0.1:{port}") as channel:

@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 import protos
 from baton.errors import PermissionDenied
 from baton.rpc.reflection import V1
-from baton.rpc.server import connect
+from baton.rpc.server import channel_options, connect
 from baton.rpc.status import from_rpc_error
 from baton.security.authorize import OPERATOR_PATHS, TABLE, Right, check, rights_for, rights_for_path
 from baton.security.certificates import Authority
@@ -103,7 +103,7 @@ def _answering() -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(guard: Guard, credentials: grpc.ServerCredentials | None) -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[Authorize(guard)])
+    server = grpc.aio.server(interceptors=[Authorize(guard)], options=channel_options())
     for service, handlers in _answering().items():
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     if credentials is None:

@@ -45,7 +45,7 @@ async def serve(door: Door, wire: Wire, *, given: list[int]) -> list[dict[str, A
     assert list(submitted.output_token_ids) == given
     accepted = decode_pb2.Accepted(key=submitted.key, why="short")
     door.decode.answers.put_nowait(decode_pb2.SessionResponse(accepted=accepted))
-    parts = []
+    parts: list[dict[str, Any]] = []
     for index in range(len(given), 2):
         door.decode.send_tokens(step_token(index), key=submitted.key)
         if not parts:

@@ -76,19 +76,19 @@ async def until_whole(gateway: str, *, pairs: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "grace"), [("strict", {}), ("elastic", {"drain_grace_s": 0.05})])
+@pytest.mark.parametrize(("policy", "grace_s"), [("strict", 2 * DEADLINE_S), ("elastic", 0.05)])
 async def test_a_rolling_restart_of_everything_under_load_loses_nothing(
-    start: Machines, reference: Reference, policy: str, grace: Flags
+    start: Machines, reference: Reference, policy: str, grace_s: float
 ) -> None:
     """With time to finish what runs, and without: then requests go on elsewhere."""
-    node_flags: Flags = {**NODE, **grace}
+    node_flags: Flags = {**NODE, "drain_grace_s": grace_s}
     prompts = reference.prompts([40 + 17 * number for number in range(PROMPTS)])
     answers = [reference.greedy(prompt, GREEDY.max_tokens).token_ids for prompt in prompts]
     nodes = start.nodes(*((role, node_flags) for role in ("prefill", "prefill", "decode", "decode")))
     prefills, decodes = nodes[:2], nodes[2:]
 
     def open_gateway(listen: str) -> Process:
-        return start.gateway(prefills, decodes, model=LLAMA, local_policy=policy, listen=listen, **grace)
+        return start.gateway(prefills, decodes, model=LLAMA, local_policy=policy, listen=listen, drain_grace_s=grace_s)
 
     gateways = [open_gateway(free_address()) for _ in range(2)]
     load = Load([gateway.address for gateway in gateways], prompts, answers)

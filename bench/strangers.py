@@ -27,6 +27,7 @@ _MESSAGE_BYTES = 1 << 20
 # So many hosts of 127.0.0.0/8 have decode nodes.
 _HOSTS = 1000
 _UUID_STOP = 9
+_LATE_S = 0.1
 
 
 def dead_address() -> bytes:
@@ -193,7 +194,7 @@ class DecodeStrangers(decode_pb2_grpc.DecodeServicer):
         self._server = grpc.aio.server()
         self._port = 0
         self._stub: Any = None
-        self._kinds = ("refuses", "ends", "fails", "nonsense address", "made up address", "dead address", "nothing")
+        self._kinds = ("refuses", "ends", "fails", "nonsense address", "made up address", "dead address", "ends late")
 
     async def __aenter__(self) -> "DecodeStrangers":
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)
@@ -237,8 +238,8 @@ class DecodeStrangers(decode_pb2_grpc.DecodeServicer):
                 await self._accept(request_iterator, context, made_up(self._dead, self._chosen))
             case "dead address":
                 await self._accept(request_iterator, context, self._dead)
-            case "nothing":
-                await context.read()
+            case "ends late":
+                await asyncio.sleep(_LATE_S)
 
     async def Session(self, request_iterator: Any, _: Any) -> None:  # type: ignore[override]  # noqa: N802
         """No gateway calls it."""

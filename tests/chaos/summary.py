@@ -77,6 +77,7 @@ def _answered_s(events: Sequence[Event]) -> dict[str, list[float]]:
 
 def page(rounds: Sequence[Round], soak: Sequence[Any], *, machine: str) -> str:
     """The report in Markdown."""
+    steps = _counts(_sum(each.steps for each in rounds))
     lines = [
         "# Chaos",
         "",
@@ -96,8 +97,7 @@ def page(rounds: Sequence[Round], soak: Sequence[Any], *, machine: str) -> str:
         "|---|---|---|---|",
         *_fault_rows(rounds),
         "",
-        f"Deaths at a step of the hand-over: {_counts(_sum(each.steps for each in rounds)) or 'none'}.",
-        "",
+        *([f"Deaths at a step of the hand-over: {steps}.", ""] if steps else []),
         "## Rounds",
         "",
         "| seed | cluster | seconds | requests | finished | retried | cancelled | past deadline | refused | wrong |",

@@ -54,8 +54,11 @@ def lie_about_leases(world: World, prefill: Callable[[], Node], decode: Node, se
 def _lie(random: Random, prefill: Callable[[], Node], decode: Node) -> None:
     assert isinstance(decode, DecodeProcess)
     incarnation = prefill().life.incarnation
-    others = [lease for lease, owner in decode.decoding.leases().items() if owner != incarnation]
-    lease = random.choice(others or _NUMBERS)
+    # NOTE: a ticket that its gateway binds to no prefill node (0) is believed from each.
+    others = [lease for lease, owner in decode.decoding.leases().items() if owner not in (0, incarnation)]
+    if not others:
+        return
+    lease = random.choice(others)
     token = common_pb2.Token(token_id=random.randrange(VOCAB_SIZE), index=random.randrange(2))
     hand_over = pb.HandOver(lease=lease, first_token=token)
     if random.random() < 0.3:

@@ -121,7 +121,20 @@ def _page(figures: dict[str, Any]) -> str:
             f"| {name} | {WHAT[name]} | {run.inputs:,} | {run.cpu_s:,.0f} | {rate:,.0f} | {taken:.0%} | "
             f"{len(run.outcomes)} | {run.grown_mib} | {len(run.findings)} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_FOUND]) + "\n"
 
 
 _TAKEN = ("taken", "silent", "200")
+_FOUND = (
+    "## Found, and mended",
+    "",
+    "| parser | input | what it did |",
+    "|---|---|---|",
+    "| node_messages, node_grpc | an unknown `placement` to a prefill node | ended the gateway's session as INTERNAL |",
+    "| grammar | a JSON Schema with half of a surrogate pair | INTERNAL |",
+    "| tokens | a key set with an id that is no text, nested 5,000 deep; keys of unknown kinds | tracebacks at start |",
+    "| certificates | certificates that are PEM and ASN.1, but wrong inside | tracebacks at start |",
+    "| keys | a number of 5,000 digits | a traceback at start |",
+    "| chat_template | `{% break %}` outside of a loop | a traceback at start |",
+    "| settings | control characters in `kv_convert_from` | reached the terminal |",
+)

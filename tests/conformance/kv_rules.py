@@ -81,8 +81,9 @@ def _check_refusals(world: World, over: list[_Reception]) -> None:
         if item.request.failure() is not None:
             assert item.tag.sender not in world.ledger.peers
         elif item.scatter is None:
-            assert item.tag.lease in world.owners, "refused for no reason"
-            expected[Refusal.LATE] += 1
+            is_late = item.tag.lease in world.owners
+            assert is_late or _is_claimed(world, item.tag.lease, item.tag.number), "refused for no reason"
+            expected[Refusal.LATE if is_late else Refusal.DUPLICATE] += 1
         else:
             assert world.blocks[item.tag.lease][item.tag.number] != JUNK
     for message in world.surroundings.discarded:
@@ -122,6 +123,14 @@ def _check_open(world: World, index: int) -> None:
     for number in range(1, world.sent[index] + 1):
         assert _is_known(world, index, number), "a segment is lost"
     assert (index in world.filled) == (JUNK not in world.blocks[index]), "its owner is notified when it is filled"
+
+
+def _is_claimed(world: World, index: int, segment: int) -> bool:
+    """Whether a segment is being scattered or has been, from another message than the ones that are over."""
+    return world.blocks[index][segment] != JUNK or any(
+        (item.tag.lease, item.tag.number) == (index, segment) and item.scatter is not None
+        for item in world.receiver._receptions
+    )
 
 
 def _is_known(world: World, index: int, number: int) -> bool:

@@ -22,7 +22,7 @@ from tests.conformance.kv_world import KEPT, LEFT_OUT, State, World, passing_of
 ALWAYS = [
     pytest.param(1, 3, 2, 1, 1000, id="1 peer x 3 segments, 1 sent twice"),
     pytest.param(2, 2, 1, 0, 1000, id="2 peers x 2 segments, one slot for both"),
-    pytest.param(2, 3, 2, 0, 15000, id="2 peers x 3 segments"),
+    pytest.param(2, 3, 2, 0, 14000, id="2 peers x 3 segments"),
 ]
 FULL = [
     pytest.param(2, 2, 4, 0, 7000, id="2 peers x 2 segments, 2 slots each"),

@@ -7,6 +7,7 @@ async with Client("127.0.0.1:7000") as client:
 With `Client(addresses=[...])`, a request whose gateway is lost goes on at the next one, without a token twice.
 """
 
+import asyncio
 import hashlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,8 @@ DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"  # for the command line
 # Without our details: how gRPC ends a call whose server process is going away.
 _BROKEN_STREAM = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
+# While no gateway can be reached, an answer that has begun waits so long, and tries all of them so often.
+_RESUME_S, _RESUME_EVERY_S = 10.0, 0.5
 
 
 class Options(TypedDict, total=False):
@@ -151,7 +154,7 @@ class Client:
     Args:
         target: the gateway's address.
         addresses: those of several gateways, instead of `target`. The first one that answers is used; when it is lost
-            or drains, requests go on at the next one.
+            or drains, requests go on at the next one. One whose answer has begun waits some seconds for a gateway.
         api_key: None: that of BATON_API_KEY, if it is set.
         tls_ca: PEM file with the CA of the gateways' certificates, or "system"; None: BATON_CLIENT_CA, else no TLS.
 
@@ -296,7 +299,7 @@ class Client:
             prepare_to_resume(request)
         deadline_s = None if timeout_s is None else monotonic() + min(timeout_s, _TIMEOUT_S_MAX)
         progress = Progress(request)
-        failures = 0  # in a row
+        begun, failures, failing_since_s = False, 0, 0.0  # failures in a row
         while True:
             gateway = self._gateways[self._current]
             left_s = None if deadline_s is None else max(0.0, deadline_s - monotonic())
@@ -306,14 +309,17 @@ class Client:
                     async for response in call:
                         passed = progress.take(response) if several else response
                         if passed is not None:
-                            failures = 0
+                            begun, failures = True, 0
                             yield _event(passed)
                 return
             except _Lost as lost:
-                failures += 1
-                if failures >= len(self._gateways):
-                    raise lost.error from None
                 self._leave(gateway)
+                failing_since_s = failing_since_s if failures else monotonic()
+                failures += 1
+                if failures % len(self._gateways) == 0:  # all of them
+                    if not (begun and several) or monotonic() > failing_since_s + _RESUME_S:
+                        raise lost.error from None
+                    await asyncio.sleep(_RESUME_EVERY_S)
             finally:
                 call.cancel()
 

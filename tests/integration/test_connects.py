@@ -7,6 +7,8 @@ from tests.integration.cluster import LLAMA, machines
 CONNECTS = 120
 # What pages of code, of gRPC and of the allocator take that were not used before; a worker of UCX has 2.5 MB.
 MEMORY_SLACK_MIB = 16
+# Of 80 connects between two readings, each of the 11 kinds has 7: one that leaves a file behind shows.
+FILES_SLACK = 6
 
 
 async def test_connects_that_come_to_nothing_and_killed_nodes_leave_nothing_behind() -> None:
@@ -19,6 +21,6 @@ async def test_connects_that_come_to_nothing_and_killed_nodes_leave_nothing_behi
     assert len(decode.readings["kills"]) == 3
     for readings in (prefill.readings["connects"], decode.readings["connects"], decode.readings["kills"]):
         first, *_, last = readings
-        assert last.files <= first.files + 2
+        assert last.files <= first.files + FILES_SLACK
         assert last.rss_bytes - first.rss_bytes < MEMORY_SLACK_MIB << 20
         assert last.peers <= REMEMBERED + AT_ONCE

@@ -43,7 +43,7 @@ LENGTHS = [40, 129, 200]
 
 def workers_of(node: Process) -> list[int]:
     """The processes of a node's ranks above 0."""
-    return [child.pid for child in psutil.Process(node.pid).children()]
+    return [child.pid for child in psutil.Process(node.pid).children() if "node.ranks.worker" in child.cmdline()]
 
 
 def until_gone(pids: list[int]) -> None:

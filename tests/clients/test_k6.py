@@ -70,7 +70,7 @@ class Peak:
 def requests_running(http: str) -> int:
     with urllib.request.urlopen(f"{http}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("baton_gateway_requests_running "))
+    return next(int(float(line.split()[1])) for line in lines if line.startswith("baton_num_requests_running{"))
 
 
 def memory_mib(pid: int, field: str) -> float:

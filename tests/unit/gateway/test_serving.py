@@ -10,7 +10,6 @@ import pytest
 import gateway.connections
 from baton.config import DEMO_MODELS, GatewaySettings, read_settings
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
-from baton.logs import TextLines
 from baton.rpc.server import Address
 from baton.security import identity
 from baton.security.limits import Budget, Limits
@@ -478,7 +477,7 @@ async def test_a_failure_is_one_line_with_its_cause_and_a_mistake_of_the_client_
         "WARNING",
         "request failed: the gateway is shutting down; send the request again",
     )
-    assert TextLines("gateway").fields(line).keys() == {"outcome", "reason", "total_s"}
+    assert vars(line)["fields"].keys() == {"outcome", "reason", "total_s"}
     assert vars(line)["fields"]["outcome"] == "failed"
     assert running.serving.counters.failed == 1
     page = (await running.serving.metrics.page()).decode()

@@ -58,6 +58,8 @@ def channel_options(
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        # NOTE: pings that come late on a busy machine come together, and gRPC would close the connection for it.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server.max_pending_requests", _PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS_MAX),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),

@@ -151,7 +151,7 @@ class App:
         if not isinstance(error, BatonError):
             log.error("%s: a request failed", request_id, exc_info=error)
             error = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
-        # An error of a request to the model has been counted with it; a probe that is told to wait is no error.
+        # A request to the model has counted its own error, and a probe that is told to wait is none.
         if not error.request_id and scope["path"] != "/ready":
             self.context.serving.meter.refused_at_door(error)
         log_answer(request_id, error)

@@ -22,9 +22,9 @@ from baton.rpc.server import connect
 from node.waiting import until
 from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from tests.chaos.history import Crashed, History, Measured
-from tests.chaos.proxy import Link
 from tests.chaos.scenario import CLIENT, PAIRS, Scenario
 from tests.integration.cluster import LLAMA, Flags, arguments
+from tests.link import Link
 from tests.warm import launch_warm
 
 PROGRAMS = {"p": "prefill_node", "d": "decode_node", "g": "gateway"}

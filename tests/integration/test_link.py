@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from tests.chaos.proxy import Link
+from tests.link import Link
 
 
 class Line:

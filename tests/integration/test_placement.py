@@ -14,7 +14,16 @@ from engine.step_meter import StepMeter
 from gateway import fleet
 from gateway.placement import Placement, Way, place
 from gateway.router import NodeView, Wanted
-from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, machines, nothing_held, until_status
+from tests.integration.cluster import (
+    DEADLINE_S,
+    LLAMA,
+    Flags,
+    Machines,
+    in_engine,
+    machines,
+    nothing_held,
+    until_status,
+)
 from tests.integration.reference import Reference
 
 NODE: Flags = {"model": LLAMA, "num_blocks": 256, "max_batch_tokens": 64}
@@ -56,11 +65,19 @@ def assert_right(completion: Completion, prompt: list[int], reference: Reference
     assert completion.receipt.prefill_s > 0
 
 
-async def until_backlog(client: Client) -> None:
-    """Returns when the gateway knows of prompts that wait."""
+async def until_known(client: Client, *, waiting: Process, idle: Process) -> None:
+    """Returns when the gateway knows that a whole prompt waits on one node, that the other one is idle, and both costs.
+
+    Its older reports are of the requests before: with one of these it would choose another node.
+    """
     async with asyncio.timeout(DEADLINE_S):
-        while not any(node.status.backlog_s > 0 for node in (await client.cluster_status()).nodes):
-            pass
+        while True:
+            last = {report.address: report.status for report in (await client.cluster_status()).nodes}
+            has_queue = last[waiting.address].backlog_s > 0 and last[waiting.address].tokens_waiting >= 400
+            is_idle = in_engine(last[idle.address]) == 0 and last[idle.address].backlog_s == 0
+            if has_queue and is_idle and all(len(status.step_costs.points) > 0 for status in last.values()):
+                return
+            await asyncio.sleep(0.005)
 
 
 async def test_both_nodes_compute_a_part_of_a_split_prompt(
@@ -140,8 +157,7 @@ async def test_a_decode_node_takes_prompts_while_the_prefill_node_has_a_queue(
         for node in (prefill, decode):
             await until_status(node, lambda last: len(last.step_costs.points) > 0)
         waiting = asyncio.create_task(strict.complete(queued, GREEDY))
-        await until_status(prefill, lambda last: last.backlog_s > 0 and last.tokens_waiting >= 400)
-        await until_backlog(client)
+        await until_known(client, waiting=prefill, idle=decode)
         hurried = await client.complete(third, GREEDY, ttft_s=1e-6)
         assert_right(hurried, third, reference, Path.LOCAL)
         assert hurried.receipt.predicted_ttft_s is not None

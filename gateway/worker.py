@@ -16,9 +16,10 @@ from dataclasses import asdict
 
 import uvloop
 
-from baton.config import GatewaySettings, fail
+from baton.config import GatewaySettings
 from baton.errors import ConfigError
 from baton.logs import set_up_logging
+from baton.settings_reader import fail
 from gateway import process
 from gateway.board import Board
 from gateway.colleagues import Line, Message

@@ -11,10 +11,12 @@ from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from baton.client import Client, Notice, Piece, collect_all
-from baton.config import DEMO_MODELS, GatewaySettings, read_settings
+from baton.client import Client
+from baton.config import DEMO_MODELS, GatewaySettings
 from baton.errors import Overloaded
+from baton.outputs import Notice, Piece, collect_all
 from baton.rpc.server import GrpcServer, connect
+from baton.settings_reader import read_settings
 from gateway.connections import Connections
 from gateway.model import ServedModel, read_served_model
 from gateway.rpc.call import Call

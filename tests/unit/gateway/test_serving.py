@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import pytest
 
 import gateway.connections
-from baton.config import DEMO_MODELS, GatewaySettings, read_settings
+from baton.config import DEMO_MODELS, GatewaySettings
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.rpc.server import Address
 from baton.security import identity
 from baton.security.limits import Budget, Limits
+from baton.settings_reader import read_settings
 from gateway.chat.types import ChatRequest
 from gateway.connections import Connections
 from gateway.discovery import Directory

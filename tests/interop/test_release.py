@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,7 +22,7 @@ from tests.interop.release import VERSION, WIRE, launch_release
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 NODE: Flags = {"model": LLAMA, "num_blocks": 256, "device": "cpu", "prefix_cache": False, "drain_grace_s": 600}
-STRICT: Flags = {"model": LLAMA, "local_policy": "strict", "failover_wait_s": 600}
+STRICT: dict[str, Any] = {"model": LLAMA, "local_policy": "strict", "failover_wait_s": 600}
 
 
 class Pair(NamedTuple):
@@ -103,7 +103,7 @@ async def test_the_old_gateway_pairs_old_and_new_nodes(mixed: Mixed, reference: 
 
 def become_a_later_version() -> None:
     """Of a node that no longer speaks this version's wire."""
-    assembly.WIRE_OLDEST, assembly.WIRE_NEWEST = WIRE_NEWEST + 1, WIRE_NEWEST + 2  # type: ignore[misc]
+    vars(assembly).update(WIRE_OLDEST=WIRE_NEWEST + 1, WIRE_NEWEST=WIRE_NEWEST + 2)
 
 
 async def test_versions_without_a_common_wire_are_refused_with_the_reason(mixed: Mixed, reference: Reference) -> None:

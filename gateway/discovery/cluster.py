@@ -179,6 +179,10 @@ def _explain(error: Exception) -> str:
     return f"{_CURES[code]} ({text})" if code in _CURES else text
 
 
+def _own_namespace() -> str:
+    return _OWN_NAMESPACE.read_text().strip()
+
+
 async def _connect(place: ServicePort) -> tuple[Any, str]:
     """A client of the API group, and the namespace.
 
@@ -200,7 +204,7 @@ async def _connect(place: ServicePort) -> tuple[Any, str]:
     except (config.ConfigException, OSError, ValueError) as outside:
         try:
             config.load_incluster_config(client_configuration=configuration)
-            namespace = _OWN_NAMESPACE.read_text().strip() if not place.namespace else ""
+            namespace = _own_namespace()
         except (config.ConfigException, OSError) as inside:
             cure = "set KUBECONFIG, or give the pod a service account whose token is mounted"
             message = f"{place}: no cluster is configured: {_explain(outside)}; in a pod: {_explain(inside)}"

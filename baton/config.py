@@ -293,7 +293,9 @@ class GatewaySettings(CommonSettings):
     """Role gateway."""
 
     prefill: str = Field(
-        "", description="prefill nodes: host:port, comma-separated; host names are resolved again every resolve_s"
+        "",
+        description="prefill nodes, comma-separated: host:port, where names are resolved again every resolve_s; "
+        "file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of Kubernetes",
     )
     decode: str = Field("", description="decode nodes, in the same form")
     local_policy: LocalPolicy = Field(
@@ -340,7 +342,10 @@ class GatewaySettings(CommonSettings):
         None, description="file with a jinja chat template to use in place of the checkpoint's"
     )
     resolve_s: float = Field(
-        5.0, gt=0, le=_SECONDS_MAX, description="interval at which host names of nodes are resolved again"
+        5.0,
+        gt=0,
+        le=_SECONDS_MAX,
+        description="interval at which names of nodes are resolved and their files read again",
     )
     link_retry_s: float = Field(
         60.0,

@@ -63,6 +63,7 @@ PURE_MODULES = {
     "gateway.affinity",
     "gateway.cache_position",
     "gateway.cache_union",
+    "gateway.discovery.endpoint_slices",
     "gateway.prefix_index",
     "gateway.router",
     "kvtransfer.leases",

@@ -267,6 +267,7 @@ def _refused(grammar: Grammar, message: str) -> InvalidRequest:
     line = _PLACE.match(first)
     why = first[line.end() :] if line else first
     if grammar.kind is GrammarKind.JSON_SCHEMA:
+        why = why.removeprefix("failed to compile JSON schema: ")
         keyword = next((name for part, name in _KEYWORDS_OF_MESSAGES if part in why), "")
         if why.startswith("Unsatisfiable"):
             return refusal(f"no output satisfies the JSON Schema: {why}", value=keyword or grammar.text)

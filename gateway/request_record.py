@@ -6,7 +6,7 @@ line.
 """
 
 import logging
-from time import monotonic
+from time import monotonic, time
 
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.logs import enter_request
@@ -15,20 +15,27 @@ from baton.rpc.status import is_over
 from baton.security.log_lines import loggable
 from gateway.board import Board, Count
 from gateway.meter import FAILURES, RequestMeter, outcome_of
+from gateway.recent import Finished, Recent
 from gateway.request_machine import RequestMachine
 from gateway.request_output import Ended
+from gateway.timeline import Timeline
 
 log = logging.getLogger("baton")
 access = logging.getLogger("baton.access")
 
 
 class RequestRecords:
-    """Begins the records of one process."""
+    """Begins the records of one process.
 
-    def __init__(self, board: Board, meter: RequestMeter, *, access_log: bool) -> None:
+    Args:
+        recent: keeps the last ones; None: one of its own.
+    """
+
+    def __init__(self, board: Board, meter: RequestMeter, *, access_log: bool, recent: Recent | None = None) -> None:
         self.board = board
         self.meter = meter
         self.access_log = access_log
+        self.recent = recent or Recent()
 
     def begin(self, request_id: str, client: str) -> "RequestRecord":
         """A request has arrived, which the current task serves."""
@@ -52,16 +59,26 @@ class RequestRecord:
         self._begun = False
         self._ended: list[Ended] = []
         self._failures = ""
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
+        self._timeline: Timeline | None = None
+        self._tokens = 0
 
     def admitted(self) -> None:
         """Its turn has come."""
         self._begun = True
-        self._records.meter.admitted(monotonic() - self.started_at_s)
+        self._admitted_s = monotonic() - self.started_at_s
+        self._records.meter.admitted(self._admitted_s)
 
     def output_ended(self, machine: RequestMachine) -> None:
         """One of its outputs has ended."""
         self._records.meter.output_ended(machine.ended, machine.retries)
         self._failures = self._failures or machine.failures
+        self._tokens += machine.new_tokens
+        if self._timeline is None:
+            self._timeline = machine.timeline
+            first_at_s = machine.first_token_at_s
+            self._first_token_s = None if first_at_s is None else first_at_s - self.started_at_s
         if machine.ended is not None:
             self._ended.append(machine.ended)
 
@@ -97,8 +114,30 @@ class RequestRecord:
             level = logging.WARNING if outcome in FAILURES else logging.DEBUG
             fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds}
             log.log(level, "request failed: %s", loggable(error), extra={"fields": fields})
+        self._keep(outcome, seconds, error)
         if records.access_log:
             access.info("request", extra={"fields": self._figures(outcome, seconds)})
+
+    def _keep(self, outcome: Outcome, seconds: float, error: BatonError | None) -> None:
+        self._records.recent.add(
+            Finished(
+                ended_at_s=time(),
+                started_at_s=self.started_at_s,
+                request_id=self.request_id,
+                client=self.client,
+                outcome=outcome.value,
+                reason="" if error is None else error.reason,
+                error="" if error is None else loggable(error),
+                failures=self._failures,
+                admitted_s=self._admitted_s,
+                first_token_s=self._first_token_s,
+                total_s=seconds,
+                outputs=self.outputs,
+                completion_tokens=self._tokens,
+                ended=self._ended[0] if self._ended else None,
+                timeline=self._timeline,
+            )
+        )
 
     def _figures(self, outcome: Outcome, seconds: float) -> dict[str, object]:
         """What the access log shows; neither prompt nor output."""

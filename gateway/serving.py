@@ -26,6 +26,7 @@ from gateway.figures import GatewayMetrics
 from gateway.meter import RequestMeter
 from gateway.model import ServedModel
 from gateway.preparation import CHARACTERS_PER_TOKEN, Call, Prepared, encode, fewest_tokens, prepare
+from gateway.recent import Recent, Shown, newest_of
 from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
@@ -71,6 +72,10 @@ class Colleagues(Protocol):
         """Ends those of these requests that run on other workers; returns their ids. `client`: as in `abort_here`."""
         ...
 
+    async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
+        """What `Serving.recent.newest` has on each of the other workers."""
+        ...
+
 
 class Alone:
     """A gateway of one process."""
@@ -83,6 +88,9 @@ class Alone:
 
     async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:  # noqa: ARG002
         return set()
+
+    async def recent(self, most: int, client: str | None) -> list[list[Shown]]:  # noqa: ARG002
+        return []
 
 
 class _Running:
@@ -128,6 +136,8 @@ class Serving:
     Attributes:
         meter: counts what happens to requests.
         metrics: shows it to Prometheus.
+        board: counts of the whole gateway.
+        recent: the last requests of this process.
     """
 
     def __init__(
@@ -140,9 +150,10 @@ class Serving:
         self.model = model
         self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
         self._colleagues = colleagues or Alone()
-        self._board = self._colleagues.board
-        self.meter = RequestMeter(self._board.tally)
-        self._records = RequestRecords(self._board, self.meter, access_log=settings.access_log)
+        self.board = self._colleagues.board
+        self.meter = RequestMeter(self.board.tally)
+        self.recent = Recent(process=self.board.own)
+        self._records = RequestRecords(self.board, self.meter, access_log=settings.access_log, recent=self.recent)
         self._running = 0  # here
         self._settings = settings
         self._rules = Rules(
@@ -156,9 +167,9 @@ class Serving:
             refuse_late=settings.refuse_late,
         )
         self._connections = connections
-        self.metrics = GatewayMetrics(self._board, model.name, connections.fleet)
+        self.metrics = GatewayMetrics(self.board, model.name, connections.fleet)
         self._turns = Turns()
-        self._waiting_room = WaitingRoom(settings, connections, self._board)
+        self._waiting_room = WaitingRoom(settings, connections, self.board)
         self._requests: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,11 +179,11 @@ class Serving:
     @property
     def running(self) -> int:
         """Outputs of requests that run now in the whole gateway."""
-        return self._board.total(Count.RUNNING)
+        return self.board.total(Count.RUNNING)
 
     @property
     def counters(self) -> Counters:
-        total = self._board.total
+        total = self.board.total
         return Counters(
             total(Count.FINISHED),
             total(Count.FAILED),
@@ -243,6 +254,11 @@ class Serving:
                 running.end(Cancelled("the request was aborted"))
                 aborted.add(running.request_id)
         return aborted
+
+    async def recent_of_all(self, most: int, client: str | None) -> list[Shown]:
+        """The newest requests of the whole gateway that have ended; only those of this client, None: of all."""
+        others = await self._colleagues.recent(most, client)
+        return newest_of([self.recent.newest(most, client), *others], most)
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""
@@ -346,7 +362,7 @@ class Serving:
             self._waiting_room.ran(output, whole=whole, in_time=in_time)
             running.record.output_ended(machine)
         # The first part of a split prompt is remote.
-        self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
+        self.board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
 
     @contextmanager
     def _admitted(self, record: RequestRecord, outputs: Outputs) -> Iterator[_Running]:
@@ -362,7 +378,7 @@ class Serving:
         running = _Running(record)
         self._requests.add(running)
         self._running += count
-        self._board.add(Count.RUNNING, count)
+        self.board.add(Count.RUNNING, count)
         self._idle.clear()
         try:
             yield running
@@ -370,7 +386,7 @@ class Serving:
             self._requests.discard(running)
             self._waiting_room.leave(client, count)
             self._running -= count
-            self._board.add(Count.RUNNING, -count)
+            self.board.add(Count.RUNNING, -count)
             if not self._running:
                 self._idle.set()
             record.outputs = count

@@ -175,7 +175,7 @@ class _Workers:
             return {}
         others = [line for other, line in self._lines.items() if other != row]
         answers = await asyncio.gather(*(line.ask(question) for line in others))
-        return {"aborted": sorted({each for answer in answers if answer for each in answer["aborted"]})}
+        return {"answers": [answer for answer in answers if answer]}
 
 
 async def _report_readiness(settings: GatewaySettings, workers: _Workers, supervisor: Supervisor) -> None:

@@ -1,5 +1,6 @@
 """One trace per request of real processes, as a collector receives it."""
 
+import json
 import urllib.request
 from concurrent import futures
 
@@ -39,8 +40,8 @@ def test_a_collector_receives_one_whole_trace_through_all_processes() -> None:
         with machines() as started:
             prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
             gateway = started.gateway([prefill], [decode], otlp_endpoint=f"http://127.0.0.1:{port}", trace_sample=0.0)
-            body = b'{"model": "llama", "prompt": [%s], "max_tokens": 4}' % b",".join([b"7"] * 200)
-            for flags in ("00", "01"):
+            for flags, token in (("00", 5), ("01", 7)):  # a prompt that is cached would be prefilled where it is
+                body = json.dumps({"model": "llama", "prompt": [token] * 200, "max_tokens": 4}).encode()
                 headers = {"content-type": "application/json", "traceparent": f"00-{TRACE}-{SPAN}-{flags}"}
                 with urllib.request.urlopen(urllib.request.Request(f"{gateway.http}/v1/completions", body, headers)):
                     pass

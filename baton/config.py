@@ -377,6 +377,25 @@ class GatewaySettings(CommonSettings):
     refuse_late: bool = Field(
         False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="where traces go, by OTLP over gRPC: http://host:4317 or https://host:4317; off: nowhere; default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere",
+    )
+    trace_sample: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the requests whose trace is exported, of those whose client has not decided by its "
+        "traceparent",
+    )
+    trace_slow_s: float | None = Field(
+        None,
+        gt=0,
+        le=_SECONDS_MAX,
+        description="the trace of a request that takes longer is exported in any case, as is that of one that failed "
+        "or was tried again; default: no bound",
+    )
     access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     prefill_stall_s: float = Field(

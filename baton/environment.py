@@ -88,3 +88,8 @@ def environment_tls() -> TlsFiles:
 def is_set(name: str) -> bool:
     """Whether the environment has the setting's variable."""
     return variable(name) in os.environ
+
+
+def opentelemetry_variables() -> dict[str, str]:
+    """The variables of OpenTelemetry's standard, such as OTEL_EXPORTER_OTLP_ENDPOINT."""
+    return {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}

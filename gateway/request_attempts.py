@@ -92,7 +92,7 @@ class Attempts:
             queue_s=min(state.rules.queue_s, state.remaining_s),
             prefill_incarnation=attempt.ticket_for,
         )
-        state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission))
+        state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission, node.name))
 
     def failed(self, attempt: Attempt, error: BatonError) -> None:
         """After a refusal or a lost hand-over another node is tried; any other error ends the request.

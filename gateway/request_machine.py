@@ -39,6 +39,7 @@ from gateway.request_hand_over import HandOver
 from gateway.request_output import Ended, NoMeter, TokenMeter
 from gateway.request_state import RequestState
 from gateway.timeline import Moment, Timeline
+from gateway.tracing.journal import LocalPrefill
 from protos.baton.v1 import decode_pb2, prefill_pb2
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.
@@ -50,6 +51,7 @@ class RequestMachine:
 
     Attributes:
         timeline: when what happened.
+        local_prefill: of the last prompt, or rest of one, that the decode node computed; None: there was none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RequestMachine:
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
         self._receipt_waits_until_s = 0.0
+        self.local_prefill: LocalPrefill | None = None
         self._over = False
         self._must_check = False  # an event may have made a wait shorter; tokens never do
         self._check_at_s = request.deadline_s
@@ -196,6 +199,7 @@ class RequestMachine:
                 attempt.ended_by_node = self._must_check = True
             if step_token.HasField("prefill_s"):
                 self._receipt.prefilled(step_token.prefill_s, step_token.queue_s)
+                self.local_prefill = LocalPrefill(self._state.now_s, step_token.prefill_s, step_token.queue_s)
             self._pass_on(attempt, step_token)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:

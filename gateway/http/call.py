@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +19,7 @@ from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.security.door import Door
 from baton.security.exposure import is_loopback
 from baton.security.log_lines import loggable
+from baton.tracing.context import TraceContext, read_context
 from gateway.chat.types import ChatRequest
 from gateway.collected import Collector
 from gateway.fleet import Fleet
@@ -212,7 +214,8 @@ class Call:
         """
         for job in jobs:
             self._add_headers(job.message)
-        runs = [self.serving.generate(job.message, write(job), budget_s=self.budget_s, chat=job.chat) for job in jobs]
+        serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self._caller_trace())
+        runs = [serve(job.message, write(job), chat=job.chat) for job in jobs]
         if len(runs) == 1:
             await runs[0]
             return
@@ -226,6 +229,11 @@ class Call:
             return
         assert isinstance(first, BatonError)
         raise first
+
+    def _caller_trace(self) -> TraceContext | None:
+        headers = self.request.headers
+        given = headers.getlist("traceparent")
+        return read_context(given[0], ",".join(headers.getlist("tracestate"))) if len(given) == 1 else None
 
     def _add_headers(self, message: pb.GenerateRequest) -> None:
         """What headers say about the request and its body does not."""

@@ -3,7 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.config import GatewaySettings, opentelemetry_variables
+from baton.config import GatewaySettings
+from baton.environment import opentelemetry_variables
 from baton.tracing.environment import read_collector
 from baton.tracing.sampling import Sampling
 from gateway.tracing.tracer import Tracer

@@ -16,6 +16,7 @@ from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from grammar import compiler as module
 from grammar.compiler import GrammarCompiler
+from grammar.lark import readable_lark
 from grammar.matcher import MaskFiller
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE, Accepts
 
@@ -200,3 +201,32 @@ def follow_three(kind: str, text: str) -> None:
 def test_a_lark_grammar_in_the_librarys_own_json_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="JSON, not Lark"):
         GrammarCompiler(TOKENIZER, VOCAB_SIZE, (EOS,)).check(Grammar(GrammarKind.LARK, ' {"grammars": []}'))
+
+
+@pytest.mark.parametrize(
+    ("text", "operator"),
+    [
+        ("start: A\nA: ~/(.*a.{30}.*)/ & ~/(.*b.{30}.*)/ & /[abc]{100}/", "line 2 of the grammar has a complement"),
+        ("start: A\nA: /(.*a.{30}.*)/ & /[abc]{100}/", "line 2 of the grammar has an intersection"),
+        ('start: A // a comment with "\nA: /a/ & /b/', "line 2 of the grammar has an intersection"),
+        ('start: /"/ A # it\'s "\nA: "/" & ~ /b\\//', "line 2 of the grammar has an intersection"),
+        ('start: %json {"const": "\\""} A\nA: ~/b/', "line 2 of the grammar has a complement"),
+        ('start: %regex {"substring_chars": "\\"&"} A\nA: ~/b/', "line 2 of the grammar has a complement"),
+    ],
+)
+def test_intersections_and_complements_of_expressions_are_refused_uncompiled(text: str, operator: str) -> None:
+    with pytest.raises(InvalidRequest, match=operator):
+        readable_lark(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        ('start: "a & ~b" // & ~', "a & ~b"),
+        ("start: /a & ~b/ # & ~", "a & ~b"),
+        ('start: %json {"const": "&~"}', '"&~"'),
+        ('start: "a" ~ 2 "b"~1..2', "aab"),
+    ],
+)
+def test_marks_that_are_no_operators_between_expressions_are_kept(accepts: Accepts, text: str, output: str) -> None:
+    assert accepts(GrammarKind.LARK, text, output)

@@ -92,6 +92,8 @@ docs: install  ## Write the pages and tables that come from the code
 	@$(BIN)/python -m docs.metrics
 	@$(BIN)/python -m docs.api
 	@$(BIN)/python -m docs.attention
+	@$(BIN)/python -m deploy.monitoring.prometheus_rule
+	@$(BIN)/python -m deploy.monitoring.dashboard
 
 dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the sdist
 	@PYTHON=$(BIN)/python .ci/dist-check

@@ -1,12 +1,16 @@
 """Alerts, dashboard and their pages name what exists: metrics, labels, values, headings. promtool runs the alerts."""
 
+import json
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy.manifests import ROOT
+from deploy.monitoring import dashboard, prometheus_rule
+from tests.deploy.manifests import BASE, KUSTOMIZE, ROOT, render
 from tests.deploy.promql import faults, labels
 
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -64,3 +68,41 @@ def test_every_alert_has_a_unit_test_in_which_it_fires() -> None:
     tests = yaml.safe_load((MONITORING / "rules_test.yaml").read_text())["tests"]
     cases = [case for test in tests for case in test["alert_rule_test"]]
     assert {case["alertname"] for case in cases if case.get("exp_alerts")} == set(ALERTS)
+
+
+def test_the_operators_object_has_the_rules(tmp_path: Path) -> None:
+    assert prometheus_rule.OBJECT.read_text() == prometheus_rule.prometheus_rule(), "run `make docs`"
+    here = tmp_path.resolve()
+    (here / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        f"resources: [{os.path.relpath(BASE, here)}]\n"
+        f"components: [{os.path.relpath(KUSTOMIZE / 'components' / 'monitoring', here)}]\n"
+    )
+    made = render(here).find("PrometheusRule", "baton")
+    assert made["spec"] == yaml.safe_load((MONITORING / "rules.yaml").read_text())
+    assert made["metadata"]["namespace"] == "baton"
+
+
+def test_the_dashboard_is_made_from_its_table() -> None:
+    assert dashboard.FILE.read_text() == dashboard.dashboard(), "run `make docs`"
+
+
+PANELS = [panel for row in dashboard.ROWS.values() for panel in row]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_every_metric_and_label_of_a_panel_is_declared(panel: dashboard.Panel) -> None:
+    for legend, expression in zip(panel.lines, panel.expressions, strict=True):
+        assert faults(expression, RECORDED) == []
+        assert set(re.findall(r"{{(\w+)}}", legend)) <= labels(expression, RECORDED)
+
+
+def test_panels_do_not_overlap() -> None:
+    cells = [
+        (x, y)
+        for panel in json.loads(dashboard.dashboard())["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24

@@ -16,7 +16,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients check format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients check rules format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -72,6 +72,10 @@ check: install  ## Check lint, format, types and the wire
 	@$(BIN)/buf build protos --exclude-source-info --output - | cmp --silent - $(WIRE) \
 		|| { echo "$(WIRE) differs from the .proto files: run \`make wire\`"; exit 1; }
 
+rules:  ## Check and test the alerts of deploy/monitoring (downloads promtool where there is none)
+	@.ci/promtool check rules deploy/monitoring/rules.yaml
+	@.ci/promtool test rules deploy/monitoring/rules_test.yaml
+
 wire: install  ## Record the .proto files in protos/wire.binpb, unless they break what it has
 	@$(BIN)/buf breaking protos --against $(WIRE)
 	@$(BIN)/buf build protos --exclude-source-info --output $(WIRE)
@@ -88,6 +92,8 @@ docs: install  ## Write the pages and tables that come from the code
 	@$(BIN)/python -m docs.metrics
 	@$(BIN)/python -m docs.api
 	@$(BIN)/python -m docs.attention
+	@$(BIN)/python -m deploy.monitoring.prometheus_rule
+	@$(BIN)/python -m deploy.monitoring.dashboard
 
 dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the sdist
 	@PYTHON=$(BIN)/python .ci/dist-check

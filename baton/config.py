@@ -383,7 +383,7 @@ class GatewaySettings(CommonSettings):
         "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere",
     )
     trace_sample: float = Field(
-        1.0,
+        0.1,
         ge=0,
         le=1,
         description="share of the requests whose trace is exported, of those whose client has not decided by its "

@@ -1,5 +1,6 @@
 """What OpenTelemetry's standard variables say about exporting traces. Pure: the variables are passed in."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
@@ -11,6 +12,10 @@ _HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 _CERTIFICATES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _DEFAULT_NAME = "baton-gateway"
+
+# What gRPC sends as text: it raises an error for anything else with each call.
+_HEADER_NAME = re.compile(r"(?!grpc-)[0-9a-z_.-]+(?<!-bin)")
+_HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 @dataclass(frozen=True)
@@ -56,27 +61,46 @@ def read_collector(endpoint: str | None, variables: Mapping[str, str], *, instan
             allowed=("grpc",),
             cure="name the collector's gRPC port, usually 4317",
         )
-    url = urlsplit(where)
+    target, tls = _target(where)
+    return Collector(
+        target=target,
+        tls=tls,
+        certificate=_first(variables, _CERTIFICATES) or None,
+        headers=_headers(_first(variables, _HEADERS)),
+        resource=_resource(variables, instance),
+    )
+
+
+def _target(endpoint: str) -> tuple[str, bool]:
+    """host:port, and whether it is reached by TLS."""
     try:
-        port = url.port
+        url = urlsplit(endpoint)
+        host, port = url.hostname or "", url.port or 4317
     except ValueError:
-        port = -1
-    if url.scheme not in ("http", "https") or not url.hostname or port == -1 or url.path not in ("", "/"):
+        host, port = "", 0
+    if not host or url.scheme not in ("http", "https") or url.path not in ("", "/"):
         raise ConfigError(
-            f"otlp_endpoint is {where}",
+            f"otlp_endpoint is {endpoint}",
             field="otlp_endpoint",
-            value=where,
+            value=endpoint,
             allowed=("http://host:port", "https://host:port", "off"),
             cure="name the collector's gRPC port, usually 4317",
         )
-    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-    return Collector(
-        target=f"{host}:{port or 4317}",
-        tls=url.scheme == "https",
-        certificate=_first(variables, _CERTIFICATES) or None,
-        headers=tuple((name.lower(), value) for name, value in _pairs(_first(variables, _HEADERS))),
-        resource=_resource(variables, instance),
-    )
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}", url.scheme == "https"
+
+
+def _headers(text: str) -> tuple[tuple[str, str], ...]:
+    found = tuple((name.lower(), value) for name, value in _pairs(text))
+    for name, value in found:
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise ConfigError(
+                f"OTEL_EXPORTER_OTLP_HEADERS has the header {name!r}, which gRPC cannot send",
+                field="otlp_endpoint",
+                value=name,
+                allowed=("name=value,name=value, of printable ASCII characters",),
+                cure="name no header of gRPC's own (grpc-...) and no binary one (...-bin); percent-encode values once",
+            )
+    return found
 
 
 def _switched_off(variables: Mapping[str, str]) -> bool:

@@ -52,3 +52,8 @@ class Span:
     events: list[Event] = field(default_factory=list)
     links: list[int] = field(default_factory=list)
     error: str | None = None
+
+    def keep_within(self, start_s: float, end_s: float) -> None:
+        """Moves it between these times: a node may report times that cannot be true, even NaN."""
+        self.start_s = min(end_s, max(start_s, self.start_s))
+        self.end_s = min(end_s, max(self.start_s, self.end_s))

@@ -48,7 +48,7 @@ class Exporter:
         self._collector = collector
         self._held: deque[bytes] = deque()
         self._held_bytes = 0
-        self._filled = asyncio.Event()
+        self._filled, self._closing = asyncio.Event(), asyncio.Event()
         self.dropped = 0
         self._failing = False
 
@@ -64,13 +64,12 @@ class Exporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Sends what is held, within a short time."""
+        self._closing.set()
+        self._filled.set()
+        await asyncio.wait([self._task], timeout=_CLOSE_TIMEOUT_S)
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                while self._held and await self._send(self._batch()) is None:
-                    pass
         if self._held:
             log.warning("%d trace(s) were not exported before the end", len(self._held))
         await self._channel.close()
@@ -88,15 +87,25 @@ class Exporter:
         back_off_s = _BACK_OFF_S
         while True:
             await self._filled.wait()
-            await asyncio.sleep(_BATCH_S)
+            await self._pause(_BATCH_S)
             while self._held:
                 error = await self._send(self._batch())
                 if error is None:
                     back_off_s = _BACK_OFF_S
                     continue
-                await asyncio.sleep(back_off_s)
+                if self._closing.is_set():
+                    return  # who closes counts what is left
+                await self._pause(back_off_s)
                 back_off_s = min(2 * back_off_s, _BACK_OFF_MAX_S)
+            if self._closing.is_set():
+                return
             self._filled.clear()
+
+    async def _pause(self, seconds: float) -> None:
+        """Ends early when the exporter closes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
 
     def _batch(self) -> list[bytes]:
         """The first traces that are held; they stay until they are sent."""

@@ -18,6 +18,7 @@ _SCOPE = common_pb2.InstrumentationScope(name="baton", version=baton.__version__
 _KINDS = {True: trace_pb2.Span.SPAN_KIND_SERVER, False: trace_pb2.Span.SPAN_KIND_INTERNAL}
 _ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 _TEXT_MAX = 1024  # characters of one value
+_INT_MAX = 2**63 - 1
 _FLAGS = 0x1  # sampled, by whatever rule: it is exported
 _REMOTE_KNOWN, _REMOTE = 0x100, 0x200
 
@@ -81,7 +82,7 @@ def _span(span: Span, trace: bytes, offset_ns: int, state: str, *, is_root: bool
         name=span.name,
         kind=_KINDS[is_root],
         start_time_unix_nano=offset_ns + round(span.start_s * 1e9),
-        end_time_unix_nano=offset_ns + round(max(span.start_s, span.end_s) * 1e9),
+        end_time_unix_nano=offset_ns + round(span.end_s * 1e9),
         attributes=_attributes(span.attributes),
     )
     if span.events:
@@ -114,7 +115,7 @@ def _value(value: Value) -> common_pb2.AnyValue:
         case str():
             return common_pb2.AnyValue(string_value=value[:_TEXT_MAX])
         case int():
-            return common_pb2.AnyValue(int_value=value)
+            return common_pb2.AnyValue(int_value=min(value, _INT_MAX))
         case float():
             return common_pb2.AnyValue(double_value=value)
     return common_pb2.AnyValue(array_value=common_pb2.ArrayValue(values=[_value(each) for each in value]))

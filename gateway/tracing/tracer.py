@@ -119,6 +119,8 @@ class RequestTrace:
             local = machine.local_prefill
             facts = Facts(ended_at_s, machine.completion_tokens, local, several=len(self._outputs) > 1)
             spans += OutputSpans(journal, root, facts, self._tracer.new_id).build()
+        for span in spans:
+            span.keep_within(root.start_s, now_s)
         first = [machine.first_token_at_s for _, machine, _ in self._outputs if machine.first_token_at_s is not None]
         if first:
             root.attributes[Attribute.FIRST_TOKEN_S] = min(first) - root.start_s
@@ -157,7 +159,7 @@ class RequestTrace:
         }
         if ending.client:
             found[Attribute.CLIENT] = ending.client
-        if ending.error is not None:
+        if ending.error is not None and ending.outcome is not Outcome.CANCELLED:
             found[Attribute.ERROR_TYPE] = ending.error.reason
         if self._request is not None:
             found[Attribute.MAX_TOKENS] = self._request.sampling.max_tokens

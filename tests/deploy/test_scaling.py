@@ -179,3 +179,24 @@ def test_the_jobs_command_downloads_the_model_that_pods_wait_for(scaled: Rendere
     assert again.stdout == f"{model} is there\n"
     (wait,) = scaled.pod("decode")["initContainers"]
     subprocess.run(wait["command"], env={"BATON_MODEL": str(model)}, timeout=60, check=True)
+
+
+def test_the_wait_for_the_model_leaves_other_init_containers(tmp_path: Path) -> None:
+    here = tmp_path.resolve()
+    other = [{"op": "add", "path": "/spec/template/spec/initContainers", "value": [{"name": "mine", "image": "mine"}]}]
+    target = {"kind": "Deployment", "labelSelector": "app.kubernetes.io/name=baton"}
+    kustomization = {
+        "resources": [os.path.relpath(KUSTOMIZE / "overlays" / "nvidia", here)],
+        "components": ["mine", os.path.relpath(KUSTOMIZE / "components" / "model-download", here)],
+    }
+    component = {
+        "apiVersion": "kustomize.config.k8s.io/v1alpha1",
+        "kind": "Component",
+        "patches": [{"target": target, "patch": yaml.safe_dump(other)}],
+    }
+    (here / "mine").mkdir()
+    (here / "mine" / "kustomization.yaml").write_text(yaml.safe_dump(component))
+    (here / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    found = render(here)
+    for role in ROLES:
+        assert {item["name"] for item in found.pod(role)["initContainers"]} == {"mine", "wait-for-model"}

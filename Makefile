@@ -90,6 +90,7 @@ bench: install  ## Measure transport, hand-over and latency, and write bench/res
 docs: install  ## Write the pages and tables that come from the code
 	@$(BIN)/python -m docs.configuration
 	@$(BIN)/python -m docs.metrics
+	@$(BIN)/python -m docs.tracing
 	@$(BIN)/python -m docs.api
 	@$(BIN)/python -m docs.attention
 	@$(BIN)/python -m deploy.monitoring.prometheus_rule

@@ -43,7 +43,6 @@ class Attribute(StrEnum):
     TOKEN_START = "baton.token.start"
     TOKEN_STOP = "baton.token.stop"
     NODE_CACHED = "baton.prefix_cache.hit_tokens"
-    TOKENS = "baton.tokens"
     BYTES = "baton.transfer.bytes"
     SEGMENTS = "baton.transfer.segments"
     TRANSPORT = "baton.transfer.transport"
@@ -84,7 +83,6 @@ MEANINGS = {
     Attribute.TOKEN_START: "first token, counted from the beginning of the prompt",
     Attribute.TOKEN_STOP: "the token after the last one",
     Attribute.NODE_CACHED: "tokens that this node's prefix cache had",
-    Attribute.TOKENS: "number of tokens",
     Attribute.BYTES: "bytes of KV on the wire",
     Attribute.SEGMENTS: "number of messages with KV",
     Attribute.TRANSPORT: "what carried the KV, such as `rc` or `tcp`",

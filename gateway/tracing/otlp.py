@@ -79,7 +79,7 @@ def _span(span: Span, trace: bytes, offset_ns: int, state: str, *, is_root: bool
         parent_span_id=span.parent_id.to_bytes(8, "big") if span.parent_id else b"",
         trace_state=state,
         flags=_FLAGS | _REMOTE_KNOWN | (_REMOTE if remote else 0),
-        name=span.name,
+        name=span.name[:_TEXT_MAX],
         kind=_KINDS[is_root],
         start_time_unix_nano=offset_ns + round(span.start_s * 1e9),
         end_time_unix_nano=offset_ns + round(span.end_s * 1e9),

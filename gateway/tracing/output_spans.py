@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from baton.error_detail import from_detail
 from baton.errors import BatonError
 from baton.metrics.declared import LOST, Role
+from baton.security.log_lines import loggable
 from baton.tracing.declared import (
     ADMIT,
     ATTEMPT,
@@ -270,4 +271,4 @@ def _at_s(message: pb.Reserved | pb.Accepted | pb.Admitted) -> float | None:
 
 
 def _failure(error: BatonError) -> Failure:
-    return Failure(error.reason, error.message)
+    return Failure(error.reason, loggable(error))

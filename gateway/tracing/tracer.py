@@ -12,6 +12,7 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.metrics.declared import Outcome
+from baton.security.log_lines import loggable
 from baton.tracing.context import TraceContext, write_traceparent
 from baton.tracing.declared import FIRST_TOKEN_EVENT, PREPARE, QUEUE, Attribute
 from baton.tracing.sampling import Sampling
@@ -113,7 +114,7 @@ class RequestTrace:
         root.name, root.end_s = f"{self._operation} {self._model}", now_s
         root.attributes = self._attributes(ending, kept)
         if ending.error is not None and ending.outcome is not Outcome.CANCELLED:
-            root.error = str(ending.error)
+            root.error = loggable(ending.error)
         spans = [root, *self._waits(now_s)]
         for journal, machine, ended_at_s in self._outputs:
             local = machine.local_prefill

@@ -2,10 +2,11 @@
 
 import pytest
 
-from baton.errors import Cancelled, DeadlineExceeded, NoNode
+from baton.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNode
 from baton.metrics.declared import Outcome
 from baton.tracing.context import TraceContext, read_context
 from gateway import events
+from gateway.tracing.tracer import Ending
 from protos.baton.v1 import decode_pb2
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, first_token, reserved, token
 from tests.unit.gateway.tracing.traced import Traced, Traces, attributes
@@ -88,9 +89,17 @@ def test_nodes_get_the_requests_span_as_their_parent() -> None:
     assert context.span_id != SPAN_ID
 
 
-def test_neither_prompt_nor_output_leaves_the_gateway() -> None:
+def test_a_wrong_requests_trace_shows_its_field_and_not_what_the_client_sent() -> None:
     traces = Traces()
-    traces.end(served(retried=True))
-    data = b"".join(traces.exported)
-    assert data
-    assert b"100 101" not in data
+    error = InvalidRequest("the prompt is 'secret'", field="prompt", value="secret")
+    root = traces.end(outcome=Outcome.CLIENT_ERROR, error=error).root
+    assert root.status.message.endswith("in prompt")
+    assert b"secret" not in b"".join(traces.exported)
+
+
+def test_a_huge_model_name_is_cut() -> None:
+    traces = Traces()
+    trace = traces.tracer.begin("mine", None, 0.0)
+    trace.asked("x" * 1_000_000, is_chat=False)
+    trace.end(Ending(Outcome.CLIENT_ERROR, None, ""), 1.0)
+    assert len(b"".join(traces.exported)) < 5000

@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> installing dependencies: downloads 3 GB the first time, 0.7 GB with torch for CPUs only (see README.md)"
 	@since=$$(date +%s); \
-		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]' \
 		&& echo "==> installed in $$(($$(date +%s) - since)) s"
 	@touch $@
 
@@ -83,15 +83,19 @@ format: install  ## Format the code and apply automatic fixes
 bench: install  ## Measure transport, hand-over and latency, and write bench/results
 	@$(BIN)/python -m bench
 
-docs: install  ## Write the pages and tables that come from the code
+docs: install  ## Write the pages and tables that come from the code, and build the site into site/
 	@$(BIN)/python -m docs.configuration
 	@$(BIN)/python -m docs.metrics
 	@$(BIN)/python -m docs.api
 	@$(BIN)/python -m docs.attention
+	@$(BIN)/python -m docs.wire
+	@$(BIN)/python -m docs.troubleshooting
+	@$(BIN)/python -m docs.benchmarks
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the sdist
 	@PYTHON=$(BIN)/python .ci/dist-check
 
 clean:  ## Remove everything that was built
-	rm -rf $(VENV) .clients .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .clients .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	rm -f protos/baton/v1/*_pb2*.py*

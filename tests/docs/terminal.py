@@ -56,7 +56,9 @@ class Terminal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in reversed(self._serving):
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -172,7 +174,17 @@ class Clusters:
         key = tuple(arguments) if not any(name in " ".join(arguments) for name in ("--certs",)) else (str(folder),)
         if key not in self._running:
             popen = subprocess.Popen(
-                [sys.executable, "-c", "from baton.cli import main; main()", "up", "--port", "0", "--http-port", "0", *arguments],
+                [
+                    sys.executable,
+                    "-c",
+                    "from baton.cli import main; main()",
+                    "up",
+                    "--port",
+                    "0",
+                    "--http-port",
+                    "0",
+                    *arguments,
+                ],
                 cwd=folder,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -187,7 +199,9 @@ class Clusters:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for popen, _ in self._running.values():
             popen.send_signal(signal.SIGINT)
         for popen, _ in self._running.values():

@@ -33,7 +33,9 @@ def test_the_commands_of_a_page_run(page: str, clusters: Clusters, tmp_path: Pat
                 terminal.run(block)
 
 
-@pytest.mark.parametrize("block", [each for each in blocks() if each.language in RUNNABLE], ids=lambda block: block.where)
+@pytest.mark.parametrize(
+    "block", [each for each in blocks() if each.language in RUNNABLE], ids=lambda block: block.where
+)
 def test_what_a_command_names_exists(block: Block) -> None:
     if block.language != "python":
         assert [fault for command in block.commands for fault in faults(command)] == []
@@ -54,7 +56,9 @@ def test_a_block_says_what_it_is(block: Block) -> None:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_command_hides_in_an_indented_block(page: Path) -> None:
     text = _FENCED.sub("", page.read_text())
-    hidden = [line for line in text.splitlines() if re.match(r" {4,}(\$ |baton |make |python |kubectl |pip |\.venv/)", line)]
+    hidden = [
+        line for line in text.splitlines() if re.match(r" {4,}(\$ |baton |make |python |kubectl |pip |\.venv/)", line)
+    ]
     assert hidden == []
 
 
@@ -63,7 +67,9 @@ def test_the_commands_and_variables_in_sentences_exist(page: Path) -> None:
     text = _FENCED.sub("", page.read_text())
     wrong = []
     for code in _INLINE.findall(text):
-        wrong += [f"`{code}`: no setting {name}" for name in re.findall(r"\bBATON_[A-Z_]+\b", code) if name not in variables()]
+        wrong += [
+            f"`{code}`: no setting {name}" for name in re.findall(r"\bBATON_[A-Z_]+\b", code) if name not in variables()
+        ]
         words = code.split()
         if words[0] == "baton" and len(words) > 1 and re.fullmatch(r"[a-z-]+", words[1]):
             wrong += [f"`{code}`: {fault}" for fault in _faults(words)]

@@ -8,8 +8,8 @@ RESULTS = PAGE.parents[1] / "bench" / "results"
 _INTRODUCTION = """# Benchmarks
 
 Each page has the figures of one benchmark, next to rivals of the same run, with the machine and the date. `make bench`
-runs those that fit the machine; `python -m bench NAME` runs one. [Benchmarking](benchmarking.md) describes `baton bench`,
-which measures a deployment of your own. `make docs` writes this page.
+runs those that fit the machine; `python -m bench NAME` runs one. [Benchmarking](benchmarking.md) describes
+`baton bench`, which measures a deployment of your own. `make docs` writes this page.
 
 | page | what was measured |
 |---|---|

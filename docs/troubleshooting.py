@@ -13,16 +13,20 @@ PAGE = Path(__file__).resolve().parent / "troubleshooting.md"
 # Of each error: what causes it, and what to do.
 CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
     errors.ConfigError: (
-        "A setting, flag, variable, file or model directory is wrong. The process ends with exit code 2, a command with 1 or 2.",
-        "The line on stderr names the setting, its value and the allowed values. [Configuration](configuration.md) has all.",
+        "A setting, flag, variable, file or model directory is wrong. The process ends with exit code 2, a command with"
+        " 1 or 2.",
+        "The line on stderr names the setting, its value and the allowed values. [Configuration](configuration.md) has"
+        " all.",
     ),
     errors.InvalidRequest: (
-        "A value of the request is wrong: an unknown parameter, a number out of range, a prompt longer than the context.",
+        "A value of the request is wrong: an unknown parameter, a number out of range, a prompt longer than the"
+        " context.",
         "Change the field that the error names. Trying again unchanged does not help.",
     ),
     errors.Unauthenticated: (
         "The gateway has keys and got none, or one that it does not know; or a process showed no valid certificate.",
-        "Send `authorization: Bearer KEY`, or set `BATON_API_KEY`; check that certificates are of one CA and have not expired.",
+        "Send `authorization: Bearer KEY`, or set `BATON_API_KEY`; check that certificates are of one CA and have not"
+        " expired.",
     ),
     errors.PermissionDenied: (
         "The key or the certificate is valid but may not do this, such as ask for the cluster's status.",
@@ -72,9 +76,9 @@ CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
 
 _INTRODUCTION = """# Troubleshooting
 
-Every error names what is wrong, the allowed values where there are any, and what to do. Over gRPC it is a status with an
-`ErrorDetail`; over HTTP it is a JSON body with a `message`, a `code` and the `request_id`, which is also in the logs of every
-process that the request reached. `make docs` writes this page from the errors of the code.
+Every error names what is wrong, the allowed values where there are any, and what to do. Over gRPC it is a status with
+an `ErrorDetail`; over HTTP it is a JSON body with a `message`, a `code` and the `request_id`, which is also in the logs
+of every process that the request reached. `make docs` writes this page from the errors of the code.
 
 ## First look
 

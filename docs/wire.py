@@ -28,8 +28,8 @@ def page() -> str:
     return f"""# Wire protocol
 
 Two things travel between nodes: gRPC messages, which say what is to happen, and UCX messages, which carry KV. The
-[.proto files](../protos/baton/v1/common.proto) are the reference for every message; this page has the order in which they are
-sent, and the bytes of a segment. `make docs` writes its tables from the code.
+[.proto files](../protos/baton/v1/common.proto) are the reference for every message; this page has the order in which
+they are sent, and the bytes of a segment. `make docs` writes its tables from the code.
 
 ## Services
 
@@ -45,15 +45,16 @@ sent, and the bytes of a segment. `make docs` writes its tables from the code.
 ## Pairing
 
 1. The prefill node opens `Decode.Pair` and sends `PairHello` with its `NodeInfo`.
-2. The decode node compares it with its own. If they do not fit, it sends `PairRefused`, which lists every mismatch with its
-   cure. Otherwise it sends `PairAccepted`: the wire version, the prefill node's sender number, the largest message that it
-   takes, and the UCX addresses of all links, one for each pair of ranks between which KV flows.
-3. The prefill node connects and sends its own addresses in `PairLinked`; the decode node connects and sends `PairConnected`.
-4. The prefill node sends warm-up messages over every link, then `WarmedUp`. The decode node checks and times them, and sends
-   `PairReady` with the measured latency and GB/s. Now the pair carries requests.
+2. The decode node compares it with its own. If they do not fit, it sends `PairRefused`, which lists every mismatch with
+   its cure. Otherwise it sends `PairAccepted`: the wire version, the prefill node's sender number, the largest message
+   that it takes, and the UCX addresses of all links, one for each pair of ranks between which KV flows.
+3. The prefill node connects and sends its own addresses in `PairLinked`; the decode node connects and sends
+   `PairConnected`.
+4. The prefill node sends warm-up messages over every link, then `WarmedUp`. The decode node checks and times them, and
+   sends `PairReady` with the measured latency and GB/s. Now the pair carries requests.
 
-Model identity, what a token's KV consists of, and batch invariance have to be equal. Layout, block size, number of ranks and
-package version may differ.
+Model identity, what a token's KV consists of, and batch invariance have to be equal. Layout, block size, number of
+ranks and package version may differ.
 
 The messages of the stream, from the prefill node:
 
@@ -63,34 +64,36 @@ From the decode node:
 {_oneof(decode_pb2.PairResponse)}
 ## Versions
 
-A build speaks the wire versions {WIRE_OLDEST} to {WIRE_NEWEST}. A pair uses the newest version that both nodes speak, and is refused if there
-is none. Since version 4 segments are sealed with their lease's key. New protobuf fields need no new version: older nodes
-ignore them, and `make check` refuses any change that is not an addition.
+A build speaks the wire versions {WIRE_OLDEST} to {WIRE_NEWEST}. A pair uses the newest version that both nodes speak,
+and is refused if there is none. Since version 4 segments are sealed with their lease's key. New protobuf fields need no
+new version: older nodes ignore them, and `make check` refuses any change that is not an addition.
 
 ## Leases and tickets
 
-A decode node that has reserved blocks opens a lease and sends it to the gateway in a ticket, which the gateway passes on with
-`PrefillRequest`. A lease's number has {LEASE_NUMBER_BITS} random bits; its key has {LEASE_KEY_BYTES} bytes, which only the ticket carries.
+A decode node that has reserved blocks opens a lease and sends it to the gateway in a ticket, which the gateway passes
+on with `PrefillRequest`. A lease's number has {LEASE_NUMBER_BITS} random bits; its key has {LEASE_KEY_BYTES} bytes,
+which only the ticket carries.
 
 {_message(common_pb2.Lease)}
 {_message(common_pb2.Ticket)}
 The prefill node answers with events:
 
 {_oneof(prefill_pb2.PrefillEvent)}
-When all KV is sent, the prefill node sends `HandOver` on the pair's stream, with the first token. The decode node closes the
-lease when all tokens have arrived. If the request ends early, the decode node sends `LeaseEnded`; the prefill node stops, and
-answers `Quiet` once nothing of the lease is in flight. Blocks are freed only after that, so a late write never reaches them.
+When all KV is sent, the prefill node sends `HandOver` on the pair's stream, with the first token. The decode node
+closes the lease when all tokens have arrived. If the request ends early, the decode node sends `LeaseEnded`; the
+prefill node stops, and answers `Quiet` once nothing of the lease is in flight. Blocks are freed only after that, so a
+late write never reaches them.
 
 ## Segments
 
-A UCX message is a payload followed by a trailer of {TRAILER_BYTES} bytes. The payload has the KV of some layers, tokens and heads in the
-order layer, key/value, token, head, channel, in the dtype of the receiver's cache. The trailer is a serialized `Segment` whose
-fields all have a fixed size:
+A UCX message is a payload followed by a trailer of {TRAILER_BYTES} bytes. The payload has the KV of some layers, tokens
+and heads in the order layer, key/value, token, head, channel, in the dtype of the receiver's cache. The trailer is a
+serialized `Segment` whose fields all have a fixed size:
 
 {_message(common_pb2.Segment)}
 `layer_stop`, `token_stop` and `head_stop` are exclusive. The digest is that of the payload, which
-[digest.py](../kvcache/wire/digest.py) defines, plus 64 bits of a BLAKE2b hash over all other fields, modulo 2^64. With a key, the
-hash is keyed, and another 64 bits of it are the seal, which takes the place of the incarnation.
+[digest.py](../kvcache/wire/digest.py) defines, plus 64 bits of a BLAKE2b hash over all other fields, modulo 2^64. With
+a key, the hash is keyed, and another 64 bits of it are the seal, which takes the place of the incarnation.
 
 The UCX tag has 64 bits, from the highest:
 
@@ -104,8 +107,8 @@ The numbers {WARM_UP}, {PING} and {PONG} mark warm-up messages and the two direc
 
 ## What a receiver refuses
 
-A message that is refused is dropped before it reaches a cache, and counted: `late` ones as `segments_late`, all others as
-`segments_refused` of the node's status.
+A message that is refused is dropped before it reaches a cache, and counted: `late` ones as `segments_late`, all others
+as `segments_refused` of the node's status.
 
 | reason | a message is refused because |
 |---|---|

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
-import click
 import typer
 from typer.main import get_command
 
@@ -53,14 +53,11 @@ def flags_of(name: str) -> set[str]:
         app = typer.Typer(add_completion=False)
         app.command()(bench if name == "bench" else plan)
         return _options(get_command(app))
-    group = get_command(program())
-    commands: dict[str, click.Command] = getattr(group, "commands", {})
-    return _options(commands[name])
+    return _options(_commands()[name])
 
 
-@cache
 def commands() -> tuple[str, ...]:
-    return tuple(getattr(get_command(program()), "commands", {}))
+    return tuple(_commands())
 
 
 @cache
@@ -76,7 +73,13 @@ def verbs() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
-def _options(command: click.Command) -> set[str]:
+@cache
+def _commands() -> Mapping[str, Any]:
+    commands: Mapping[str, Any] = getattr(get_command(program()), "commands", {})
+    return commands
+
+
+def _options(command: Any) -> set[str]:
     return {"--help", *(name for each in command.params for name in (*each.opts, *each.secondary_opts))}
 
 

@@ -117,7 +117,7 @@ class Terminal:
             self._shell(block, shlex.join(["baton", *words]))
             return
         variables = {name: value for name, value in self._environment.items() if name.startswith(("BATON_", "PATH"))}
-        done = run_warm(BATON, *words, folder=self._folder, timeout_s=DEADLINE_S, **variables)
+        done = run_warm(BATON, *words, prepare=None, folder=self._folder, timeout_s=DEADLINE_S, **variables)
         _check(block, shlex.join(words), done.returncode, done.stdout + done.stderr)
 
     def _shell(self, block: Block, command: str) -> None:

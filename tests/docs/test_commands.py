@@ -1,7 +1,6 @@
-"""Every command of every page runs as it stands, or its block's title says why not; then it is checked as text."""
+"""What can be told of every command of every page without running it: what it names exists. test_run.py runs them."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,27 +9,11 @@ from docs.site_files import ROOT, pages
 from tests.docs.blocks import OF_CLIENTS, OTHER, REASONS, RUNNABLE, Block, blocks
 from tests.docs.commands import commands, faults, flags_of, variables
 from tests.docs.guides import GUIDES
-from tests.docs.terminal import Clusters, Terminal
 
-TO_RUN = [block for block in blocks() if block.language in RUNNABLE and not block.reason and block.page not in GUIDES]
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 # Flags of other people's programs that pages mention.
 _OTHERS_FLAGS: set[str] = set()
-
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    with Clusters() as running:
-        yield running
-
-
-@pytest.mark.parametrize("page", sorted({block.page for block in TO_RUN}))
-def test_the_commands_of_a_page_run(page: str, clusters: Clusters, tmp_path: Path) -> None:
-    with Terminal(tmp_path, clusters) as terminal:
-        for block in TO_RUN:
-            if block.page == page:
-                terminal.run(block)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def _message(message: type) -> str:
 
 
 def _oneof(message: type) -> str:
-    (oneof,) = message.DESCRIPTOR.oneofs  # type: ignore[attr-defined]
+    described = message.DESCRIPTOR.oneofs  # type: ignore[attr-defined]
+    (oneof,) = (each for each in described if not each.name.startswith("_"))  # those are of optional fields
     rows = [f"| `{field.name}` | {field.number} | {_type(field)} |\n" for field in oneof.fields]
     return _FIELDS + "".join(rows)
 

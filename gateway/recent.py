@@ -6,7 +6,6 @@ To keep one costs about a microsecond; what is shown of it is made when somebody
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from baton.errors import shortened
@@ -59,20 +58,23 @@ class Recent:
 
     def __init__(self, process: int = 0, kept: int = KEPT) -> None:
         self._process = process
-        self._numbers = count()
-        self._finished: deque[tuple[int, Finished]] = deque(maxlen=kept)
+        self._finished: deque[Finished] = deque(maxlen=kept)
 
     def add(self, finished: Finished) -> None:
-        self._finished.append((next(self._numbers), finished))
+        self._finished.append(finished)
 
     def newest(self, most: int, client: str | None) -> list[Shown]:
-        """At most this many, newest first, as JSON; only those of this client, None: of all."""
+        """At most this many, newest first, as JSON; only those of this client, None: of all.
+
+        `key` names a request for as long as it is kept. It is no number: gaps would show a client how many requests
+        others have.
+        """
         found: list[Shown] = []
-        for number, finished in reversed(self._finished):
+        for finished in reversed(self._finished):
             if len(found) >= most:
                 break
             if client in (None, finished.client):
-                found.append({"key": f"{self._process}.{number}", **shown(finished)})
+                found.append({"key": f"{self._process} {finished.ended_at_s!r}", **shown(finished)})
         return found
 
 

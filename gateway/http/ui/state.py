@@ -1,10 +1,11 @@
-"""`/ui/state`: what the page and `baton top` show, as one JSON object.
+"""`/ui/state`: what the page shows, as one JSON object.
 
 An operator sees the cluster and all requests; a client that has shown who it is sees its own requests; anybody else
 sees the names of gateway and model only.
 """
 
 import time
+from math import isfinite
 from typing import Any
 
 import orjson
@@ -28,6 +29,7 @@ from protos.baton.v1 import common_pb2
 
 REQUESTS_SHOWN = 60
 _TEXT_MAX = 400
+_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 _CLUSTER = rights_for("/baton.v1.Generation/ClusterStatus")
 
 
@@ -39,7 +41,7 @@ async def state(call: Call) -> Response:
     body = context.answers.get(client)
     if body is None:
         body = context.answers.keep(client, orjson.dumps(await _state(context, sees, client)))
-    return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+    return Response(body, media_type="application/json", headers=_HEADERS)
 
 
 def may_see(caller: Caller) -> str:
@@ -138,7 +140,7 @@ def _node(node: FleetNode) -> dict[str, Any]:
         "waiting": status.requests_waiting,
         "rows": status.decode_rows,
         "seats": status.max_batch_requests,
-        "backlog_s": status.backlog_s,
+        "backlog_s": _finite(status.backlog_s),
         "tokens_waiting": status.tokens_waiting,
         "blocks": status.blocks_total,
         "blocks_free": status.blocks_free,
@@ -159,9 +161,14 @@ def _link(prefill: int, decode: int | None, peer: common_pb2.PeerState) -> dict[
         "peer": shortened(peer.name, _TEXT_MAX),
         "state": phase,
         "transport": shortened(peer.transport, _TEXT_MAX),
-        "gigabytes_per_s": peer.gigabytes_per_s,
-        "latency_s": peer.latency_s,
+        "gigabytes_per_s": _finite(peer.gigabytes_per_s),
+        "latency_s": _finite(peer.latency_s),
         "bytes_total": peer.bytes_total,
         "segments_total": peer.segments_total,
         "detail": shortened("; ".join([*([peer.detail] if peer.detail else []), *mismatches]), _TEXT_MAX),
     }
+
+
+def _finite(value: float) -> float:
+    """JSON has no other numbers."""
+    return value if isfinite(value) else 0.0

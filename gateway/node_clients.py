@@ -24,7 +24,7 @@ _WATCH_INTERVAL_S = 0.1
 _FIRST_STATUS_TIMEOUT_S = 5.0
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
 _CONNECT_TIMEOUT_S = 20.0
-_LAST_MESSAGES_S = 2.0
+_LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
 
 _CLOSED = "the gateway has closed the connection"
 

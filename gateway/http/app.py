@@ -159,7 +159,7 @@ class App:
         if not isinstance(error, BatonError):
             log.error("%s: a request failed", request_id, exc_info=error)
             error = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
-        # A request to the model has counted its own error, and a probe that is told to wait is none.
+        # A request to the model has counted its own error, and a probe that has to wait is not an error.
         if not error.request_id and scope["path"] != "/ready":
             self.context.serving.meter.refused_at_door(error)
         log_answer(request_id, error)

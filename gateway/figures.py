@@ -9,6 +9,7 @@ from baton.metrics.page import join
 from gateway.board import Board, Count
 from gateway.fleet import Fleet
 from gateway.fleet_node import FleetNode
+from gateway.revisions import serving_revisions, serving_versions
 from gateway.waiting_room import REFUSALS
 
 _STATES = ("ready", "draining", "unusable", "unreachable")
@@ -39,6 +40,12 @@ class GatewayMetrics:
             states = Counter(map(state_of, nodes.values()))
             for state in _STATES:
                 yield Figure("baton_nodes", states[state], (role, state))
+            for node in nodes.values():
+                if node.reachable:
+                    labels = (node.name, role, node.version, node.revision, node.revision_name)
+                    yield Figure("baton_node_info", 1, labels)
+        yield Figure("baton_serving_versions", len(serving_versions(self._fleet.nodes())))
+        yield Figure("baton_serving_revisions", len(serving_revisions(self._fleet.nodes())))
 
 
 def state_of(node: FleetNode) -> str:

@@ -83,6 +83,16 @@ def test_the_operators_object_has_the_rules(tmp_path: Path) -> None:
     assert made["metadata"]["namespace"] == "baton"
 
 
+def test_runbook_links_can_lead_to_a_site(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "https://docs.example.org/operations/"
+    for arguments, spec in (["--object"], lambda made: made["spec"]), ([], lambda made: made):
+        prometheus_rule.main(["--runbook", page, *arguments])
+        made = spec(yaml.safe_load(capsys.readouterr().out))
+        links = [rule["annotations"]["runbook_url"] for group in made["groups"] for rule in group["rules"][-1:]]
+        assert links[-1] == f"{page}#batonmixedrevisions"
+        assert [rule for group in made["groups"] for rule in group["rules"] if PAGE in str(rule)] == []
+
+
 def test_the_dashboard_is_made_from_its_table() -> None:
     assert dashboard.FILE.read_text() == dashboard.dashboard(), "run `make docs`"
 

@@ -26,9 +26,10 @@ class GatewayMetrics:
 
     async def page(self) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._board.totals(), list(self._figures())))
+        return await join(self._exposition.pages(self._board.totals(), list(self.figures())))
 
-    def _figures(self) -> Iterator[Figure]:
+    def figures(self) -> Iterator[Figure]:
+        """The figures of this moment that are in no cell of the board."""
         total = self._board.total
         waiting = total(Count.WAITING)
         yield Figure("baton_num_requests_running", total(Count.RUNNING) - waiting)

@@ -65,7 +65,7 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     if mixed := mixture(_members(cluster)):
         parts.append(Text(mixed, style="yellow"))
     parts += [Text(line) for line in _described(nodes, _model)]
-    parts += [Text(line) for line in _described(nodes, _release)]
+    parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
@@ -302,6 +302,10 @@ def _name(node: generation_pb2.NodeReport) -> str:
 def _role(node: generation_pb2.NodeReport) -> str:
     role = node.status.info.role
     return common_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else "unknown"
+
+
+def _version(node: generation_pb2.NodeReport) -> str:
+    return node.status.info.package_version
 
 
 def _is_prefill(node: generation_pb2.NodeReport) -> bool:

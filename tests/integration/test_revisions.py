@@ -68,6 +68,16 @@ class Answer:
             self.error = error
 
 
+async def until_serving(client: Client, names: list[str]) -> None:
+    """Returns when the gateway has nodes of these revisions only."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            (card,) = await client.list_models()
+            if [each.name for each in card.revisions] == names:
+                return
+            await asyncio.sleep(0.02)
+
+
 async def test_an_answer_goes_on_with_its_weights_at_another_gateway_or_ends_with_an_error(
     two: Two, reference: Reference
 ) -> None:
@@ -137,9 +147,7 @@ async def test_new_weights_replace_old_ones_under_load(two: Two, reference: Refe
         for node in old:
             assert await asyncio.to_thread(start.end, node) == 0
             await until_served(CLIENTS)
-        async with asyncio.timeout(DEADLINE_S):
-            while [each.name for each in (await client.list_models())[0].revisions] != ["v2"]:
-                await asyncio.sleep(0.02)
+        await until_serving(client, ["v2"])
         replaced.set()
         assert await until(lambda: after >= CLIENTS, timeout_s=DEADLINE_S)
         over.set()

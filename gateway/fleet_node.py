@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from baton.convert import costs_from_proto
+from baton.errors import shortened
 from baton.revisions import revision_of
 from gateway.backlog import Backlog
 from gateway.cache_position import CachePosition
@@ -23,6 +24,7 @@ Role: TypeAlias = common_pb2.Role.ValueType
 _DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Phases of a pair that last.
 SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
+_TEXT_MAX = 200
 _NEVER_CONNECTED = "not connected yet"
 _UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
 
@@ -57,11 +59,11 @@ class FleetNode:
 
     @property
     def revision_name(self) -> str:
-        return self.status.info.model.revision_name
+        return shortened(self.status.info.model.revision_name, _TEXT_MAX)
 
     @property
     def version(self) -> str:
-        return self.status.info.package_version
+        return shortened(self.status.info.package_version, _TEXT_MAX)
 
     @property
     def serves(self) -> bool:

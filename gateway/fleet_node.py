@@ -94,8 +94,7 @@ class FleetNode:
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
-                _to_view(self.address, self.status, self.peers),
-                revision=self.revision,
+                _to_view(self.address, self.revision, self.status, self.peers),
                 open=self.open,
                 requests_since=self._requests_since,
                 tokens_since=self._tokens_since,
@@ -169,12 +168,15 @@ def _seconds(reported: float) -> float:
     return reported if 0 <= reported < math.inf else 0.0
 
 
-def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:
+def _to_view(
+    address: str, revision: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]
+) -> NodeView:
     info = status.info
     ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
     return NodeView(
         address=address,
         incarnation=info.incarnation,
+        revision=revision,
         open=True,
         max_context_tokens=info.max_context_tokens,
         block_size=info.cache_shape.block_size,

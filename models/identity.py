@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
 
 
 def _hashed(value: Any) -> Iterator[Field[Any]]:
-    always = _ALWAYS_HASHED.get(type(value).__name__, frozenset())
+    always = _ALWAYS_HASHED.get(type(value).__name__, set())
     for field in fields(value):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name in always or default is MISSING or getattr(value, field.name) != default:

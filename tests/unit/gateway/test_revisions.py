@@ -6,7 +6,6 @@ import pytest
 
 from baton import __version__
 from baton.errors import NoNode
-from baton.metrics.declared import Role
 from baton.metrics.exposition import by_series
 from gateway.board import Board
 from gateway.commands import Finish, SubmitToDecode
@@ -16,7 +15,7 @@ from gateway.fleet_node import FleetNode
 from gateway.request_machine import RequestMachine
 from gateway.revisions import serving_revisions, serving_versions
 from tests.unit.gateway.fleets import SmallFleet, request, rules
-from tests.unit.gateway.served import Served, Words, accepted, only, token
+from tests.unit.gateway.served import LENGTH, Served, Words, accepted, only, token
 
 
 def change(node: FleetNode, **fields: object) -> None:
@@ -68,7 +67,6 @@ def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:
         ("node-21", "decode", "0.1", ours, ""),
         ("node-22", "decode", "0.2", others, ""),
     }
-    assert Role.GATEWAY.value == "gateway"
 
 
 # ---- resumed requests
@@ -144,7 +142,7 @@ def test_a_receipt_has_the_revision_that_answered_and_the_nodes_versions() -> No
     served = Served(decodes=1, start=False)
     change(served.fleet.decodes["d1"], info__package_version="0.2", info__model__revision_name="v7")
     served.handle(Started())
-    served.decode(accepted(), *(token(index) for index in range(3)), token(3, 2))
+    served.decode(accepted(), *(token(index) for index in range(3)), token(3, LENGTH))
     receipt = served.receipt
     assert (receipt.revision, receipt.revision_name) == (served.fleet.decodes["d1"].revision, "v7")
     assert (receipt.prefill_version, receipt.decode_version) == ("", "0.2")

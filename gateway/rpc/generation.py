@@ -4,9 +4,11 @@ from collections.abc import AsyncIterator, Awaitable
 
 import grpc
 
+from baton import __version__
 from baton.types import GrammarKind
 from gateway.collected import Collector
 from gateway.fleet import Fleet
+from gateway.revisions import serving_revisions
 from gateway.rpc.call import answering, check_ids
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
@@ -135,6 +137,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             requests_failed=counters.failed,
             remote_total=counters.remote,
             local_total=counters.local,
+            package_version=__version__,
         )
 
     def _card(self) -> pb.ModelCard:
@@ -144,4 +147,5 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             architecture=model.architecture,
             max_context_tokens=self._fleet.max_context_tokens,
             vocab_size=model.vocab_size,
+            revisions=serving_revisions(self._fleet.nodes()),
         )

@@ -230,3 +230,10 @@ def test_intersections_and_complements_of_expressions_are_refused_uncompiled(tex
 )
 def test_marks_that_are_no_operators_between_expressions_are_kept(accepts: Accepts, text: str, output: str) -> None:
     assert accepts(GrammarKind.LARK, text, output)
+
+
+@pytest.mark.parametrize("text", ["'[' * 99_000", "'start: \"' + '\\\\\"' * 99_000"])
+def test_a_text_without_ends_is_read_in_bounded_time(text: str) -> None:
+    program = f"from grammar.lark import readable_lark; readable_lark({text})"
+    bounded = f'ulimit -t 10; exec {sys.executable} -c "$0"'
+    assert subprocess.run(["bash", "-c", bounded, program], check=False).returncode == 0

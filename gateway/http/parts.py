@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import orjson
+
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -125,6 +127,11 @@ class Answer:
         self._pending_count = 0
         if self._pending:
             self._pending = []
+
+
+def with_token_ids(event: bytes, token_ids: Sequence[int]) -> bytes:
+    """The event with one more field: the tokens whose text the stream has with this event, and had not before it."""
+    return b'%b,"token_ids":%b}\n\n' % (event.removesuffix(b"}\n\n"), orjson.dumps(token_ids))
 
 
 def event(name: str, data: bytes) -> bytes:

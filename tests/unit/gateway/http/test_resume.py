@@ -11,7 +11,7 @@ from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
 
 PROMPT = list(range(1, 65))
 BODY = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": True, "return_token_ids": True}
-USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 @pytest.fixture

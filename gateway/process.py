@@ -130,6 +130,7 @@ async def run(
     """
     stop = stop_on_signals()
     async with AsyncExitStack() as stack:
+        stack.callback(model.grammars.close)
         if bound is not None:
             await stack.enter_async_context(bound.server)
         connections = await stack.enter_async_context(Connections(settings, model))

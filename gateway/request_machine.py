@@ -72,8 +72,9 @@ class RequestMachine:
 
     # ---- what the shell sees
 
-    def resume(self) -> str:
-        """Goes on after the request's `output`, before the first event. Returns the text that the client has of it.
+    def resume(self) -> list[str]:
+        """Goes on after the request's `output`, before the first event. Returns what each of these tokens added to the
+        text that the client has; the last one may be missing.
 
         Raises:
             InvalidRequest: it would have ended before all of these tokens.

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -32,8 +32,10 @@ BOUND_S = 60
 
 
 @pytest.fixture(scope="module")
-def model() -> ServedModel:
-    return read_served_model(DEMO_MODELS / "llama", None)
+def model() -> Iterator[ServedModel]:
+    read = read_served_model(DEMO_MODELS / "llama", None)
+    yield read
+    read.grammars.close()
 
 
 def settings_of(*flags: str) -> GatewaySettings:

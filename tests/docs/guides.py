@@ -7,14 +7,14 @@ from docs.site_files import ROOT
 from tests.docs.blocks import Block
 
 GUIDES = ("docs/adding-a-backend.md", "docs/adding-a-model.md", "docs/adding-a-transport.md")
-_LEFT_OUT = (".*", "site", "build", "dist", "__pycache__")
+_LEFT_OUT = (".*", "site", "build", "dist")
 
 
 def copy_source(target: Path) -> None:
-    """The repository's Python files and its pyproject.toml."""
+    """The repository's Python files, with what was compiled of them, and its pyproject.toml."""
     for top in ROOT.iterdir():
         if top.is_dir() and not any(top.match(pattern) for pattern in _LEFT_OUT):
-            shutil.copytree(top, target / top.name, ignore=_not_python, copy_function=shutil.copyfile)
+            shutil.copytree(top, target / top.name, ignore=_not_python)
     shutil.copyfile(ROOT / "pyproject.toml", target / "pyproject.toml")
 
 
@@ -44,8 +44,4 @@ def sides(diff: str) -> tuple[str, str]:
 
 
 def _not_python(folder: str, names: list[str]) -> list[str]:
-    return [
-        name
-        for name in names
-        if name == "__pycache__" or not (name.endswith((".py", ".pyi")) or (Path(folder) / name).is_dir())
-    ]
+    return [name for name in names if not (name.endswith((".py", ".pyi", ".pyc")) or (Path(folder) / name).is_dir())]

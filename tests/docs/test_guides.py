@@ -1,42 +1,39 @@
-"""Each guide's files and changes, made in a copy of the source, pass the guide's own commands."""
+"""The guides' files and changes, made in one copy of the source, pass the guides' own commands."""
 
+import json
 import shlex
 import sys
 from functools import partial
 from pathlib import Path
-
-import pytest
 
 from tests.docs.blocks import blocks
 from tests.docs.guides import GUIDES, apply, copy_source
 from tests.warm import run_warm
 
 _PYTEST = [".venv/bin/python", "-m", "pytest"]
+_OPTIONS = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
 
-@pytest.mark.parametrize("page", GUIDES)
-def test_what_a_guide_adds_passes_its_commands(page: str, tmp_path: Path) -> None:
+def test_what_the_guides_add_passes_their_commands(tmp_path: Path) -> None:
     copy_source(tmp_path)
-    ran = []
+    runs: list[str] = []
+    tested = set()
     for block in blocks():
-        if block.page != page:
-            continue
-        if block.language == "console":
-            ran += [command for command in block.commands if passes(command, tmp_path)]
-        else:
+        if block.page in GUIDES and block.language == "console":
+            runs += [json.dumps(_OPTIONS + arguments(command)) for command in block.commands]
+            tested.add(block.page)
+        elif block.page in GUIDES:
             apply(block, tmp_path)
-    assert ran, f"{page} has no command that tests what it adds"
+    assert tested == set(GUIDES), "a guide has no command that tests what it adds"
+    done = run_warm("tests.docs.guided", *runs, prepare=partial(import_from, tmp_path), folder=tmp_path)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-1000:]}"
 
 
-def passes(command: str, source: Path) -> bool:
-    """Runs a command of pytest in the copy; raises AssertionError with its output if a test fails or none is chosen."""
+def arguments(command: str) -> list[str]:
+    """A command's arguments for pytest."""
     words = shlex.split(command)
     assert words[:3] == _PYTEST, f"{command}: a guide tests by {' '.join(_PYTEST)}"
-    done = run_warm(
-        "pytest", "-q", "-p", "no:cacheprovider", *words[3:], prepare=partial(import_from, source), folder=source
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
-    return True
+    return words[3:]
 
 
 def import_from(source: Path) -> None:

@@ -27,8 +27,8 @@ _INTRODUCTION = f"""# Traces
 
 A gateway exports one OpenTelemetry trace per request, by OTLP over gRPC, to any collector:
 
-```sh
-baton gateway ... --otlp-endpoint http://collector:4317
+```sh title="needs several machines"
+baton gateway --prefill prefill:7001 --decode decode:7002 --otlp-endpoint http://collector:4317
 ```
 
 or with `OTEL_EXPORTER_OTLP_ENDPOINT` and the other variables below. Nodes need no setting and reach no collector: they

@@ -3,6 +3,7 @@
 Tokens are left out, so that they cost nothing; of messages only what a trace shows is kept, and no text or token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway import commands as c
@@ -65,11 +66,13 @@ class LocalPrefill:
     Attributes:
         at_s: when the token came.
         prefill_s, queue_s: the computation, and the wait in the engine before it.
+        chunks: of the computation, as the node reports them.
     """
 
     at_s: float
     prefill_s: float
     queue_s: float
+    chunks: Sequence[decode_pb2.ComputedChunk] = ()
 
 
 class Journal:

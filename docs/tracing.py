@@ -59,6 +59,9 @@ variables the gateway reads these:
 
 Each `OTEL_EXPORTER_OTLP_` variable also exists as `OTEL_EXPORTER_OTLP_TRACES_...`, which comes first.
 
+Any collector of OTLP over gRPC will do. `make test-clients` sends the traces of a real cluster to Arize Phoenix and
+reads them back from its API. Phoenix keeps neither links nor resources: there only `baton.node` says where a span was.
+
 A collector that is slow or gone costs traces, never a request: each gateway process holds 16 MiB of traces at most, and
 drops those beyond. `baton_traces_total` counts what becomes of traces. One log line says that they are not exported,
 one that they are again.

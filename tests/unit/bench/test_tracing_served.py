@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.tracing_served import Middle, rows_of
+from bench.tracing_served import Measured, Middle, rows_of
 
 
 def test_the_middle_ignores_an_outlier() -> None:
@@ -11,18 +11,18 @@ def test_the_middle_ignores_an_outlier() -> None:
     assert Middle.of([2.0] * 5) == Middle(2.0, 0.0)
 
 
-def test_what_is_added_is_the_difference_of_each_pair() -> None:
+def test_what_is_added_is_the_difference_of_each_pair_over_a_request_of_usual_length() -> None:
     slow = [1.0, 3.0, 2.0]  # what else ran in each round
-    rows = rows_of(
-        {
-            "off": [1000.0 * factor for factor in slow],
-            "10 % exported": [1000.0 * factor + 10 for factor in slow],
-            "all exported": [1000.0 * factor + 100 for factor in slow],
-        }
-    )
-    added = {row.name: row for row in rows if row.unit == "%"}
-    assert added["added, 10 % exported"].measured == pytest.approx(0.5)
-    assert added["added, 10 % exported"].reached
-    assert added["added, all exported"].measured == pytest.approx(5.0)
-    assert added["added, all exported"].reached is None
-    assert added["added, all exported: standard error"].measured == 0.0
+    short = {
+        "off": [1000.0 * factor for factor in slow],
+        "10 % exported": [1000.0 * factor + 10 for factor in slow],
+        "all exported": [1000.0 * factor + 100 for factor in slow],
+    }
+    rows = {(row.name, row.unit): row for row in rows_of(Measured(short, [4000.0, 5000.0, 20000.0]))}
+    assert rows["added, 10 % exported", "us"].measured == pytest.approx(10.0)
+    share = rows["added, 10 % exported: share", "%"]
+    assert share.measured == pytest.approx(0.2)
+    assert share.reached
+    assert rows["added, all exported: share", "%"].measured == pytest.approx(2.0)
+    assert rows["added, all exported: share", "%"].reached is None
+    assert rows["added, all exported: standard error", "us"].measured == 0.0

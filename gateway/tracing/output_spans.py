@@ -25,7 +25,7 @@ from gateway.receipt import DECODE as DECODE_STAGE
 from gateway.receipt import PREFILL as PREFILL_STAGE
 from gateway.tracing.journal import Called, FirstToken, Journal, LocalPrefill, PrefillHere, Submitted
 from gateway.tracing.node_clock import NodeClock
-from gateway.tracing.prefill_spans import CallNotes, Chunk, Failure, NewId, chunk_spans
+from gateway.tracing.prefill_spans import CallNotes, Failure, NewId, chunk_spans
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
 
@@ -273,10 +273,7 @@ class OutputSpans:
         }
         new_id = self._new_id
         queue = Span(PREFILL_QUEUE.name, new_id(), span.span_id, began_s, computed_from_s, attempt.place)
-        placed = [
-            Chunk(clock.at(local.at_s, chunk.ended_s), chunk.token_start, chunk.token_stop, chunk.steps)
-            for chunk in chunks
-        ]
+        placed = [chunk._replace(ended_s=clock.at(local.at_s, chunk.ended_s)) for chunk in chunks]
         return [span, queue, *chunk_spans(placed, span, computed_from_s, new_id)]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 from baton.metrics.declared import Role
 from baton.tracing.declared import CHUNK, PREFILL, PREFILL_QUEUE, SEND, Attribute
 from baton.tracing.span import Place, Span
-from gateway.tracing.journal import Called, FirstToken
+from gateway.tracing.journal import Called, Chunk, FirstToken
 from gateway.tracing.node_clock import NodeClock
 from protos.baton.v1 import prefill_pb2 as pb
 
@@ -23,15 +23,6 @@ class Failure(NamedTuple):
 
     reason: str
     text: str
-
-
-class Chunk(NamedTuple):
-    """A part of a prompt that was computed in this number of engine steps."""
-
-    ended_s: float
-    token_start: int
-    token_stop: int
-    steps: int = 1
 
 
 @dataclass

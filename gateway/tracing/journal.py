@@ -4,7 +4,7 @@ Tokens are left out, so that they cost nothing; of messages only what a trace sh
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from gateway import commands as c
 from gateway import events as e
@@ -84,7 +84,7 @@ class LocalPrefill:
     chunks: tuple[Chunk, ...] = ()
 
     @classmethod
-    def reported(cls, now_s: float, first: decode_pb2.StepToken) -> Self:
+    def reported(cls, now_s: float, first: decode_pb2.StepToken) -> "LocalPrefill":
         """As the first token reports it. The message, which may be large, is not kept."""
         chunks = (Chunk(each.ended_s, each.token_start, each.token_stop, each.steps) for each in first.prompt_chunks)
         return cls(now_s, first.prefill_s, first.queue_s, tuple(chunks))

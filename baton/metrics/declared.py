@@ -99,11 +99,11 @@ _PHASE = Label("state", "of the lease", ("opening", "filling", "closing"))
 _STEP = Label("kind", "what the step computed", ("prefill", "decode", "mixed"))
 _LAUNCH = Label("launch", "how the step was launched", ("decode_graph", "prompt_graph", "eager"))
 _TIER = Label("tier", "of the cache", ("device",))
+_TRANSPORT = Label("transport", "what carries the KV of the pair, such as `rc`, `cuda_ipc`, `cma` or `tcp`")
+_TRACE = Label("state", "of the trace", ("exported", "dropped"))
 _DIRECTION = Label("direction", "of the KV", ("sent", "received"))
 _PEER = Label("peer", "name of the node at the other end of the pair")
 _ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
-_TRANSPORT = Label("transport", "what carries the KV of the pair, such as `rc`, `cuda_ipc`, `cma` or `tcp`")
-_TRACE = Label("state", "of the trace", ("exported", "dropped"))
 _NODE_STATE = Label("state", "as this gateway sees it", ("ready", "draining", "unusable", "unreachable"))
 _VERSION = Label("version", "of the package", ())
 _PYTHON = Label("python", "version of the interpreter", ())
@@ -181,13 +181,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_request_fallbacks_total", C, "outputs",
            "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
            "failure", GATEWAY, (_RETRY_REASON,)),
+    Metric("baton_traces_total", C, "traces",
+           "Traces that were to be exported. exported: the collector has them; dropped: they are lost, because it was "
+           "slow, gone or refused them", GATEWAY, (_TRACE,)),
     Metric("baton_nodes", G, "nodes",
            "Nodes of the gateway by role and state", GATEWAY, (_ROLE_OF_NODE, _NODE_STATE)),
     Metric("baton_workers", G, "processes",
            "Processes of this gateway (`--workers`); every metric is the sum of all", GATEWAY),
-    Metric("baton_traces_total", C, "traces",
-           "Traces that were to be exported. exported: the collector has them; dropped: they are lost, because it was "
-           "slow, gone or refused them", GATEWAY, (_TRACE,)),
     # ---- tokens
     Metric("baton_prompt_tokens_total", C, "tokens",
            "Prompt tokens: at a gateway of outputs that have begun, on a node those computed there", ALL),

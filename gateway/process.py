@@ -23,7 +23,7 @@ from gateway.connections import Connections
 from gateway.http.server import HttpServer, bind
 from gateway.model import ServedModel
 from gateway.rpc.services import SERVICE_NAMES, add_services
-from gateway.serving import Colleagues, Serving
+from gateway.serving import Alone, Colleagues, Serving
 from gateway.tracing.start import tracing
 
 log = logging.getLogger("baton")
@@ -142,7 +142,9 @@ async def run(
             await stack.enter_async_context(bound.server)
         server = bound.server
         name = settings.name or f"gateway@{server.address}"
-        tracer = await stack.enter_async_context(tracing(settings, instance=name, model_name=model.name))
+        colleagues = colleagues or Alone()
+        traces = tracing(settings, colleagues.board.tally, instance=name, model_name=model.name)
+        tracer = await stack.enter_async_context(traces)
         serving = Serving(settings, model, connections, colleagues, tracer)
         show_name(name)
         http = None

@@ -201,7 +201,7 @@ class RequestMachine:
                 attempt.ended_by_node = self._must_check = True
             if step_token.HasField("prefill_s"):
                 self._receipt.prefilled(step_token.prefill_s, step_token.queue_s)
-                self.local_prefill = LocalPrefill(self._state.now_s, step_token.prefill_s, step_token.queue_s)
+                self.local_prefill = LocalPrefill.reported(self._state.now_s, step_token)
             self._pass_on(attempt, step_token)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:

@@ -81,6 +81,7 @@ class NodeMetrics:
         pairs = [peer for peer in status.peers if peer.phase == common_pb2.PEER_PHASE_READY]
         yield Figure("baton_pairs_ready", len(pairs))
         for peer in pairs:
+            yield Figure("baton_link_info", 1, (peer.name, peer.transport))
             yield Figure("baton_link_bandwidth_bytes_per_second", 1e9 * peer.gigabytes_per_s, (peer.name,))
             yield Figure("baton_link_latency_seconds", peer.latency_s, (peer.name,))
             yield Figure("baton_link_bytes_total", peer.bytes_total, (peer.name,))

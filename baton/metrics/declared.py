@@ -36,7 +36,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Label:
-    """A label. `values`: all that it can have; empty: names of nodes, as `meaning` says."""
+    """A label. `values`: all that it can have; empty: names of nodes or of what they run, as `meaning` says."""
 
     name: str
     meaning: str
@@ -99,6 +99,8 @@ _PHASE = Label("state", "of the lease", ("opening", "filling", "closing"))
 _STEP = Label("kind", "what the step computed", ("prefill", "decode", "mixed"))
 _LAUNCH = Label("launch", "how the step was launched", ("decode_graph", "prompt_graph", "eager"))
 _TIER = Label("tier", "of the cache", ("device",))
+_TRANSPORT = Label("transport", "what carries the KV of the pair, such as `rc`, `cuda_ipc`, `cma` or `tcp`")
+_TRACE = Label("state", "of the trace", ("exported", "dropped"))
 _DIRECTION = Label("direction", "of the KV", ("sent", "received"))
 _PEER = Label("peer", "name of the node at the other end of the pair")
 _ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
@@ -182,6 +184,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_request_fallbacks_total", C, "outputs",
            "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
            "failure", GATEWAY, (_RETRY_REASON,)),
+    Metric("baton_traces_total", C, "traces",
+           "Traces that were to be exported. exported: the collector has them; dropped: they are lost, because it was "
+           "slow, gone or refused them", GATEWAY, (_TRACE,)),
     Metric("baton_nodes", G, "nodes",
            "Nodes of the gateway by role and state", GATEWAY, (_ROLE_OF_NODE, _NODE_STATE)),
     Metric("baton_node_info", G, "",
@@ -257,6 +262,8 @@ METRICS: tuple[Metric, ...] = (
            NODES, (_SEGMENT,)),
     Metric("baton_kv_transfer_time_seconds", H, "seconds",
            "From a lease's first segment to its last", DECODE, (), _SLOW_S),
+    Metric("baton_link_info", G, "",
+           "1; the labels have what carries the pair's KV now", NODES, (_PEER, _TRANSPORT)),
     Metric("baton_link_bandwidth_bytes_per_second", G, "bytes per second",
            "Speed of the pair's link as measured when the pair was made", NODES, (_PEER,)),
     Metric("baton_link_latency_seconds", G, "seconds",

@@ -72,6 +72,11 @@ def post(gateway: Process, body: Mapping[str, object]) -> int:
         return error.code
 
 
+def metric_of(name: str) -> Metric:
+    (found,) = [metric for metric in METRICS if metric.name == name]
+    return found
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """After three requests that finished, of which two shared a prompt, and two mistakes of a client."""
@@ -148,6 +153,8 @@ def test_nodes_count_the_same_tokens_and_bytes(cluster: Cluster) -> None:
         assert page.value("baton_kv_blocks_leaked") == page.value("baton_kv_cache_usage_perc") == 0
         assert page.value("baton_pairs_ready") == 1
         assert page.value("baton_link_bandwidth_bytes_per_second") > 0
+        (link,) = page.samples(metric_of("baton_link_info"))
+        assert link.labels["transport"]
         steps = page.value("baton_engine_step_time_seconds_count")
         assert 0 < steps <= page.value("baton_engine_step_launches_total")
     assert prefill.value("baton_prefix_cache_hits_total") + decode.value("baton_prefix_cache_hits_total") > 0

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Label, Metric, Role
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, Kind, Label, Metric, Role
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 
@@ -44,10 +44,12 @@ scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
 """
 
 _SECTIONS = (
-    ("Every process", tuple(Role)),
+    ("Every process", (*ALL, *PICKER)),
+    ("Gateways and nodes", ALL),
     ("Gateway", (Role.GATEWAY,)),
     ("Prefill and decode nodes", (Role.PREFILL, Role.DECODE)),
     ("Decode nodes", (Role.DECODE,)),
+    ("Endpoint picker", PICKER),
 )
 
 

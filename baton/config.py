@@ -433,7 +433,7 @@ class GatewaySettings(CommonSettings):
 class PickerSettings(ProcessSettings):
     """Endpoint picker."""
 
-    gateways: str = Field(
+    pool: str = Field(
         "",
         description="HTTP addresses of the gateways, comma-separated: host:port, where names are resolved again every "
         "resolve_s; file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of "
@@ -442,7 +442,7 @@ class PickerSettings(ProcessSettings):
     resolve_s: float = Field(
         5.0, gt=0, le=_SECONDS_MAX, description="interval at which names of gateways are resolved and files read again"
     )
-    gateway_metrics_port: int | None = Field(
+    pool_metrics_port: int | None = Field(
         None,
         ge=1,
         le=65535,

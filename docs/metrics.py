@@ -37,6 +37,8 @@ All series with closed labels are there from the start, at 0. Counters begin at 
 prometheus_client says of a process (`process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`)
 is there too, except where a gateway has several workers.
 
+`/metrics?name[]=baton_ready&name[]=baton_num_requests_running` has these metrics only.
+
 Counting costs about a microsecond per message to a client, and as much per engine step; everything else is read at the
 scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
 

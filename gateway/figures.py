@@ -28,9 +28,9 @@ class GatewayMetrics:
         # Figures of one of several processes would jump with every scrape.
         self._exposition = Exposition(Role.GATEWAY, board.layout, model_name, process=board.rows == 1)
 
-    async def page(self) -> bytes:
+    async def page(self, names: frozenset[str] = frozenset()) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._board.totals(), list(self._figures())))
+        return await join(self._exposition.pages(self._board.totals(), list(self._figures()), names))
 
     def _figures(self) -> Iterator[Figure]:
         total = self._board.total

@@ -18,9 +18,9 @@ from gateway.picker.choice import Choice, Report
 log = logging.getLogger("baton")
 
 _PAGE_BYTES_MAX = 4 << 20
-_METRIC = re.compile(
-    rb"^(baton_ready|baton_num_requests_running|baton_num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE
-)
+_NAMES = ("baton_ready", "baton_num_requests_running", "baton_num_requests_waiting")
+_PATH = "/metrics?" + "&".join(f"name%5B%5D={name}" for name in _NAMES)
+_METRIC = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{.*\}})? (\S+)$".encode(), re.MULTILINE)
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,9}) *\r\n", re.IGNORECASE)
 
 
@@ -38,9 +38,9 @@ class Gateways:
         self._settings = settings
         self._choice = choice
         self._changed = asyncio.Event()
-        places = parse_places(settings.gateways, field="gateways")
+        places = parse_places(settings.pool, field="pool")
         if not places:
-            raise ConfigError("gateways is empty", field="gateways", value="", allowed=FORMS)
+            raise ConfigError("pool is empty", field="pool", value="", allowed=FORMS)
         self._directory = Directory(places, self._changed.set)
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._silent: dict[str, str] = {}  # by address, why
@@ -99,8 +99,8 @@ class Gateways:
             await asyncio.sleep(self._settings.poll_s)
 
     def _door(self, address: str) -> Address:
-        found = Address.parse(address, field="gateways")
-        return Address(found.host.strip("[]"), self._settings.gateway_metrics_port or found.port)
+        found = Address.parse(address, field="pool")
+        return Address(found.host.strip("[]"), self._settings.pool_metrics_port or found.port)
 
     def _note_known(self) -> None:
         if self._asking and self._asking.keys() <= self._asked:
@@ -126,11 +126,11 @@ async def _get(door: Address) -> bytes:
     reader, writer = await asyncio.open_connection(door.host, door.port)
     try:
         host = f"[{door.host}]" if ":" in door.host else door.host
-        writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}:{door.port}\r\nConnection: close\r\n\r\n".encode())
+        writer.write(f"GET {_PATH} HTTP/1.1\r\nHost: {host}:{door.port}\r\nConnection: close\r\n\r\n".encode())
         head = await reader.readuntil(b"\r\n\r\n")
         status = head.split(b" ", 2)[1:2]
         if status != [b"200"]:
-            cure = "set BATON_GATEWAY_METRICS_PORT to the port of its --metrics-listen"
+            cure = "set BATON_POOL_METRICS_PORT to the port of its --metrics-listen"
             raise ValueError(f"its /metrics answers {b''.join(status).decode(errors='replace')[:3]!r}; {cure}")
         length = _LENGTH.search(head)
         if length is None or int(length[1]) > _PAGE_BYTES_MAX:

@@ -45,9 +45,9 @@ class CountedPicks:
             self._failovers.add()
             self._choice.doubt(picked.addresses[0], monotonic())
 
-    async def page(self) -> bytes:
+    async def page(self, names: frozenset[str] = frozenset()) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._tally.own(), list(self._figures())))
+        return await join(self._exposition.pages(self._tally.own(), list(self._figures()), names))
 
     def _figures(self) -> Iterator[Figure]:
         for state, number in zip(("ready", "not_ready"), self._choice.count(monotonic()), strict=True):

@@ -66,7 +66,7 @@ def test_the_pool_has_the_gateways_and_where_they_serve_http(pool: Rendered) -> 
 
 
 def test_the_picker_finds_the_pods_of_the_pool_at_the_pools_port(pool: Rendered) -> None:
-    name, _, port = settings(pool).gateways.partition(":")
+    name, _, port = settings(pool).pool.partition(":")
     service = pool.find("Service", name)["spec"]
     assert service["clusterIP"] == "None"
     assert int(port) == pool.find("InferencePool", "baton")["spec"]["targetPorts"][0]["number"]

@@ -41,14 +41,14 @@ class Door:
     running: int = 0
     waiting: int = 0
 
-    async def page(self) -> bytes:
+    async def page(self, names: frozenset[str]) -> bytes:
         tally = Tally(Layout(Role.GATEWAY))
         figures = [
             Figure("baton_ready", int(self.ready)),
             Figure("baton_num_requests_running", self.running),
             Figure("baton_num_requests_waiting", self.waiting),
         ]
-        return await join(Exposition(Role.GATEWAY, tally.layout, 'a "model"} 1').pages(tally.own(), figures))
+        return await join(Exposition(Role.GATEWAY, tally.layout, 'a "model"} 1').pages(tally.own(), figures, names))
 
 
 @asynccontextmanager
@@ -92,7 +92,7 @@ class Picker:
 
 @asynccontextmanager
 async def picker(gateways: str, **more: object) -> AsyncIterator[Picker]:
-    settings = PickerSettings.model_validate({"gateways": gateways, "fallbacks": 0, **FAST, **more})
+    settings = PickerSettings.model_validate({"pool": gateways, "fallbacks": 0, **FAST, **more})
     choice = Choice(stale_s=settings.stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
     async with AsyncExitStack() as stack:
         server, picks = serve_picks(settings, choice)
@@ -135,7 +135,9 @@ async def test_a_dead_gateway_is_left_out_until_it_is_back() -> None:
             await served.until(1, 0)
             assert endpoint(await served.ask()) == address
         await served.until(0, 1)
-        assert b'baton_picks_total{model_name="",outcome="no_gateway",role="picker"} 1.0' in await served.page()
+        assert b'baton_picks_total{model_name="",outcome="no_gateway",role="picker"} 1.0' in await served.page(
+            frozenset()
+        )
 
 
 async def test_something_else_at_a_gateways_address_is_no_gateway() -> None:
@@ -164,7 +166,7 @@ async def test_gateways_come_and_go_with_their_list(tmp_path: Path) -> None:
 async def test_load_may_be_read_at_another_port() -> None:
     async with door() as metrics:
         port = int(metrics.address.rpartition(":")[2])
-        async with picker("127.0.0.1:8000", gateway_metrics_port=port) as served:
+        async with picker("127.0.0.1:8000", pool_metrics_port=port) as served:
             await served.until(1, 0)
             assert endpoint(await served.ask()) == "127.0.0.1:8000"
 
@@ -195,7 +197,7 @@ async def test_other_machines_reach_it_with_tls_or_on_purpose_only() -> None:
 
 
 async def test_gateways_must_be_named() -> None:
-    with pytest.raises(ConfigError, match="gateways is empty"):
+    with pytest.raises(ConfigError, match="pool is empty"):
         async with picker(""):
             pass
 

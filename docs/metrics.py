@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Label, Metric, Role
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, Kind, Label, Metric, Role
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 
@@ -37,6 +37,8 @@ and of what carries their KV. All series with closed labels are there from the s
 each process. What prometheus_client says of a process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
 `process_open_fds`) is there too, except where a gateway has several workers.
 
+`/metrics?name[]=baton_ready&name[]=baton_num_requests_running` has these metrics only.
+
 Counting costs about a microsecond per message to a client, and as much per engine step; everything else is read at the
 scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
 
@@ -44,10 +46,12 @@ scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
 """
 
 _SECTIONS = (
-    ("Every process", tuple(Role)),
+    ("Every process", (*ALL, *PICKER)),
+    ("Gateways and nodes", ALL),
     ("Gateway", (Role.GATEWAY,)),
     ("Prefill and decode nodes", (Role.PREFILL, Role.DECODE)),
     ("Decode nodes", (Role.DECODE,)),
+    ("Endpoint picker", PICKER),
 )
 
 

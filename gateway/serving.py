@@ -176,7 +176,7 @@ class Serving:
             refuse_late=settings.refuse_late,
         )
         self._connections = connections
-        self.metrics = GatewayMetrics(self.board, model.name, connections.fleet)
+        self.metrics = GatewayMetrics(self.board, model.name, connections.fleet, self._accepts)
         self._turns = Turns()
         self._waiting_room = WaitingRoom(settings, connections, self.board)
         self._requests: set[_Running] = set()
@@ -276,6 +276,9 @@ class Serving:
         """The newest requests of the whole gateway that have ended; only those of this client, None: of all."""
         others = await self._colleagues.recent(most, client)
         return newest_of([self.recent.newest(most, client), *others], most)
+
+    def _accepts(self) -> bool:
+        return not self._draining and self._connections.fleet.serves()
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""

@@ -34,9 +34,9 @@ class NodeMetrics:
         self._knows = knows
         self._exposition = Exposition(node.meter_role, node.counts.layout, node.info.model.name)
 
-    async def page(self) -> bytes:
+    async def page(self, names: frozenset[str] = frozenset()) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._node.counts.tally.own(), list(self._figures())))
+        return await join(self._exposition.pages(self._node.counts.tally.own(), list(self._figures()), names))
 
     def _figures(self) -> Iterator[Figure]:
         status = self._status()

@@ -13,7 +13,7 @@ from baton.cli.doctor import doctor
 from baton.cli.generate import generate
 from baton.cli.plan import plan
 from baton.cli.program import new_app, run
-from baton.cli.roles import PASS_ON, decode_node, gateway, prefill_node
+from baton.cli.roles import PASS_ON, decode_node, gateway, picker, prefill_node
 from baton.cli.status import status
 from baton.cli.up import demo, up
 
@@ -29,7 +29,7 @@ def program() -> typer.Typer:
     app.callback()(_whole_program)
     for command in (up, chat, generate, status, demo, doctor, certs, key):
         app.command()(command)
-    for role in (prefill_node, decode_node, gateway, bench, plan):
+    for role in (prefill_node, decode_node, gateway, picker, bench, plan):
         app.command(context_settings=PASS_ON)(role)
     return app
 

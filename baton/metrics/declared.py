@@ -21,6 +21,7 @@ class Role(StrEnum):
     GATEWAY = "gateway"
     PREFILL = "prefill"
     DECODE = "decode"
+    PICKER = "picker"
 
 
 class Outcome(StrEnum):
@@ -80,6 +81,7 @@ ALL = (Role.GATEWAY, Role.PREFILL, Role.DECODE)
 GATEWAY = (Role.GATEWAY,)
 NODES = (Role.PREFILL, Role.DECODE)
 DECODE = (Role.DECODE,)
+PICKER = (Role.PICKER,)
 
 REASONS = (
     "INVALID_REQUEST", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNKNOWN_MODEL", "OVERLOADED", "NO_NODE", "DRAINING",
@@ -105,6 +107,10 @@ _DIRECTION = Label("direction", "of the KV", ("sent", "received"))
 _PEER = Label("peer", "name of the node at the other end of the pair")
 _ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
 _NODE_STATE = Label("state", "as this gateway sees it", ("ready", "draining", "unusable", "unreachable"))
+_PICK = Label("outcome", "of the pick", ("picked", "no_gateway", "shed"))
+_AFFINITY = Label("affinity", "kept: its own gateway, spilled: another one, none: it has none",
+                  ("kept", "spilled", "none"))  # fmt: skip
+_GATEWAY_STATE = Label("state", "as the picker sees it", ("ready", "not_ready"))
 _VERSION = Label("version", "of the package", ())
 _NODE = Label("node", "name of the node")
 _REVISION = Label("revision", "of the node's weights: equal for equal weights")
@@ -132,7 +138,7 @@ C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     Metric("baton_build_info", G, "",
-           "1; the labels have what runs", ALL, (_VERSION, _PYTHON)),
+           "1; the labels have what runs", (*ALL, *PICKER), (_VERSION, _PYTHON)),
     # ---- how full
     Metric("baton_num_requests_running", G, "requests",
            "Requests that run: at a gateway, outputs on nodes or on their way; on a node, those in engine steps", ALL),
@@ -199,6 +205,19 @@ METRICS: tuple[Metric, ...] = (
            "Revisions of the weights that serve at once. Above 1 while one takes the place of another", GATEWAY),
     Metric("baton_workers", G, "processes",
            "Processes of this gateway (`--workers`); every metric is the sum of all", GATEWAY),
+    Metric("baton_ready", G, "",
+           "1 if new requests can be served: the nodes for them are there, and the gateway does not drain", GATEWAY),
+    # ---- endpoint picker
+    Metric("baton_picks_total", C, "requests",
+           "Requests of the proxy, by what the picker answered. no_gateway: none that was allowed is ready; shed: "
+           "requests wait on all of them, and this one is sheddable", PICKER, (_PICK,)),
+    Metric("baton_picks_by_affinity_total", C, "requests",
+           "Requests that got a gateway, by whether it is the one that their session or prompt belongs to",
+           PICKER, (_AFFINITY,)),
+    Metric("baton_pick_failovers_total", C, "requests",
+           "Requests that another gateway served than the first one picked, as the proxy reported", PICKER),
+    Metric("baton_pick_gateways", G, "gateways",
+           "Gateways that were found, by state", PICKER, (_GATEWAY_STATE,)),
     # ---- tokens
     Metric("baton_prompt_tokens_total", C, "tokens",
            "Prompt tokens: at a gateway of outputs that have begun, on a node those computed there", ALL),

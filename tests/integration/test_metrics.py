@@ -13,7 +13,7 @@ from prometheus_client import parser
 from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
-from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Metric, Role, metrics_of
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, Kind, Metric, Role, metrics_of
 from baton.types import SamplingParams
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate
@@ -98,7 +98,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(gateway, prefill, decode, outputs)
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", ALL)
 def test_a_process_exports_every_metric_that_is_declared_for_it_and_no_other(cluster: Cluster, role: Role) -> None:
     page = scrape(cluster.of(role))
     for metric in metrics_of(role):
@@ -166,7 +166,7 @@ def test_the_door_shows_what_the_port_shows(cluster: Cluster) -> None:
 
 
 def test_no_page_has_a_prompt_or_a_token(cluster: Cluster) -> None:
-    for role in Role:
+    for role in ALL:
         assert not re.search(r"Write|text\b.*prompt", "".join(re.findall(r'"([^"]*)"', read(cluster.of(role).metrics))))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from baton.errors import shortened
 from gateway.request_output import Ended
-from gateway.timeline import Moment, Timeline, phases
+from gateway.timeline import Moment, Timeline, phases, read
+from gateway.tracing.journal import Journal
 
 KEPT = 200  # of each process
 _TEXT_MAX, _NAME_MAX = 400, 128
@@ -24,12 +25,12 @@ class Finished:
 
     Attributes:
         ended_at_s: unix time.
-        started_at_s: on the clock of the timeline.
+        started_at_s: on the clock of the journal.
         admitted_s: from its arrival until its turn came; None: it never did.
         first_token_s: None: no token was passed on.
         outcome, reason, error: how it ended; the last two are empty unless an error ended it.
         failures: attempts that failed, as one sentence.
-        ended, timeline: of its first output; None: there is none.
+        ended, journal: of its first output; None: there is none.
     """
 
     ended_at_s: float
@@ -46,7 +47,7 @@ class Finished:
     outputs: int
     completion_tokens: int
     ended: Ended | None
-    timeline: Timeline | None
+    journal: Journal | None
 
 
 class Recent:
@@ -86,7 +87,7 @@ def newest_of(processes: Iterable[list[Shown]], most: int) -> list[Shown]:
 
 def shown(finished: Finished) -> Shown:
     """As JSON. Times are rounded to microseconds; those of the waterfall are from the request's arrival."""
-    timeline = finished.timeline or Timeline()
+    timeline = _timeline(finished)
     receipt = None if finished.ended is None else finished.ended.receipt
     usage = None if finished.ended is None else finished.ended.usage
     drawn = phases(
@@ -142,6 +143,13 @@ def shown(finished: Finished) -> Shown:
             "predicted_ttft_s": _seconds(receipt.predicted_ttft_s),
         },
     }
+
+
+def _timeline(finished: Finished) -> Timeline:
+    if finished.journal is None:
+        return Timeline()
+    first_s = finished.first_token_s
+    return read(finished.journal, None if first_s is None else finished.started_at_s + first_s)
 
 
 def _chunks(timeline: Timeline, started_at_s: float) -> Iterator[list[float | int | None]]:

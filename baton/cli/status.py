@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Annotated
 
 import typer
+from google.protobuf.message import Message
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -17,6 +18,7 @@ from rich.text import Text
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
+from baton.security.log_lines import escaped
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 # Where output goes to no terminal, long names do not wrap.
@@ -48,6 +50,7 @@ def status(
 
 def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     """The status as tables and lines of at most 80 columns, unless names are long."""
+    _escape(cluster)
     nodes = cluster.nodes
     parts: list[RenderableType] = [
         Text(
@@ -102,6 +105,18 @@ async def _watch(target: str, console: Console, *, as_json: bool) -> None:
                 else:
                     live.update(render(cluster), refresh=True)
             await asyncio.sleep(_WATCH_S)
+
+
+def _escape(message: Message) -> None:
+    """Nodes choose their names: no text keeps a character that a terminal would obey."""
+    for field, value in message.ListFields():
+        if isinstance(value, str):
+            setattr(message, field.name, escaped(value))
+        elif isinstance(value, Message):
+            _escape(value)
+        elif field.message_type is not None:
+            for each in value:
+                _escape(each)
 
 
 def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:

@@ -161,7 +161,8 @@ class _Section(Generic[Row]):
 
 
 def _sections(view: ClusterView, before: ClusterView | None, width: int, *, whole: bool) -> Sequence["_Section[Any]"]:
-    nodes, links = view.nodes, view.links
+    nodes = sorted(view.nodes, key=lambda node: (node.role != "prefill", node.role, node.name))
+    links = sorted(view.links, key=lambda link: (_name(view, link.prefill, ""), _name(view, link.decode, link.peer)))
     rates = _rates(view, before)
     slow = [request for request in view.requests if request.slow]
     by_trouble = sorted(nodes, key=lambda node: node.state == "ready")
@@ -199,7 +200,7 @@ def _link_columns(view: ClusterView, rates: dict[tuple[str, str], float]) -> Seq
         _Column("GB/s", lambda link: f"{link.gigabytes_per_s:.2f}"),
         _Column("MB/s now", lambda link: _megabytes(rates.get(_key(view, link))), from_width=60),
         _Column("us", lambda link: f"{link.latency_s * 1e6:.0f}", from_width=70),
-        _Column("GB sent", lambda link: f"{link.bytes_total / 1e9:.2f}", from_width=80),
+        _Column("sent", lambda link: _bytes(link.bytes_total), from_width=80),
         _Column("transport", lambda link: link.transport, from_width=90, right=False),
         _Column("why", lambda link: link.detail, from_width=100, right=False, shrinks=True),
     )
@@ -313,6 +314,10 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return _NOTHING
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value else "0"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _megabytes(rate: float | None) -> str:

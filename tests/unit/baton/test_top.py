@@ -72,7 +72,7 @@ def test_a_frame_shows_the_gateway_its_nodes_links_percentiles_and_slow_requests
         "gap p50 - p99 -",
         "prefill-0 prefill ready 60% 4/64 1 250 ms - 1.0 10.0.0.1:7001",
         "decode-0 decode ready 60% 3/64 1 250 ms 12.3 ms 1.0 10.0.0.2:7001",
-        "prefill-0 decode-0 ready 12.50 7 0.00 cuda_ipc",
+        "prefill-0 decode-0 ready 12.50 7 1.0 MB cuda_ipc",
         "r-1 10 s 64+8 1.50 s 2.00 s remote first token after 1.50 s, above 500 ms",
     ):
         assert line in found
@@ -82,8 +82,8 @@ def test_a_link_shows_what_it_carries_since_the_view_before() -> None:
     later = view(now_s=1002.0, links=[LINK | {"bytes_total": 5_000_000}])
     restarted = view(now_s=1002.0, links=[LINK | {"bytes_total": 0}])
     assert "MB/s now" not in drawn(Frame(view()))
-    assert "prefill-0 decode-0 ready 12.50 2.0 7 0.01 cuda_ipc" in rows(Frame(later, view()))
-    assert "prefill-0 decode-0 ready 12.50 0.0 7 0.00 cuda_ipc" in rows(Frame(restarted, view()))
+    assert "prefill-0 decode-0 ready 12.50 2.0 7 5.0 MB cuda_ipc" in rows(Frame(later, view()))
+    assert "prefill-0 decode-0 ready 12.50 0.0 7 0.0 MB cuda_ipc" in rows(Frame(restarted, view()))
 
 
 def test_nodes_that_differ_in_version_or_revision_are_pointed_out() -> None:

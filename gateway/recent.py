@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import shortened
+from baton.security.log_lines import printable
 from gateway.request_output import Ended
 from gateway.timeline import Moment, Timeline, phases, read
 from gateway.tracing.journal import Journal
@@ -101,12 +101,12 @@ def shown(finished: Finished) -> Shown:
     later = finished.completion_tokens - finished.outputs
     return {
         "ended_at_s": round(finished.ended_at_s, 3),
-        "request_id": shortened(finished.request_id, _NAME_MAX),
-        "client": shortened(finished.client, _NAME_MAX),
+        "request_id": printable(finished.request_id, _NAME_MAX),
+        "client": printable(finished.client, _NAME_MAX),
         "outcome": finished.outcome,
         "reason": finished.reason,
-        "error": shortened(finished.error, _TEXT_MAX),
-        "failures": shortened(finished.failures, _TEXT_MAX),
+        "error": printable(finished.error, _TEXT_MAX),
+        "failures": printable(finished.failures, _TEXT_MAX),
         "first_token_s": _seconds(finished.first_token_s),
         "total_s": _seconds(finished.total_s),
         "gap_s": (
@@ -126,14 +126,14 @@ def shown(finished: Finished) -> Shown:
         if receipt is None
         else {
             "path": receipt.path.value,
-            "why": shortened(receipt.why, _TEXT_MAX),
-            "prefill_node": shortened(receipt.prefill_node, _NAME_MAX),
-            "decode_node": shortened(receipt.decode_node, _NAME_MAX),
-            "transport": shortened(receipt.transport, _NAME_MAX),
+            "why": printable(receipt.why, _TEXT_MAX),
+            "prefill_node": printable(receipt.prefill_node, _NAME_MAX),
+            "decode_node": printable(receipt.decode_node, _NAME_MAX),
+            "transport": printable(receipt.transport, _NAME_MAX),
             "bytes_sent": receipt.bytes_sent,
             "segments": receipt.segments,
             "layer_groups": receipt.layer_groups,
-            "kv_converted": shortened(receipt.kv_converted, _NAME_MAX),
+            "kv_converted": printable(receipt.kv_converted, _NAME_MAX),
             "queue_s": _seconds(receipt.queue_s),
             "prefill_s": _seconds(receipt.prefill_s),
             "transfer_s": _seconds(receipt.transfer_s),

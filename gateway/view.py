@@ -15,9 +15,9 @@ import orjson
 from baton import __version__
 from baton.config import GatewaySettings
 from baton.costs import StepWork
-from baton.errors import shortened
 from baton.security.authorize import rights_for
 from baton.security.identity import Caller
+from baton.security.log_lines import escaped, printable
 from gateway.board import Count
 from gateway.figures import state_of
 from gateway.fleet import Fleet
@@ -166,18 +166,18 @@ def _nodes_and_links(fleet: Fleet) -> dict[str, Any]:
 def _node(node: FleetNode) -> dict[str, Any]:
     status, info = node.status, node.status.info
     return {
-        "name": shortened(node.name, _TEXT_MAX),
-        "address": shortened(node.address, _TEXT_MAX),
+        "name": printable(node.name, _TEXT_MAX),
+        "address": printable(node.address, _TEXT_MAX),
         "role": "prefill" if node.role == common_pb2.ROLE_PREFILL else "decode",
         "also_decodes": node.also_decodes,
         "state": state_of(node),
-        "detail": shortened(node.detail, _TEXT_MAX),
-        "version": shortened(info.package_version, _TEXT_MAX),
-        "weights": info.model.weights_digest[:_DIGEST_CHARACTERS],
+        "detail": printable(node.detail, _TEXT_MAX),
+        "version": printable(info.package_version, _TEXT_MAX),
+        "weights": escaped(info.model.weights_digest[:_DIGEST_CHARACTERS]),
         "ranks": info.tensor_parallel_size or 1,
-        "layout": shortened(info.cache_shape.layout, _TEXT_MAX),
+        "layout": printable(info.cache_shape.layout, _TEXT_MAX),
         "block_size": info.cache_shape.block_size,
-        "dtype": shortened(info.cache_spec.dtype, _TEXT_MAX),
+        "dtype": printable(info.cache_spec.dtype, _TEXT_MAX),
         "running": status.requests_running,
         "waiting": status.requests_waiting,
         "rows": status.decode_rows,
@@ -209,14 +209,14 @@ def _link(prefill: int, decode: int | None, peer: common_pb2.PeerState) -> dict[
     return {
         "prefill": prefill,
         "decode": decode,
-        "peer": shortened(peer.name, _TEXT_MAX),
+        "peer": printable(peer.name, _TEXT_MAX),
         "state": phase,
-        "transport": shortened(peer.transport, _TEXT_MAX),
+        "transport": printable(peer.transport, _TEXT_MAX),
         "gigabytes_per_s": _finite(peer.gigabytes_per_s),
         "latency_s": _finite(peer.latency_s),
         "bytes_total": peer.bytes_total,
         "segments_total": peer.segments_total,
-        "detail": shortened("; ".join([*([peer.detail] if peer.detail else []), *mismatches]), _TEXT_MAX),
+        "detail": printable("; ".join([*([peer.detail] if peer.detail else []), *mismatches]), _TEXT_MAX),
     }
 
 

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from baton.errors import InternalError, shortened
-from baton.security.log_lines import escaped
+from baton.errors import InternalError
+from baton.security.log_lines import printable
 
 _NAME_MAX, _TEXT_MAX = 128, 600
 
-Name = Annotated[str, AfterValidator(lambda text: shortened(escaped(text), _NAME_MAX))]
-Sentence = Annotated[str, AfterValidator(lambda text: shortened(escaped(text), _TEXT_MAX))]
+Name = Annotated[str, AfterValidator(lambda text: printable(text, _NAME_MAX))]
+Sentence = Annotated[str, AfterValidator(lambda text: printable(text, _TEXT_MAX))]
 
 
 class _Shown(BaseModel):

@@ -50,7 +50,7 @@ def status(
 
 def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     """The status as tables and lines of at most 80 columns, unless names are long."""
-    _escape(cluster)
+    cluster = _escaped(cluster)
     nodes = cluster.nodes
     parts: list[RenderableType] = [
         Text(
@@ -107,8 +107,15 @@ async def _watch(target: str, console: Console, *, as_json: bool) -> None:
             await asyncio.sleep(_WATCH_S)
 
 
+def _escaped(cluster: generation_pb2.ClusterStatusResponse) -> generation_pb2.ClusterStatusResponse:
+    """Nodes choose their names: a copy without a character that a terminal would obey."""
+    copy = generation_pb2.ClusterStatusResponse()
+    copy.CopyFrom(cluster)
+    _escape(copy)
+    return copy
+
+
 def _escape(message: Message) -> None:
-    """Nodes choose their names: no text keeps a character that a terminal would obey."""
     for field, value in message.ListFields():
         if isinstance(value, str):
             setattr(message, field.name, escaped(value))

@@ -197,9 +197,10 @@ async def test_figures_that_are_no_numbers_are_shown_as_numbers() -> None:
     assert shown["nodes"][0]["backlog_s"] == 0.0
 
 
-async def test_markup_in_names_stays_text() -> None:
+async def test_markup_in_names_stays_text_and_control_characters_are_escaped() -> None:
     fleet = SmallFleet(1, 1)
     said = status(PREFILL, 11, common_pb2.PeerState(incarnation=21, name=MARKUP, detail=MARKUP))
+    said.info.package_version = "1.0\x1b[2J\u202e"
     said.info.name = MARKUP
     fleet.status_received(PREFILL, "p1", said, 0.0)
     async with open_door() as door:
@@ -208,6 +209,7 @@ async def test_markup_in_names_stays_text() -> None:
         shown = await asked_by(EVERYBODY, over(fleet, door))
         plain = await door.call("GET", "/ui/state")
     assert shown["model"] == shown["nodes"][0]["name"] == shown["links"][0]["detail"] == MARKUP
+    assert shown["nodes"][0]["version"] == r"1.0\x1b[2J\u202e"
     assert shown["requests"][0]["request_id"] == MARKUP.replace(" ", "")
     assert plain.headers["content-type"] == "application/json"
 

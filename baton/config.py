@@ -104,6 +104,13 @@ class CommonSettings(BaseSettings):
 class NodeSettings(CommonSettings):
     """Settings of both node roles."""
 
+    model_revision: str | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        description="name of the weights' revision in status, metrics and receipts; not compared: nodes work together "
+        "if their weights are equal; default: the commit, for a model of the hub, else none",
+    )
     kv_cache_layout: str | None = Field(
         None, description="order of the cache's axes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC"
     )
@@ -196,6 +203,13 @@ class NodeSettings(CommonSettings):
     keepalive_s: float = Field(
         KEEPALIVE_S, gt=0, le=3600, description="a peer that answers no ping for that long counts as lost"
     )
+
+    @field_validator("model_revision")
+    @classmethod
+    def _is_printable(cls, name: str | None) -> str | None:
+        if name is not None and not name.isprintable():
+            raise ValueError("it has a control character; allowed: printable ones")
+        return name
 
     def segment_bytes(self, *, on_gpu: bool) -> int:
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)

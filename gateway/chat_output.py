@@ -59,7 +59,7 @@ def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta]) -> list[pb.
     """The first message has text and tokens, the last one how the output ended."""
     messages = [pb.GenerateResponse(index=message.index, chat=part) for part in parts]
     first, last = messages[0], messages[-1]
-    first.text, first.request_id = message.text, message.request_id
+    first.text, first.request_id, first.revision = message.text, message.request_id, message.revision
     first.tokens.extend(message.tokens)
     first.prompt_logprobs.extend(message.prompt_logprobs)
     last.finish_reason, last.stop_reason = message.finish_reason, message.stop_reason

@@ -9,6 +9,7 @@ from baton.metrics.page import join
 from gateway.board import Board, Count
 from gateway.fleet import Fleet
 from gateway.fleet_node import FleetNode
+from gateway.revisions import serving_revisions, serving_versions
 from gateway.waiting_room import REFUSALS
 
 _STATES = ("ready", "draining", "unusable", "unreachable")
@@ -25,9 +26,10 @@ class GatewayMetrics:
 
     async def page(self) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._board.totals(), list(self._figures())))
+        return await join(self._exposition.pages(self._board.totals(), list(self.figures())))
 
-    def _figures(self) -> Iterator[Figure]:
+    def figures(self) -> Iterator[Figure]:
+        """The figures of this moment that are in no cell of the board."""
         total = self._board.total
         waiting = total(Count.WAITING)
         yield Figure("baton_num_requests_running", total(Count.RUNNING) - waiting)
@@ -39,6 +41,12 @@ class GatewayMetrics:
             states = Counter(map(state_of, nodes.values()))
             for state in _STATES:
                 yield Figure("baton_nodes", states[state], (role, state))
+            for node in nodes.values():
+                if node.reachable:
+                    labels = (node.name, role, node.version, node.revision, node.revision_name)
+                    yield Figure("baton_node_info", 1, labels)
+        yield Figure("baton_serving_versions", len(serving_versions(self._fleet.nodes())))
+        yield Figure("baton_serving_revisions", len(serving_revisions(self._fleet.nodes())))
 
 
 def state_of(node: FleetNode) -> str:

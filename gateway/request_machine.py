@@ -59,6 +59,8 @@ class RequestMachine:
         self._output, self._receipt = state.output, state.receipt
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
+        if request.output or request.revision:
+            self._attempts.note_gone("the client's gateway was lost")
         self._receipt_waits_until_s = 0.0
         self.local_prefill: LocalPrefill | None = None
         self._over = False
@@ -73,7 +75,6 @@ class RequestMachine:
         Raises:
             InvalidRequest: it would have ended before all of these tokens.
         """
-        self._attempts.note_gone("the client's gateway was lost")
         self._receipt.failed(f"continued after {len(self._state.request.output)} tokens that the client had")
         return self._output.resume()
 

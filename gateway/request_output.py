@@ -49,6 +49,7 @@ class Output:
         end: how it ended; None: more tokens are due.
         ended: its figures, after its last message.
         first_token_at_s: when the first token was passed on; None: not yet.
+        revision: of the weights of the node that has the request.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizing, meter: TokenMeter) -> None:
@@ -60,6 +61,7 @@ class Output:
         self._order = TokenOrder()
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
         self.first_token_at_s: float | None = None
+        self.revision = ""
 
     @property
     def token_ids(self) -> list[int]:
@@ -111,6 +113,7 @@ class Output:
         tokens = len(message.tokens)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
+            message.revision = self.revision
             self._meter.first(now_s - self._request.started_at_s, tokens, len(self._request.prompt))
         else:
             self._meter.next(now_s - self._passed_on_at_s, tokens)

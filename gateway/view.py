@@ -15,9 +15,10 @@ import orjson
 from baton import __version__
 from baton.config import GatewaySettings
 from baton.costs import StepWork
+from baton.revisions import Member, mixture
 from baton.security.authorize import rights_for
 from baton.security.identity import Caller
-from baton.security.log_lines import escaped, printable
+from baton.security.log_lines import printable
 from gateway.board import Count
 from gateway.figures import state_of
 from gateway.fleet import Fleet
@@ -30,7 +31,7 @@ from gateway.waiting_room import REFUSALS
 from protos.baton.v1 import common_pb2
 
 REQUESTS_SHOWN = 60
-_TEXT_MAX, _DIGEST_CHARACTERS = 400, 8
+_TEXT_MAX = 400
 _KEPT_S = 1.0  # an answer: many viewers cost no more than one
 _CLIENTS_MAX = 100
 _CLUSTER = rights_for("/baton.v1.Generation/ClusterView")
@@ -101,10 +102,20 @@ class View:
         if sees == "cluster":
             found |= {
                 "totals": _totals(serving),
+                "mixed": self._mixed(),
                 **_nodes_and_links(self._fleet),
                 "charts": _charts(self._latencies),
             }
         return found
+
+    def _mixed(self) -> str:
+        """Which versions and revisions serve at once; empty: one of each."""
+        members = [
+            Member(node.name, node.version, node.revision, node.revision_name)
+            for node in self._fleet.nodes()
+            if node.serves
+        ]
+        return printable(mixture([Member(self.name, __version__), *members]), _TEXT_MAX)
 
 
 def may_see(caller: Caller) -> str:
@@ -173,7 +184,8 @@ def _node(node: FleetNode) -> dict[str, Any]:
         "state": state_of(node),
         "detail": printable(node.detail, _TEXT_MAX),
         "version": printable(info.package_version, _TEXT_MAX),
-        "weights": escaped(info.model.weights_digest[:_DIGEST_CHARACTERS]),
+        "revision": node.revision,
+        "revision_name": printable(node.revision_name, _TEXT_MAX),
         "ranks": info.tensor_parallel_size or 1,
         "layout": printable(info.cache_shape.layout, _TEXT_MAX),
         "block_size": info.cache_shape.block_size,

@@ -31,7 +31,7 @@ class Node(_Shown):
     detail: Sentence = ""
     version: Name = ""
     revision: Name = ""
-    weights: Name = ""
+    revision_name: Name = ""
     running: int = 0
     waiting: int = 0
     rows: int = 0
@@ -105,6 +105,7 @@ class ClusterView(_Shown):
     model: Name = ""
     version: Name = ""
     draining: bool = False
+    mixed: Sentence = ""
     totals: Totals = Totals()
     nodes: tuple[Node, ...] = ()
     links: tuple[Link, ...] = ()

@@ -1,6 +1,5 @@
 """One frame of `baton top`: text of a cluster's view, as wide and as high as there is room. Pure."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -75,8 +74,8 @@ class Frame:
         yield _percentiles("gap ", charts.gap_p50, charts.gap_p99)
         rate = charts.tokens_per_s[-1] if charts.tokens_per_s else None
         yield _line(f"{rate or 0.0:.0f} tokens/s, as the percentiles in the last {charts.window_s:.0f} s")
-        yield from _mixed("versions", [node.version for node in view.nodes])
-        yield from _mixed("revisions", [node.revision or node.weights for node in view.nodes])
+        if view.mixed:
+            yield _line((view.mixed, "yellow"))
 
 
 def shares(room: int, wanted: Sequence[int]) -> list[int]:
@@ -186,7 +185,7 @@ def _node_columns() -> Sequence[_Column[Node]]:
         _Column("backlog", lambda node: _seconds(node.backlog_s), from_width=70),
         _Column("step", lambda node: _seconds(node.step_s), from_width=80),
         _Column("version", lambda node: node.version, from_width=90, right=False),
-        _Column("revision", lambda node: node.revision or node.weights, from_width=100, right=False),
+        _Column("revision", lambda node: node.revision_name or node.revision, from_width=100, right=False),
         _Column("address", lambda node: node.address, from_width=120, right=False),
         _Column("why", lambda node: node.detail, from_width=60, right=False, shrinks=True),
     )
@@ -296,14 +295,6 @@ def _sparks(values: Sequence[float | None]) -> str:
         return ""
     top = len(_HEIGHTS) - 1
     return "".join(" " if value is None else _HEIGHTS[round(max(0.0, value) / most * top)] for value in values)
-
-
-def _mixed(name: str, values: Sequence[str]) -> Iterator[Text]:
-    """A warning where nodes differ."""
-    counts = Counter(value for value in values if value)
-    if len(counts) > 1:
-        found = ", ".join(f"{value} ({count})" for value, count in counts.items())
-        yield _line((f"mixed {name}: {found}", "yellow"))
 
 
 def _color(state: str) -> str:

@@ -104,6 +104,9 @@ _PEER = Label("peer", "name of the node at the other end of the pair")
 _ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
 _NODE_STATE = Label("state", "as this gateway sees it", ("ready", "draining", "unusable", "unreachable"))
 _VERSION = Label("version", "of the package", ())
+_NODE = Label("node", "name of the node")
+_REVISION = Label("revision", "of the node's weights: equal for equal weights")
+_REVISION_NAME = Label("revision_name", "its name, where the node has one for it")
 _PYTHON = Label("python", "version of the interpreter", ())
 _SEGMENT = Label(
     "reason",
@@ -181,6 +184,14 @@ METRICS: tuple[Metric, ...] = (
            "failure", GATEWAY, (_RETRY_REASON,)),
     Metric("baton_nodes", G, "nodes",
            "Nodes of the gateway by role and state", GATEWAY, (_ROLE_OF_NODE, _NODE_STATE)),
+    Metric("baton_node_info", G, "",
+           "1 for each node that the gateway reaches; the labels have what runs there",
+           GATEWAY, (_NODE, _ROLE_OF_NODE, _VERSION, _REVISION, _REVISION_NAME)),
+    Metric("baton_serving_versions", G, "versions",
+           "Versions of Baton that serve at once: of the nodes that work on requests, and this gateway's. Above 1 "
+           "during an upgrade", GATEWAY),
+    Metric("baton_serving_revisions", G, "revisions",
+           "Revisions of the weights that serve at once. Above 1 while one takes the place of another", GATEWAY),
     Metric("baton_workers", G, "processes",
            "Processes of this gateway (`--workers`); every metric is the sum of all", GATEWAY),
     # ---- tokens

@@ -121,6 +121,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             {"{{node_role}} {{state}}": "max by (node_role, state) (baton_nodes{MODEL})"},
         ),
         Panel("Processes by version", "short", {"{{version}}": "count by (version) (baton_build_info{MODEL})"}),
+        Panel(
+            "Nodes by revision of the weights",
+            "short",
+            {
+                "{{revision_name}} {{revision}}": "count by (revision, revision_name) "
+                "(max by (node, revision, revision_name) (baton_node_info{MODEL}))"
+            },
+        ),
         Panel("Processes by role", "short", {"{{role}}": "count by (role) (baton_build_info{MODEL})"}),
     ),
 }  # fmt: skip

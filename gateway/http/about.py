@@ -12,6 +12,7 @@ from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
 from gateway.http.counting import encode_chat
+from gateway.revisions import serving_revisions
 
 
 async def models(call: Call) -> Response:
@@ -81,6 +82,7 @@ async def metrics(call: Call) -> Response:
 
 def _card(call: Call) -> dict[str, Any]:
     served, fleet = call.serving.model, call.context.fleet
+    revisions = serving_revisions(fleet.nodes())
     return {
         "id": served.name,
         "object": "model",
@@ -89,6 +91,8 @@ def _card(call: Call) -> dict[str, Any]:
         "root": served.name,
         "parent": None,
         "max_model_len": fleet.max_context_tokens,
+        "revision": revisions[0].revision if len(revisions) == 1 else None,
+        "revisions": [{"revision": each.revision, "name": each.name} for each in revisions],
     }
 
 

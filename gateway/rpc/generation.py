@@ -4,10 +4,12 @@ from collections.abc import AsyncIterator, Awaitable
 
 import grpc
 
+from baton import __version__
 from baton.security import identity
 from baton.types import GrammarKind
 from gateway.collected import Collector
 from gateway.fleet import Fleet
+from gateway.revisions import serving_revisions
 from gateway.rpc.call import answering, check_ids
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
@@ -137,6 +139,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             requests_failed=counters.failed,
             remote_total=counters.remote,
             local_total=counters.local,
+            package_version=__version__,
         )
 
     async def ClusterView(
@@ -155,4 +158,5 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             architecture=model.architecture,
             max_context_tokens=self._fleet.max_context_tokens,
             vocab_size=model.vocab_size,
+            revisions=serving_revisions(self._fleet.nodes()),
         )

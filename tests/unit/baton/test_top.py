@@ -86,12 +86,14 @@ def test_a_link_shows_what_it_carries_since_the_view_before() -> None:
     assert "prefill-0 decode-0 ready 12.50 0.0 7 0.0 MB cuda_ipc" in rows(Frame(restarted, view()))
 
 
-def test_nodes_that_differ_in_version_or_revision_are_pointed_out() -> None:
+def test_what_is_mixed_has_a_line_and_revisions_a_column() -> None:
     assert "mixed" not in drawn(Frame(view()))
-    newer = NODE | {"version": "1.1", "revision": "main@2"}
-    shown = drawn(Frame(view(nodes=[PREFILL | {"weights": "abcd"}, newer])))
-    assert "mixed versions: 1.0 (1), 1.1 (1)" in shown
-    assert "mixed revisions: abcd (1), main@2 (1)" in shown
+    line = "mixed versions: 1.0 on prefill-0, 1.1 on decode-0"
+    nodes = [PREFILL | {"revision": "abcd"}, NODE | {"revision": "abce", "revision_name": "main@2"}]
+    shown = drawn(Frame(view(mixed=line, nodes=nodes)))
+    assert line in shown
+    assert " abcd " in shown
+    assert " main@2 " in shown
 
 
 def test_a_node_or_link_that_cannot_be_used_says_why() -> None:

@@ -70,7 +70,8 @@ async def test_the_client_gets_what_the_page_gets(gateway: Gateway) -> None:
     assert (got["gateway"], got["sees"]) == ("gateway-1", "cluster")
     assert [node["role"] for node in got["nodes"]] == ["prefill", "decode"]
     assert got["nodes"] == page["nodes"]
-    assert got["nodes"][0]["weights"]
+    assert got["nodes"][0]["revision"]
+    assert got["mixed"] == ""
 
 
 async def test_a_gateway_that_goes_away_is_shown_with_its_last_view_until_it_is_back(gateway: Gateway) -> None:

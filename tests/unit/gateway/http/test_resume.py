@@ -96,3 +96,23 @@ async def test_tokens_after_which_nothing_can_go_on_are_refused(
 ) -> None:
     answer = await door.call("POST", "/v1/completions", {**BODY, **fields})
     assert (answer.status, answer.error["param"] or "") == (400, param)
+
+
+async def test_chunks_have_the_revision_that_a_resumed_request_names(door: Door) -> None:
+    whole = await serve(door, await ask(door), given=[])
+    prints = {part["system_fingerprint"] for part in whole}
+    (revision,) = prints
+    assert len(revision) == 12
+    rest = await serve(door, await ask(door, output_token_ids=[300], revision=revision), given=[300])
+    assert {part["system_fingerprint"] for part in rest} == prints
+    for unknown, status in (("0123456789ab", 503), ("main", 400)):
+        wire = await ask(door, output_token_ids=[300], revision=unknown)
+        assert (await wire.answer()).status == status
+
+
+async def test_the_served_model_names_its_revisions(door: Door) -> None:
+    answer = await door.call("GET", "/v1/models")
+    assert answer.status == 200
+    (card,) = answer.json["data"]
+    (shown,) = card["revisions"]
+    assert shown["revision"] == card["revision"]

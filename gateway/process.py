@@ -25,6 +25,7 @@ from gateway.model import ServedModel
 from gateway.rpc.services import SERVICE_NAMES, add_services
 from gateway.serving import Alone, Colleagues, Serving
 from gateway.tracing.start import tracing
+from gateway.view import View
 
 log = logging.getLogger("baton")
 
@@ -146,12 +147,13 @@ async def run(
         traces = tracing(settings, colleagues.board.tally, instance=name, model_name=model.name)
         tracer = await stack.enter_async_context(traces)
         serving = Serving(settings, model, connections, colleagues, tracer)
+        view = await stack.enter_async_context(View(settings, serving, connections.fleet, name))
         show_name(name)
         http = None
         if bound.http is not None:
-            http = HttpServer(settings, serving, connections.fleet, name, bound.http, door=bound.door, pems=bound.pems)
+            http = HttpServer(settings, serving, connections.fleet, view, bound.http, door=bound.door, pems=bound.pems)
             await stack.enter_async_context(http)
-        add_services(server, settings, serving, connections)
+        add_services(server, settings, serving, connections, view)
         await server.start(SERVICE_NAMES)
         gc.freeze()  # what the start has made is never garbage, and a look through all of it would be a pause
         if http is not None:

@@ -33,6 +33,7 @@ from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
 from gateway.request_record import RequestRecord, RequestRecords
 from gateway.text_work import TextWork, text_budget
+from gateway.tracing.journal import Journal
 from gateway.tracing.tracer import Tracer
 from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id
@@ -189,6 +190,11 @@ class Serving:
     def running(self) -> int:
         """Outputs of requests that run now in the whole gateway."""
         return self.board.total(Count.RUNNING)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused, because the process is about to end."""
+        return self._draining
 
     @property
     def counters(self) -> Counters:
@@ -368,7 +374,7 @@ class Serving:
             if running.ended_by is not None:
                 raise running.ended_by
         output = self._waiting_room.begins(machine)
-        journal = running.record.journal(index)
+        journal = Journal(index)
         driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write), journal)
         running.drivers.add(driver)
         whole, in_time = False, True

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Annotated
 
 import typer
+from google.protobuf.message import Message
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -18,6 +19,7 @@ from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
 from baton.revisions import Member, describe_revision, mixture, revision_of
+from baton.security.log_lines import escaped
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 # Where output goes to no terminal, long names do not wrap.
@@ -49,6 +51,7 @@ def status(
 
 def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     """The status as tables and lines of at most 80 columns, unless names are long."""
+    cluster = _escaped(cluster)
     nodes = cluster.nodes
     version = f" ({cluster.package_version})" if cluster.package_version else ""
     parts: list[RenderableType] = [
@@ -107,6 +110,25 @@ async def _watch(target: str, console: Console, *, as_json: bool) -> None:
                 else:
                     live.update(render(cluster), refresh=True)
             await asyncio.sleep(_WATCH_S)
+
+
+def _escaped(cluster: generation_pb2.ClusterStatusResponse) -> generation_pb2.ClusterStatusResponse:
+    """Nodes choose their names: a copy without a character that a terminal would obey."""
+    copy = generation_pb2.ClusterStatusResponse()
+    copy.CopyFrom(cluster)
+    _escape(copy)
+    return copy
+
+
+def _escape(message: Message) -> None:
+    for field, value in message.ListFields():
+        if isinstance(value, str):
+            setattr(message, field.name, escaped(value))
+        elif isinstance(value, Message):
+            _escape(value)
+        elif field.message_type is not None:
+            for each in value:
+                _escape(each)
 
 
 def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:

@@ -48,6 +48,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "GetTokenizer": _CLIENT,
         "GetLoads": _OPERATOR,
         "ClusterStatus": _OPERATOR,
+        "ClusterView": _OPERATOR,
     },
     "vllm.grpc.engine.VllmEngine": {
         "Generate": _CLIENT,

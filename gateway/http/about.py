@@ -55,7 +55,7 @@ async def detokenize(call: Call) -> Response:
 
 
 async def root(call: Call) -> Response:
-    return _json({"name": "baton", "gateway": call.context.name, "version": __version__, "docs": "/docs"})
+    return _json({"name": "baton", "gateway": call.context.view.name, "version": __version__, "docs": "/docs"})
 
 
 async def health(_: Call) -> Response:

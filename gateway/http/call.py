@@ -26,9 +26,8 @@ from gateway.fleet import Fleet
 from gateway.http.body import AnyBody, check, parse_object, read_body, shown
 from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
 from gateway.http.extras import set_slo
-from gateway.http.ui.answers import Answers
-from gateway.latencies import Latencies
 from gateway.serving import Serving, Skip
+from gateway.view import View
 from protos.baton.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -55,27 +54,21 @@ class Context:
     """What the handlers of all requests share.
 
     Attributes:
-        name: of this gateway.
+        view: what operators see of the cluster.
         door: who may come in; None: everybody.
         error_shapes: by the beginning of a path; every other path has OpenAI's shape.
         draining: whether the process is about to end.
         started_s: unix time of the process's start.
-        latencies: what the charts of /ui show.
-        answers: of /ui.
     """
 
     settings: GatewaySettings
     serving: Serving
     fleet: Fleet
-    name: str
+    view: View
     door: Door | None = None
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
-    answers: Answers = field(default_factory=Answers)
-
-    def __post_init__(self) -> None:
-        self.latencies = Latencies(self.serving.board)
 
     @property
     def listen_host(self) -> str | None:

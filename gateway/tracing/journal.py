@@ -1,6 +1,6 @@
-"""The times of what happens to one output, as its driver sees it. Pure.
+"""The times of what happens to one output, as its driver sees it: the record behind traces and waterfalls. Pure.
 
-Tokens are left out, so that they cost nothing; of messages only what a trace shows is kept, and no text or token.
+Tokens are left out, so that they cost nothing; of messages only what these show is kept, and no text or token.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from protos.baton.v1 import decode_pb2, prefill_pb2
 _MARKS_MAX = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class Submitted(NamedTuple):
     attempt: int
     role: int
     node: str
@@ -23,8 +22,7 @@ class Submitted:
     num_given: int  # tokens that the client had by then
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
+class Called(NamedTuple):
     call: int
     node: str
     address: str
@@ -32,8 +30,7 @@ class Called:
     token_stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(NamedTuple):
     call: int
     at_s: float | None
     parts: tuple[prefill_pb2.SentPart, ...]

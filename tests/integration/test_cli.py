@@ -313,6 +313,38 @@ def test_status_is_shown_again_until_ctrl_c(up: Up) -> None:
     assert watching.returncode == 0
 
 
+def test_top_prints_one_frame_into_a_pipe(up: Up) -> None:
+    finished = baton("top", "--target", up.gateway)
+    assert finished.returncode == 0, finished.stderr
+    for word in ("llama", "running", "TTFT", "prefill-0", "prefill-1", "decode-0", "link from", "GB/s"):
+        assert word in finished.stdout
+    assert "\x1b" not in finished.stdout
+    assert "4000" in error_line(baton("top", "--interval", "4000"), 2)
+    assert "127.0.0.1:9" in error_line(baton("top", "--once", "--target", "127.0.0.1:9"), 1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_top_shows_frames_until_it_is_ended_and_leaves_the_terminal_as_it_was(up: Up, number: int, code: int) -> None:
+    terminal, theirs = pty.openpty()
+    command = [*BATON_ALONE, "top", "--target", up.gateway, "--interval", "0.2"]
+    variables = {**os.environ, "TERM": "xterm"}
+    top = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=variables)
+    os.close(theirs)
+    try:
+        read_until(terminal, b"\x1b[?1049h")
+        for _ in range(2):
+            read_until(terminal, b"decode-0")
+        top.send_signal(signal.SIGWINCH)
+        read_until(terminal, b"decode-0")
+        top.send_signal(number)
+        read_until(terminal, b"\x1b[?1049l")
+        assert top.wait(DEADLINE_S) == code
+    finally:
+        top.kill()
+        top.wait()
+        os.close(terminal)
+
+
 @pytest.mark.parametrize("role", ["prefill-node", "gateway"])
 def test_a_taken_port_is_one_line_before_the_model_is_looked_for(up: Up, role: str) -> None:
     line = error_line(baton(role, "--listen", up.gateway, "--model", "/no/such/model"), 2)

@@ -239,6 +239,17 @@ def test_a_status_with_large_numbers_fits_80_columns() -> None:
     assert sum(line.startswith("prefill-0") for line in shown.splitlines()) == 5
 
 
+def test_names_of_nodes_do_not_reach_the_terminal_as_codes() -> None:
+    report = generation_pb2.NodeReport(address="\x1b]0;a\x07", reachable=False, detail="\x1b[2J")
+    report.status.info.name = "\x1b[31mred"
+    cluster = generation_pb2.ClusterStatusResponse(gateway="\u202eg", nodes=[report])
+    written = io.StringIO()
+    Console(file=written, width=200).print(render(cluster))
+    assert all(character.isprintable() or character == "\n" for character in written.getvalue())
+    assert r"\x1b[31mred" in written.getvalue()
+    assert cluster.gateway == "\u202eg"
+
+
 def test_a_status_says_in_one_line_what_is_mixed() -> None:
     reports = []
     for name, version, weights in (("prefill-0", "0.1", "a"), ("decode-0", "0.2", "b"), ("decode-1", "0.2", "a")):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -14,7 +15,7 @@ from baton.security import roles as certified
 from baton.security.tls import InternalTls
 from baton.types import LocalPolicy
 from gateway.discovery import Directory, parse_addresses
-from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
+from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from gateway.fleet_node import Role
 from gateway.model import ServedModel
 from gateway.node_clients import NodeClient, WatchCallbacks
@@ -29,6 +30,18 @@ _SETTLE_TIMEOUT_S = 5.0
 _PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 Listed = dict[Role, frozenset[str]]
+
+
+@dataclass(eq=False)
+class _Member:
+    """A node of one of the lists.
+
+    Attributes:
+        role: that it has; at first the one of its list.
+    """
+
+    address: str
+    role: Role
 
 
 class Connections:
@@ -50,15 +63,13 @@ class Connections:
         self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy)
         self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
-        # A prefill node may serve as a decode node, too, so there any node's certificate will do.
-        self._dials = {
-            _PREFILL: None if tls is None else tls.to_role(certified.Role.PREFILL),
-            _DECODE: None if tls is None else tls.to(certified.NODE),
-        }
+        # Any node's certificate will do: a node may have another role than its list says.
+        self._dial = None if tls is None else tls.to(certified.NODE)
         self._keepalive_s = settings.keepalive_s
         self._resolve_s = settings.resolve_s
         self._directories = {_PREFILL: Directory(prefill), _DECODE: Directory(decode)}
         self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
+        self._members: dict[Role, dict[str, _Member]] = {_PREFILL: {}, _DECODE: {}}  # by list and address
         self._watches: dict[NodeClient, asyncio.Task[None]] = {}
         self._pairing = Pairing(self.fleet, settings.link_retry_s)
         self._listeners: set[Callable[[], None]] = set()
@@ -150,48 +161,57 @@ class Connections:
     async def _follow_directory(self, listed: Listed) -> None:
         """Connects to new nodes; drops nodes that are no longer listed, once their requests are done."""
         for role, addresses in listed.items():
-            clients = self._clients[role]
-            for address in addresses - clients.keys():
-                self._add(role, address)
-            for address, client in list(clients.items()):
-                node = self.fleet.node(role, address)
+            members = self._members[role]
+            for address in addresses - members.keys():
+                if address not in self._clients[role]:  # else one of the other list that has this role now
+                    self._add(role, address)
+            for address, member in list(members.items()):
+                client = self._clients[member.role][address]
+                node = self.fleet.node(member.role, address)
                 node.retired = address not in addresses
                 if node.retired and not client.busy:
-                    await self._remove(role, address, client)
+                    del members[address]
+                    await self._remove(member, client)
 
     def _add(self, role: Role, address: str) -> None:
         self.fleet.add(role, address)
+        member = self._members[role][address] = _Member(address, role)
         callbacks = WatchCallbacks(
-            partial(self._status_received, role, address),
-            partial(self._lost, role, address),
-            partial(self.fleet.cache_changed, role, address),
+            partial(self._status_received, member),
+            lambda reason: self._lost(member.role, address, reason),
+            lambda batch: self.fleet.cache_changed(member.role, address, batch),
         )
-        on_message = partial(self._message_received, role, address)
-        client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dials[role])
+        on_message = partial(self._message_received, member)
+        client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dial)
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
 
-    async def _remove(self, role: Role, address: str, client: NodeClient) -> None:
+    async def _remove(self, member: _Member, client: NodeClient) -> None:
         # The watch ends first: a status that arrives until then must find its node in the fleet.
         watch = self._watches.pop(client)
         watch.cancel()
         await asyncio.wait([watch])
-        del self._clients[role][address]
-        self.fleet.remove(role, address)
+        del self._clients[member.role][member.address]
+        self.fleet.remove(member.role, member.address)
         await client.close()
 
     # ---- what nodes send
 
-    def _status_received(self, role: Role, address: str, status: node_pb2.NodeStatus) -> None:
-        self._execute(self.fleet.status_received(role, address, status, self._now_s()))
+    def _status_received(self, member: _Member, status: node_pb2.NodeStatus) -> None:
+        commands = self.fleet.status_received(member.role, member.address, status, self._now_s())
+        for command in commands:
+            if isinstance(command, ChangeRole):
+                self._clients[command.new][member.address] = self._clients[command.old].pop(member.address)
+                member.role = command.new
+        self._execute(commands)
         self._notify()
 
     def _lost(self, role: Role, address: str, reason: str) -> None:
         self._execute(self.fleet.lost(role, address, reason))
         self._notify()
 
-    def _message_received(self, role: Role, address: str) -> None:
-        self.fleet.message_received(role, address, self._now_s())
+    def _message_received(self, member: _Member) -> None:
+        self.fleet.message_received(member.role, member.address, self._now_s())
 
     def _execute(self, commands: Iterable[FleetCommand | PairingCommand]) -> None:
         for command in commands:
@@ -199,7 +219,10 @@ class Connections:
                 case LogLine(text, warning):
                     log.log(logging.WARNING if warning else logging.INFO, "%s", text)
                 case DropSession(role, address, reason):
-                    self._clients[role][address].drop_session(reason)
+                    if (client := self._clients[role].get(address)) is not None:
+                        client.drop_session(reason)
+                case ChangeRole():
+                    pass  # done with the status that it came from
                 case Connect():
                     self._tasks.create_task(self._connect(command), name="connect")
 

@@ -36,7 +36,16 @@ class DropSession:
     reason: str
 
 
-FleetCommand = LogLine | DropSession
+@dataclass(frozen=True)
+class ChangeRole:
+    """A node has another role than before, or than its list says: its connection is for that role from now on."""
+
+    address: str
+    old: Role
+    new: Role
+
+
+FleetCommand = LogLine | DropSession | ChangeRole
 
 
 class Fleet:
@@ -72,14 +81,21 @@ class Fleet:
     def status_received(
         self, role: Role, address: str, status: node_pb2.NodeStatus, now_s: float
     ) -> list[FleetCommand]:
-        """Records a node's status."""
+        """Records a node's status. A node that has another role than this one is used in the role that it has, unless
+        its address is listed for that role too."""
         node = self._of(role)[address]
         node.last_message_at_s = now_s
         info = status.info
-        if info.role != role:
-            return self._wrong_role(node, info.role)
-        foreign = self._foreign(info.model)
         commands: list[FleetCommand] = []
+        if info.role != role:
+            if info.role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE) or address in self._of(info.role):
+                return self._wrong_role(node, info.role)
+            commands += [DropSession(role, address, "it has another role"), ChangeRole(address, role, info.role)]
+            self.remove(role, address)
+            role, retired = info.role, node.retired
+            node = self.add(role, address)
+            node.last_message_at_s, node.retired = now_s, retired
+        foreign = self._foreign(info.model)
         restarted = info.incarnation != node.incarnation
         if restarted or not node.reachable:
             shape = info.cache_shape

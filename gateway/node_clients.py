@@ -5,7 +5,7 @@ Callbacks receive what the node sends; `gateway.fleet` keeps the node's state.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -144,6 +144,16 @@ class NodeClient:
         request = prefill_pb2.ConnectRequest(decode_address=decode_address)
         try:
             return await self._prefill_stub.Connect(request, timeout=_CONNECT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def switch_role(
+        self, role: common_pb2.Role.ValueType, *, grace_s: float | None
+    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+        """Lets the node switch to the role; yields how far it is. Raises BatonError: why it does not."""
+        try:
+            async for progress in self._stub.SwitchRole(node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s)):
+                yield progress
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 

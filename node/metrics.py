@@ -40,6 +40,7 @@ class NodeMetrics:
 
     def _figures(self) -> Iterator[Figure]:
         status = self._status()
+        yield Figure("baton_role_switches_total", status.role_switches)
         yield from self._of_load(status)
         yield from self._of_engine(status)
         yield from self._of_transfer(status)

@@ -217,6 +217,9 @@ METRICS: tuple[Metric, ...] = (
            "hand-over", GATEWAY, (), _SLOW_S),
     Metric("baton_request_decode_time_seconds", H, "seconds",
            "From an output's first token to its end", GATEWAY, (), _SLOW_S),
+    # ---- role
+    Metric("baton_role_switches_total", C, "switches",
+           "How often the node has changed its role since its process started", NODES),
     # ---- engine
     Metric("baton_engine_step_time_seconds", H, "seconds",
            "Duration of engine steps on the device, by what they compute. rate() of its sum over all kinds is the "

@@ -1,12 +1,14 @@
 """Baton's own service, baton.v1.Generation: every call is passed on as it is."""
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import grpc
 
 from baton.types import GrammarKind
 from gateway.collected import Collector
 from gateway.fleet import Fleet
+from gateway.node_clients import NodeClient
+from gateway.role_change import switchable
 from gateway.rpc.call import answering, check_ids
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
@@ -16,10 +18,14 @@ from protos.baton.v1 import generation_pb2_grpc
 SERVICE_NAME = "baton.v1.Generation"
 
 
+Clients = Callable[[], Mapping[str, NodeClient]]
+
+
 class GenerationService(generation_pb2_grpc.GenerationServicer):
     """Baton's API of the gateway called `name`."""
 
-    def __init__(self, name: str, serving: Serving, fleet: Fleet, archive: TokenizerArchive) -> None:
+    def __init__(self, name: str, serving: Serving, fleet: Fleet, archive: TokenizerArchive, clients: Clients) -> None:
+        self._clients = clients
         self._name = name
         self._serving = serving
         self._fleet = fleet
@@ -136,6 +142,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             remote_total=counters.remote,
             local_total=counters.local,
         )
+
+    async def SwitchNodeRole(
+        self,
+        request: pb.SwitchNodeRoleRequest,
+        context: grpc.aio.ServicerContext[pb.SwitchNodeRoleRequest, pb.SwitchNodeRoleResponse],
+    ) -> AsyncIterator[pb.SwitchNodeRoleResponse]:
+        async with answering(context):
+            node = switchable(self._fleet, request.node, request.role, force=request.force)
+            grace_s = request.grace_s if request.HasField("grace_s") else None
+            client = self._clients()[node.address]
+            async for progress in client.switch_role(request.role, grace_s=grace_s):
+                yield pb.SwitchNodeRoleResponse(progress=progress)
 
     def _card(self) -> pb.ModelCard:
         model = self._serving.model

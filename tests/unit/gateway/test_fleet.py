@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baton.types import LocalPolicy
-from gateway.fleet import DropSession, Fleet, FleetCommand, LogLine
+from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from gateway.router import Wanted
 from protos.baton.v1 import common_pb2
 from tests.unit.gateway.fleets import DECODE, MODEL, PREFILL, SmallFleet, decoding_node, peer, status
@@ -52,14 +52,23 @@ def test_requests_on_a_restarted_decode_node_are_dropped() -> None:
     assert fleet.decodes["d1"].reachable
 
 
-def test_a_node_with_another_role_is_named_once_and_not_used() -> None:
+def test_a_node_is_used_in_the_role_that_it_has_and_not_in_that_of_its_list() -> None:
+    fleet = SmallFleet(1, 2)
+    commands = fleet.status_received(DECODE, "d2", status(PREFILL, 30), 1.0)
+    assert commands[:2] == [DropSession(DECODE, "d2", "it has another role"), ChangeRole("d2", DECODE, PREFILL)]
+    assert fleet.prefills.keys() == {"p1", "d2"}
+    assert fleet.decodes.keys() == {"d1"}
+    assert fleet.prefills["d2"].open
+    assert fleet.status_received(PREFILL, "d2", status(PREFILL, 30), 2.0) == []
+
+
+def test_a_node_that_is_listed_for_both_roles_is_used_once() -> None:
     fleet = SmallFleet(1, 1)
-    commands = fleet.status_received(DECODE, "d1", status(PREFILL, 30), 1.0)
+    fleet.add(DECODE, "p1")
     wrong = "it is a prefill node, not a decode node"
-    assert commands == [LogLine(f"d1 is not used: {wrong}", warning=True), DropSession(DECODE, "d1", wrong)]
-    assert fleet.status_received(DECODE, "d1", status(PREFILL, 30), 2.0) == []
-    assert not fleet.serves()
-    assert fleet.explain() == "node-11 is available; node-21 cannot be used (it is a prefill node, not a decode node)"
+    commands = fleet.status_received(DECODE, "p1", status(PREFILL, 11), 1.0)
+    assert commands == [LogLine(f"p1 is not used: {wrong}", warning=True), DropSession(DECODE, "p1", wrong)]
+    assert fleet.prefills["p1"].open
 
 
 def test_a_node_with_a_role_of_a_newer_version_is_not_used() -> None:

@@ -40,6 +40,11 @@ class Publishing(node_pb2_grpc.NodeServicer):
     async def Drain(self, request: object, context: object) -> node_pb2.DrainResponse:  # noqa: N802
         return node_pb2.DrainResponse()
 
+    async def SwitchRole(  # noqa: N802
+        self, request: object, context: object
+    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+        yield node_pb2.SwitchRoleResponse()
+
 
 async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and_a_snapshot_asked_for(
     caplog: pytest.LogCaptureFixture,

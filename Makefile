@@ -16,7 +16,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients check format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients test-docs check rules format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> installing dependencies: downloads 3 GB the first time, 0.7 GB with torch for CPUs only (see README.md)"
 	@since=$$(date +%s); \
-		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]' \
 		&& echo "==> installed in $$(($$(date +%s) - since)) s"
 	@touch $@
 
@@ -57,11 +57,14 @@ test-gpu: install  ## Run the tests that need a GPU, with compiled kernels, and 
 
 test: install  ## Run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients)
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients tests/docs/test_run.py)
 
 test-clients: install  ## Run clients that other people wrote against a cluster (installs 2 GB in .clients the first time)
 	@$(BIN)/python -m tests.clients.install
 	@$(BIN)/python -m pytest tests/clients
+
+test-docs: install  ## Run the commands of every page, in order, against real clusters
+	@$(BIN)/python -m pytest tests/docs/test_run.py
 
 check: install  ## Check lint, format, types and the wire
 	@$(BIN)/ruff check .
@@ -71,6 +74,10 @@ check: install  ## Check lint, format, types and the wire
 	@$(BIN)/buf breaking protos --against $(WIRE)
 	@$(BIN)/buf build protos --exclude-source-info --output - | cmp --silent - $(WIRE) \
 		|| { echo "$(WIRE) differs from the .proto files: run \`make wire\`"; exit 1; }
+
+rules:  ## Check and test the alerts of deploy/monitoring (downloads promtool where there is none)
+	@.ci/promtool check rules deploy/monitoring/rules.yaml
+	@.ci/promtool test rules deploy/monitoring/rules_test.yaml
 
 wire: install  ## Record the .proto files in protos/wire.binpb, unless they break what it has
 	@$(BIN)/buf breaking protos --against $(WIRE)
@@ -83,15 +90,22 @@ format: install  ## Format the code and apply automatic fixes
 bench: install  ## Measure transport, hand-over and latency, and write bench/results
 	@$(BIN)/python -m bench
 
-docs: install  ## Write the pages and tables that come from the code
+docs: install  ## Write the pages and tables that come from the code, and build the site into site/
 	@$(BIN)/python -m docs.configuration
 	@$(BIN)/python -m docs.metrics
+	@$(BIN)/python -m docs.tracing
 	@$(BIN)/python -m docs.api
 	@$(BIN)/python -m docs.attention
+	@$(BIN)/python -m deploy.monitoring.prometheus_rule
+	@$(BIN)/python -m deploy.monitoring.dashboard
+	@$(BIN)/python -m docs.wire
+	@$(BIN)/python -m docs.troubleshooting
+	@$(BIN)/python -m docs.benchmarks
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 dist-check: install  ## Build sdist and wheel, run the wheel, run tests of the sdist
 	@PYTHON=$(BIN)/python .ci/dist-check
 
 clean:  ## Remove everything that was built
-	rm -rf $(VENV) .clients .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .clients .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	rm -f protos/baton/v1/*_pb2*.py*

@@ -9,41 +9,36 @@ With `Client(addresses=[...])`, a request whose gateway is lost goes on at the n
 
 import asyncio
 import hashlib
-import json
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from baton.convert import (
-    finish_reason_from_proto,
-    grammar_to_proto,
-    prompt_logprobs_from_proto,
-    receipt_from_proto,
-    sampling_to_proto,
-    token_from_proto,
-    usage_from_proto,
+from baton.client_messages import (
+    Options,
+    Sampling,
+    event_from_message,
+    json_text,
+    request_message,
+    set_text,
+    token_ids_message,
 )
-from baton.errors import BatonError, DataLoss, DeadlineExceeded, Draining, InternalError, InvalidRequest, NoNode
+from baton.errors import BatonError, DataLoss, DeadlineExceeded, Draining, InvalidRequest, NoNode
+from baton.outputs import Completion, Event, collect
 from baton.resumption import Progress, prepare_to_resume
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error, last_cause
 from baton.security.access import dial_gateway
 from baton.security.tls import Dial
-from baton.types import FinishReason, Grammar, PromptLogprob, Receipt, SamplingParams, TokenOutput, Usage
-from protos.baton.v1 import common_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
+from protos.baton.v1 import generation_pb2_grpc
 
 Answer = TypeVar("Answer")
 
-# What to draw by. A mapping gives some numbers only, by the names of SamplingParams; the others, and all for None, are
-# the model's own.
-Sampling = SamplingParams | Mapping[str, Any] | None
 
 DEFAULT_PORT = 7000  # of the gateway in `baton up` and in the images
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"  # for the command line
@@ -52,99 +47,6 @@ _BROKEN_STREAM = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.Stat
 _TIMEOUT_S_MAX = 1e9  # gRPC overflows on longer timeouts and ends the call at once
 # While no gateway can be reached, an answer that has begun waits so long, and tries all of them so often.
 _RESUME_S, _RESUME_EVERY_S = 10.0, 0.5
-
-
-class Options(TypedDict, total=False):
-    """What every request takes; `GenerateRequest` on the wire describes the fields. `timeout_s`: None: no deadline;
-    `ttft_s`, `tpot_s`: see `baton.types.Slo`; None: the gateway's."""
-
-    model: str
-    request_id: str
-    cache_salt: str
-    timeout_s: float | None
-    priority: int
-    ttft_s: float | None
-    tpot_s: float | None
-    session_id: str
-    n: int
-    best_of: int
-    truncate_prompt_tokens: int
-    add_special_tokens: bool
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call of an answer, or a piece of one: the pieces of a call have its index, the first its id and name."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str  # JSON, or a piece of it
-
-
-@dataclass(frozen=True)
-class ChatDelta:
-    """What some text of the model means in a conversation."""
-
-    content: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
-@dataclass(frozen=True)
-class Piece:
-    """New tokens of one output and the text that they add. `text` may be empty while a character is incomplete."""
-
-    text: str
-    tokens: tuple[TokenOutput, ...]
-    index: int = 0  # which output
-    chat: ChatDelta | None = None  # of a chat
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The last event of one output: the rest of the text, why the output ended, usage and receipt.
-
-    Of several outputs, the one that ends last has the usage of all; the others' is zero.
-    """
-
-    text: str
-    finish_reason: FinishReason
-    stop_reason: str  # the stop string or stop token id that ended the output, if any
-    usage: Usage
-    receipt: Receipt
-    tokens: tuple[TokenOutput, ...] = ()
-    index: int = 0
-    chat: ChatDelta | None = None
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Why no token has come for a while, in one sentence for display."""
-
-    message: str
-    text: ClassVar[str] = ""
-    tokens: ClassVar[tuple[TokenOutput, ...]] = ()
-
-
-Event = Piece | Finished | Notice
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole output."""
-
-    text: str
-    tokens: tuple[TokenOutput, ...]
-    finish_reason: FinishReason
-    stop_reason: str
-    usage: Usage  # of all outputs of the request
-    receipt: Receipt
-    index: int = 0
-    chat: ChatDelta | None = None
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 
 class Client:
@@ -200,11 +102,11 @@ class Client:
         Raises:
             BatonError: the request failed, or took longer than `timeout_s`.
         """
-        request = _request(sampling, options)
+        request = request_message(sampling, options)
         if isinstance(prompt, str):
-            _set_text(request, text=prompt)
+            set_text(request, text=prompt)
         else:
-            request.token_ids.CopyFrom(_token_ids(prompt))
+            request.token_ids.CopyFrom(token_ids_message(prompt))
         return self._stream(request, options.get("timeout_s"))
 
     def chat(
@@ -224,11 +126,11 @@ class Client:
         Raises:
             BatonError: as in `generate`.
         """
-        request = _request(sampling, options)
-        request.chat.messages_json = _json("messages", list(messages))
-        request.chat.tools_json = _json("tools", list(tools)) if tools else ""
-        request.chat.tool_choice_json = _json("tool_choice", tool_choice)
-        request.chat.template_kwargs_json = _json("template_kwargs", dict(template_kwargs or {}))
+        request = request_message(sampling, options)
+        request.chat.messages_json = json_text("messages", list(messages))
+        request.chat.tools_json = json_text("tools", list(tools)) if tools else ""
+        request.chat.tool_choice_json = json_text("tool_choice", tool_choice)
+        request.chat.template_kwargs_json = json_text("template_kwargs", dict(template_kwargs or {}))
         request.chat.continue_final_message = continue_final_message
         request.chat.parallel_tool_calls = parallel_tool_calls
         return self._stream(request, options.get("timeout_s"))
@@ -259,13 +161,13 @@ class Client:
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
         request = pb.TokenizeRequest(add_special_tokens=add_special_tokens)
-        _set_text(request, model=model, text=text)
+        set_text(request, model=model, text=text)
         answer = await self._ask(lambda stub: stub.Tokenize(request))
         return list(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
-        request.token_ids.extend(_token_ids(token_ids).ids)
+        request.token_ids.extend(token_ids_message(token_ids).ids)
         return (await self._ask(lambda stub: stub.Detokenize(request))).text
 
     async def list_models(self) -> list[pb.ModelCard]:
@@ -310,7 +212,7 @@ class Client:
                         passed = progress.take(response) if several else response
                         if passed is not None:
                             begun, failures = True, 0
-                            yield _event(passed)
+                            yield event_from_message(passed)
                 return
             except _Lost as lost:
                 self._leave(gateway)
@@ -368,142 +270,6 @@ async def _download(pieces: AsyncIterable[pb.GetTokenizerResponse]) -> bytes:
     if hashlib.sha256(data).hexdigest() != sha256:
         raise DataLoss("the tokenizer archive arrived damaged", cure="download it again")
     return bytes(data)
-
-
-async def collect(events: AsyncGenerator[Event, None]) -> Completion:
-    """Joins all events of one request; of several outputs, returns the first."""
-    return (await collect_all(events))[0]
-
-
-async def collect_all(events: AsyncGenerator[Event, None]) -> list[Completion]:
-    """Joins all events of one request, output by output."""
-    outputs: dict[int, list[Piece | Finished]] = {}
-    async for event in events:
-        if not isinstance(event, Notice):
-            outputs.setdefault(event.index, []).append(event)
-    ended = [event for output in outputs.values() for event in output[-1:] if isinstance(event, Finished)]
-    if not ended or len(ended) < len(outputs):
-        raise InternalError("the stream ended without its last message", cure="see the gateway's log")
-    usage = max((event.usage for event in ended), key=lambda usage: usage.prompt_tokens)
-    return [_joined(outputs[index], usage) for index in sorted(outputs)]
-
-
-def _joined(events: Sequence[Piece | Finished], usage: Usage) -> Completion:
-    last = events[-1]
-    assert isinstance(last, Finished)
-    return Completion(
-        text="".join(event.text for event in events),
-        tokens=tuple(token for event in events for token in event.tokens),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        usage=usage,
-        receipt=last.receipt,
-        index=last.index,
-        chat=_joined_chat([event.chat for event in events if event.chat is not None]),
-        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs), ()),
-    )
-
-
-def _joined_chat(deltas: Sequence[ChatDelta]) -> ChatDelta | None:
-    if not deltas:
-        return None
-    calls: dict[int, list[ToolCall]] = {}
-    for delta in deltas:
-        for piece in delta.tool_calls:
-            calls.setdefault(piece.index, []).append(piece)
-    whole = (
-        ToolCall(index, pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
-        for index, pieces in sorted(calls.items())
-    )
-    content = "".join(delta.content for delta in deltas)
-    return ChatDelta(content, "".join(delta.reasoning for delta in deltas), tuple(whole))
-
-
-def _request(sampling: Sampling, options: Options) -> pb.GenerateRequest:
-    """The request without its prompt.
-
-    Raises:
-        InvalidRequest: a value cannot be sent.
-    """
-    request = pb.GenerateRequest()
-    if isinstance(sampling, SamplingParams):
-        request.sampling.CopyFrom(sampling_to_proto(sampling))
-    elif sampling is not None:
-        given: dict[str, Any] = {
-            name: grammar_to_proto(value) if isinstance(value, Grammar) else value for name, value in sampling.items()
-        }
-        try:
-            request.sampling.CopyFrom(common_pb2.SamplingParams(**given))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"a sampling parameter cannot be sent: {error}", field="sampling") from None
-    for name, value in options.items():
-        if isinstance(value, str):
-            _set_text(request, **{name: value})
-        elif name != "timeout_s" and value is not None:
-            try:
-                setattr(request.slo if name in ("ttft_s", "tpot_s") else request, name, value)
-            except (TypeError, ValueError) as error:
-                raise InvalidRequest(f"{name} is {value!r}: {error}", field=name, value=value) from None
-    return request
-
-
-def _json(field: str, value: object) -> str:
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(
-            f"{field} cannot be sent: {error}", field=field, cure="give what JSON can express"
-        ) from None
-    return text
-
-
-def _set_text(message: pb.GenerateRequest | pb.TokenizeRequest, **texts: str) -> None:
-    """Fills fields of the message.
-
-    Raises:
-        InvalidRequest: a text is not valid Unicode, such as a wrongly decoded argument or file.
-    """
-    for name, text in texts.items():
-        try:
-            setattr(message, name, text)
-        except UnicodeEncodeError as error:
-            field = "prompt" if name == "text" else name
-            cure = "give text that is valid UTF-8"
-            raise InvalidRequest(f"the {field} cannot be sent: {error}", field=field, cure=cure) from None
-
-
-def _token_ids(prompt: Sequence[int]) -> pb.TokenIds:
-    try:
-        return pb.TokenIds(ids=prompt)
-    except ValueError as error:
-        raise InvalidRequest(f"the prompt's token ids cannot be sent: {error}", field="prompt") from None
-
-
-def _event(response: pb.GenerateResponse) -> Event:
-    if response.notice:
-        return Notice(response.notice)
-    tokens = tuple(token_from_proto(token) for token in response.tokens)
-    chat = _chat_delta(response.chat) if response.HasField("chat") else None
-    prompt_logprobs = prompt_logprobs_from_proto(response.prompt_logprobs)
-    finish_reason = finish_reason_from_proto(response.finish_reason)
-    if finish_reason is None:
-        return Piece(response.text, tokens, response.index, chat, prompt_logprobs)
-    return Finished(
-        text=response.text,
-        finish_reason=finish_reason,
-        stop_reason=response.stop_reason,
-        usage=usage_from_proto(response.usage),
-        receipt=receipt_from_proto(response.receipt),
-        tokens=tokens,
-        index=response.index,
-        chat=chat,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-def _chat_delta(message: pb.ChatDelta) -> ChatDelta:
-    calls = (ToolCall(call.index, call.id, call.name, call.arguments) for call in message.tool_calls)
-    return ChatDelta(message.content, message.reasoning, tuple(calls))
 
 
 @contextmanager

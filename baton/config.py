@@ -1,4 +1,4 @@
-"""Every setting of every process, and the only reader of the environment.
+"""Every setting of every process, with its default, its bounds and its meaning.
 
     CommonSettings
     ├── NodeSettings             model, cache, engine, transfer
@@ -8,27 +8,19 @@
 
 Each setting is a flag and a variable of the same name: `--block-size 32` and `BATON_BLOCK_SIZE=32`; the flag wins. A
 wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values; so
-does a variable that is spelled nearly like a setting's.
+does a variable that is spelled nearly like a setting's (`baton.settings_reader`).
 """
 
-import argparse
-import os
-import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from baton.errors import ConfigError, shortened
 from baton.types import LocalPolicy
 
-_ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
-DEMO_MODELS = _ROOT / "models" / "demo"
+SOURCE_ROOT = Path(__file__).resolve().parent.parent  # a source tree or site-packages
+DEMO_MODELS = SOURCE_ROOT / "models" / "demo"
 MIB = 1 << 20
 GIGA = 1e9
 # Defaults that depend on the device, or that code without settings also needs.
@@ -51,14 +43,6 @@ _SEATS_MAX = 1 << 16
 _BLOCKS_MAX = _TOKENS_MAX = 2**31 - 1  # ids of blocks and positions take 32 bits
 _CACHE_MIB_MAX = 1 << 26
 _HTTP_BODY_MIB_MAX = 4096
-_SHOWN_MAX = 200  # characters of a wrong value
-_PREFIX = "BATON_"
-# Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
-_ALIKE = 0.87
-_UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
-
-Settings = TypeVar("Settings", bound="CommonSettings")
-NodeRole = TypeVar("NodeRole", bound="NodeSettings")
 
 
 class CommonSettings(BaseSettings):
@@ -309,7 +293,9 @@ class GatewaySettings(CommonSettings):
     """Role gateway."""
 
     prefill: str = Field(
-        "", description="prefill nodes: host:port, comma-separated; host names are resolved again every resolve_s"
+        "",
+        description="prefill nodes, comma-separated: host:port, where names are resolved again every resolve_s; "
+        "file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of Kubernetes",
     )
     decode: str = Field("", description="decode nodes, in the same form")
     local_policy: LocalPolicy = Field(
@@ -356,7 +342,10 @@ class GatewaySettings(CommonSettings):
         None, description="file with a jinja chat template to use in place of the checkpoint's"
     )
     resolve_s: float = Field(
-        5.0, gt=0, le=_SECONDS_MAX, description="interval at which host names of nodes are resolved again"
+        5.0,
+        gt=0,
+        le=_SECONDS_MAX,
+        description="interval at which names of nodes are resolved and their files read again",
     )
     link_retry_s: float = Field(
         60.0,
@@ -388,6 +377,25 @@ class GatewaySettings(CommonSettings):
     refuse_late: bool = Field(
         False, description="refuse a request whose first token cannot come in time at once, instead of serving it late"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="where traces go, by OTLP over gRPC: http://host:4317 or https://host:4317; off: nowhere; default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere",
+    )
+    trace_sample: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of the requests whose trace is exported, of those whose client has not decided by its "
+        "traceparent",
+    )
+    trace_slow_s: float | None = Field(
+        None,
+        gt=0,
+        le=_SECONDS_MAX,
+        description="the trace of a request that takes longer is exported in any case, as is that of one that failed "
+        "or was tried again; default: no bound",
+    )
     access_log: bool = Field(False, description="log one line with its figures for each request that has ended")
     workers: int = Field(1, ge=1, le=64, description="processes that serve the same ports as one gateway")
     prefill_stall_s: float = Field(
@@ -415,163 +423,12 @@ class GatewaySettings(CommonSettings):
     )
 
 
-def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
-    """Reads one process's settings from flags and environment. A wrong value ends the process with exit code 2."""
-    flags = _parser(cls, program).parse_args(argv)
-    given = {name: value for name, value in vars(flags).items() if value is not None}
-    if misspelled := misspelled_variables(os.environ):
-        for name, nearest in misspelled.items():
-            print(f"{program}: {name} is no setting; did you mean {nearest}?", file=sys.stderr)  # noqa: T201
-        raise SystemExit(2)
-    try:
-        return cls(**given)
-    except ValidationError as error:
-        for line in describe_validation_error(cls, error):
-            print(f"{program}: {line}", file=sys.stderr)  # noqa: T201
-        raise SystemExit(2) from None
-
-
-def in_role(settings: NodeSettings, cls: type[NodeRole]) -> NodeRole:
-    """The settings of the same node in another role: those of both roles are kept, and those that only the other one
-    has come from their variables.
-
-    Raises:
-        ConfigError: a variable has a wrong value.
-    """
-    try:
-        return cls(**{name: getattr(settings, name) for name in NodeSettings.model_fields})
-    except ValidationError as error:
-        lines = describe_validation_error(cls, error)
-        raise ConfigError("; ".join(lines), cure="correct the node's variables, and restart it") from None
-
-
-def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the environment that nearly have the name of a setting of some process, with that name.
-
-    Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
-    """
-    roles = (PrefillSettings, DecodeSettings, GatewaySettings)
-    known = {variable(name) for cls in roles for name in cls.model_fields} | {*CLIENT_VARIABLES}
-    ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
-    ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
-    names = (name for name in environ if name.startswith(_PREFIX) and name.upper() not in known)
-    found = {name: get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=_ALIKE) for name in names}
-    return {shortened(name, _SHOWN_MAX): ends[nearest[0]] for name, nearest in found.items() if nearest}
-
-
-def fail(program: str, error: ConfigError) -> NoReturn:
-    """Ends the process because a setting proved wrong after start: one line, exit code 2."""
-    print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
-    raise SystemExit(2)
-
-
-def describe_validation_error(cls: type[CommonSettings], error: ValidationError) -> list[str]:
-    """One line per wrong value: variable and flag, the value, what is allowed."""
-    lines = []
-    for item in error.errors():
-        name = str(item["loc"][0]) if item["loc"] else "?"
-        known = cls.model_fields.get(name)
-        where = f"{variable(name)} ({flag(name)})" if known else variable(name)
-        message = item["msg"].removeprefix("Value error, ")
-        allowed = shortened(_one_line(message[:1].lower() + message[1:]), _SHOWN_MAX)
-        lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
-    return lines
-
-
-def _one_line(text: str) -> str:
-    """With characters that would end the line, or change the terminal, written as escapes."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-
-
-def child_environment(**more: str) -> dict[str, str]:
-    """The environment for a child process that runs one of our modules: this process's, changed, plus `more`.
-
-    The child imports nothing from its working directory, where a `models.py` or a folder `gateway` would hide ours. An
-    empty entry of PYTHONPATH means the working directory, so it is dropped too.
-    """
-    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if (_ROOT / "pyproject.toml").is_file():
-        path.append(str(_ROOT))  # a source tree is found in the working directory unless it is installed
-    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path), **more}
-
-
 def tokenizer_file(model: Path) -> Path:
     """The tokenizer.json of a model directory. The demo models share one, so that the wheel has it once."""
     own = model / "tokenizer.json"
     if not own.is_file() and model.resolve().parent == DEMO_MODELS:
         return DEMO_MODELS / "llama" / "tokenizer.json"
     return own
-
-
-def use_loopback_for_gloo() -> None:
-    """Makes gloo connect the ranks of one node over the loopback device, unless the environment names another.
-
-    By default gloo resolves the host's own name, which can fail in a container.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def quiet_grpc() -> None:
-    """Keeps gRPC's core from writing lines of its own to stderr, unless the environment says otherwise.
-
-    What matters of them reaches our own log as an error of the call.
-    """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-
-def visible_gpus() -> int:
-    """Number of GPUs that a child process would see."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
-
-
-def ranks_of_each_node() -> int:
-    """Ranks of each node that inherits this environment; 1 for a wrong value, which the node itself then refuses."""
-    value = os.environ.get(variable("tensor_parallel_size"), "")
-    return max(1, int(value)) if value.isdecimal() else 1
-
-
-@dataclass(frozen=True)
-class ClientAccess:
-    """What the environment says about reaching a gateway as a client: BATON_API_KEY, BATON_CLIENT_CA."""
-
-    api_key: str | None = field(default=None, repr=False)
-    tls_ca: str | None = None
-    insecure: bool = False
-
-
-def client_access() -> ClientAccess:
-    insecure = os.environ.get(variable("insecure"), "").lower() in ("1", "true", "yes", "on")
-    return ClientAccess(
-        os.environ.get(CLIENT_VARIABLES[0]) or None, os.environ.get(CLIENT_VARIABLES[1]) or None, insecure
-    )
-
-
-def set_client_access(*, api_key: str | None, tls_ca: str | None) -> None:
-    """Lets this process and its children reach gateways so; None leaves what the environment says."""
-    given = {CLIENT_VARIABLES[0]: api_key, CLIENT_VARIABLES[1]: tls_ca}
-    os.environ.update({name: value for name, value in given.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """What BATON_TLS_CERT, BATON_TLS_KEY and BATON_TLS_CA say, for a program without settings."""
-
-    tls_cert: Path | None
-    tls_key: Path | None
-    tls_ca: Path | None
-
-
-def environment_tls() -> TlsFiles:
-    given = (os.environ.get(variable(name)) for name in ("tls_cert", "tls_key", "tls_ca"))
-    return TlsFiles(*(Path(path) if path else None for path in given))
-
-
-def is_set(name: str) -> bool:
-    """Whether the environment has the setting's variable."""
-    return variable(name) in os.environ
 
 
 def variable(name: str) -> str:
@@ -582,28 +439,5 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def settings_table(cls: type[CommonSettings]) -> list[tuple[str, str, str, str]]:
-    """Rows of flag, variable, default and meaning, for docs/configuration.md."""
-    rows = []
-    for name, info in cls.model_fields.items():
-        default = info.default
-        shown = "" if default is None else "models/demo/llama" if name == "model" else str(default)
-        rows.append((flag(name), variable(name), shown, info.description or ""))
-    return rows
-
-
 def _listed(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())
-
-
-def _parser(cls: type[CommonSettings], program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program, description=f"{cls.__doc__} Each flag is also a variable: --block-size is BATON_BLOCK_SIZE."
-    )
-    for name, info in cls.model_fields.items():
-        default = "" if info.default is None else f" (default: {info.default})"
-        help_text = f"{info.description}{default}".replace("%", "%%")
-        # A switch may stand alone: --insecure is --insecure true.
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
-        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **switch)
-    return parser

@@ -22,8 +22,9 @@ from statistics import median
 import torch
 
 from baton.cli.processes import Process, Processes
-from baton.client import Client, Finished
+from baton.client import Client
 from baton.config import DEMO_MODELS
+from baton.outputs import Finished
 from baton.types import Path as Route
 from baton.types import Receipt, SamplingParams
 from bench.table import Row

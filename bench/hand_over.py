@@ -16,8 +16,9 @@ import psutil
 import torch
 
 from baton.cli.processes import Process, Processes
-from baton.client import Client, Finished
+from baton.client import Client
 from baton.config import DEMO_MODELS, NodeSettings
+from baton.outputs import Finished
 from baton.types import SamplingParams
 from bench.table import Row
 from engine.build import build_runner

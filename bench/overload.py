@@ -22,9 +22,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from baton.cli.processes import Processes
-from baton.client import Client, Finished
+from baton.client import Client
 from baton.config import DEMO_MODELS, MIB
 from baton.errors import BatonError
+from baton.outputs import Finished
 from baton.types import SamplingParams
 from bench.table import Row, print_rows
 

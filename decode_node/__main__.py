@@ -1,6 +1,8 @@
 """`python -m decode_node`: one decode node, until SIGTERM."""
 
-from baton.config import DecodeSettings, quiet_grpc, read_settings
+from baton.config import DecodeSettings
+from baton.environment import quiet_grpc
+from baton.settings_reader import read_settings
 
 
 def main() -> None:

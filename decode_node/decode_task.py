@@ -88,6 +88,8 @@ class DecodeTask:
         self._rules = rules
         self._lease_numbers = lease_numbers
         self._submitted_s = now_s
+        self._traced = bool(submit.traceparent)
+        self._filled_s = now_s
         self._budget_s = submit.budget_s if submit.HasField("budget_s") else None
         self._budget_deadline_s = None if self._budget_s is None else now_s + self._budget_s
         self._max_queue_s = submit.queue_s if submit.HasField("queue_s") else 0.0
@@ -169,7 +171,10 @@ class DecodeTask:
         if self.phase is Phase.ENDING:
             return [self._close()]
         self._enter(Phase.FILLING, deadline_s=now_s + self._rules.lease_s)
-        commands: list[Command] = [self._send(pb.SessionResponse(reserved=self._ticket()))]
+        reserved = self._ticket()
+        if self._traced:
+            reserved.at_s = now_s - self._submitted_s
+        commands: list[Command] = [self._send(pb.SessionResponse(reserved=reserved))]
         early, self._early = self._early, []
         for event in early:
             commands += self.lease_event(event, now_s)
@@ -191,7 +196,7 @@ class DecodeTask:
                     return self._report_loss(lease, DataLoss("the hand-over does not fit its ticket"))
                 self._handed_over, self._handed_over_s = event, now_s
             case Filled():
-                self._filled = True
+                self._filled, self._filled_s = True, now_s
             case Lost(lease=lease, error=error):
                 return self._report_loss(lease, error)
             case Renewal() | LocalPrefill():
@@ -228,6 +233,10 @@ class DecodeTask:
                 admitted = pb.Admitted(
                     key=self.key, transfer_s=transfer_s, bytes_received=totals.bytes, segments=totals.segments
                 )
+                if self._traced:
+                    admitted.at_s = now_s - self._submitted_s
+                    admitted.filled_s = self._filled_s - self._submitted_s
+                    admitted.handed_over_s = self._handed_over_s - self._submitted_s
                 return [self._send(pb.SessionResponse(admitted=admitted)), self._admit(first, now_s)]
             case Renewal(output=output, prefill_incarnation=incarnation):
                 self._enter(Phase.EXTENDING)
@@ -258,6 +267,8 @@ class DecodeTask:
         self.prefill_started_s = now_s
         cached_tokens = self._cached_tokens(self._reservation)
         accepted = pb.Accepted(key=self.key, why=why, cached_tokens=cached_tokens, queue_s=self._queued_s)
+        if self._traced:
+            accepted.at_s = now_s - self._submitted_s
         return [self._send(pb.SessionResponse(accepted=accepted)), PrefillHere(self.engine_id, output)]
 
     def _admit(self, first: TokenOutput | None, now_s: float) -> Command:

@@ -111,7 +111,9 @@ def page() -> str:
 
 
 def _endpoints() -> str:
-    rows = [f"| `{route.method} {route.path.replace(':path', '')}` | {route.summary} |" for route in ROUTES]
+    rows = [
+        f"| `{route.method} {route.path.replace(':path', '')}` | {route.summary} |" for route in ROUTES if route.listed
+    ]
     return "\n".join(["| endpoint | |", "|---|---|", *rows])
 
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from baton.config import CommonSettings, DecodeSettings, GatewaySettings, NodeSettings, PrefillSettings, settings_table
+from baton.config import CommonSettings, DecodeSettings, GatewaySettings, NodeSettings, PrefillSettings
+from baton.settings_reader import settings_table
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 

@@ -1,6 +1,8 @@
 """`python -m gateway`: one gateway, until SIGTERM."""
 
-from baton.config import GatewaySettings, quiet_grpc, read_settings
+from baton.config import GatewaySettings
+from baton.environment import quiet_grpc
+from baton.settings_reader import read_settings
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ class Board:
     Attributes:
         layout: of the metrics, whose cells are the further columns.
         tally: counts metrics in the own row.
+        own: number of the own row.
     """
 
     def __init__(self, rows: int = 1, own: int = 0, fd: int | None = None) -> None:
@@ -47,6 +48,7 @@ class Board:
         self._width = len(Count) + self.layout.width
         self._memory = mmap.mmap(-1 if fd is None else fd, rows * self._width * _NUMBER_BYTES)
         self._numbers = memoryview(self._memory).cast("q")
+        self.own = own
         self._own = own * self._width
         self.tally = Tally(self.layout, self._numbers, self._own + len(Count))
 

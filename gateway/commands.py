@@ -12,12 +12,14 @@ class SubmitToDecode:
 
     Args:
         role: of the node. A prefill node serves the request alone.
+        node: its name.
     """
 
     attempt: int
     role: common_pb2.Role.ValueType
     address: str
     request: decode_pb2.SubmitRequest
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class CallPrefill:
     address: str
     request: prefill_pb2.PrefillRequest
     timeout_s: float
+    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -14,7 +15,8 @@ from baton.errors import BatonError, ConfigError
 from baton.security import roles as certified
 from baton.security.tls import InternalTls
 from baton.types import LocalPolicy
-from gateway.discovery import Directory, parse_addresses
+from gateway.discovery.directory import Directory
+from gateway.discovery.sources import parse_places
 from gateway.fleet import ChangeRole, DropSession, Fleet, FleetCommand, LogLine
 from gateway.fleet_node import Role
 from gateway.model import ServedModel
@@ -48,14 +50,14 @@ class Connections:
     """An async context manager: inside it, nodes are found, watched and paired.
 
     Raises:
-        ConfigError: an address is malformed, or no decode node is configured.
+        ConfigError: an address is malformed, no decode node is configured, or a Service is given without a cluster.
     """
 
     def __init__(self, settings: GatewaySettings, model: ServedModel) -> None:
-        prefill = parse_addresses(settings.prefill, field="prefill")
-        decode = parse_addresses(settings.decode, field="decode")
+        prefill = parse_places(settings.prefill, field="prefill")
+        decode = parse_places(settings.decode, field="decode")
         if not decode:
-            cure = "give host:port of at least one decode node"
+            cure = "give host:port of at least one decode node, or the Service of all"
             raise ConfigError("BATON_DECODE (--decode) is empty", field="decode", cure=cure)
         if not prefill and settings.local_policy is LocalPolicy.STRICT:
             cure = "give prefill nodes, or another local policy"
@@ -67,17 +69,24 @@ class Connections:
         self._dial = None if tls is None else tls.to(certified.NODE)
         self._keepalive_s = settings.keepalive_s
         self._resolve_s = settings.resolve_s
-        self._directories = {_PREFILL: Directory(prefill), _DECODE: Directory(decode)}
+        self._listing_changed = asyncio.Event()
+        places = {_PREFILL: prefill, _DECODE: decode}
+        self._directories = {role: Directory(each, self._listing_changed.set) for role, each in places.items()}
         self._clients: dict[Role, dict[str, NodeClient]] = {_PREFILL: {}, _DECODE: {}}  # by address
         self._members: dict[Role, dict[str, _Member]] = {_PREFILL: {}, _DECODE: {}}  # by list and address
         self._watches: dict[NodeClient, asyncio.Task[None]] = {}
         self._pairing = Pairing(self.fleet, settings.link_retry_s)
         self._listeners: set[Callable[[], None]] = set()
         self._tasks = asyncio.TaskGroup()
+        self._open = AsyncExitStack()
         self._upkeep: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        listed = await self._look_up()
+        async with AsyncExitStack() as stack:
+            for directory in self._directories.values():
+                await stack.enter_async_context(directory)
+            listed = await self._look_up()
+            self._open = stack.pop_all()
         self._upkeep = asyncio.create_task(self._keep_up(listed), name="connections")
         return self
 
@@ -87,6 +96,7 @@ class Connections:
         assert self._upkeep is not None
         self._upkeep.cancel()
         await asyncio.wait([self._upkeep])
+        await self._open.aclose()
         await asyncio.gather(*(client.close() for clients in self._clients.values() for client in clients.values()))
 
     @property
@@ -151,7 +161,10 @@ class Connections:
             tasks.create_task(self._keep_pairing(), name="pairing")
             while True:
                 await self._follow_directory(listed)
-                await asyncio.sleep(self._resolve_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._resolve_s):
+                        await self._listing_changed.wait()
+                self._listing_changed.clear()
                 listed = await self._look_up()
 
     async def _look_up(self) -> Listed:

@@ -102,6 +102,10 @@ class DecodeSession:
         self.drop(reason)
         await asyncio.wait([self._task])
 
+    async def until_ended(self, timeout_s: float) -> None:
+        """Returns once the stream has ended by itself, at the latest after that time."""
+        await asyncio.wait([self._task], timeout=timeout_s)
+
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(self._write())

@@ -36,12 +36,13 @@ class GatewayMetrics:
         for reason, count in REFUSALS.items():
             yield Figure("baton_requests_refused_total", total(count), (reason,))
         for role, nodes in (("prefill", self._fleet.prefills), ("decode", self._fleet.decodes)):
-            states = Counter(map(_state, nodes.values()))
+            states = Counter(map(state_of, nodes.values()))
             for state in _STATES:
                 yield Figure("baton_nodes", states[state], (role, state))
 
 
-def _state(node: FleetNode) -> str:
+def state_of(node: FleetNode) -> str:
+    """Whether a node can be used, in a word."""
     if node.open:
         return "ready"
     if not node.reachable:

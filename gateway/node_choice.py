@@ -43,7 +43,7 @@ class NodeChoice:
             LocalPolicy.ELASTIC: max(1, rules.max_attempts - 1),
             LocalPolicy.LOCAL: 0,
         }[rules.local_policy]
-        self._model: tuple[str, ...] | None = None  # that the request began on
+        self._model: tuple[str, ...] | None = None  # that the output's tokens come from; None while there are none
         self._refusals: dict[int, _Refusal] = {}  # by incarnation
         self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
 
@@ -65,7 +65,6 @@ class NodeChoice:
         if placement is not None:
             node = self._fleet.decoding_node(placement.decode)
             self._fleet.breakers.chosen(node.incarnation, now_s)
-            self._model = node.model
             return node, placement
         for refusal in self._refusals.values():
             if not begun or refusal.ends_a_begun_request:
@@ -136,6 +135,10 @@ class NodeChoice:
         """
         if isinstance(error, InternalError) and error.field != LOGITS_FIELD:
             self._fleet.breakers.failed(node.incarnation, now_s)
+
+    def generated(self, node: FleetNode) -> None:
+        """Records that the output has tokens from an attempt on this node: only nodes of its model may continue it."""
+        self._model = node.model
 
     def answered(self, *nodes: FleetNode) -> None:
         """Records that the nodes have done their parts of the request."""

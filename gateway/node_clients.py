@@ -24,6 +24,7 @@ _WATCH_INTERVAL_S = 0.1
 _FIRST_STATUS_TIMEOUT_S = 5.0
 _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0
 _CONNECT_TIMEOUT_S = 20.0
+_LAST_MESSAGES_S = 2.0  # a node that ended its statuses ends its session within
 
 _CLOSED = "the gateway has closed the connection"
 
@@ -218,6 +219,9 @@ class NodeClient:
             call.cancel()
             if following is not None:
                 following.cancel()
+        # The node has drained. It ended its session before, whose last messages may still be on their way.
+        if self._session is not None:
+            await self._session.until_ended(_LAST_MESSAGES_S)
         return "it ended the stream"
 
     async def _follow_cache(self) -> None:

@@ -73,6 +73,7 @@ class NodeMessages:
             split_tokens=placement.split_tokens,
             first_token_s=due.first_token_s,
             tpot_s=due.tpot_s,
+            traceparent=self._request.traceparent,
         )
 
     def prefill(
@@ -88,4 +89,5 @@ class NodeMessages:
             priority=self._request.priority,
             first_token_s=due.first_token_s,
             refuse_late=refuse_late,
+            traceparent=self._request.traceparent,
         )

@@ -56,6 +56,7 @@ class Call:
     request_id: str
     started_at_s: float
     timeout_s: float
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
         output=output,
         ended=end_of(output, sampling, model, most=most),
         blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt),
+        traceparent=call.traceparent,
     )
     return Prepared(request, prompt.parser)
 

@@ -24,6 +24,7 @@ from gateway.http.server import HttpServer, bind
 from gateway.model import ServedModel
 from gateway.rpc.services import SERVICE_NAMES, add_services
 from gateway.serving import Colleagues, Serving
+from gateway.tracing.start import tracing
 
 log = logging.getLogger("baton")
 
@@ -139,8 +140,9 @@ async def run(
             bound = bind_ports(settings, shared=True)
             await stack.enter_async_context(bound.server)
         server = bound.server
-        serving = Serving(settings, model, connections, colleagues)
         name = settings.name or f"gateway@{server.address}"
+        tracer = await stack.enter_async_context(tracing(settings, instance=name, model_name=model.name))
+        serving = Serving(settings, model, connections, colleagues, tracer)
         show_name(name)
         http = None
         if bound.http is not None:

@@ -21,6 +21,7 @@ class Request:
         output: tokens that the client has already; the answer goes on after them.
         ended: how the output ends with the last of these; None: more tokens are due.
         blocks: names of the prompt's blocks, which all outputs share; None: not needed.
+        traceparent: for nodes, which then report the times of their work; empty: nobody wants to know.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Request:
     output: tuple[int, ...] = ()
     ended: OutputEnd | None = None
     blocks: PromptBlocks | None = field(default=None, compare=False)
+    traceparent: str = ""
 
     @property
     def deadline_s(self) -> float:

@@ -92,7 +92,7 @@ class Attempts:
             queue_s=min(state.rules.queue_s, state.remaining_s),
             prefill_incarnation=attempt.ticket_for,
         )
-        state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission))
+        state.commands.append(SubmitToDecode(attempt.number, node.role, node.address, submission, node.name))
 
     def failed(self, attempt: Attempt, error: BatonError) -> None:
         """After a refusal or a lost hand-over another node is tried; any other error ends the request.
@@ -171,11 +171,14 @@ class Attempts:
 
     def _note_progress(self, attempt: Attempt) -> None:
         self._begun = True
-        if len(self._state.output.token_ids) > attempt.num_given:
+        if self._has_progressed(attempt):
             self._lost.clear()
             self._prefills.clear()
             self._internal = 0
             self._back_off.reset()
+
+    def _has_progressed(self, attempt: Attempt) -> bool:
+        return len(self._state.output.token_ids) > attempt.num_given
 
     def _pause(self) -> None:
         self.retry_at_s = self._state.now_s + self._back_off.next_s()
@@ -183,6 +186,8 @@ class Attempts:
     def leave(self, attempt: Attempt) -> None:
         """Ends the attempt."""
         self._hand_over.drop(attempt)
+        if self._has_progressed(attempt):
+            self._state.choice.generated(attempt.node)
         self._state.commands.append(LeaveDecode(attempt.number, cancel=not attempt.ended_by_node))
         self.present = None
         self._state.output.forget_early()

@@ -40,6 +40,7 @@ from gateway.events import (
 from gateway.node_clients import PrefillStream
 from gateway.request import Request, deadline_exceeded
 from gateway.request_machine import RequestMachine
+from gateway.tracing.journal import Journal
 from gateway.turns import Turns
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2, prefill_pb2
 
@@ -50,9 +51,16 @@ class RequestDriver:
     """One request in the current task, from `run` to its return. Cancel the task to cancel the request."""
 
     def __init__(
-        self, request: Request, machine: RequestMachine, connections: Connections, turns: Turns, write: Write
+        self,
+        request: Request,
+        machine: RequestMachine,
+        connections: Connections,
+        turns: Turns,
+        write: Write,
+        journal: Journal | None = None,
     ) -> None:
         self._request = request
+        self._journal = journal
         self._machine = machine
         self._connections = connections
         self._write_to_client = write
@@ -132,6 +140,8 @@ class RequestDriver:
     # ---- commands
 
     def _execute(self, command: Command) -> None:
+        if self._journal is not None:
+            self._journal.command(monotonic(), command)
         match command:
             case SubmitToDecode(attempt, role, address, request):
                 session = self._connections.client(role, address).session()
@@ -182,6 +192,8 @@ class RequestDriver:
     # ---- events
 
     def _put(self, event: Event) -> None:
+        if self._journal is not None:
+            self._journal.event(monotonic(), event)
         self._events.append(event)
         self._tokens, self._hurries = None, True
         if self._waiter is not None and not self._waiter.done():

@@ -42,7 +42,7 @@ class HandOver:
         if attempt.placed_prefill != node.incarnation:
             node.note_prompt(node.cached_tokens, ticket.token_stop, state.now_s)
         attempt.placed_prefill = None
-        state.commands.append(CallPrefill(self._num_calls, node.address, request, timeout_s=state.remaining_s))
+        state.commands.append(CallPrefill(self._num_calls, node.address, request, state.remaining_s, node.name))
         return None
 
     def failed(self, attempt: Attempt, prefill_node: str, error: BatonError) -> BatonError | None:

@@ -38,6 +38,8 @@ from gateway.request_attempts import Attempts
 from gateway.request_hand_over import HandOver
 from gateway.request_output import Ended, NoMeter, TokenMeter
 from gateway.request_state import RequestState
+from gateway.timeline import Moment, Timeline
+from gateway.tracing.journal import LocalPrefill
 from protos.baton.v1 import decode_pb2, prefill_pb2
 
 # How long a finished request's receipt may wait for the prefill node's count of what it sent.
@@ -45,16 +47,23 @@ _RECEIPT_WAIT_S = 1.0
 
 
 class RequestMachine:
-    """One request from its check to its last message."""
+    """One request from its check to its last message.
+
+    Attributes:
+        timeline: when what happened.
+        local_prefill: of the last prompt, or rest of one, that the decode node computed; None: there was none.
+    """
 
     def __init__(
         self, request: Request, rules: Rules, fleet: Fleet, detokenizer: Detokenizing, meter: TokenMeter | None = None
     ) -> None:
         self._state = state = RequestState(request, rules, fleet, detokenizer, meter or NoMeter())
         self._output, self._receipt = state.output, state.receipt
+        self.timeline = Timeline()
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
         self._receipt_waits_until_s = 0.0
+        self.local_prefill: LocalPrefill | None = None
         self._over = False
         self._must_check = False  # an event may have made a wait shorter; tokens never do
         self._check_at_s = request.deadline_s
@@ -171,6 +180,7 @@ class RequestMachine:
                     self._prefill_ended(attempt, attempt.call, error)
             case SessionLost(number, reason):
                 if attempt is not None and number == attempt.number and self._output.end is None:
+                    self._note_failure()
                     self._attempts.lose(attempt, reason)
             case Started() if self._output.end is not None:
                 self._end()  # the client lacks the last message only
@@ -189,6 +199,7 @@ class RequestMachine:
                 attempt.ended_by_node = self._must_check = True
             if step_token.HasField("prefill_s"):
                 self._receipt.prefilled(step_token.prefill_s, step_token.queue_s)
+                self.local_prefill = LocalPrefill(self._state.now_s, step_token.prefill_s, step_token.queue_s)
             self._pass_on(attempt, step_token)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
@@ -201,22 +212,26 @@ class RequestMachine:
             case decode_pb2.Failed():
                 attempt.ended_by_node = True
                 if self._output.end is None:
+                    self._note_failure()
                     self._attempts.failed(attempt, from_detail(message.error))
             case decode_pb2.Admitted():
                 # NOTE: this may also answer a request for another ticket: a hand-over that was given up has succeeded.
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = attempt.admitted = True
+                self._note(Moment.ADMITTED)
                 self._receipt.admitted(message)
                 self._check_first_token(attempt)
             case decode_pb2.Reserved() if not attempt.answered:
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = True
                 attempt.lease = message.ticket.lease.number
+                self._note(Moment.RESERVED)
                 self._receipt.reserved(attempt.node.name, message)
                 self._unless_stuck(attempt, self._hand_over.call(attempt, message.ticket))
             case decode_pb2.Accepted() if not attempt.answered:
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = True
+                self._note(Moment.ACCEPTED)
                 self._receipt.accepted(attempt.node.name, message)
             case decode_pb2.HandOverFailed():
                 call = attempt.call
@@ -229,7 +244,10 @@ class RequestMachine:
         match reply.WhichOneof("event"):
             case "scheduled":
                 call.scheduled = True
+                self.timeline.scheduled(self._state.now_s, reply.scheduled.queue_s, begun=self._begun)
                 self._receipt.scheduled(reply.scheduled)
+            case "progress":
+                self.timeline.computed(self._state.now_s, reply.progress.computed_tokens, begun=self._begun)
             case "first_token":
                 first = reply.first_token
                 attempt.first_token_passed = True
@@ -243,6 +261,7 @@ class RequestMachine:
                 self._pass_on(attempt, step_token)
             case "sent":
                 call.sent = True
+                self._note(Moment.SENT)
                 self._receipt.sent(reply.sent)
 
     def _prefill_ended(self, attempt: Attempt, call: PrefillCall, error: BatonError | None) -> None:
@@ -256,12 +275,25 @@ class RequestMachine:
         self._hand_over_failed(attempt, call, error)
 
     def _hand_over_failed(self, attempt: Attempt, call: PrefillCall, error: BatonError) -> None:
+        self._note_failure()
         self._unless_stuck(attempt, self._hand_over.failed(attempt, call.node.name, error))
 
     def _unless_stuck(self, attempt: Attempt, why: BatonError | None) -> None:
         """`why` no prefill node can hand over to the attempt's decode node; None: one is asked."""
         if why is not None:
             self._attempts.without_prefill(attempt, why)
+
+    # ---- the timeline
+
+    @property
+    def _begun(self) -> bool:
+        return self._output.first_token_at_s is not None
+
+    def _note(self, moment: Moment) -> None:
+        self.timeline.note(moment, self._state.now_s, begun=self._begun)
+
+    def _note_failure(self) -> None:
+        self.timeline.failed(self._state.now_s, begun=self._begun)
 
     # ---- tokens
 
@@ -322,6 +354,7 @@ class RequestMachine:
         state.commands.append(LoseNode(node.role, node.address, reason))
         state.choice.losing(node)
         if call is None:
+            self._note_failure()
             self._attempts.lose(attempt, reason)
         else:
             state.commands.append(CancelPrefill(call.number))

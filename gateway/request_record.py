@@ -6,34 +6,55 @@ line.
 """
 
 import logging
-from time import monotonic
+from time import monotonic, time
 
 from baton.errors import BatonError, Cancelled, InternalError
 from baton.logs import enter_request
 from baton.metrics.declared import Outcome
 from baton.rpc.status import is_over
 from baton.security.log_lines import loggable
+from baton.tracing.context import TraceContext
 from gateway.board import Board, Count
 from gateway.meter import FAILURES, RequestMeter, outcome_of
+from gateway.recent import Finished, Recent
+from gateway.request import Request
 from gateway.request_machine import RequestMachine
 from gateway.request_output import Ended
+from gateway.timeline import Timeline
+from gateway.tracing.journal import Journal
+from gateway.tracing.tracer import Ending, Tracer
 
 log = logging.getLogger("baton")
 access = logging.getLogger("baton.access")
 
 
 class RequestRecords:
-    """Begins the records of one process."""
+    """Begins the records of one process.
 
-    def __init__(self, board: Board, meter: RequestMeter, *, access_log: bool) -> None:
+    Args:
+        recent: keeps the last ones; None: one of its own.
+        tracer: None: nothing is traced.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        meter: RequestMeter,
+        *,
+        access_log: bool,
+        recent: Recent | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.board = board
         self.meter = meter
         self.access_log = access_log
+        self.recent = recent or Recent()
+        self.tracer = tracer
 
-    def begin(self, request_id: str, client: str) -> "RequestRecord":
+    def begin(self, request_id: str, client: str, caller_trace: TraceContext | None = None) -> "RequestRecord":
         """A request has arrived, which the current task serves."""
         enter_request(request_id)
-        return RequestRecord(self, request_id, client)
+        return RequestRecord(self, request_id, client, caller_trace)
 
 
 class RequestRecord:
@@ -41,27 +62,61 @@ class RequestRecord:
 
     Attributes:
         outputs: how many it draws.
+        trace: None: it is not traced.
     """
 
-    def __init__(self, records: RequestRecords, request_id: str, client: str) -> None:
+    def __init__(
+        self, records: RequestRecords, request_id: str, client: str, caller_trace: TraceContext | None = None
+    ) -> None:
         self.request_id = request_id
         self.client = client
         self.started_at_s = monotonic()
         self.outputs = 1
         self._records = records
+        tracer = records.tracer
+        self.trace = None if tracer is None else tracer.begin(request_id, caller_trace, self.started_at_s)
         self._begun = False
         self._ended: list[Ended] = []
         self._failures = ""
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
+        self._timeline: Timeline | None = None
+        self._tokens = 0
+
+    @property
+    def traceparent(self) -> str:
+        """For nodes; empty: it is not traced."""
+        return "" if self.trace is None else self.trace.traceparent
+
+    def journal(self, index: int) -> Journal | None:
+        """For one of its outputs; None: it is not traced."""
+        return None if self.trace is None else Journal(index)
+
+    def prepared(self, request: Request) -> None:
+        """It is checked, and tokenized."""
+        if self.trace is not None:
+            self.trace.prepared(request, monotonic())
 
     def admitted(self) -> None:
         """Its turn has come."""
         self._begun = True
-        self._records.meter.admitted(monotonic() - self.started_at_s)
+        now_s = monotonic()
+        self._admitted_s = now_s - self.started_at_s
+        if self.trace is not None:
+            self.trace.admitted(now_s)
+        self._records.meter.admitted(self._admitted_s)
 
-    def output_ended(self, machine: RequestMachine) -> None:
+    def output_ended(self, machine: RequestMachine, journal: Journal | None = None) -> None:
         """One of its outputs has ended."""
+        if self.trace is not None and journal is not None:
+            self.trace.output_ended(journal, machine, monotonic())
         self._records.meter.output_ended(machine.ended, machine.retries)
         self._failures = self._failures or machine.failures
+        self._tokens += machine.new_tokens
+        if self._timeline is None:
+            self._timeline = machine.timeline
+            first_at_s = machine.first_token_at_s
+            self._first_token_s = None if first_at_s is None else first_at_s - self.started_at_s
         if machine.ended is not None:
             self._ended.append(machine.ended)
 
@@ -89,16 +144,40 @@ class RequestRecord:
     def _end(self, outcome: Outcome, error: BatonError | None = None) -> None:
         records, seconds = self._records, monotonic() - self.started_at_s
         records.meter.ended(outcome, seconds, error)
+        if self.trace is not None:
+            self.trace.end(Ending(outcome, error, self.client), self.started_at_s + seconds)
         if outcome is Outcome.FINISHED:
             records.board.add(Count.FINISHED, self.outputs)
         elif outcome in FAILURES:
             records.board.add(Count.FAILED, self.outputs)
         if error is not None:
             level = logging.WARNING if outcome in FAILURES else logging.DEBUG
-            fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds}
+            fields = {"outcome": outcome.value, "reason": error.reason, "total_s": seconds, **self._trace_id()}
             log.log(level, "request failed: %s", loggable(error), extra={"fields": fields})
+        self._keep(outcome, seconds, error)
         if records.access_log:
             access.info("request", extra={"fields": self._figures(outcome, seconds)})
+
+    def _keep(self, outcome: Outcome, seconds: float, error: BatonError | None) -> None:
+        self._records.recent.add(
+            Finished(
+                ended_at_s=time(),
+                started_at_s=self.started_at_s,
+                request_id=self.request_id,
+                client=self.client,
+                outcome=outcome.value,
+                reason="" if error is None else error.reason,
+                error="" if error is None else loggable(error),
+                failures=self._failures,
+                admitted_s=self._admitted_s,
+                first_token_s=self._first_token_s,
+                total_s=seconds,
+                outputs=self.outputs,
+                completion_tokens=self._tokens,
+                ended=self._ended[0] if self._ended else None,
+                timeline=self._timeline,
+            )
+        )
 
     def _figures(self, outcome: Outcome, seconds: float) -> dict[str, object]:
         """What the access log shows; neither prompt nor output."""
@@ -121,4 +200,7 @@ class RequestRecord:
             }
         if self._failures:
             fields["failures"] = self._failures
-        return {**fields, "total_s": seconds}
+        return {**fields, "total_s": seconds, **self._trace_id()}
+
+    def _trace_id(self) -> dict[str, object]:
+        return {} if self.trace is None else {"trace_id": f"{self.trace.trace_id:032x}"}

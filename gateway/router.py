@@ -118,7 +118,7 @@ class Wanted:
 
     Args:
         num_tokens: prompt and output so far.
-        model: identity of the node that it began on; None before it began.
+        model: identity of the model that its tokens come from; None while it has none.
         excluded_decode, excluded_prefill: incarnations that may not be chosen.
         slo: `ttft_s` is the time left until the first token is due.
         splittable: the prompt may be computed in two parts.

@@ -16,6 +16,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining
 from baton.memory import memory_limit_bytes
 from baton.security import identity
 from baton.security.limits import Prompt
+from baton.tracing.context import TraceContext
 from baton.types import Path, Slo
 from gateway.board import Board, Count
 from gateway.chat.types import ChatRequest
@@ -26,11 +27,13 @@ from gateway.figures import GatewayMetrics
 from gateway.meter import RequestMeter
 from gateway.model import ServedModel
 from gateway.preparation import CHARACTERS_PER_TOKEN, Call, Prepared, encode, fewest_tokens, prepare
+from gateway.recent import Recent, Shown, newest_of
 from gateway.request import Outputs, Request, Rules
 from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
 from gateway.request_record import RequestRecord, RequestRecords
 from gateway.text_work import TextWork, text_budget
+from gateway.tracing.tracer import Tracer
 from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id
 from gateway.waiting_room import REFUSALS, WaitingRoom
@@ -71,6 +74,10 @@ class Colleagues(Protocol):
         """Ends those of these requests that run on other workers; returns their ids. `client`: as in `abort_here`."""
         ...
 
+    async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
+        """What `Serving.recent.newest` has on each of the other workers."""
+        ...
+
 
 class Alone:
     """A gateway of one process."""
@@ -83,6 +90,9 @@ class Alone:
 
     async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:  # noqa: ARG002
         return set()
+
+    async def recent(self, most: int, client: str | None) -> list[list[Shown]]:  # noqa: ARG002
+        return []
 
 
 class _Running:
@@ -124,10 +134,13 @@ class Serving:
 
     Args:
         colleagues: further processes of the same gateway; counters and limits are those of all.
+        tracer: of requests; None: they are not traced.
 
     Attributes:
         meter: counts what happens to requests.
         metrics: shows it to Prometheus.
+        board: counts of the whole gateway.
+        recent: the last requests of this process.
     """
 
     def __init__(
@@ -136,13 +149,17 @@ class Serving:
         model: ServedModel,
         connections: Connections,
         colleagues: Colleagues | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.model = model
         self.texts = TextWork(held_bytes=text_budget(memory_limit_bytes(), processes=settings.workers))
         self._colleagues = colleagues or Alone()
-        self._board = self._colleagues.board
-        self.meter = RequestMeter(self._board.tally)
-        self._records = RequestRecords(self._board, self.meter, access_log=settings.access_log)
+        self.board = self._colleagues.board
+        self.meter = RequestMeter(self.board.tally)
+        self.recent = Recent(process=self.board.own)
+        self._records = RequestRecords(
+            self.board, self.meter, access_log=settings.access_log, recent=self.recent, tracer=tracer
+        )
         self._running = 0  # here
         self._settings = settings
         self._rules = Rules(
@@ -156,9 +173,9 @@ class Serving:
             refuse_late=settings.refuse_late,
         )
         self._connections = connections
-        self.metrics = GatewayMetrics(self._board, model.name, connections.fleet)
+        self.metrics = GatewayMetrics(self.board, model.name, connections.fleet)
         self._turns = Turns()
-        self._waiting_room = WaitingRoom(settings, connections, self._board)
+        self._waiting_room = WaitingRoom(settings, connections, self.board)
         self._requests: set[_Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,11 +185,11 @@ class Serving:
     @property
     def running(self) -> int:
         """Outputs of requests that run now in the whole gateway."""
-        return self._board.total(Count.RUNNING)
+        return self.board.total(Count.RUNNING)
 
     @property
     def counters(self) -> Counters:
-        total = self._board.total
+        total = self.board.total
         return Counters(
             total(Count.FINISHED),
             total(Count.FAILED),
@@ -188,6 +205,7 @@ class Serving:
         *,
         budget_s: float | None,
         chat: ChatRequest | None = None,
+        caller_trace: TraceContext | None = None,
     ) -> None:
         """Serves one request of the current caller (`baton.security.identity`) in the current task; `write` gets its
         messages. Cancel the task to cancel the request.
@@ -197,19 +215,23 @@ class Serving:
         Args:
             budget_s: time until the client's deadline.
             chat: takes the place of the message's prompt.
+            caller_trace: the client's span, of which the request is part.
 
         Raises:
             BatonError: why it cannot be finished. It has the request's id.
         """
         request_id = check_request_id(message.request_id)
         caller = identity.current()
-        record = self._records.begin(request_id, caller.name)
+        record = self._records.begin(request_id, caller.name, caller_trace)
+        if record.trace is not None:
+            record.trace.asked(message.model, is_chat=chat is not None or message.HasField("chat"))
         try:
             outputs = check_outputs(message, max_outputs=self._settings.max_concurrent_requests)
             tokens = fewest_tokens(message, chat) if caller.budget.limits.tokens_per_minute else 0
             with caller.budget.request(outputs=outputs.drawn, tokens=tokens) as charge:
                 message.cache_salt = caller.salt(message.cache_salt)
-                call = Call(message, chat, request_id, record.started_at_s, self._timeout_s(budget_s))
+                timeout_s = self._timeout_s(budget_s)
+                call = Call(message, chat, request_id, record.started_at_s, timeout_s, record.traceparent)
                 await self._serve(call, write, outputs, charge, record, has_deadline=budget_s is not None)
         except BatonError as error:
             error.request_id = request_id
@@ -243,6 +265,11 @@ class Serving:
                 running.end(Cancelled("the request was aborted"))
                 aborted.add(running.request_id)
         return aborted
+
+    async def recent_of_all(self, most: int, client: str | None) -> list[Shown]:
+        """The newest requests of the whole gateway that have ended; only those of this client, None: of all."""
+        others = await self._colleagues.recent(most, client)
+        return newest_of([self.recent.newest(most, client), *others], most)
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""
@@ -294,6 +321,7 @@ class Serving:
         with self._admitted(record, outputs) as running:
             max_context_tokens = self._connections.fleet.max_context_tokens
             prepared = await prepare(call, self.model, self.texts, max_context_tokens=max_context_tokens)
+            record.prepared(prepared.request)
             charge.has(len(prepared.request.prompt))
             for _ in self._connections.fleet.look_ahead(prepared.request):
                 await asyncio.sleep(0)
@@ -330,7 +358,8 @@ class Serving:
         if parser is not None:
             write = partial(_write_chat, ChatOutput(parser), write)
         output = self._waiting_room.begins(machine)
-        driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write))
+        journal = running.record.journal(index)
+        driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write), journal)
         running.drivers.add(driver)
         whole, in_time = False, True
         try:
@@ -344,9 +373,9 @@ class Serving:
             identity.current().budget.spend(machine.new_tokens)
             running.tokens += machine.new_tokens
             self._waiting_room.ran(output, whole=whole, in_time=in_time)
-            running.record.output_ended(machine)
+            running.record.output_ended(machine, journal)
         # The first part of a split prompt is remote.
-        self._board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
+        self.board.add(Count.LOCAL if machine.path is Path.LOCAL else Count.REMOTE, 1)
 
     @contextmanager
     def _admitted(self, record: RequestRecord, outputs: Outputs) -> Iterator[_Running]:
@@ -362,7 +391,7 @@ class Serving:
         running = _Running(record)
         self._requests.add(running)
         self._running += count
-        self._board.add(Count.RUNNING, count)
+        self.board.add(Count.RUNNING, count)
         self._idle.clear()
         try:
             yield running
@@ -370,7 +399,7 @@ class Serving:
             self._requests.discard(running)
             self._waiting_room.leave(client, count)
             self._running -= count
-            self._board.add(Count.RUNNING, -count)
+            self.board.add(Count.RUNNING, -count)
             if not self._running:
                 self._idle.set()
             record.outputs = count

@@ -5,12 +5,13 @@ import logging
 
 import uvloop
 
-from baton.config import GatewaySettings, fail
+from baton.config import GatewaySettings
 from baton.errors import ConfigError
 from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging
 from baton.model_source import find_model
 from baton.rpc.server import Address, check_advertised, write_ready_file
+from baton.settings_reader import fail
 from baton.supervisor import Supervisor
 from gateway import process, workers
 from gateway.model import read_served_model

@@ -16,13 +16,15 @@ from dataclasses import asdict
 
 import uvloop
 
-from baton.config import GatewaySettings, fail
+from baton.config import GatewaySettings
 from baton.errors import ConfigError
 from baton.logs import set_up_logging
+from baton.settings_reader import fail
 from gateway import process
 from gateway.board import Board
 from gateway.colleagues import Line, Message
 from gateway.model import read_served_model
+from gateway.recent import Shown
 from gateway.serving import Serving
 
 log = logging.getLogger("baton")
@@ -87,12 +89,21 @@ class _Colleagues:
         task.add_done_callback(self._tasks.discard)
 
     async def abort(self, request_ids: Sequence[str], client: str | None) -> set[str]:
-        answer = await self._line.ask({"abort": list(request_ids), "client": client})
-        return set(answer["aborted"]) if answer else set()
+        answers = await self._ask_others({"abort": list(request_ids), "client": client})
+        return {each for answer in answers for each in answer["aborted"]}
+
+    async def recent(self, most: int, client: str | None) -> list[list[Shown]]:
+        return [answer["recent"] for answer in await self._ask_others({"recent": most, "client": client})]
+
+    async def _ask_others(self, question: Message) -> list[Message]:
+        answer = await self._line.ask(question)
+        return answer["answers"] if answer else []
 
     async def _answer(self, question: Message) -> Message:
-        serving = self._serving
-        return {"aborted": [] if serving is None else list(serving.abort_here(question["abort"], question["client"]))}
+        serving, client = self._serving, question["client"]
+        if "recent" in question:
+            return {"recent": [] if serving is None else serving.recent.newest(question["recent"], client)}
+        return {"aborted": [] if serving is None else list(serving.abort_here(question["abort"], client))}
 
 
 if __name__ == "__main__":

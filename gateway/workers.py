@@ -13,7 +13,8 @@ from asyncio.subprocess import Process
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from baton.config import GatewaySettings, child_environment
+from baton.config import GatewaySettings
+from baton.environment import child_environment
 from baton.errors import ConfigError
 from baton.rpc.server import Address, listens_everywhere, stop_on_signals, why_taken, write_ready_file
 from baton.supervisor import Supervisor
@@ -174,7 +175,7 @@ class _Workers:
             return {}
         others = [line for other, line in self._lines.items() if other != row]
         answers = await asyncio.gather(*(line.ask(question) for line in others))
-        return {"aborted": sorted({each for answer in answers if answer for each in answer["aborted"]})}
+        return {"answers": [answer for answer in answers if answer]}
 
 
 async def _report_readiness(settings: GatewaySettings, workers: _Workers, supervisor: Supervisor) -> None:

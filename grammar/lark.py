@@ -14,6 +14,11 @@ _MOST_CHOICES = 10_000
 _RULE = re.compile(r"^\s*[!?]?[A-Za-z_][\w.-]*\s*(\[[^\]\n]*\]\s*|\{[^}\n]*\}\s*|::[^:\n]*)?(\.\d+)?\s*:", re.MULTILINE)
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 _UNUSABLE_ATTRIBUTES = {"temperature": "it cannot change within an output", "stop": "it takes tokens back"}
+# What the library reads as one word, so that operators in it are none. A comment has two slashes, an expression one.
+_WORD = re.compile(
+    r'"(?:\\.|[^"\\])*"|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<inline>%(?:json|llguidance|regex)\s*)'
+    r"|~[ \t]*[+-]?\d|(?P<operator>[&~])"
+)
 _INLINE_SCHEMA = re.compile(r"%json\s*")
 
 
@@ -62,6 +67,7 @@ def readable_lark(text: str) -> str:
         check_repetitions(text)
     except UnsupportedPattern as error:
         raise refusal(f"the grammar is too large: {error}") from None
+    _check_operators(text)
     for rule in _ATTRIBUTES.finditer(text):
         for attribute, why in _UNUSABLE_ATTRIBUTES.items():
             if re.search(rf"\b{attribute}\s*=", rule[1]):
@@ -72,6 +78,28 @@ def readable_lark(text: str) -> str:
                     allowed=("lazy", "suffix", "capture"),
                 )
     return _with_schemas(text, readable)
+
+
+def _check_operators(text: str) -> None:
+    """Refuses intersections and complements of expressions: the library looks for a text that they match through all of
+    their states, and nothing interrupts it: `~/(.*a.{30}.*)/ & ~/(.*b.{30}.*)/ & /[abc]{100}/` takes minutes."""
+    decoder = json.JSONDecoder()
+    place = 0
+    while word := _WORD.search(text, place):
+        place = word.end()
+        if word["inline"]:
+            try:
+                _, place = decoder.raw_decode(text, place)
+            except (ValueError, RecursionError):
+                continue  # the library refuses it
+        elif operator := word["operator"]:
+            line = text.count("\n", 0, word.start()) + 1
+            what = "an intersection" if operator == "&" else "a complement"
+            raise refusal(
+                f"line {line} of the grammar has {what}, which is not supported: its cost has no bound",
+                value=operator,
+                cure="write one regular expression of the texts that match",
+            )
 
 
 def _with_schemas(text: str, read: Callable[[object], str]) -> str:

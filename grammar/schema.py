@@ -55,6 +55,8 @@ _DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06")
 # Between the parts of a JSON text: a space, or a new line with its indentation. Models get lost in endless whitespace.
 _OPTIONS = {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False, "coerce_one_of": False}
 _LARGEST_EXACT = 2**53
+# The grammar library's work for the first mask grows with its square: a million takes 8 s, and nothing interrupts it.
+_LARGEST_MULTIPLE = 100_000
 _MOST_NESTED = 64
 _MOST_REFS = 1000
 # With 2,000 optional properties an object takes 4 s to compile, and its masks 0.4 s.
@@ -179,6 +181,8 @@ class _Reader:
                 raise _wrong(keyword, place, value, ("a number",))
             if keyword == "multipleOf" and value <= 0:
                 raise _wrong(keyword, place, value, ("a number above 0",))
+            if keyword == "multipleOf" and value > _LARGEST_MULTIPLE:
+                raise _wrong(keyword, place, value, (f"a number up to {_LARGEST_MULTIPLE}",))
             _check_exact(value, keyword, place)
         for keyword in schema.keys() & {"const", "enum"}:
             _check_exact(schema[keyword], keyword, place)

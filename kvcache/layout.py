@@ -65,7 +65,7 @@ class LayoutChoice:
     """One node's layout and where it came from.
 
     Precedence: programmatic override, then the environment's, then the transport's or backend's preference, then NHD.
-    The caller reads the environment (`baton.config`).
+    The caller reads the environment (`baton.settings_reader`).
     """
 
     def __init__(self, *, mla: bool, environment: str | None = None, preferred: KVCacheLayout | None = None) -> None:

@@ -14,7 +14,7 @@ import typer
 from baton.cli.access import read_key, use
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.cli.up import ClusterOptions, local_cluster
-from baton.config import client_access
+from baton.environment import client_access
 from baton.errors import InvalidRequest
 from baton.types import Slo
 from load.arrivals import Arrivals

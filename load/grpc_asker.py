@@ -3,8 +3,10 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from baton.client import Client, Finished, Notice, Options
+from baton.client import Client
+from baton.client_messages import Options
 from baton.errors import BatonError, Draining, NoNode, Overloaded
+from baton.outputs import Finished, Notice
 from baton.types import Slo
 from load.answer import Answer, AskError
 from load.prompts import PromptMaker

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from baton.config import client_access
+from baton.environment import client_access
 from baton.errors import InvalidRequest
 from load.answer import AskError
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from baton.config import NodeSettings, fail
+from baton.config import NodeSettings
 from baton.errors import ConfigError
 from baton.file_limit import raise_file_limit
 from baton.logs import set_up_logging, show_name
@@ -30,6 +30,7 @@ from baton.rpc.server import (
 from baton.rpc.sockets import bind
 from baton.security import roles as certified
 from baton.security.servers import protect_node
+from baton.settings_reader import fail
 from baton.supervisor import Supervisor
 from engine.build import Built
 from engine.device.out_of_memory import describe_out_of_memory

@@ -11,8 +11,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from baton.config import NodeSettings, in_role
+from baton.config import NodeSettings
 from baton.errors import BatonError, ConfigError, Draining, InternalError, InvalidRequest, Overloaded
+from baton.settings_reader import in_role
 from node.assembly import Node
 from node.cache_events import CacheEvents
 from node.metrics import NodeMetrics

@@ -1,6 +1,8 @@
 """`python -m prefill_node`: one prefill node, until SIGTERM."""
 
-from baton.config import PrefillSettings, quiet_grpc, read_settings
+from baton.config import PrefillSettings
+from baton.environment import quiet_grpc
+from baton.settings_reader import read_settings
 
 
 def main() -> None:

@@ -66,10 +66,13 @@ class PrefillTask:
             priority=request.priority,
         )
         self._layer_groups = -(-num_layers // called.layers_per_group)
-        self._started_s = now_s
+        self._called_s = self._started_s = now_s
+        self._times: list[pb.SentPart] | None = [] if request.traceparent else None  # not reported yet
+        self._send_started_s = now_s
         self._block_ids: tuple[int, ...] = ()
         self._unsent = Unsent(num_layers, token_start=self.ticket.token_start, token_stop=self.ticket.token_stop)
         self._parts: deque[Part] = deque()  # taken from `_unsent`, and sent one after the other
+        self._sending: Part | None = None  # the last one that was given to the transport
         self._send_under_way = False
         self._segments: list[Segment] = []
         self._scored: PromptScored | None = None
@@ -109,12 +112,13 @@ class PrefillTask:
                 # The engine reports the start when that step is over, so the time of this event is too late.
                 self._started_s += queue_s
                 scheduled = pb.PrefillScheduled(queue_s=queue_s, cached_tokens=cached_tokens)
-                return [self._respond(pb.PrefillEvent(scheduled=scheduled))]
+                return [self._respond(pb.PrefillEvent(scheduled=scheduled), self._started_s)]
             case LayersComputed(token_stop=token_stop, layer_stop=layer_stop, block_ids=block_ids):
-                return self._computed(token_stop, block_ids, layer_stop=layer_stop)
+                return self._computed(token_stop, block_ids, now_s, layer_stop=layer_stop)
             case ChunkComputed(token_stop=token_stop, block_ids=block_ids):
                 progress = pb.PrefillProgress(computed_tokens=token_stop)
-                commands = [*self._computed(token_stop, block_ids), self._respond(pb.PrefillEvent(progress=progress))]
+                responded = self._respond(pb.PrefillEvent(progress=progress), now_s)
+                commands = [*self._computed(token_stop, block_ids, now_s), responded]
                 if self._split and token_stop >= self.ticket.token_stop:
                     self._computed_s = now_s
                     commands += self._hand_over_if_sent(now_s)
@@ -126,7 +130,8 @@ class PrefillTask:
                 self._sampled, self._computed_s = event, now_s
                 first_token = _first_token(event, self._scored, prefill_s=now_s - self._started_s)
                 self._scored = None
-                return [self._respond(pb.PrefillEvent(first_token=first_token)), *self._hand_over_if_sent(now_s)]
+                responded = self._respond(pb.PrefillEvent(first_token=first_token), now_s)
+                return [responded, *self._hand_over_if_sent(now_s)]
             case Sent(segments=segments):
                 return self._job_sent(segments, now_s)
             case EngineRefused(error=error) | RequestFailed(error=error) | SendFailed(error=error):
@@ -134,12 +139,14 @@ class PrefillTask:
             case _:
                 return []
 
-    def _computed(self, token_stop: int, block_ids: tuple[int, ...], *, layer_stop: int | None = None) -> list[Command]:
+    def _computed(
+        self, token_stop: int, block_ids: tuple[int, ...], now_s: float, *, layer_stop: int | None = None
+    ) -> list[Command]:
         self._block_ids = block_ids
         self._unsent.computed(token_stop, layer_stop=layer_stop)
-        return self._send_next()
+        return self._send_next(now_s)
 
-    def _send_next(self) -> list[Command]:
+    def _send_next(self, now_s: float) -> list[Command]:
         """The next job, unless one is under way. What is computed meanwhile is sent together."""
         if self._send_under_way:
             return []
@@ -148,7 +155,9 @@ class PrefillTask:
         if not self._parts:
             return []
         self._send_under_way = True
-        return [SendKV(self.call, self._job(self._parts.popleft()))]
+        self._send_started_s = now_s
+        self._sending = self._parts.popleft()
+        return [SendKV(self.call, self._job(self._sending))]
 
     def _job(self, part: Part) -> SendJob:
         return SendJob(
@@ -169,7 +178,19 @@ class PrefillTask:
     def _job_sent(self, segments: Sequence[Segment], now_s: float) -> list[Command]:
         self._send_under_way = False
         self._segments += segments
-        return self._send_next() or self._hand_over_if_sent(now_s)
+        if self._times is not None and self._sending is not None:
+            self._times.append(self._sent_part(self._sending, segments, now_s))
+        return self._send_next(now_s) or self._hand_over_if_sent(now_s)
+
+    def _sent_part(self, part: Part, segments: Sequence[Segment], now_s: float) -> pb.SentPart:
+        return pb.SentPart(
+            started_s=self._send_started_s - self._called_s,
+            ended_s=now_s - self._called_s,
+            token_start=part.token_start,
+            token_stop=part.token_stop,
+            segments=len(segments),
+            bytes=sum(segment.payload_bytes for segment in segments),
+        )
 
     def _hand_over_if_sent(self, now_s: float) -> list[Command]:
         """Completes the call: the first token is sampled after all KV is computed, so an idle sender has sent all."""
@@ -182,7 +203,7 @@ class PrefillTask:
         self.phase = Phase.FREEING
         return [
             SendToPeer(self.peer.number, decode_pb2.PairRequest(hand_over=hand_over)),
-            self._respond(pb.PrefillEvent(sent=self._sent_event(self._computed_s - self._started_s))),
+            self._respond(pb.PrefillEvent(sent=self._sent_event(self._computed_s - self._started_s)), now_s),
             Abort(self.call),
         ]
 
@@ -198,7 +219,11 @@ class PrefillTask:
             prefill_s=prefill_s if self._split else None,
         )
 
-    def _respond(self, event: pb.PrefillEvent) -> Respond:
+    def _respond(self, event: pb.PrefillEvent, at_s: float) -> Respond:
+        if self._times is not None:
+            event.at_s = at_s - self._called_s
+            event.parts.extend(self._times)
+            self._times.clear()
         return Respond(self.call, event)
 
     # ---- stopping: nothing of the lease may be in flight when the peer gets `Quiet` and the blocks are freed

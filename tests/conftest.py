@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from baton.logs import enter_request
+
 if not torch.cuda.is_available():
     # NOTE: Triton reads it when a kernel's module is imported, so it must be set before any test module is.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -32,3 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _of_no_request() -> None:
+    """A test that is no coroutine shares its task with those before it, and what they said about that task."""
+    enter_request("")

@@ -63,6 +63,7 @@ PURE_MODULES = {
     "gateway.affinity",
     "gateway.cache_position",
     "gateway.cache_union",
+    "gateway.discovery.endpoint_slices",
     "gateway.prefix_index",
     "gateway.router",
     "kvtransfer.leases",
@@ -81,7 +82,7 @@ IMPURE = {
 }  # fmt: skip
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-READS_ENVIRONMENT = "baton.config"
+READS_ENVIRONMENT = {"baton.environment", "baton.settings_reader"}
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def test_the_environment_is_read_in_one_place() -> None:
     wrong = [
         f"{module.name}:{line}"
         for module in MODULES
-        if module.name != READS_ENVIRONMENT
+        if module.name not in READS_ENVIRONMENT
         for line in _lines_with_environment(module.tree)
     ]
     assert wrong == []

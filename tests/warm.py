@@ -4,6 +4,7 @@ The fork server of `multiprocessing` starts with the first program, one for each
 modules of `PRELOADED` and nothing else: no thread, no device, no UCX (tests/test_architecture.py holds I7).
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -25,6 +26,7 @@ PRELOADED = (
     "prefill_node.service",
 )
 BATON = "baton"
+SHOW_STACKS = signal.SIGUSR1  # to stderr, of all threads
 _OUTPUTS = ("stdout", "stderr")
 
 
@@ -133,6 +135,7 @@ def _run(
             file = os.open(outputs / name, os.O_WRONLY | os.O_CREAT)
             os.dup2(file, descriptor)
             os.close(file)
+    faulthandler.register(SHOW_STACKS, all_threads=True)
     if prepare is not None:
         prepare()
     sys.argv = [program, *arguments]

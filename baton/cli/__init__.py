@@ -20,13 +20,18 @@ from baton.cli.up import demo, up
 
 def main() -> None:
     """The program `baton`."""
+    run(program(), sys.argv[1:] or ["--help"], "baton")
+
+
+def program() -> typer.Typer:
+    """Its commands."""
     app = new_app()
     app.callback()(_whole_program)
     for command in (up, chat, generate, status, demo, doctor, certs, key):
         app.command()(command)
     for role in (prefill_node, decode_node, gateway, bench, plan):
         app.command(context_settings=PASS_ON)(role)
-    run(app, sys.argv[1:] or ["--help"], "baton")
+    return app
 
 
 def _show_version(wanted: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from baton.config import set_client_access
+from baton.environment import set_client_access
 from baton.errors import InvalidRequest
 
 ApiKey = Annotated[

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 
 from baton.cli.access import ApiKey, TlsCa, use
-from baton.client import DEFAULT_TARGET, Client, Event, Notice
+from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
+from baton.outputs import Event, Notice
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from baton.config import child_environment
+from baton.environment import child_environment
 
 
 def doctor(

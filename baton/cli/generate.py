@@ -14,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.cli.prompts import Prompt, Record, parse_token_ids, read_records
-from baton.client import DEFAULT_TARGET, Client, Completion, Finished, Notice, Options, Sampling
+from baton.client import DEFAULT_TARGET, Client
+from baton.client_messages import Options, Sampling
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
+from baton.outputs import Completion, Finished, Notice
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once

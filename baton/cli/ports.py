@@ -1,6 +1,6 @@
 """The gateway's ports on this machine: checked before any process starts, which then binds them itself."""
 
-from baton.config import is_set
+from baton.environment import is_set
 from baton.errors import ConfigError
 from baton.rpc.server import Address, why_taken
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
-from baton.config import child_environment
+from baton.environment import child_environment
 from baton.errors import ConfigError
 
 # A GPU node compiles kernels, profiles and captures graphs before it is ready.

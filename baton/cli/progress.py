@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.processes import Process, Running
-from baton.config import child_environment
+from baton.environment import child_environment
 
 
 class ClusterProgress:

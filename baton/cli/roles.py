@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from baton.config import child_environment
+from baton.environment import child_environment
 
 # All of it goes to the role, which has its own parser and its own --help.
 PASS_ON: dict[str, object] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

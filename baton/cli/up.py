@@ -18,7 +18,8 @@ from baton.cli.processes import Process, Processes
 from baton.cli.progress import ClusterProgress
 from baton.cli.signals import Stopped, stop_on_signals
 from baton.client import DEFAULT_PORT, Client
-from baton.config import DEMO_MODELS, NodeSettings, is_set, ranks_of_each_node, visible_gpus
+from baton.config import DEMO_MODELS, NodeSettings
+from baton.environment import is_set, ranks_of_each_node, visible_gpus
 from baton.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
 from baton.model_source import find_model
 from baton.types import LocalPolicy, SamplingParams

@@ -2,7 +2,7 @@
 
 import grpc
 
-from baton.config import environment_tls
+from baton.environment import environment_tls
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.roles import NODE

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.config import client_access
+from baton.environment import client_access
 from baton.errors import ConfigError
 from baton.security.exposure import is_loopback
 from baton.security.pem import Files, read_pems

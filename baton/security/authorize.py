@@ -84,8 +84,16 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
 
 _NOBODY: frozenset[Right] = frozenset()
 
+# What the page /ui is made of. It has no data: its `/ui/state` shows what its caller may see.
+UI_FILES = frozenset(
+    f"/ui/{name}"
+    for name in ("page.css", "page.js", "dom.js", "map.js", "charts.js", "requests.js", "prompt.js", "icon.svg")
+)
+
 # Paths of the gateway's HTTP server that need no key. Any other path is for clients, also one that does not exist.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/docs", "/docs/oauth2-redirect", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ready", "/version", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/ui", *UI_FILES}
+)
 OPERATOR_PATHS = frozenset({"/metrics"})
 
 

@@ -45,13 +45,21 @@ class App:
         self.api.add_exception_handler(HTTPException, self._answer_http_error)
 
     def add(
-        self, path: str, handler: Handler, *, method: str = "POST", body: type[BaseModel] | None = None, summary: str
+        self,
+        path: str,
+        handler: Handler,
+        *,
+        method: str = "POST",
+        body: type[BaseModel] | None = None,
+        summary: str,
+        listed: bool = True,
     ) -> None:
         """Adds a route.
 
         Args:
             handler: gets the call; what it raises becomes the answer.
             body: model of the request's body, for the page; the handler itself reads it.
+            listed: the page has it.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -78,7 +86,7 @@ class App:
         for each in methods:
             self.api.add_api_route(
                 path, endpoint, methods=[each], summary=summary, openapi_extra=extra, response_model=None,
-                include_in_schema=each != "HEAD", operation_id=f"{each.lower()}{path.replace('/', '_')}",
+                include_in_schema=listed and each != "HEAD", operation_id=f"{each.lower()}{path.replace('/', '_')}",
             )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +159,7 @@ class App:
         if not isinstance(error, BatonError):
             log.error("%s: a request failed", request_id, exc_info=error)
             error = InternalError(f"{type(error).__name__} in the gateway", cure="see its log")
-        # A request to the model has counted its own error, and a probe that is told to wait is none.
+        # A request to the model has counted its own error, and a probe that has to wait is not an error.
         if not error.request_id and scope["path"] != "/ready":
             self.context.serving.meter.refused_at_door(error)
         log_answer(request_id, error)

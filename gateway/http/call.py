@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,12 +19,15 @@ from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.security.door import Door
 from baton.security.exposure import is_loopback
 from baton.security.log_lines import loggable
+from baton.tracing.context import TraceContext, read_context
 from gateway.chat.types import ChatRequest
 from gateway.collected import Collector
 from gateway.fleet import Fleet
 from gateway.http.body import AnyBody, check, parse_object, read_body, shown
 from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
 from gateway.http.extras import set_slo
+from gateway.http.ui.answers import Answers
+from gateway.latencies import Latencies
 from gateway.serving import Serving
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -56,6 +60,8 @@ class Context:
         error_shapes: by the beginning of a path; every other path has OpenAI's shape.
         draining: whether the process is about to end.
         started_s: unix time of the process's start.
+        latencies: what the charts of /ui show.
+        answers: of /ui.
     """
 
     settings: GatewaySettings
@@ -66,6 +72,10 @@ class Context:
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
+    answers: Answers = field(default_factory=Answers)
+
+    def __post_init__(self) -> None:
+        self.latencies = Latencies(self.serving.board)
 
     @property
     def listen_host(self) -> str | None:
@@ -204,7 +214,8 @@ class Call:
         """
         for job in jobs:
             self._add_headers(job.message)
-        runs = [self.serving.generate(job.message, write(job), budget_s=self.budget_s, chat=job.chat) for job in jobs]
+        serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self._caller_trace())
+        runs = [serve(job.message, write(job), chat=job.chat) for job in jobs]
         if len(runs) == 1:
             await runs[0]
             return
@@ -218,6 +229,11 @@ class Call:
             return
         assert isinstance(first, BatonError)
         raise first
+
+    def _caller_trace(self) -> TraceContext | None:
+        headers = self.request.headers
+        given = headers.getlist("traceparent")
+        return read_context(given[0], ",".join(headers.getlist("tracestate"))) if len(given) == 1 else None
 
     def _add_headers(self, message: pb.GenerateRequest) -> None:
         """What headers say about the request and its body does not."""

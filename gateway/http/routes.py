@@ -13,16 +13,19 @@ from gateway.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokeni
 from gateway.http.call import Context
 from gateway.http.responses.models import ResponsesRequest
 from gateway.http.responses.routes import responses
+from gateway.http.ui import files
+from gateway.http.ui.state import state
 
 
 @dataclass(frozen=True)
 class Route:
-    """A path; one with a body is a POST, any other a GET."""
+    """A path; one with a body is a POST, any other a GET. `listed`: /docs has it."""
 
     path: str
     handler: Handler
     summary: str
     body: type[BaseModel] | None = None
+    listed: bool = True
 
     @property
     def method(self) -> str:
@@ -44,6 +47,9 @@ ROUTES = (
     Route("/ready", about.ready, "200 if a request can be served, else 503"),
     Route("/version", about.version, "Baton's version"),
     Route("/metrics", about.metrics, "Metrics in Prometheus' text format"),
+    Route("/ui", files.page, "The cluster in a browser", listed=False),
+    Route("/ui/state", state, "What /ui shows"),
+    *(Route(f"/ui/{name}", files.file, "A file of /ui", listed=False) for name in sorted(files.FILES)),
 )
 
 
@@ -51,6 +57,8 @@ def create_app(context: Context) -> App:
     """The application with all routes."""
     app = App(context)
     for route in ROUTES:
-        app.add(route.path, route.handler, method=route.method, body=route.body, summary=route.summary)
+        app.add(
+            route.path, route.handler, method=route.method, body=route.body, summary=route.summary, listed=route.listed
+        )
     context.error_shapes["/v1/messages"] = anthropic_error
     return app

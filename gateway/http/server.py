@@ -20,6 +20,7 @@ from gateway.fleet import Fleet
 from gateway.http.call import Context
 from gateway.http.protocol import LimitedProtocol
 from gateway.http.routes import create_app
+from gateway.latencies import STEP_S, Latencies
 from gateway.serving import Serving
 
 _BACKLOG = 4096
@@ -72,15 +73,20 @@ class HttpServer:
         self.url = f"{'http' if pems is None else 'https'}://{self.address}"
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+        self._reading = asyncio.create_task(_read(self._context.latencies), name="latencies")
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._task is not None
+        assert self._reading is not None
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
         self._server.should_exit = True
         await asyncio.wait([self._task], timeout=_SHUTDOWN_S)
         for connection in list(self._server.server_state.connections):
@@ -91,6 +97,12 @@ class HttpServer:
     def drain(self) -> None:
         """From now on /ready says no, and every answer closes its connection."""
         self._context.draining = True
+
+
+async def _read(latencies: Latencies) -> None:
+    while True:
+        latencies.read()
+        await asyncio.sleep(STEP_S)
 
 
 class _Server(uvicorn.Server):

@@ -1,7 +1,6 @@
 """What every gRPC service of the gateway needs of one call: its request id, its trace, its errors as statuses."""
 
 import logging
-import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -11,6 +10,7 @@ import grpc
 
 from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.rpc.status import abort, client_may_leave
+from baton.tracing.context import read_context
 from gateway.validate import check_request_id
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -21,7 +21,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _IDS_MAX = 4096
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 
 
 class Call:
@@ -29,14 +28,18 @@ class Call:
 
     def __init__(self, context: Context) -> None:
         self.request_id = ""
-        self.traceparent = ""  # empty: none, or one that is not well-formed
+        traceparents: list[str] = []
+        states: list[str] = []
         self._context = context
         self._given = ""
         for key, value in context.invocation_metadata() or ():
             if key == "x-request-id":
                 self._given = str(value)
-            elif key == "traceparent" and _TRACEPARENT.fullmatch(str(value)):
-                self.traceparent = str(value)
+            elif key == "traceparent":
+                traceparents.append(str(value))
+            elif key == "tracestate":
+                states.append(str(value))
+        self.trace = read_context(traceparents[0], ",".join(states)) if len(traceparents) == 1 else None
 
     @property
     def budget_s(self) -> float | None:

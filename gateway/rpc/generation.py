@@ -42,7 +42,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 call.note(message)
                 return context.write(message)
 
-            await self._serving.generate(request, write, budget_s=call.budget_s)
+            await self._serving.generate(request, write, budget_s=call.budget_s, caller_trace=call.trace)
 
     async def Complete(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.CompleteResponse]
@@ -50,7 +50,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         async with answering(context) as call:
             request.request_id = await call.begin(request.request_id)
             collector = Collector()
-            await self._serving.generate(request, collector.write, budget_s=call.budget_s)
+            await self._serving.generate(request, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
             response = collector.response(request.request_id)
             call.send_receipt(response.outputs[0].receipt)
             return response

@@ -111,13 +111,13 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
             response = to_response(request, output, usage, name=name, raw=asked.raw, final=final)
             await context.write(oip.ModelStreamInferResponse(infer_response=response))
 
-        await self._serving.generate(asked.message, write, budget_s=call.budget_s)
+        await self._serving.generate(asked.message, write, budget_s=call.budget_s, caller_trace=call.trace)
 
     async def _whole(
         self, request: oip.ModelInferRequest, asked: Asked, call: Call, *, final: bool | None = None
     ) -> oip.ModelInferResponse:
         collector = Collector()
-        await self._serving.generate(asked.message, collector.write, budget_s=call.budget_s)
+        await self._serving.generate(asked.message, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
         whole = collector.response()
         if not whole.outputs:
             raise InternalError("the request ended without output", cure="see the gateway's log")

@@ -102,13 +102,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 )
                 await context.write(complete)
 
-        await self._serving.generate(message, write, budget_s=call.budget_s)
+        await self._serving.generate(message, write, budget_s=call.budget_s, caller_trace=call.trace)
 
     async def _complete(
         self, request: vllm.GenerateRequest, message: pb.GenerateRequest, call: Call, context: Context
     ) -> None:
         collector = Collector()
-        await self._serving.generate(message, collector.write, budget_s=call.budget_s)
+        await self._serving.generate(message, collector.write, budget_s=call.budget_s, caller_trace=call.trace)
         whole = collector.response()
         call.send_receipt(whole.outputs[0].receipt)
         for output in whole.outputs:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from baton.config import child_environment
+from baton.environment import child_environment
 from baton.errors import BatonError, Overloaded, PeerRefused
 from kvtransfer.transports.ucx_address import worker_address
 from kvtransfer.transports.ucx_trial import UNTRIED

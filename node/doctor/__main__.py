@@ -8,7 +8,9 @@ from itertools import combinations_with_replacement
 from rich.console import Console
 from rich.markup import escape
 
-from baton.config import CPU_CACHE_MIB, MIB, DecodeSettings, read_settings, visible_gpus
+from baton.config import CPU_CACHE_MIB, MIB, DecodeSettings
+from baton.environment import visible_gpus
+from baton.settings_reader import read_settings
 from node.doctor.machine import Wanted, check_machine, read_host
 from node.doctor.packages import check_packages
 from node.doctor.verdict import Grade, Verdict

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from baton.config import visible_gpus
+from baton.environment import visible_gpus
 from node.doctor.verdict import Verdict, fail, ok, warn
 
 _LEAST_CAPABILITY = (8, 0)

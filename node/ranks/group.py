@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from baton.config import NodeSettings, child_environment
+from baton.config import NodeSettings
+from baton.environment import child_environment
 from baton.errors import Draining
 from node.ranks.messages import Setup
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from baton.config import use_loopback_for_gloo
+from baton.environment import use_loopback_for_gloo
 from baton.errors import ConfigError
 from models.parallel import TensorParallel
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from baton.config import child_environment
+from baton.environment import child_environment
 from baton.errors import DataLoss, Overloaded, PeerRefused
 from kvcache.layout import KVCacheLayout
 from kvtransfer.leases import LeaseGrant

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from baton.rpc.server import Address, check_advertised
-from gateway.discovery import parse_addresses
+from gateway.discovery.sources import parse_places
 from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
 from models.config.reader import read_config
@@ -39,7 +39,15 @@ _HEADER = {
     "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
 }
 _INDEX = {"metadata": {"total_size": 32}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
-_HOSTS = ("127.0.0.1:7000", "[::1]:0", "gateway.example.org:65535", "a,b:1,c:2", "0.0.0.0:1")
+_HOSTS = (
+    "127.0.0.1:7000",
+    "[::1]:0",
+    "gateway.example.org:65535",
+    "a,b:1,c:2",
+    "0.0.0.0:1",
+    "k8s://ns/a:grpc",
+    "file:///a",
+)
 
 
 def _json(random: Random, sample: object) -> bytes:
@@ -118,7 +126,7 @@ def make_addresses(random: Random) -> Case:
 def addresses(folder: Path, case: Case) -> None:
     del folder
     given = case[0].decode(errors="surrogateescape")
-    parse_addresses(given, field="decode")
+    parse_places(given, field="decode")
     check_advertised(given)
     where = Address.parse(given, field="listen")
     assert where.host

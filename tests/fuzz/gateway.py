@@ -11,8 +11,9 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from baton.config import DEMO_MODELS, GatewaySettings, read_settings
+from baton.config import DEMO_MODELS, GatewaySettings
 from baton.rpc.server import GrpcServer, connect
+from baton.settings_reader import read_settings
 from gateway.connections import Connections
 from gateway.http.call import Context
 from gateway.http.routes import ROUTES, create_app

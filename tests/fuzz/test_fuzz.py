@@ -9,8 +9,6 @@ import pytest
 from tests.fuzz.all import NAMES, all_targets
 from tests.fuzz.target import CORPUS, FuzzFailure, Tally, Targets, read_case, run_case, run_seed, save_case
 
-# NOTE: the grammar library takes minutes for the first mask of a few grammars, and nothing interrupts it.
-IN_BOUNDED_TIME = tuple(name for name in NAMES if name != "grammar")
 INPUTS_MIN = 30
 CPU_S = 1.2  # of each target
 SEEDS_MAX = 1_000_000  # a failure names its seed: make fuzz TARGET=name FIRST=seed COUNT=1
@@ -22,7 +20,7 @@ def targets() -> Iterator[Targets]:
         yield found
 
 
-@pytest.mark.parametrize("name", IN_BOUNDED_TIME)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_input_is_taken_or_refused_with_an_error_of_ours(targets: Targets, name: str) -> None:
     tally = Tally()
     ends_s = time.process_time() + CPU_S

@@ -19,7 +19,7 @@ from engine.step_meter import StepMeter
 from gateway import connections, request_machine
 from protos.baton.v1 import node_pb2, node_pb2_grpc
 from tests.held import HeldSteps
-from tests.warm import launch_warm
+from tests.warm import SHOW_STACKS, launch_warm
 
 LLAMA = DEMO_MODELS / "llama"
 DEEPSEEK = DEMO_MODELS / "deepseek"
@@ -192,7 +192,8 @@ async def until_status(
     """The node's status as soon as the condition holds for it.
 
     Raises:
-        AssertionError: the condition did not hold within that time; shows the last status.
+        AssertionError: the condition did not hold within that time; shows the last status, and where the node's threads
+            are.
     """
     deadline = time.monotonic() + within_s
     async with connect(node.address) as channel:
@@ -201,7 +202,10 @@ async def until_status(
             last = await stub.Describe(node_pb2.DescribeRequest())
             if condition(last):
                 return last
-            assert time.monotonic() < deadline, f"not within {within_s} s: {last}"
+            if time.monotonic() >= deadline:
+                node.popen.send_signal(SHOW_STACKS)
+                await asyncio.sleep(1.0)
+                raise AssertionError(f"not within {within_s} s: {last}")
             await asyncio.sleep(0.005)
 
 
@@ -222,5 +226,9 @@ def in_engine(last: node_pb2.NodeStatus) -> int:
 
 
 def nothing_held(last: node_pb2.NodeStatus) -> bool:
-    """I1 as the status shows it: no request, no lease, every block free."""
-    return last.requests_running == 0 and last.blocks_leased == 0 and last.blocks_free == last.blocks_total
+    """I1 as the status shows it: no request, no lease, every block free.
+
+    A request that waits holds no block yet, but takes steps from those that come after it.
+    """
+    free = last.blocks_leased == 0 and last.blocks_free == last.blocks_total
+    return free and in_engine(last) == 0

@@ -250,6 +250,9 @@ async def test_cancelling_releases_both_nodes(calm: Calm, prompts: list[list[int
         await until_decoding(calm.start, result, calm.decode)
     else:
         await until_status(calm.decode, lambda last: last.requests_waiting > 0)
+        # It leaves before the others do: otherwise it could get their blocks, and its prefill call come late.
+        request.cancel()
+        await until_status(calm.decode, lambda last: last.requests_waiting == 0)
     for each in (request, *others):
         each.cancel()
     await asyncio.wait([request, *others])

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from baton.client import Client, Event, Finished, Notice, collect
+from baton.client import Client
 from baton.errors import NoNode
+from baton.outputs import Event, Finished, Notice, collect
 from baton.types import SamplingParams, TokenOutput
 from node.waiting import until
 from tests.clients.page import blocks

@@ -19,9 +19,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from baton.cli.processes import Process
-from baton.client import Client, Finished, Piece, collect, collect_all
+from baton.client import Client
 from baton.convert import sampling_to_proto
 from baton.errors import Cancelled, InvalidRequest, UnknownModel
+from baton.outputs import Finished, Piece, collect, collect_all
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.types import FinishReason, Grammar, GrammarKind, SamplingParams

@@ -88,7 +88,7 @@ def call_of(answer: Message) -> ToolUseBlock:
 @pytest.mark.parametrize("choice", [ONE_CALL, {**ONE_CALL, "type": "tool", "name": "weather"}])
 def test_a_tool_is_used_and_its_result_sent_back(client: Anthropic, choice: Any) -> None:
     answer = client.messages.create(
-        model="llama", messages=ASKED, tools=[WEATHER], tool_choice=choice, max_tokens=80, extra_body=GREEDY
+        model="llama", messages=ASKED, tools=[WEATHER], tool_choice=choice, max_tokens=200, extra_body=GREEDY
     )
     assert answer.stop_reason == "tool_use"
     call = call_of(answer)
@@ -102,7 +102,7 @@ def test_a_tool_is_used_and_its_result_sent_back(client: Anthropic, choice: Any)
 
 def test_a_call_streams_its_input(client: Anthropic) -> None:
     with client.messages.stream(
-        model="llama", messages=ASKED, tools=[WEATHER], tool_choice=ONE_CALL, max_tokens=80, extra_body=GREEDY
+        model="llama", messages=ASKED, tools=[WEATHER], tool_choice=ONE_CALL, max_tokens=200, extra_body=GREEDY
     ) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
@@ -115,7 +115,7 @@ def test_a_call_streams_its_input(client: Anthropic) -> None:
 def test_a_format_is_obeyed(client: Anthropic) -> None:
     schema = WEATHER["input_schema"]
     answer = client.messages.create(
-        model="llama", messages=ASKED, max_tokens=80, extra_body=GREEDY,
+        model="llama", messages=ASKED, max_tokens=200, extra_body=GREEDY,
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )  # fmt: skip
     (block,) = answer.content

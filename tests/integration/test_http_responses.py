@@ -107,7 +107,7 @@ def test_a_tool_is_called_and_its_output_sent_back(client: OpenAI, choice: Any) 
     asked: Any = [{"role": "user", "content": "How is the weather?"}]
     answer = client.responses.create(
         model="llama", input=asked, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False,
-        max_output_tokens=80, temperature=0,
+        max_output_tokens=200, temperature=0,
     )  # fmt: skip
     call = call_of(answer)
     assert call.name == "weather"
@@ -122,7 +122,7 @@ def test_a_tool_is_called_and_its_output_sent_back(client: OpenAI, choice: Any) 
 def test_a_call_streams_its_arguments(client: OpenAI) -> None:
     with client.responses.stream(
         model="llama", input="How is the weather?", tools=[WEATHER], tool_choice="required",
-        parallel_tool_calls=False, max_output_tokens=80, temperature=0,
+        parallel_tool_calls=False, max_output_tokens=200, temperature=0,
     ) as stream:  # fmt: skip
         pieces = "".join(event.delta for event in stream if event.type == "response.function_call_arguments.delta")
         final = stream.get_final_response()

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from baton.cli.processes import Process
-from baton.client import Client, Completion
+from baton.client import Client
 from baton.costs import StepCosts, StepWork
+from baton.outputs import Completion
 from baton.types import Grammar, GrammarKind, LocalPolicy, Path, SamplingParams
 from engine.step_meter import StepMeter
 from gateway import fleet

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from baton.cli.processes import Process
-from baton.client import Client, Completion
+from baton.client import Client
+from baton.outputs import Completion
 from baton.types import Path as RequestPath
 from baton.types import SamplingParams
 from tests.integration.cluster import DEEPSEEK, LLAMA, Machines, first_of, machines, nothing_held, until_status

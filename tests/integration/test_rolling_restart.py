@@ -30,6 +30,7 @@ class Load:
     addresses: list[str]
     prompts: list[list[int]]
     answers: list[list[int]]
+    sampling: SamplingParams = GREEDY
     served: int = 0
     _over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -49,7 +50,7 @@ class Load:
     async def _ask(self, client: Client, number: int) -> None:
         while not self._over.is_set():
             which = number % len(self.prompts)
-            completion = await client.complete(self.prompts[which], GREEDY, timeout_s=DEADLINE_S)
+            completion = await client.complete(self.prompts[which], self.sampling, timeout_s=DEADLINE_S)
             assert [token.token_id for token in completion.tokens] == self.answers[which]
             self.served += 1
             number += CLIENTS + 1

@@ -16,8 +16,8 @@ from baton.cli.generate import summary, to_json
 from baton.cli.status import render
 from baton.cli.status import to_json as status_to_json
 from baton.cli.up import _devices
-from baton.client import Completion
-from baton.config import ranks_of_each_node, visible_gpus
+from baton.environment import ranks_of_each_node, visible_gpus
+from baton.outputs import Completion
 from baton.types import FinishReason, Receipt, TokenOutput, Usage
 from baton.types import Path as Way
 from bench.__main__ import main as bench

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from baton.cli.processes import Process, Processes, Running
 from baton.cli.progress import ClusterProgress
-from baton.config import child_environment
+from baton.environment import child_environment
 from baton.errors import ConfigError
 from baton.supervisor import Supervisor
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.config import DEMO_MODELS
 from baton.types import GrammarKind
-from docs import api, attention, configuration, metrics
+from docs import api, attention, configuration, metrics, tracing
 from gateway.http.bodies import ChatBody
 from gateway.http.translate import grammar_of
 from gateway.model import read_served_model
@@ -22,6 +22,10 @@ def test_the_configuration_page_is_made_from_the_settings() -> None:
 
 def test_the_page_of_metrics_is_made_from_their_table() -> None:
     assert metrics.PAGE.read_text() == metrics.page(), "run `make docs`"
+
+
+def test_the_page_of_traces_is_made_from_the_table_of_spans() -> None:
+    assert tracing.PAGE.read_text() == tracing.page(), "run `make docs`"
 
 
 def test_the_page_of_the_http_api_has_the_parameters_that_the_code_takes() -> None:

@@ -142,7 +142,7 @@ def test_the_level_is_that_of_our_own_records(root: logging.Logger, capsys: pyte
 
 def test_grpc_writes_no_lines_of_its_own() -> None:
     program = (
-        "from baton.config import quiet_grpc; quiet_grpc()\n"
+        "from baton.environment import quiet_grpc; quiet_grpc()\n"
         "import grpc, socket\n"
         "taken = socket.create_server(('127.0.0.1', 0))\n"
         "server = grpc.server(None, options=[('grpc.so_reuseport', 0)])\n"

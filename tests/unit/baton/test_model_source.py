@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import child_environment
+from baton.environment import child_environment
 from baton.errors import ConfigError
 from baton.model_source import find_model, model_name
 from tests.unit.baton.hub import COMMIT, Hub, hub

@@ -8,17 +8,9 @@ from typing import get_args
 import pytest
 from annotated_types import Le
 
-from baton.config import (
-    DEMO_MODELS,
-    CommonSettings,
-    DecodeSettings,
-    GatewaySettings,
-    PrefillSettings,
-    child_environment,
-    misspelled_variables,
-    read_settings,
-    tokenizer_file,
-)
+from baton.config import DEMO_MODELS, CommonSettings, DecodeSettings, GatewaySettings, PrefillSettings, tokenizer_file
+from baton.environment import child_environment
+from baton.settings_reader import misspelled_variables, read_settings
 
 
 def test_a_decode_node_lists_the_dtypes_that_it_accepts() -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from baton.config import DecodeSettings, read_settings
+from baton.config import DecodeSettings
 from baton.errors import ConfigError
+from baton.settings_reader import read_settings
 from engine.device.fits import check_fits, memory_of
 from kvcache.spec import KVCacheSpec, KVKind
 

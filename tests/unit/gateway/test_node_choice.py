@@ -30,6 +30,18 @@ def test_a_node_that_refused_is_not_chosen_again() -> None:
     assert decode_node(choice, begun=False) is fleet.decodes["d2"]
 
 
+def test_only_nodes_of_the_model_that_gave_tokens_continue_the_request() -> None:
+    fleet = SmallFleet(0, 2)
+    other = fleet.decodes["d2"]
+    other.status.info.model.weights_digest = "other"
+    choice = NodeChoice(rules(), fleet)
+    assert decode_node(choice, begun=False) is fleet.decodes["d1"]
+    fleet.lose("d1")
+    assert decode_node(choice, begun=True) is other
+    choice.generated(fleet.decodes["d1"])
+    assert decode_node(choice, begun=True) is None
+
+
 def test_a_bug_in_a_node_opens_its_breaker_and_prompts_without_finite_logits_do_not() -> None:
     """Else a client with such a prompt takes one node after the other from everybody."""
     fleet = SmallFleet(0, 2)

@@ -1,15 +1,18 @@
-"""The gateway follows a node's prefix cache whatever a message does to its own code."""
+"""What the gateway takes from a node: changes of its prefix cache, and the last messages of a node that ends."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
 from baton.rpc.server import channel_options
+from gateway import node_clients
+from gateway.decode_session import Receiver
 from gateway.node_clients import NodeClient, WatchCallbacks
-from protos.baton.v1 import node_pb2, node_pb2_grpc
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.unit.gateway.fleets import DECODE, status
 
 BOUND_S = 60.0
@@ -46,6 +49,79 @@ class Publishing(node_pb2_grpc.NodeServicer):
         yield node_pb2.SwitchRoleResponse()
 
 
+class Ending(Publishing, decode_pb2_grpc.DecodeServicer):
+    """A node that has drained: it ends its statuses while the last message of a request is still on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted, self.sends_last = asyncio.Event(), asyncio.Event()
+
+    async def Watch(  # noqa: N802
+        self, request: node_pb2.WatchRequest, context: object
+    ) -> AsyncIterator[node_pb2.NodeStatus]:
+        yield status(DECODE, 1)
+        await self.submitted.wait()
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.SessionRequest], context: object
+    ) -> AsyncIterator[decode_pb2.SessionResponse]:
+        async for request in requests:
+            self.submitted.set()
+            await self.sends_last.wait()
+            yield decode_pb2.SessionResponse(released=decode_pb2.Released(key=request.submit.key))
+            return
+
+    async def Pair(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.PairRequest], context: object
+    ) -> AsyncIterator[decode_pb2.PairResponse]:
+        async for _ in requests:
+            yield decode_pb2.PairResponse()
+
+
+@asynccontextmanager
+async def watched(node: Publishing, callbacks: WatchCallbacks) -> AsyncIterator[NodeClient]:
+    """A client that watches this node, on a server of its own."""
+    server = grpc.aio.server(options=channel_options())
+    node_pb2_grpc.add_NodeServicer_to_server(node, server)
+    if isinstance(node, Ending):
+        decode_pb2_grpc.add_DecodeServicer_to_server(node, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    client = NodeClient(address, callbacks, lambda: None)
+    watching = asyncio.create_task(client.watch())
+    try:
+        yield client
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+        await client.close()
+        await server.stop(None)
+
+
+async def test_a_node_that_ended_its_statuses_is_lost_once_its_session_has_ended_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_clients, "_LAST_MESSAGES_S", BOUND_S)  # on however slow a machine
+    happened: list[str] = []
+    reported, lost = asyncio.Event(), asyncio.Event()
+
+    def note_lost(reason: str) -> None:
+        happened.append(reason)
+        lost.set()
+        client.drop_session(reason)  # as the fleet says
+
+    node = Ending()
+    async with watched(node, WatchCallbacks(lambda _: reported.set(), note_lost, lambda _: True)) as client:
+        await asyncio.wait_for(reported.wait(), BOUND_S)
+        receiver = Receiver(lambda _: None, lambda _: happened.append("released"), happened.append)
+        client.session().submit(decode_pb2.SubmitRequest(), receiver)
+        await asyncio.wait_for(node.submitted.wait(), BOUND_S)
+        await asyncio.wait([asyncio.create_task(lost.wait())], timeout=0.2)
+        node.sends_last.set()
+        await asyncio.wait_for(lost.wait(), BOUND_S)
+    assert happened[:2] == ["released", "it ended the session"]
+
+
 async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and_a_snapshot_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -57,19 +133,9 @@ async def test_a_message_about_the_cache_that_our_code_cannot_take_is_logged_and
         taken.set()
         return True
 
-    node, server = Publishing(), grpc.aio.server(options=channel_options())
-    node_pb2_grpc.add_NodeServicer_to_server(node, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    client = NodeClient(address, WatchCallbacks(lambda _: None, lambda _: None, take), lambda: None)
-    watching = asyncio.create_task(client.watch())
-    try:
-        with caplog.at_level(logging.ERROR, "baton"):
+    node = Publishing()
+    with caplog.at_level(logging.ERROR, "baton"):
+        async with watched(node, WatchCallbacks(lambda _: None, lambda _: None, take)):
             await asyncio.wait_for(taken.wait(), BOUND_S)
-    finally:
-        watching.cancel()
-        await asyncio.wait([watching])
-        await client.close()
-        await server.stop(None)
     assert node.asked_after == [0, 0]
     assert "ArithmeticError: the first message" in caplog.text

@@ -586,12 +586,30 @@ def test_a_silent_node_is_not_chosen_again_before_its_next_status() -> None:
     assert only(served.handle(FleetChanged()), SubmitToDecode).address == "d1"
 
 
-def test_a_request_continues_only_on_a_node_with_the_same_weights() -> None:
+def give_other_weights(served: Served) -> None:
+    """To the second decode node."""
+    node = served.fleet.decodes["d2"]
+    node.status.info.model.weights_digest = "other"
+    node.take_status(node.status, "")
+
+
+@pytest.mark.parametrize("error", [None, Draining("going away")])
+def test_a_request_continues_only_on_a_node_with_the_same_weights(error: BatonError | None) -> None:
     served = decoding()
-    served.fleet.decodes["d2"].status.info.model.weights_digest = "other"
-    served.fleet.decodes["d2"].take_status(served.fleet.decodes["d2"].status, "")
-    served.session_lost()
+    give_other_weights(served)
+    if error is None:
+        served.session_lost()
+    else:
+        served.decode(failed(error))
     assert served.machine.waits_for_fleet
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), Draining("going away"), None])
+def test_a_request_without_tokens_may_begin_again_on_a_node_with_other_weights(error: BatonError | None) -> None:
+    served = Served()
+    give_other_weights(served)
+    commands = served.session_lost() if error is None else served.decode(failed(error))
+    assert only(commands, SubmitToDecode).address == "d2"
 
 
 @pytest.mark.parametrize("error", [DataLoss("digest"), UnknownLease("gone"), DeadlineExceeded("lease")])

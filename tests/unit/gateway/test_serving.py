@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 import gateway.connections
-from baton.config import DEMO_MODELS, GatewaySettings, read_settings
+from baton.config import DEMO_MODELS, GatewaySettings
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, InvalidRequest, Overloaded
 from baton.rpc.server import Address
 from baton.security import identity
 from baton.security.limits import Budget, Limits
+from baton.settings_reader import read_settings
 from gateway.chat.types import ChatRequest
 from gateway.connections import Connections
-from gateway.discovery import Directory
+from gateway.discovery.directory import Directory
+from gateway.discovery.sources import Place
 from gateway.model import ServedModel, read_served_model
 from gateway.serving import Serving
 from gateway.tokenizer import TextTokenizer
@@ -241,9 +243,9 @@ def listed_addresses(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     listings: list[set[str]] = []
 
     class Listing(Directory):
-        def __init__(self, addresses: Sequence[Address]) -> None:
-            super().__init__(addresses)
-            self.listed = {f"{address.host}:{address.port}" for address in addresses}
+        def __init__(self, places: Sequence[Place], on_change: Callable[[], None]) -> None:
+            super().__init__(places, on_change)
+            self.listed = {f"{place.host}:{place.port}" for place in places if isinstance(place, Address)}
             listings.append(self.listed)
 
         async def look_up(self) -> frozenset[str]:

@@ -1,17 +1,23 @@
 """What each kind of grammar accepts and refuses, and what compiling may cost."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from threading import Event, Semaphore, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
 from baton.errors import InvalidRequest
 from baton.types import Grammar, GrammarKind
 from grammar import compiler as module
 from grammar.compiler import GrammarCompiler
+from grammar.lark import readable_lark
+from grammar.matcher import MaskFiller
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE, Accepts
 
 NESTED = 'root ::= expr\nexpr ::= term ("+" term)*\nterm ::= [0-9]+ | "(" expr ")"\n'
@@ -107,8 +113,6 @@ def test_a_grammar_is_compiled_once_for_all_threads(monkeypatch: pytest.MonkeyPa
     library = LLMatcher
 
     class Counting:
-        grammar_from_json_schema = library.grammar_from_json_schema
-
         def __new__(cls, *given: Any, **named: Any) -> Any:
             compiled.append(given)
             return library(*given, **named)
@@ -165,3 +169,64 @@ def test_a_refused_grammar_is_not_kept(compiler: GrammarCompiler) -> None:
         with pytest.raises(InvalidRequest):
             compiler.check(wrong)
     assert wrong not in compiler._compiled
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.LARK, "start: P Q\nP: /a+/\nQ: /a+/"),
+        (GrammarKind.LARK, '%llguidance {"no_forcing": false}\nstart: P P\nP: /a+/ # no end of line'),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            '{"type": "structural_tag", "format": {"type": "sequence", "elements": '
+            '[{"type": "regex", "pattern": "a+"}, {"type": "regex", "pattern": "a+"}]}}',
+        ),
+    ],
+)
+def test_a_grammar_that_forces_one_character_for_ever_is_followed_in_bounded_time(kind: GrammarKind, text: str) -> None:
+    program = "import sys; from tests.unit.grammar.test_compiler import follow_three; follow_three(*sys.argv[1:])"
+    bounded = f'ulimit -t 30; exec {sys.executable} -c "$0" "$@"'
+    assert subprocess.run(["bash", "-c", bounded, program, kind.value, text], check=False).returncode == 0
+
+
+def follow_three(kind: str, text: str) -> None:
+    """Runs in a process that the kernel ends after a bound of CPU time: nothing else interrupts the library."""
+    matcher = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (EOS,)).matcher(Grammar(GrammarKind(kind), text))
+    a = Tokenizer.from_file(str(TOKENIZER)).encode("a", add_special_tokens=False).ids[0]
+    for _ in range(3):
+        assert MaskFiller().fill([matcher], np.empty((1, matcher.words), np.int32)) == [None]
+        matcher.consume(a)
+
+
+def test_a_lark_grammar_in_the_librarys_own_json_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="JSON, not Lark"):
+        GrammarCompiler(TOKENIZER, VOCAB_SIZE, (EOS,)).check(Grammar(GrammarKind.LARK, ' {"grammars": []}'))
+
+
+@pytest.mark.parametrize(
+    ("text", "operator"),
+    [
+        ("start: A\nA: ~/(.*a.{30}.*)/ & ~/(.*b.{30}.*)/ & /[abc]{100}/", "line 2 of the grammar has a complement"),
+        ("start: A\nA: /(.*a.{30}.*)/ & /[abc]{100}/", "line 2 of the grammar has an intersection"),
+        ('start: A // a comment with "\nA: /a/ & /b/', "line 2 of the grammar has an intersection"),
+        ('start: /"/ A # it\'s "\nA: "/" & ~ /b\\//', "line 2 of the grammar has an intersection"),
+        ('start: %json {"const": "\\""} A\nA: ~/b/', "line 2 of the grammar has a complement"),
+        ('start: %regex {"substring_chars": "\\"&"} A\nA: ~/b/', "line 2 of the grammar has a complement"),
+    ],
+)
+def test_intersections_and_complements_of_expressions_are_refused_uncompiled(text: str, operator: str) -> None:
+    with pytest.raises(InvalidRequest, match=operator):
+        readable_lark(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        ('start: "a & ~b" // & ~', "a & ~b"),
+        ("start: /a & ~b/ # & ~", "a & ~b"),
+        ('start: %json {"const": "&~"}', '"&~"'),
+        ('start: "a" ~ 2 "b"~1..2', "aab"),
+    ],
+)
+def test_marks_that_are_no_operators_between_expressions_are_kept(accepts: Accepts, text: str, output: str) -> None:
+    assert accepts(GrammarKind.LARK, text, output)

@@ -132,3 +132,8 @@ def test_expressions_that_mean_something_else_are_refused(pattern: str) -> None:
 def test_spaces_are_those_of_ecmascript(accepts: Accepts, pattern: str, text: str, matches: bool) -> None:
     schema = json.dumps({"type": "string", "pattern": pattern})
     assert accepts(GrammarKind.JSON_SCHEMA, schema, json.dumps(text, ensure_ascii=False)) == matches
+
+
+def test_a_large_multiple_is_refused_before_it_costs_time() -> None:
+    with pytest.raises(InvalidRequest, match="multipleOf"):
+        readable_schema('{"type": "integer", "multipleOf": 9999991}')

@@ -7,18 +7,13 @@ import pytest
 
 from baton.cli import main
 from baton.cli.up import ClusterOptions, _gateway_arguments, _node_arguments
-from baton.config import (
-    CLIENT_VARIABLES,
-    DecodeSettings,
-    GatewaySettings,
-    PrefillSettings,
-    client_access,
-    read_settings,
-)
+from baton.config import CLIENT_VARIABLES, DecodeSettings, GatewaySettings, PrefillSettings
+from baton.environment import client_access
 from baton.rpc.server import Address
 from baton.security.keys import read_keys
 from baton.security.roles import Role
 from baton.security.servers import protect_node
+from baton.settings_reader import read_settings
 from gateway.process import check_doors
 
 WIDE = Address("0.0.0.0", 7001)

@@ -1,0 +1,123 @@
+"""Reads the settings of one process from its flags and the environment, and says in one line what is wrong."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from baton.config import (
+    CLIENT_VARIABLES,
+    CommonSettings,
+    DecodeSettings,
+    GatewaySettings,
+    NodeSettings,
+    PrefillSettings,
+    flag,
+    variable,
+)
+from baton.errors import ConfigError, shortened
+
+_PREFIX = "BATON_"
+_SHOWN_MAX = 200  # characters of a wrong value
+# Of 1, without the prefix. BLOKSIZE and CACHE_LAYOUT are above, LOG_FORMAT, NODE_NAME and DEVICE_ID below.
+_ALIKE = 0.87
+_UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
+
+Settings = TypeVar("Settings", bound=CommonSettings)
+NodeRole = TypeVar("NodeRole", bound=NodeSettings)
+
+
+def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
+    """Reads one process's settings from flags and environment. A wrong value ends the process with exit code 2."""
+    flags = _parser(cls, program).parse_args(argv)
+    given = {name: value for name, value in vars(flags).items() if value is not None}
+    if misspelled := misspelled_variables(os.environ):
+        for name, nearest in misspelled.items():
+            print(f"{program}: {name} is no setting; did you mean {nearest}?", file=sys.stderr)  # noqa: T201
+        raise SystemExit(2)
+    try:
+        return cls(**given)
+    except ValidationError as error:
+        for line in describe_validation_error(cls, error):
+            print(f"{program}: {line}", file=sys.stderr)  # noqa: T201
+        raise SystemExit(2) from None
+
+
+def in_role(settings: NodeSettings, cls: type[NodeRole]) -> NodeRole:
+    """The settings of the same node in another role: those of both roles are kept, and those that only the other one
+    has come from their variables.
+
+    Raises:
+        ConfigError: a variable has a wrong value.
+    """
+    try:
+        return cls(**{name: getattr(settings, name) for name in NodeSettings.model_fields})
+    except ValidationError as error:
+        lines = describe_validation_error(cls, error)
+        raise ConfigError("; ".join(lines), cure="correct the node's variables, and restart it") from None
+
+
+def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the environment that nearly have the name of a setting of some process, with that name.
+
+    Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
+    """
+    roles = (PrefillSettings, DecodeSettings, GatewaySettings)
+    known = {variable(name) for cls in roles for name in cls.model_fields} | {*CLIENT_VARIABLES}
+    ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
+    ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
+    names = (name for name in environ if name.startswith(_PREFIX) and name.upper() not in known)
+    found = {name: get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=_ALIKE) for name in names}
+    return {shortened(name, _SHOWN_MAX): ends[nearest[0]] for name, nearest in found.items() if nearest}
+
+
+def fail(program: str, error: ConfigError) -> NoReturn:
+    """Ends the process because a setting proved wrong after start: one line, exit code 2."""
+    print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(2)
+
+
+def describe_validation_error(cls: type[CommonSettings], error: ValidationError) -> list[str]:
+    """One line per wrong value: variable and flag, the value, what is allowed."""
+    lines = []
+    for item in error.errors():
+        name = str(item["loc"][0]) if item["loc"] else "?"
+        known = cls.model_fields.get(name)
+        where = f"{variable(name)} ({flag(name)})" if known else variable(name)
+        message = item["msg"].removeprefix("Value error, ")
+        allowed = shortened(_one_line(message[:1].lower() + message[1:]), _SHOWN_MAX)
+        lines.append(f"{where} is {shortened(repr(item['input']), _SHOWN_MAX)}; {allowed}")
+    return lines
+
+
+def _one_line(text: str) -> str:
+    """With characters that would end the line, or change the terminal, written as escapes."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _parser(cls: type[CommonSettings], program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description=f"{cls.__doc__} Each flag is also a variable: --block-size is BATON_BLOCK_SIZE."
+    )
+    for name, info in cls.model_fields.items():
+        default = "" if info.default is None else f" (default: {info.default})"
+        help_text = f"{info.description}{default}".replace("%", "%%")
+        # A switch may stand alone: --insecure is --insecure true.
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if info.annotation is bool else {}
+        parser.add_argument(flag(name), dest=name, default=None, metavar="VALUE", help=help_text, **switch)
+    return parser
+
+
+def settings_table(cls: type[CommonSettings]) -> list[tuple[str, str, str, str]]:
+    """Rows of flag, variable, default and meaning, for docs/configuration.md."""
+    rows = []
+    for name, info in cls.model_fields.items():
+        default = info.default
+        shown = "" if default is None else "models/demo/llama" if name == "model" else str(default)
+        rows.append((flag(name), variable(name), shown, info.description or ""))
+    return rows

@@ -1,0 +1,56 @@
+"""W3C trace context: what `traceparent` and `tracestate` say, and what goes out. Pure.
+
+A malformed traceparent counts as none, and a tracestate without one, or beyond its limits, is dropped, as the standard
+wants it.
+"""
+
+import re
+from dataclasses import dataclass
+
+# Version 00 has these four fields and no more; later ones may have more.
+_TRACEPARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[\x21-\x7e]*)?"
+)
+_TRACEPARENT_MAX = 512
+_STATE_MAX = 512  # characters
+_STATE_MEMBERS_MAX = 32
+_STATE_MEMBER = re.compile(
+    r"[a-z0-9][a-z0-9_\-*/@]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+_SAMPLED = 1
+
+
+@dataclass(frozen=True)
+class TraceContext:
+    """The caller's span.
+
+    Attributes:
+        sampled: the caller records its trace.
+        state: tracestate, which is passed on as it is.
+    """
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+    state: str = ""
+
+
+def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
+    """What the two headers say; None: there is no trace that goes on here."""
+    found = _TRACEPARENT.fullmatch(traceparent) if len(traceparent) <= _TRACEPARENT_MAX else None
+    if found is None or (found[1] == "00" and found[5] is not None):
+        return None
+    return TraceContext(
+        int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & _SAMPLED), _checked_state(tracestate)
+    )
+
+
+def write_traceparent(trace_id: int, span_id: int, *, sampled: bool) -> str:
+    return f"00-{trace_id:032x}-{span_id:016x}-{int(sampled):02x}"
+
+
+def _checked_state(state: str) -> str:
+    members = [member.strip(" \t") for member in state.split(",")] if len(state) <= _STATE_MAX else []
+    members = [member for member in members if member]
+    whole = len(members) <= _STATE_MEMBERS_MAX and all(_STATE_MEMBER.fullmatch(member) for member in members)
+    return ",".join(members) if whole else ""

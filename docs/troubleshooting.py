@@ -1,0 +1,130 @@
+"""Writes docs/troubleshooting.md: each error with its codes, its causes and their cures; `make docs` calls it."""
+
+from pathlib import Path
+
+import grpc
+
+from baton import errors
+from baton.rpc.status import to_status
+from gateway.http.errors import status_of
+
+PAGE = Path(__file__).resolve().parent / "troubleshooting.md"
+
+# Of each error: what causes it, and what to do.
+CAUSES: dict[type[errors.BatonError], tuple[str, str]] = {
+    errors.ConfigError: (
+        "A setting, flag, variable, file or model directory is wrong. The process ends with exit code 2, a command with"
+        " 1 or 2.",
+        "The line on stderr names the setting, its value and the allowed values. [Configuration](configuration.md) has"
+        " all.",
+    ),
+    errors.InvalidRequest: (
+        "A value of the request is wrong: an unknown parameter, a number out of range, a prompt longer than the"
+        " context.",
+        "Change the field that the error names. Trying again unchanged does not help.",
+    ),
+    errors.Unauthenticated: (
+        "The gateway has keys and got none, or one that it does not know; or a process showed no valid certificate.",
+        "Send `authorization: Bearer KEY`, or set `BATON_API_KEY`; check that certificates are of one CA and have not"
+        " expired.",
+    ),
+    errors.PermissionDenied: (
+        "The key or the certificate is valid but may not do this, such as ask for the cluster's status.",
+        "Use an operator's key: `baton key NAME --operator`. [Security](security.md#who-may-do-what) has the table.",
+    ),
+    errors.UnknownModel: (
+        "The request names a model that this gateway does not serve.",
+        "Ask `/v1/models` for the name, leave `model` empty, or set `--model-name`.",
+    ),
+    errors.Overloaded: (
+        "There is no room in time: the queue is full or too long for the deadline, or a key's limit is reached.",
+        "Wait for as long as `retry-after` says. If it lasts, add nodes: [Sizing](planning.md).",
+    ),
+    errors.NoNode: (
+        "No node can take the request: none is reachable, none is paired, or too many failed it.",
+        "`baton status` shows which nodes are unreachable and which pairs were refused, and why.",
+    ),
+    errors.Draining: (
+        "The process is being stopped and takes no new work.",
+        "Send the request to another gateway, or again in a moment. [Draining](draining.md).",
+    ),
+    errors.DeadlineExceeded: (
+        "The request's deadline passed before its answer was complete.",
+        "Give it more time or fewer tokens. The receipt or the metrics show which phase took the time.",
+    ),
+    errors.Cancelled: (
+        "The client closed the call or aborted the request.",
+        "Nothing, if that was meant; else look for a proxy or client with a shorter time limit.",
+    ),
+    errors.PeerRefused: (
+        "A prefill and a decode node cannot work together: other weights, cache dtype or wire version, or a slow link.",
+        "The error and `baton status` list every mismatch with its cure.",
+    ),
+    errors.UnknownLease: (
+        "KV came for a lease that has ended or never was: the request was cancelled, or the decode node restarted.",
+        "Nothing: the gateway tries again. If it is frequent, look for nodes that restart.",
+    ),
+    errors.DataLoss: (
+        "KV was damaged or a link broke. The KV was not used.",
+        "Nothing: the gateway tries again. If it is frequent, check the network; `segments_refused` counts by node.",
+    ),
+    errors.InternalError: (
+        "A bug in Baton, or logits that are not finite.",
+        "Report it with the request id and the log lines of that id, which every process writes.",
+    ),
+}
+
+_INTRODUCTION = """# Troubleshooting
+
+Every error names what is wrong, the allowed values where there are any, and what to do. Over gRPC it is a status with
+an `ErrorDetail`; over HTTP it is a JSON body with a `message`, a `code` and the `request_id`, which is also in the logs
+of every process that the request reached. `make docs` writes this page from the errors of the code.
+
+## First look
+
+```console
+$ baton up
+$ baton doctor
+$ baton status
+```
+
+`baton doctor` checks whether this machine can run a node, `baton status` shows nodes and pairs and why one is missing.
+
+## Errors by code
+
+| error | gRPC | HTTP |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    ordered = list(CAUSES)
+    rows = [
+        f"| [{_name(error)}](#{_name(error).lower()}) | `{grpc_code(error)}` | {http_code(error)} |\n"
+        for error in ordered
+    ]
+    sections = [
+        f"\n### {_name(error)}\n\nReason `{error.reason}`, gRPC `{grpc_code(error)}`, HTTP {http_code(error)}.\n\n"
+        f"- **Cause.** {cause}\n- **Cure.** {cure}\n"
+        for error, (cause, cure) in CAUSES.items()
+    ]
+    return _INTRODUCTION + "".join(rows) + "".join(sections)
+
+
+def grpc_code(error: type[errors.BatonError]) -> str:
+    """The name of its status code."""
+    number = to_status(error("")).code
+    return next(code.name for code in grpc.StatusCode if code.value[0] == number)
+
+
+def http_code(error: type[errors.BatonError]) -> int:
+    return status_of(error(""))
+
+
+def _name(error: type[errors.BatonError]) -> str:
+    return error.__name__
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,151 @@
+"""Sends traces to a collector by OTLP over gRPC. A collector that is slow or gone costs traces, never a request.
+
+What waits is bounded in bytes: beyond that new traces are dropped and counted. One line says that traces are lost, one
+that they arrive again.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from baton.tracing.environment import Collector
+
+log = logging.getLogger("baton")
+
+_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_HELD_BYTES_MAX = 16 << 20
+_BATCH_BYTES = 1 << 20
+_BATCH_S = 0.5  # how long the first trace of a batch waits for others
+_CALL_TIMEOUT_S = 10.0
+_BACK_OFF_S, _BACK_OFF_MAX_S = 0.5, 15.0
+_CLOSE_TIMEOUT_S = 2.0
+_TRY_AGAIN = {
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+}
+
+
+class Exporter:
+    """Sends what `put` is given, from `async with` to its end.
+
+    Attributes:
+        dropped: traces that were lost.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._held: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._filled, self._closing = asyncio.Event(), asyncio.Event()
+        self.dropped = 0
+        self._failing = False
+
+    async def __aenter__(self) -> Self:
+        self._channel = _channel(self._collector)
+        self._export: Any = self._channel.unary_unary(
+            _METHOD, response_deserializer=ExportTraceServiceResponse.FromString
+        )
+        self._task = asyncio.create_task(self._run(), name="trace-export")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Sends what is held, within a short time."""
+        self._closing.set()
+        self._filled.set()
+        await asyncio.wait([self._task], timeout=_CLOSE_TIMEOUT_S)
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        if self._held:
+            log.warning("%d trace(s) were not exported before the end", len(self._held))
+        await self._channel.close()
+
+    def put(self, data: bytes) -> None:
+        """Takes one encoded trace."""
+        if self._held_bytes + len(data) > _HELD_BYTES_MAX:
+            self.dropped += 1
+            return
+        self._held.append(data)
+        self._held_bytes += len(data)
+        self._filled.set()
+
+    async def _run(self) -> None:
+        back_off_s = _BACK_OFF_S
+        while True:
+            await self._filled.wait()
+            await self._pause(_BATCH_S)
+            while self._held:
+                error = await self._send(self._batch())
+                if error is None:
+                    back_off_s = _BACK_OFF_S
+                    continue
+                if self._closing.is_set():
+                    return  # who closes counts what is left
+                await self._pause(back_off_s)
+                back_off_s = min(2 * back_off_s, _BACK_OFF_MAX_S)
+            if self._closing.is_set():
+                return
+            self._filled.clear()
+
+    async def _pause(self, seconds: float) -> None:
+        """Ends early when the exporter closes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    def _batch(self) -> list[bytes]:
+        """The first traces that are held; they stay until they are sent."""
+        batch: list[bytes] = []
+        size = 0
+        for data in self._held:
+            if batch and size + len(data) > _BATCH_BYTES:
+                break
+            batch.append(data)
+            size += len(data)
+        return batch
+
+    async def _send(self, batch: list[bytes]) -> grpc.aio.AioRpcError | None:
+        """Sends a batch, and drops it unless it may be sent again; then returns why it was not."""
+        try:
+            response = await self._export(
+                b"".join(batch), timeout=_CALL_TIMEOUT_S, metadata=self._collector.headers or None
+            )
+        except grpc.aio.AioRpcError as error:
+            if not self._failing:
+                self._failing = True
+                where, reason = self._collector.target, error.details() or error.code().name
+                log.warning("traces are not exported: the collector at %s: %s", where, reason)
+            if error.code() in _TRY_AGAIN:
+                return error
+            self.dropped += len(batch)
+        else:
+            if rejected := response.partial_success.rejected_spans:
+                log.warning("the collector refused %d span(s): %s", rejected, response.partial_success.error_message)
+            if self._failing:
+                self._failing = False
+                log.info("traces are exported again; %d were lost", self.dropped)
+        for _ in batch:
+            self._held_bytes -= len(self._held.popleft())
+        return None
+
+
+def _channel(collector: Collector) -> grpc.aio.Channel:
+    options = [("grpc.max_reconnect_backoff_ms", 5000)]
+    if not collector.tls:
+        return grpc.aio.insecure_channel(collector.target, options=options)
+    roots = None if collector.certificate is None else Path(collector.certificate).read_bytes()
+    return grpc.aio.secure_channel(collector.target, grpc.ssl_channel_credentials(roots), options=options)

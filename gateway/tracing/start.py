@@ -1,0 +1,29 @@
+"""The tracer of one gateway process, if traces go anywhere. Imports OpenTelemetry's messages only then."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from baton.config import GatewaySettings
+from baton.environment import opentelemetry_variables
+from baton.tracing.environment import read_collector
+from baton.tracing.sampling import Sampling
+from gateway.tracing.tracer import Tracer
+
+
+@asynccontextmanager
+async def tracing(settings: GatewaySettings, *, instance: str, model_name: str) -> AsyncIterator[Tracer | None]:
+    """Exports traces until the end of the block; None: nobody wants them.
+
+    Raises:
+        ConfigError: the endpoint is wrong.
+    """
+    collector = read_collector(settings.otlp_endpoint, opentelemetry_variables(), instance=instance)
+    if collector is None:
+        yield None
+        return
+    from gateway.tracing.export import Exporter
+    from gateway.tracing.otlp import Encoder
+
+    sampling = Sampling(settings.trace_sample, settings.trace_slow_s)
+    async with Exporter(collector) as exporter:
+        yield Tracer(sampling, Encoder(collector.resource), model_name, exporter.put)

@@ -1,0 +1,1 @@
+"""The documentation: its commands run, its guides work, its tables are those of the code, its links lead somewhere."""

@@ -1,0 +1,54 @@
+"""Pages that come from code are up to date and complete, and the site is built without a broken link."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton import errors
+from docs import benchmarks, troubleshooting, wire
+from docs.site_files import ROOT
+from kvcache.layout import LOGICAL_AXES, MLA_LAYOUTS, KVCacheLayout
+
+_AXES = {"L": "layer", "K": "key/value", "B": "block", "N": "slot", "H": "head", "C": "channel"}
+
+
+@pytest.mark.parametrize("module", [benchmarks, troubleshooting, wire], ids=lambda module: module.__name__)
+def test_a_page_is_made_from_the_code(module: object) -> None:
+    assert module.PAGE.read_text() == module.page(), "run `make docs`"  # type: ignore[attr-defined]
+
+
+def test_every_error_has_a_cause_and_a_cure() -> None:
+    known = {
+        error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, errors.BatonError)
+    }
+    assert set(troubleshooting.CAUSES) == known - {errors.BatonError}
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+def test_the_page_of_layouts_has_the_order_of_each(layout: KVCacheLayout) -> None:
+    left_out = "KH" if layout in MLA_LAYOUTS else ""
+    assert set(layout.axes) == set(LOGICAL_AXES)
+    order = ", ".join(_AXES[axis] for axis in layout.axes if axis not in left_out)
+    row = next(
+        line for line in (ROOT / "docs" / "layouts.md").read_text().splitlines() if f"| `{layout.name}` |" in line
+    )
+    assert row.endswith(f"| {order} |")
+
+
+def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    hosts = [
+        page for page in tmp_path.rglob("*.html") if 'src="http' in page.read_text() or "fonts.g" in page.read_text()
+    ]
+    assert hosts == [], "these pages load something from another host"

@@ -1,0 +1,1 @@
+"""Two versions of Baton in one cluster."""

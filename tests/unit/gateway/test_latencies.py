@@ -1,0 +1,23 @@
+"""Percentiles of the charts come from histograms, as Prometheus finds them."""
+
+from gateway.board import Board
+from gateway.latencies import Latencies, quantile
+from gateway.meter import RequestMeter
+
+
+def test_a_percentile_lies_in_its_bucket_and_nothing_counted_has_none() -> None:
+    assert quantile((1.0, 2.0), [0, 4, 0], 0.5) == 1.5
+    assert quantile((1.0, 2.0), [0, 0, 4], 0.5) == 2.0
+    assert quantile((1.0, 2.0), [0, 0, 0], 0.5) is None
+
+
+def test_a_point_has_what_came_since_the_window_began() -> None:
+    board = Board()
+    latencies = Latencies(board)
+    latencies.read()
+    RequestMeter(board.tally).first(0.2, 1, 10)
+    latencies.read()
+    first, second = latencies.points
+    assert first.values == (None, None, None, None)
+    assert second.values[0] is not None
+    assert second.values[2] is None

@@ -1,0 +1,105 @@
+"""Which requests' traces leave the gateway, and as part of whose trace."""
+
+import pytest
+
+from baton.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoNode
+from baton.metrics.declared import Outcome
+from baton.tracing.context import TraceContext, read_context
+from gateway import events
+from gateway.tracing.tracer import Ending
+from protos.baton.v1 import decode_pb2
+from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, first_token, reserved, token
+from tests.unit.gateway.tracing.traced import Traced, Traces, attributes
+
+TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
+
+
+def served(*, retried: bool = False) -> Traced:
+    request, call = Traced(), 1
+    request.decode(reserved())
+    if retried:
+        request.prefill_ended(NoNode("connection refused"))
+        request.decode(reserved(lease=2))
+        call = 2
+    request.prefill(first_token(), SENT, call=call)
+    request.decode(decode_pb2.Admitted(), token(1, LENGTH), after_s=1.0)
+    return request
+
+
+def test_a_request_that_is_not_sampled_leaves_nothing() -> None:
+    traces = Traces(ratio=0.0, slow_s=2.0)
+    assert traces.end(served()).spans == []
+    assert traces.end(served(), outcome=Outcome.CANCELLED, error=Cancelled("the client left")).spans == []
+
+
+@pytest.mark.parametrize("error", [NoNode("gone"), DeadlineExceeded("late")])
+def test_a_failed_request_is_exported_with_its_error(error: NoNode | DeadlineExceeded) -> None:
+    outcome = Outcome.DEADLINE if isinstance(error, DeadlineExceeded) else Outcome.FAILED
+    root = Traces(ratio=0.0).end(served(), outcome=outcome, error=error).root
+    assert attributes(root).items() >= {"baton.trace.kept_for": "failed", "error.type": error.reason}.items()
+    assert root.status.message == str(error)
+
+
+def test_a_request_that_failed_before_any_node_is_exported() -> None:
+    trace = Traces(ratio=0.0).end(outcome=Outcome.FAILED, error=NoNode("no node is there"))
+    assert [span.name for span in trace.spans] == ["chat llama", "prepare", "queue"]
+
+
+def test_a_slow_request_is_exported() -> None:
+    trace = Traces(ratio=0.0, slow_s=2.0).end(served(), after_s=1.5)
+    assert attributes(trace.root)["baton.trace.kept_for"] == "slow"
+
+
+def test_a_retried_request_is_exported() -> None:
+    trace = Traces(ratio=0.0).end(served(retried=True))
+    assert attributes(trace.root)["baton.trace.kept_for"] == "retried"
+
+
+def test_a_cancelled_request_is_no_error_and_shows_how_far_it_came() -> None:
+    request = Traced()
+    request.decode(reserved())
+    request.prefill(SCHEDULED)
+    error = Cancelled("the client left")
+    request.handle(events.Cancelled(error), after_s=1.0)
+    trace = Traces().end(request, outcome=Outcome.CANCELLED, error=error)
+    assert attributes(trace.root)["baton.outcome"] == "cancelled"
+    assert "error.type" not in attributes(trace.root)
+    assert not any(span.status.message for span in trace.spans)
+    assert trace.times("prefill") == [(0.0, 1.0)]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_request_goes_on_with_its_callers_trace(sampled: bool) -> None:
+    traces = Traces(ratio=0.0 if sampled else 1.0)
+    parent = TraceContext(TRACE_ID, SPAN_ID, sampled, "a=b")
+    trace = traces.end(served(), parent=parent)
+    assert bool(trace.spans) is sampled
+    for span in trace.spans:
+        assert (int.from_bytes(span.trace_id), span.trace_state) == (TRACE_ID, "a=b")
+    if sampled:
+        assert int.from_bytes(trace.root.parent_span_id) == SPAN_ID
+
+
+def test_nodes_get_the_requests_span_as_their_parent() -> None:
+    tracer = Traces().tracer
+    trace = tracer.begin("mine", TraceContext(TRACE_ID, SPAN_ID, sampled=False), 0.0)
+    context = read_context(trace.traceparent)
+    assert context is not None
+    assert (context.trace_id, context.sampled) == (TRACE_ID, False)
+    assert context.span_id != SPAN_ID
+
+
+def test_a_wrong_requests_trace_shows_its_field_and_not_what_the_client_sent() -> None:
+    traces = Traces()
+    error = InvalidRequest("the prompt is 'secret'", field="prompt", value="secret")
+    root = traces.end(outcome=Outcome.CLIENT_ERROR, error=error).root
+    assert root.status.message.endswith("in prompt")
+    assert b"secret" not in b"".join(traces.exported)
+
+
+def test_a_huge_model_name_is_cut() -> None:
+    traces = Traces()
+    trace = traces.tracer.begin("mine", None, 0.0)
+    trace.asked("x" * 1_000_000, is_chat=False)
+    trace.end(Ending(Outcome.CLIENT_ERROR, None, ""), 1.0)
+    assert len(b"".join(traces.exported)) < 5000

@@ -5,13 +5,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Self
 
 from baton.config import GatewaySettings
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, Draining
 from baton.security import roles as certified
 from baton.security.tls import InternalTls
 from baton.types import LocalPolicy
@@ -30,6 +29,7 @@ _PAIR_CHECK_S = 0.2
 _SETTLE_TIMEOUT_S = 5.0
 
 _PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+_CERTIFIED = {_PREFILL: certified.Role.PREFILL, _DECODE: certified.Role.DECODE}
 
 Listed = dict[Role, frozenset[str]]
 
@@ -39,7 +39,7 @@ class _Member:
     """A node of one of the lists.
 
     Attributes:
-        role: that it has; at first the one of its list.
+        role: as whose node it is reached; at first that of its list.
     """
 
     address: str
@@ -65,8 +65,8 @@ class Connections:
         self.fleet = Fleet(model.identity, model.max_context_tokens, settings.local_policy)
         self._wants_prefill = bool(prefill) and settings.local_policy is not LocalPolicy.LOCAL
         tls = InternalTls.read(settings, certified.Role.GATEWAY)
-        # Any node's certificate will do: a node may have another role than its list says.
-        self._dial = None if tls is None else tls.to(certified.NODE)
+        # Nobody is taken for a node of a role that its certificate does not allow.
+        self._dials = {role: None if tls is None else tls.to_role(named) for role, named in _CERTIFIED.items()}
         self._keepalive_s = settings.keepalive_s
         self._resolve_s = settings.resolve_s
         self._listing_changed = asyncio.Event()
@@ -111,8 +111,9 @@ class Connections:
 
     # ---- for requests
 
-    def client(self, role: Role, address: str) -> NodeClient:
-        return self._clients[role][address]
+    def client(self, role: Role, address: str) -> NodeClient | None:
+        """None: there is no such node any more, or it has another role now."""
+        return self._clients[role].get(address)
 
     def lose(self, role: Role, address: str, reason: str) -> None:
         """Marks a silent node as lost and reconnects. The node gets no requests until its next status."""
@@ -188,16 +189,46 @@ class Connections:
 
     def _add(self, role: Role, address: str) -> None:
         self.fleet.add(role, address)
-        member = self._members[role][address] = _Member(address, role)
-        callbacks = WatchCallbacks(
-            partial(self._status_received, member),
-            lambda reason: self._lost(member.role, address, reason),
-            lambda batch: self.fleet.cache_changed(member.role, address, batch),
-        )
-        on_message = partial(self._message_received, member)
-        client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dial)
+        self._members[role][address] = _Member(address, role)
+        self._open_client(role, address)
+
+    def _open_client(self, role: Role, address: str) -> None:
+        def current() -> bool:
+            """Whether this is still the connection to the node: else what comes from it counts no more."""
+            return self._clients[role].get(address) is client
+
+        def status(message: node_pb2.NodeStatus) -> None:
+            if current():
+                self._status_received(role, address, message)
+
+        def lost(reason: str) -> None:
+            if current():
+                self._lost(role, address, reason)
+
+        def cache(batch: node_pb2.WatchCacheResponse) -> bool:
+            return not current() or self.fleet.cache_changed(role, address, batch)
+
+        def on_message() -> None:
+            if current():
+                self.fleet.message_received(role, address, self._now_s())
+
+        callbacks = WatchCallbacks(status, lost, cache)
+        client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dials[role])
         self._clients[role][address] = client
         self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
+
+    def _change_role(self, change: ChangeRole) -> None:
+        client = self._clients[change.old].pop(change.address)
+        (member,) = (
+            member
+            for members in self._members.values()
+            if (member := members.get(change.address)) is not None and member.role == change.old
+        )
+        member.role = change.new
+        self._watches.pop(client).cancel()
+        ended = Draining(f"{change.address} has changed its role", cure="another node is tried")
+        self._tasks.create_task(client.retire(ended), name=f"retire-{change.address}")
+        self._open_client(change.new, change.address)
 
     async def _remove(self, member: _Member, client: NodeClient) -> None:
         # The watch ends first: a status that arrives until then must find its node in the fleet.
@@ -210,21 +241,13 @@ class Connections:
 
     # ---- what nodes send
 
-    def _status_received(self, member: _Member, status: node_pb2.NodeStatus) -> None:
-        commands = self.fleet.status_received(member.role, member.address, status, self._now_s())
-        for command in commands:
-            if isinstance(command, ChangeRole):
-                self._clients[command.new][member.address] = self._clients[command.old].pop(member.address)
-                member.role = command.new
-        self._execute(commands)
+    def _status_received(self, role: Role, address: str, status: node_pb2.NodeStatus) -> None:
+        self._execute(self.fleet.status_received(role, address, status, self._now_s()))
         self._notify()
 
     def _lost(self, role: Role, address: str, reason: str) -> None:
         self._execute(self.fleet.lost(role, address, reason))
         self._notify()
-
-    def _message_received(self, member: _Member) -> None:
-        self.fleet.message_received(member.role, member.address, self._now_s())
 
     def _execute(self, commands: Iterable[FleetCommand | PairingCommand]) -> None:
         for command in commands:
@@ -232,10 +255,9 @@ class Connections:
                 case LogLine(text, warning):
                     log.log(logging.WARNING if warning else logging.INFO, "%s", text)
                 case DropSession(role, address, reason):
-                    if (client := self._clients[role].get(address)) is not None:
-                        client.drop_session(reason)
+                    self._clients[role][address].drop_session(reason)
                 case ChangeRole():
-                    pass  # done with the status that it came from
+                    self._change_role(command)
                 case Connect():
                     self._tasks.create_task(self._connect(command), name="connect")
 

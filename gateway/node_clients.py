@@ -66,6 +66,12 @@ class PrefillStream:
             self._task.cancel()
             self._call.cancel()
 
+    def end(self, error: BatonError) -> None:
+        """As if the call had ended with the error."""
+        if self.running:
+            self.cancel()
+            self._on_end(error)
+
     async def _follow(self) -> None:
         error: BatonError | None = None
         try:
@@ -121,6 +127,17 @@ class NodeClient:
             await self._session.close(_CLOSED)
         await self._channel.close()
 
+    async def retire(self, error: BatonError) -> None:
+        """Closes the connection once the node has ended its requests, or has had a moment for that: its last messages
+        may still be on their way. Requests that are left then end with the error."""
+        try:
+            if self._session is not None:
+                await self._session.until_ended(_LAST_MESSAGES_S)
+        finally:
+            for call in self._calls:
+                call.end(error)
+            await self.close()
+
     # ---- requests
 
     def prefill(
@@ -149,11 +166,12 @@ class NodeClient:
             raise from_rpc_error(error) from None
 
     async def switch_role(
-        self, role: common_pb2.Role.ValueType, *, grace_s: float | None
+        self, role: common_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
     ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
         """Lets the node switch to the role; yields how far it is. Raises BatonError: why it does not."""
+        request = node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s, dwell_s=dwell_s)
         try:
-            async for progress in self._stub.SwitchRole(node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s)):
+            async for progress in self._stub.SwitchRole(request):
                 yield progress
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None

@@ -1,13 +1,50 @@
-"""Which node may switch its role without leaving the cluster without one. Pure."""
+"""Lets a node switch its role, unless that would leave the cluster without a usable node of a role."""
+
+import asyncio
+from collections.abc import AsyncGenerator
 
 from baton.errors import InvalidRequest, NoNode, Overloaded
+from gateway.connections import Connections
 from gateway.fleet import Fleet
 from gateway.fleet_node import FleetNode, Role
-from protos.baton.v1 import common_pb2
+from protos.baton.v1 import common_pb2, node_pb2
+
+# A status comes every 0.1 s, and then a connection is made.
+_SEEN_S = 10.0
+
+
+async def switch_role(
+    connections: Connections, name: str, role: Role, *, grace_s: float | None, dwell_s: float = 0.0, force: bool = False
+) -> AsyncGenerator[node_pb2.SwitchRoleResponse]:
+    """Yields how far the node is; ends when this gateway uses it in its new role.
+
+    Args:
+        grace_s, dwell_s: see SwitchRoleRequest.
+        force: even if no other usable node of its present role is left.
+
+    Raises:
+        BatonError: it does not switch, or is lost. NoNode: it has switched, and cannot be reached in its new role.
+    """
+    fleet = connections.fleet
+    node = switchable(fleet, name, role, force=force)
+    client = connections.clients()[node.address]
+    last = node_pb2.SwitchRoleResponse()
+    async for last in client.switch_role(role, grace_s=grace_s, dwell_s=dwell_s):
+        if last.phase != node_pb2.SWITCH_PHASE_DONE:
+            yield last
+    if last.phase != node_pb2.SWITCH_PHASE_DONE:
+        raise NoNode(f"{node.name} ended the call before it had switched", cure="see its log")
+    try:
+        async with asyncio.timeout(_SEEN_S):
+            await connections.until(lambda: _used(fleet, last.info))
+    except TimeoutError:
+        what = f"{last.info.name} has switched, and this gateway does not use it: {fleet.explain()}"
+        raise NoNode(what, field="node", value=name, cure="see `baton status`") from None
+    yield last
 
 
 def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode:
-    """The node with that name or address.
+    """The node with that name or address. Pure.
 
     Args:
         force: even if no other usable node of its present role is left.
@@ -26,9 +63,9 @@ def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode
         raise InvalidRequest(f"{what}: {name!r}", field="node", value=name, allowed=known, cure="see `baton status`")
     node = found[0]
     if not node.reachable:
-        raise NoNode(f"{node.name} is not reachable: {node.detail}", cure="see its log")
+        raise NoNode(f"{node.name} is not reachable: {node.detail}", field="node", value=name, cure="see its log")
     busy = [each.name for each in fleet.nodes() if each is not node and each.reachable and each.status.next_role]
-    if busy:
+    if busy and node.role != role:
         raise Overloaded(f"{busy[0]} is switching its role", cure="wait until it has", retry_after_s=1.0)
     others = [each for each in fleet.nodes() if each.role == node.role and each is not node and each.open]
     if node.role != role and not others and not force:
@@ -38,3 +75,7 @@ def switchable(fleet: Fleet, name: str, role: Role, *, force: bool) -> FleetNode
             cure=f"start another {what} node first, or use --force",
         )  # fmt: skip
     return node
+
+
+def _used(fleet: Fleet, info: common_pb2.NodeInfo) -> bool:
+    return any(node.incarnation == info.incarnation and node.open for node in fleet.nodes())

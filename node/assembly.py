@@ -135,6 +135,12 @@ class Node:
             also_decodes=role == common_pb2.ROLE_PREFILL and settings.decodes,
         )
 
+    def check(self, settings: NodeSettings) -> None:
+        """Raises:
+        ConfigError: the node cannot take a role with these settings.
+        """
+        engine_limits(settings, self.built, max_context_tokens=self.max_context_tokens)
+
     async def become(self, role: common_pb2.Role.ValueType, settings: NodeSettings) -> None:
         """Takes another role, as a new incarnation, with weights, cache and graphs as they are. Before: the old role's
         drivers are closed, and no request, lease or pair is left. After: the new role's drivers call `listen`.

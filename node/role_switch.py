@@ -13,6 +13,9 @@ from typing import Any
 
 from baton.config import NodeSettings
 from baton.errors import BatonError, ConfigError, Draining, InternalError, InvalidRequest, Overloaded
+from baton.metrics.declared import SwitchOutcome
+from baton.security import roles as certified
+from baton.security.servers import check_certificate
 from baton.settings_reader import in_role
 from node.assembly import Node
 from node.cache_events import CacheEvents
@@ -31,6 +34,7 @@ _GRACE_S_MAX = 1e9
 _END_S = 10.0
 _PROGRESS_EVERY_S = 0.1
 
+_CERTIFIED = {common_pb2.ROLE_PREFILL: certified.Role.PREFILL, common_pb2.ROLE_DECODE: certified.Role.DECODE}
 _DRAINING, _CHANGING, _DONE = pb.SWITCH_PHASE_DRAINING, pb.SWITCH_PHASE_CHANGING, pb.SWITCH_PHASE_DONE
 
 
@@ -72,6 +76,7 @@ class RoleSwitch:
         self._next: common_pb2.Role.ValueType | None = None
         self._switching: asyncio.Task[None] | None = None
         self._settings: dict[common_pb2.Role.ValueType, NodeSettings] = {node.role: node.settings}
+        self._outcomes = dict.fromkeys(SwitchOutcome, 0)
         self._serve()
 
     def status(self) -> pb.NodeStatus:
@@ -94,27 +99,20 @@ class RoleSwitch:
         done. It goes on when the caller leaves.
 
         Raises:
-            InvalidRequest: there is no such role, or this node cannot have it.
+            InvalidRequest: there is no such role, or this node's settings or certificate do not allow it.
             Overloaded: it is switching to another role, or has its role for too short a time.
             Draining: the process is ending.
         """
-        wanted = request.role
-        grace_s = self._check(request)
-        if wanted == self._node.role and self._next is None:
+        try:
+            switching = self._begin(request)
+        except BatonError as error:
+            self._outcomes[SwitchOutcome.REFUSED] += 1
+            log.warning("the switch to role %s is refused: %s", role_name(request.role), error)
+            raise
+        if switching is None:
             yield pb.SwitchRoleResponse(phase=_DONE, info=self._node.info)
             return
-        if self._next is None:
-            self._refuse_early(request.dwell_s)
-            settings = self._settings_for(wanted)
-            self._began_s, self._phase, self._next = self._clock(), _DRAINING, wanted
-            self._switching = asyncio.create_task(self._run(wanted, settings, grace_s), name="switch-role")
-        elif wanted != self._next:
-            raise Overloaded(
-                f"{self._node.name} is switching to role {role_name(self._next)}", field="role",
-                value=role_name(wanted), cure="wait until it has", retry_after_s=GRACE_S,
-            )  # fmt: skip
-        switching, began_s = self._switching, self._began_s
-        assert switching is not None
+        began_s = self._began_s
         while not switching.done():
             left = self._node.engine.load()
             yield pb.SwitchRoleResponse(
@@ -123,11 +121,30 @@ class RoleSwitch:
                 elapsed_s=self._clock() - began_s,
             )
             await asyncio.wait([switching], timeout=_PROGRESS_EVERY_S)
-        if (error := switching.exception()) is not None:
-            raise error
+        switching.result()  # or its error
         yield pb.SwitchRoleResponse(phase=_DONE, elapsed_s=self._changed_s - began_s, info=self._node.info)
 
     # ---- whether it may
+
+    def _begin(self, request: pb.SwitchRoleRequest) -> "asyncio.Task[None] | None":
+        """The switch, begun now or under way; None: the node has the role."""
+        grace_s = self._check(request)
+        wanted = request.role
+        if self._next is None:
+            if wanted == self._node.role:
+                return None
+            self._refuse_early(request.dwell_s)
+            settings = self._settings_for(wanted)
+            self._began_s, self._phase, self._next = self._clock(), _DRAINING, wanted
+            self._switching = asyncio.create_task(self._run(wanted, settings, grace_s), name="switch-role")
+            # It has logged its error; that every caller has left must not log another one.
+            self._switching.add_done_callback(lambda task: task.exception())
+        elif wanted != self._next:
+            raise Overloaded(
+                f"{self._node.name} is switching to role {role_name(self._next)}", field="role",
+                value=role_name(wanted), cure="wait until it has", retry_after_s=GRACE_S,
+            )  # fmt: skip
+        return self._switching
 
     def _check(self, request: pb.SwitchRoleRequest) -> float:
         """Returns the grace."""
@@ -143,11 +160,6 @@ class RoleSwitch:
                 raise InvalidRequest(f"{field} is {value}", field=field, value=value, allowed=allowed)
         if self._stop.is_set():
             raise Draining(f"{self._node.name} is draining, and ends then", cure="use another node")
-        if self._node.settings.tls_cert is not None and request.role != self._node.role:
-            raise InvalidRequest(
-                f"the certificate of {self._node.name} is for role {role_name(self._node.role)} only", field="role",
-                value=role_name(request.role), cure="start the node in the other role, with a certificate for it",
-            )  # fmt: skip
         return grace_s
 
     def _refuse_early(self, dwell_s: float) -> None:
@@ -159,10 +171,24 @@ class RoleSwitch:
             )  # fmt: skip
 
     def _settings_for(self, role: common_pb2.Role.ValueType) -> NodeSettings:
+        """Raises:
+        InvalidRequest: the settings or the certificate do not allow the role.
+        """
+        node = self._node
         try:
-            return self._settings.setdefault(role, in_role(self._node.settings, self._kinds[role].settings))
+            check_certificate(node.settings, _CERTIFIED[role])
         except ConfigError as error:
-            raise InvalidRequest(error.message, field="role", value=role_name(role), cure=error.cure) from None
+            raise InvalidRequest(
+                f"{node.name} cannot take role {role_name(role)}: {error.message}", field="role", value=role_name(role),
+                cure="start the node with a certificate of role node, which is for both",
+            ) from None  # fmt: skip
+        try:
+            settings = self._settings.setdefault(role, in_role(node.settings, self._kinds[role].settings))
+            node.check(settings)
+        except ConfigError as error:
+            message = f"{node.name} cannot take role {role_name(role)}: {error.message}"
+            raise InvalidRequest(message, field="role", value=role_name(role), cure=error.cure) from None
+        return settings
 
     # ---- the switch
 
@@ -171,6 +197,8 @@ class RoleSwitch:
             await self._drain(grace_s)
             await self._change(role, settings)
         except Draining:
+            self._outcomes[SwitchOutcome.GIVEN_UP] += 1
+            log.info("the switch to role %s is given up: the process ends", role_name(role))
             raise
         except Exception as error:
             log.exception("the switch to role %s failed", role_name(role))
@@ -203,12 +231,15 @@ class RoleSwitch:
         self.cache.renew(node.incarnation)
         self._serve()
         self._changed_s = self._clock()
+        self._outcomes[SwitchOutcome.DONE] += 1
         self._on_switched()
         log.info("%s now, after %.2f s", node.summary, self._changed_s - self._began_s)
 
     def _serve(self) -> None:
         node, role = self._node, self.role
-        self._metrics = NodeMetrics(node, status=self.status, leases=role.leases, knows=role.knows)
+        self._metrics = NodeMetrics(
+            node, status=self.status, leases=role.leases, knows=role.knows, switches=self._outcomes
+        )
         self.services.serve(node.name, role.servicers)
 
 

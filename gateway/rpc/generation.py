@@ -1,14 +1,14 @@
 """Baton's own service, baton.v1.Generation: every call is passed on as it is."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
 
 import grpc
 
 from baton.types import GrammarKind
 from gateway.collected import Collector
-from gateway.fleet import Fleet
-from gateway.node_clients import NodeClient
-from gateway.role_change import switchable
+from gateway.connections import Connections
+from gateway.role_change import switch_role
 from gateway.rpc.call import answering, check_ids
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
@@ -18,17 +18,14 @@ from protos.baton.v1 import generation_pb2_grpc
 SERVICE_NAME = "baton.v1.Generation"
 
 
-Clients = Callable[[], Mapping[str, NodeClient]]
-
-
 class GenerationService(generation_pb2_grpc.GenerationServicer):
     """Baton's API of the gateway called `name`."""
 
-    def __init__(self, name: str, serving: Serving, fleet: Fleet, archive: TokenizerArchive, clients: Clients) -> None:
-        self._clients = clients
+    def __init__(self, name: str, serving: Serving, connections: Connections, archive: TokenizerArchive) -> None:
         self._name = name
         self._serving = serving
-        self._fleet = fleet
+        self._connections = connections
+        self._fleet = connections.fleet
         self._archive = archive
 
     # The stubs' types have no handler that writes to its context, which is the cheapest way per token.
@@ -149,11 +146,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         context: grpc.aio.ServicerContext[pb.SwitchNodeRoleRequest, pb.SwitchNodeRoleResponse],
     ) -> AsyncIterator[pb.SwitchNodeRoleResponse]:
         async with answering(context):
-            node = switchable(self._fleet, request.node, request.role, force=request.force)
             grace_s = request.grace_s if request.HasField("grace_s") else None
-            client = self._clients()[node.address]
-            async for progress in client.switch_role(request.role, grace_s=grace_s):
-                yield pb.SwitchNodeRoleResponse(progress=progress)
+            switching = switch_role(self._connections, request.node, request.role, grace_s=grace_s, force=request.force)
+            async with aclosing(switching):
+                async for progress in switching:
+                    yield pb.SwitchNodeRoleResponse(progress=progress)
 
     def _card(self) -> pb.ModelCard:
         model = self._serving.model

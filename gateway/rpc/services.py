@@ -20,7 +20,7 @@ def add_services(server: GrpcServer, settings: GatewaySettings, serving: Serving
     fleet = connections.fleet
     name = settings.name or f"gateway@{server.address}"
     archive = TokenizerArchive(serving.model.directory, settings.chat_template)
-    own = generation.GenerationService(name, serving, fleet, archive, connections.clients)
+    own = generation.GenerationService(name, serving, connections, archive)
     generation_pb2_grpc.add_GenerationServicer_to_server(own, server.grpc)
     engine = vllm_engine.VllmEngineService(
         serving,

@@ -1,58 +1,101 @@
 """Nodes change their role while clients ask without a pause: nothing is lost, and no weights are loaded again."""
 
 import asyncio
+from pathlib import Path
 
-import grpc
 import pytest
 
 from baton.cli.processes import Process
-from baton.errors import InvalidRequest
-from baton.rpc.server import connect
-from baton.rpc.status import from_rpc_error
-from protos.baton.v1 import common_pb2, node_pb2, node_pb2_grpc
-from tests.integration.cluster import LLAMA, Flags, Machines, nothing_held, status, until_status
+from baton.client import Client
+from baton.errors import BatonError, InvalidRequest
+from baton.security.certificates import write_set
+from protos.baton.v1 import common_pb2
+from tests.integration.cluster import LLAMA, Flags, Machines, first_of, nothing_held, status, until_status
 from tests.integration.reference import Reference
 from tests.integration.test_rolling_restart import CLIENTS, GREEDY, Load, until_whole
+from tests.warm import BATON, run_warm
 
 NODE: Flags = {"model": LLAMA, "num_blocks": 256}
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 
-async def switch(node: Process, role: common_pb2.Role.ValueType, **fields: float) -> list[node_pb2.SwitchRoleResponse]:
-    async with connect(node.address) as channel:
-        request = node_pb2.SwitchRoleRequest(role=role, **fields)
-        try:
-            return [each async for each in node_pb2_grpc.NodeStub(channel).SwitchRole(request)]
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+def shown(folder: Path, name: str) -> Flags:
+    return {"tls_cert": folder / f"{name}.crt", "tls_key": folder / f"{name}.key", "tls_ca": folder / "ca.crt"}
 
 
-async def test_a_node_switches_to_the_other_role_and_back_under_load(start: Machines, reference: Reference) -> None:
+async def test_a_node_switches_to_the_other_role_and_back_under_load_for_all_gateways(
+    start: Machines, reference: Reference, tmp_path: Path
+) -> None:
+    """With mutual TLS: the node's certificate is for both roles, the decode node's is not."""
     prompts = reference.prompts([40, 57, 74])
     answers = [reference.greedy(prompt, GREEDY.max_tokens).token_ids for prompt in prompts]
-    nodes = start.nodes(*((role, NODE) for role in ("prefill", "prefill", "decode")))
-    gateway = start.gateway(nodes[:2], nodes[2:], model=LLAMA)
-    before = await status(nodes[1])
-    with pytest.raises(InvalidRequest, match="role gateway"):
-        await switch(nodes[1], common_pb2.ROLE_GATEWAY)
-    load = Load([gateway.address], prompts, answers)
-    async with asyncio.TaskGroup() as group:
-        loading = group.create_task(load.run())
+    write_set(tmp_path, hosts=["127.0.0.1"], days=1)
+    nodes = start.nodes(
+        *((role, NODE | shown(tmp_path, name)) for role, name in (("prefill", "prefill"), ("prefill", "node"))),
+        ("decode", NODE | shown(tmp_path, "decode")),
+    )
+
+    def open_gateway() -> Process:
+        return start.gateway(nodes[:2], nodes[2:], model=LLAMA, **shown(tmp_path, "gateway"))
+
+    first = open_gateway()
+    load = Load([first.address], prompts, answers)
+    async with Client(first.address) as client, asyncio.TaskGroup() as group:
+        names = [report.status.info.name for report in (await client.cluster_status()).nodes]
+        loads = [group.create_task(load.run())]
         await load.until_served(CLIENTS)
-        for role, grace_s in ((DECODE, 60.0), (PREFILL, 0.0)):
-            first, second = await asyncio.gather(*(switch(nodes[1], role, grace_s=grace_s) for _ in range(2)))
-            assert first[-1].info == second[-1].info
-            print("switched in", first[-1].elapsed_s)
-            assert first[-1].phase == node_pb2.SWITCH_PHASE_DONE
-            assert first[-1].info.role == role
-            again = await switch(nodes[1], role)
-            assert [each.info.incarnation for each in again] == [first[-1].info.incarnation]
+        with pytest.raises(InvalidRequest, match="is the last usable decode node"):
+            await client.switch_role(names[2], PREFILL)
+        done, same = await asyncio.gather(*(client.switch_role(names[1], DECODE, grace_s=60.0) for _ in range(2)))
+        assert (done.info.role, same.info.incarnation) == (DECODE, done.info.incarnation)
+        with pytest.raises(InvalidRequest, match="the certificate of a decode, not of a prefill"):
+            await client.switch_role(names[2], PREFILL)
+        second = await asyncio.to_thread(open_gateway)
+        late = Load([second.address], prompts, answers)
+        loads.append(group.create_task(late.run()))
+        for gateway in (first, second):
             await until_whole(gateway.address, pairs=2)
-            await load.until_served(CLIENTS)
-        load.end()
-        await loading
-    for node in nodes:
-        await until_status(node, nothing_held)
-    after = await status(nodes[1])
-    assert after.role_switches == 2
-    assert after.info.incarnation != before.info.incarnation
+        for each in (load, late):
+            await each.until_served(CLIENTS)
+        words = ("role", names[1], "prefill", "--grace-s", "0", "--target", second.address)
+        for outcome in ("now, after ", "already\n"):
+            printed = await asyncio.to_thread(run_warm, BATON, *words)
+            assert (printed.returncode, printed.stderr) == (0, "")
+            assert printed.stdout.startswith(f"{names[1]} is a prefill node {outcome}")
+        for gateway in (first, second):
+            await until_whole(gateway.address, pairs=2)
+        for each in (load, late):
+            await each.until_served(CLIENTS)
+            each.end()
+        await asyncio.gather(*loads)
+        reports = [report.status for report in (await client.cluster_status()).nodes]
+        assert sorted(report.role_switches for report in reports) == [0, 0, 2]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_request_in_transfer_goes_on_elsewhere_when_its_decode_node_switches(
+    start: Machines, reference: Reference, killed: bool
+) -> None:
+    """Also when the node is killed in the middle of its switch."""
+    prefill, *decodes = start.nodes(*((role, NODE) for role in ("prefill", "decode", "decode")), held=["prefill"])
+    gateway = start.gateway([prefill], decodes, model=LLAMA)
+    (prompt,) = reference.prompts([70])
+    async with Client(gateway.address) as client, asyncio.TaskGroup() as group:
+        asking = group.create_task(client.complete(prompt, GREEDY))
+        chosen = await first_of(lambda node: until_status(node, lambda last: last.blocks_leased > 0), decodes)
+        if killed:
+            switching = asyncio.create_task(client.switch_role(chosen.address, PREFILL, grace_s=1e6))
+            await until_status(chosen, lambda last: last.next_role == PREFILL)
+            await asyncio.to_thread(start.kill, chosen)
+            with pytest.raises(BatonError):
+                await switching
+        else:
+            done = await client.switch_role(chosen.address, PREFILL, grace_s=0.0)
+            assert done.info.role == PREFILL
+        start.let_all_go()
+        completion = await asking
+    assert [token.token_id for token in completion.tokens] == reference.greedy(prompt, GREEDY.max_tokens).token_ids
+    for node in (prefill, *decodes):
+        if not (killed and node is chosen):
+            await until_status(node, nothing_held)
+    assert (await status(prefill)).role_switches == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ NODE: Flags = {"model": LLAMA, "num_blocks": 256}
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 
-def shown(folder: Path, name: str) -> Flags:
+def shown(folder: Path, name: str) -> dict[str, Any]:
     return {"tls_cert": folder / f"{name}.crt", "tls_key": folder / f"{name}.key", "tls_ca": folder / "ca.crt"}
 
 

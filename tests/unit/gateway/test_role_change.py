@@ -86,7 +86,8 @@ class Switching(ScriptedNode):
             sent = self.status.info.incarnation
             yield self.status
             async with self._changed:
-                await self._changed.wait_for(lambda: self.status.info.incarnation != sent)
+                while self.status.info.incarnation == sent:
+                    await self._changed.wait()
 
     async def SwitchRole(  # type: ignore[override]  # noqa: N802
         self, request: node_pb2.SwitchRoleRequest, context: object

@@ -94,6 +94,7 @@ class Connections:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._upkeep is not None
+        self._watches.clear()  # what still comes counts no more
         self._upkeep.cancel()
         await asyncio.wait([self._upkeep])
         await self._open.aclose()
@@ -118,7 +119,7 @@ class Connections:
     def lose(self, role: Role, address: str, reason: str) -> None:
         """Marks a silent node as lost and reconnects. The node gets no requests until its next status."""
         client = self._clients[role].get(address)
-        if client is not None:
+        if client in self._watches:
             self._lost(role, address, reason)
             client.end_watch()
 
@@ -195,7 +196,7 @@ class Connections:
     def _open_client(self, role: Role, address: str) -> None:
         def current() -> bool:
             """Whether this is still the connection to the node: else what comes from it counts no more."""
-            return self._clients[role].get(address) is client
+            return self._clients[role].get(address) is client and client in self._watches
 
         def status(message: node_pb2.NodeStatus) -> None:
             if current():
@@ -231,7 +232,7 @@ class Connections:
         self._open_client(change.new, change.address)
 
     async def _remove(self, member: _Member, client: NodeClient) -> None:
-        # The watch ends first: a status that arrives until then must find its node in the fleet.
+        # What still comes until the watch has ended counts no more.
         watch = self._watches.pop(client)
         watch.cancel()
         await asyncio.wait([watch])

@@ -11,7 +11,7 @@ from baton.client import Client
 from baton.errors import BatonError, InvalidRequest
 from baton.security.certificates import write_set
 from protos.baton.v1 import common_pb2
-from tests.integration.cluster import LLAMA, Flags, Machines, first_of, nothing_held, status, until_status
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, Machines, first_of, nothing_held, status, until_status
 from tests.integration.reference import Reference
 from tests.integration.test_rolling_restart import CLIENTS, GREEDY, Load, until_whole
 from tests.warm import BATON, run_warm
@@ -100,3 +100,30 @@ async def test_a_request_in_transfer_goes_on_elsewhere_when_its_decode_node_swit
         if not (killed and node is chosen):
             await until_status(node, nothing_held)
     assert (await status(prefill)).role_switches == 0
+
+
+async def until_roles(client: Client, *wanted: common_pb2.Role.ValueType) -> None:
+    """Returns when the gateway reaches nodes of these roles."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            reports = (await client.cluster_status()).nodes
+            if sorted(report.status.info.role for report in reports if report.reachable) == sorted(wanted):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_a_gateway_moves_an_idle_decode_node_to_where_prompts_wait(start: Machines, reference: Reference) -> None:
+    prefill, *decodes = start.nodes(*((role, NODE) for role in ("prefill", "decode", "decode")), held=["prefill"])
+    rules: dict[str, Any] = {"balance_backlog_s": 0.001, "balance_hold_s": 0.05, "balance_cool_down_s": 0.0}
+    gateway = start.gateway([prefill], decodes, model=LLAMA, balance_roles=True, **rules)
+    prompts = reference.prompts([60, 70])
+    answers = [reference.greedy(prompt, GREEDY.max_tokens).token_ids for prompt in prompts]
+    async with Client(gateway.address) as client:
+        start.let_go(prefill)  # it learns what steps cost, and then reports seconds
+        first = await client.complete(prompts[0], GREEDY)
+        start.allow_steps(0, prefill)
+        asking = asyncio.create_task(client.complete(prompts[1], GREEDY))
+        await until_roles(client, PREFILL, PREFILL, DECODE)
+        start.let_all_go()
+        completions = [first, await asking]
+    assert [[token.token_id for token in each.tokens] for each in completions] == answers

@@ -5,8 +5,9 @@ Callbacks receive what the node sends; `gateway.fleet` keeps the node's state.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -105,7 +106,8 @@ class NodeClient:
     ) -> None:
         self._address = address
         # Pings are answered without Python, so a node that computes, loads or compiles is not lost.
-        self._channel = connect(address, keepalive_s=keepalive_s, dial=dial)
+        self._connect = partial(connect, address, keepalive_s=keepalive_s, dial=dial)
+        self._channel = self._connect()
         self._stub = node_pb2_grpc.NodeStub(self._channel)
         self._prefill_stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._decode_stub = decode_pb2_grpc.DecodeStub(self._channel)
@@ -167,14 +169,15 @@ class NodeClient:
 
     async def switch_role(
         self, role: common_pb2.Role.ValueType, *, grace_s: float | None, dwell_s: float
-    ) -> AsyncIterator[node_pb2.SwitchRoleResponse]:
+    ) -> AsyncGenerator[node_pb2.SwitchRoleResponse, None]:
         """Lets the node switch to the role; yields how far it is. Raises BatonError: why it does not."""
         request = node_pb2.SwitchRoleRequest(role=role, grace_s=grace_s, dwell_s=dwell_s)
-        try:
-            async for progress in self._stub.SwitchRole(request):
-                yield progress
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        async with self._connect() as channel:  # this client is retired when the node has switched
+            try:
+                async for progress in node_pb2_grpc.NodeStub(channel).SwitchRole(request):
+                    yield progress
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
 
     def session(self) -> DecodeSession:
         """The stream that carries all requests that the node decodes for this gateway: opened when it is first needed,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from baton.errors import InvalidRequest, NoNode, Overloaded
 from gateway.connections import Connections
@@ -15,7 +16,7 @@ _SEEN_S = 10.0
 
 async def switch_role(
     connections: Connections, name: str, role: Role, *, grace_s: float | None, dwell_s: float = 0.0, force: bool = False
-) -> AsyncGenerator[node_pb2.SwitchRoleResponse]:
+) -> AsyncGenerator[node_pb2.SwitchRoleResponse, None]:
     """Yields how far the node is; ends when this gateway uses it in its new role.
 
     Args:
@@ -29,9 +30,10 @@ async def switch_role(
     node = switchable(fleet, name, role, force=force)
     client = connections.clients()[node.address]
     last = node_pb2.SwitchRoleResponse()
-    async for last in client.switch_role(role, grace_s=grace_s, dwell_s=dwell_s):
-        if last.phase != node_pb2.SWITCH_PHASE_DONE:
-            yield last
+    async with aclosing(client.switch_role(role, grace_s=grace_s, dwell_s=dwell_s)) as progress:
+        async for last in progress:
+            if last.phase != node_pb2.SWITCH_PHASE_DONE:
+                yield last
     if last.phase != node_pb2.SWITCH_PHASE_DONE:
         raise NoNode(f"{node.name} ended the call before it had switched", cure="see its log")
     try:

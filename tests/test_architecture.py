@@ -61,6 +61,7 @@ PURE_MODULES = {
     "engine.scheduling.block_manager",
     "engine.scheduling.scheduler",
     "gateway.affinity",
+    "gateway.balance",
     "gateway.cache_position",
     "gateway.cache_union",
     "gateway.discovery.endpoint_slices",

@@ -42,15 +42,15 @@ async def test_a_node_switches_to_the_other_role_and_back_under_load_for_all_gat
     first = open_gateway()
     load = Load([first.address], prompts, answers)
     async with Client(first.address) as client, asyncio.TaskGroup() as group:
-        names = [report.status.info.name for report in (await client.cluster_status()).nodes]
+        switching, single = nodes[1].address, nodes[2].address
         loads = [group.create_task(load.run())]
         await load.until_served(CLIENTS)
         with pytest.raises(InvalidRequest, match="is the last usable decode node"):
-            await client.switch_role(names[2], PREFILL)
-        done, same = await asyncio.gather(*(client.switch_role(names[1], DECODE, grace_s=60.0) for _ in range(2)))
+            await client.switch_role(single, PREFILL)
+        done, same = await asyncio.gather(*(client.switch_role(switching, DECODE, grace_s=60.0) for _ in range(2)))
         assert (done.info.role, same.info.incarnation) == (DECODE, done.info.incarnation)
         with pytest.raises(InvalidRequest, match="the certificate of a decode, not of a prefill"):
-            await client.switch_role(names[2], PREFILL)
+            await client.switch_role(single, PREFILL)
         second = await asyncio.to_thread(open_gateway)
         late = Load([second.address], prompts, answers)
         loads.append(group.create_task(late.run()))
@@ -58,11 +58,11 @@ async def test_a_node_switches_to_the_other_role_and_back_under_load_for_all_gat
             await until_whole(gateway.address, pairs=2)
         for each in (load, late):
             await each.until_served(CLIENTS)
-        words = ("role", names[1], "prefill", "--grace-s", "0", "--target", second.address)
+        words = ("role", done.info.name, "prefill", "--grace-s", "0", "--target", second.address)
         for outcome in ("now, after ", "already\n"):
             printed = await asyncio.to_thread(run_warm, BATON, *words)
             assert (printed.returncode, printed.stderr) == (0, "")
-            assert printed.stdout.startswith(f"{names[1]} is a prefill node {outcome}")
+            assert printed.stdout.startswith(f"{done.info.name} is a prefill node {outcome}")
         for gateway in (first, second):
             await until_whole(gateway.address, pairs=2)
         for each in (load, late):

@@ -185,7 +185,7 @@ async def test_a_node_that_takes_a_role_that_its_certificate_forbids_is_not_used
 async def test_a_node_is_not_taken_from_the_list_of_another_role_than_its_certificate_s(
     model: ServedModel, certs: Path
 ) -> None:
-    async with connected(model, certs, (DECODE, "prefill"), (DECODE, "decode")) as (connections, (wrong, right)):
+    async with connected(model, certs, (DECODE, "prefill"), (DECODE, "decode")) as (connections, (wrong, _)):
         fleet = connections.fleet
         await connections.until(lambda: any(node.open for node in fleet.nodes()))
         await connections.until(lambda: not fleet.decodes[wrong.address].never_connected)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -78,6 +79,8 @@ class Connections:
         self._pairing = Pairing(self.fleet, settings.link_retry_s)
         self._listeners: set[Callable[[], None]] = set()
         self._tasks = asyncio.TaskGroup()
+        # A node is also lost in the middle of a request, which is not what its next connection is about.
+        self._context = copy_context()
         self._open = AsyncExitStack()
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -216,7 +219,9 @@ class Connections:
         callbacks = WatchCallbacks(status, lost, cache)
         client = NodeClient(address, callbacks, on_message, keepalive_s=self._keepalive_s, dial=self._dials[role])
         self._clients[role][address] = client
-        self._watches[client] = self._tasks.create_task(client.watch(), name=f"watch-{address}")
+        self._watches[client] = self._tasks.create_task(
+            client.watch(), name=f"watch-{address}", context=self._context.copy()
+        )
 
     def _change_role(self, change: ChangeRole) -> None:
         client = self._clients[change.old].pop(change.address)
@@ -228,7 +233,7 @@ class Connections:
         member.role = change.new
         self._watches.pop(client).cancel()
         ended = Draining(f"{change.address} has changed its role", cure="another node is tried")
-        self._tasks.create_task(client.retire(ended), name=f"retire-{change.address}")
+        self._tasks.create_task(client.retire(ended), name="retire", context=self._context.copy())
         self._open_client(change.new, change.address)
 
     async def _remove(self, member: _Member, client: NodeClient) -> None:

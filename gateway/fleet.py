@@ -110,6 +110,8 @@ class Fleet:
         if info.role != role:
             if info.role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE) or address in self._of(info.role):
                 return self._wrong_role(node, info.role)
+            if status.next_role == role:
+                return []  # it is about to be one of this role
             unproved = self._unproved.get(address)
             if unproved is not None and unproved.incarnation == info.incarnation and now_s < unproved.until_s:
                 return self._wrong_role(node, info.role, unproved.reason)
@@ -143,7 +145,7 @@ class Fleet:
             return self._lost_elsewhere(node, reason)
         commands: list[FleetCommand] = []
         if node.reachable:
-            commands.append(LogLine(f"{node.name}: lost, {reason}", warning=True))
+            commands.append(_lost_line(node, reason))
         elif node.never_connected:
             commands.append(LogLine(f"{address}: unreachable, retrying: {reason}", warning=True))
         node.reachable, node.detail = False, reason
@@ -328,7 +330,7 @@ class Fleet:
     def _lost_elsewhere(self, node: FleetNode, reason: str) -> list[FleetCommand]:
         commands: list[FleetCommand] = []
         if node.reachable:
-            commands.append(LogLine(f"{node.name}: lost, {reason}", warning=True))
+            commands.append(_lost_line(node, reason))
         elif not node.incarnation:  # it has never answered as a node of this role
             until_s = node.last_message_at_s + _PROVE_AGAIN_S
             self._unproved[node.address] = _Unproved(node.claimed, until_s, reason)
@@ -363,6 +365,12 @@ class Fleet:
             f"it serves {theirs.name} ({theirs.architecture}, config digest {theirs.config_digest[:12]}), this gateway "
             f"{ours.name} ({ours.architecture}, config digest {ours.config_digest[:12]}); start both with one model"
         )
+
+
+def _lost_line(node: FleetNode, reason: str) -> LogLine:
+    if node.status.next_role:
+        return LogLine(f"{node.name}: switching its role, {reason}")
+    return LogLine(f"{node.name}: lost, {reason}", warning=True)
 
 
 def _at(view: NodeView, cached: Mapping[str, int], queue_s: float) -> NodeView:

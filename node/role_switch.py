@@ -233,7 +233,7 @@ class RoleSwitch:
         self._changed_s = self._clock()
         self._outcomes[SwitchOutcome.DONE] += 1
         self._on_switched()
-        log.info("%s now, after %.2f s", node.summary, self._changed_s - self._began_s)
+        log.info("a %s node now, after %.2f s: %s", role_name(role), self._changed_s - self._began_s, node.summary)
 
     def _serve(self) -> None:
         node, role = self._node, self.role

@@ -92,6 +92,22 @@ def test_a_node_that_cannot_be_reached_in_the_role_that_it_names_is_not_used_and
     assert ChangeRole("d2", DECODE, PREFILL) in restarted, "it may have another certificate"
 
 
+def test_a_node_that_is_about_to_have_the_role_of_its_list_is_waited_for() -> None:
+    """It has ended its session already, so it was lost in its old role."""
+    fleet = SmallFleet(1, 2)
+    back = status(PREFILL, 30)
+    for role in (DECODE, PREFILL):
+        fleet.status_received(role, "d2", back, 1.0)
+    back.next_role = DECODE
+    fleet.status_received(PREFILL, "d2", back, 2.0)
+    assert fleet.lost(PREFILL, "d2", "it ended the session") == [
+        LogLine("node-30: switching its role, it ended the session"), ChangeRole("d2", PREFILL, DECODE),
+    ]  # fmt: skip
+    assert fleet.status_received(DECODE, "d2", back, 2.1) == []
+    fleet.status_received(DECODE, "d2", status(DECODE, 31), 2.2)
+    assert fleet.decodes["d2"].open
+
+
 def test_a_retired_node_that_changes_its_role_stays_retired() -> None:
     fleet = SmallFleet(1, 2)
     fleet.decodes["d2"].retired = True

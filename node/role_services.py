@@ -36,9 +36,12 @@ class RoleServices(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServi
         """
         self._name, self._servicers = name, servicers
 
-    async def end(self) -> None:
-        """Refuses all calls from now on, and ends those that still run; returns when they have ended."""
+    def refuse(self) -> None:
+        """Refuses all calls from now on; those that run go on."""
         self._servicers = {}
+
+    async def end(self) -> None:
+        """After `refuse`: ends the calls that still run; returns when they have ended."""
         while calls := tuple(self._calls):
             for call in calls:
                 call.cancel()

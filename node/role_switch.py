@@ -222,6 +222,7 @@ class RoleSwitch:
     async def _change(self, role: common_pb2.Role.ValueType, settings: NodeSettings) -> None:
         node, transfer = self._node, self._node.transfer
         self._phase = _CHANGING
+        self.services.refuse()  # first: a call that came while the role is closed would leave something open
         await self.role.close()
         await self.services.end()
         if not await until(lambda: not transfer.linked, timeout_s=_END_S):

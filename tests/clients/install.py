@@ -18,8 +18,14 @@ CLIENTS = ROOT / ".clients"
 
 def main() -> None:
     for wanted in sorted(WANTED.glob("*.in")):
-        _install(wanted.stem, [wanted, wanted.with_suffix(".constraints")], _python)
+        install_python(wanted)
     _install("node", [WANTED / "package.json", WANTED / "package-lock.json"], _npm)
+
+
+def install_python(wanted: Path) -> Path:
+    """Installs NAME.in with NAME.constraints into an environment of Python; returns its directory."""
+    _install(wanted.stem, [wanted, wanted.with_suffix(".constraints")], _python)
+    return CLIENTS / wanted.stem
 
 
 def _install(name: str, sources: list[Path], install: Callable[..., None]) -> None:

@@ -1,22 +1,19 @@
 """Metrics, autoscalers, model download, priorities and LeaderWorkerSets: their objects fit each other."""
 
-import json
 import os
 import re
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
 from baton.metrics.declared import METRICS
-from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, Manifest, Rendered, render
+from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, Rendered, render, render_with, validate
 from tests.unit.baton.hub import hub
 
-SCHEMAS = Path(__file__).parent / "schemas"
 NAMES = {metric.name for metric in METRICS}
 FROM_HISTOGRAM = "baton_inter_token_latency_p95_seconds"
 
@@ -32,26 +29,22 @@ def sets() -> Rendered:
 
 
 @pytest.fixture(scope="module")
+def disaggregated() -> Rendered:
+    return render(KUSTOMIZE / "overlays" / "nvidia-disaggregated-set")
+
+
+@pytest.fixture(scope="module")
+def pinned() -> Rendered:
+    return render(KUSTOMIZE / "overlays" / "pinned-example")
+
+
+@pytest.fixture(scope="module")
 def keda(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    here = tmp_path_factory.mktemp("keda").resolve()
-    parts = [os.path.relpath(KUSTOMIZE / "components" / name, here) for name in ("pod-monitor", "keda")]
-    base = os.path.relpath(KUSTOMIZE / "overlays" / "nvidia", here)
-    (here / "kustomization.yaml").write_text(
-        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nnamespace: baton\n"
-        f"resources: [{base}]\ncomponents: {json.dumps(parts)}\n"
-    )
-    return render(here)
+    components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", "keda"))
+    return render_with(tmp_path_factory.mktemp("keda"), KUSTOMIZE / "overlays" / "nvidia", *components)
 
 
-def validate(item: Manifest) -> None:
-    schema = SCHEMAS / f"{item['kind']}.json"
-    if schema.is_file():
-        jsonschema.validate(item, json.loads(schema.read_text()))
-    else:
-        kubernetes_validate.validate(item, "1.37", strict=True)
-
-
-@pytest.mark.parametrize("name", ["scaled", "keda", "sets"])
+@pytest.mark.parametrize("name", ["scaled", "keda", "sets", "disaggregated", "pinned"])
 def test_every_object_fits_its_schema(request: pytest.FixtureRequest, name: str) -> None:
     for item in request.getfixturevalue(name).objects:
         validate(item)
@@ -143,6 +136,43 @@ def test_sets_have_the_pods_of_the_deployments(sets: Rendered, nvidia: Rendered)
         assert pod["volumes"] == usual["volumes"]
         assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
         assert {source["configMapRef"]["name"] for source in pod["containers"][0]["envFrom"]} <= names
+
+
+def test_one_set_of_both_roles_has_the_pods_of_the_deployments(disaggregated: Rendered, nvidia: Rendered) -> None:
+    assert [item["metadata"]["name"] for item in disaggregated.of_kind("Deployment")] == ["baton-gateway"]
+    roles = {item["name"]: item["spec"] for item in disaggregated.find("DisaggregatedSet", "baton")["spec"]["roles"]}
+    assert set(roles) == set(NODE_ROLES)
+    for role, spec in roles.items():
+        template = spec["leaderWorkerTemplate"]["workerTemplate"]
+        assert template == nvidia.deployment(role)["spec"]["template"]
+        assert (
+            spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+            == (nvidia.deployment(role)["spec"]["strategy"]["rollingUpdate"])
+        )
+
+
+def test_every_image_of_the_example_is_pinned_by_digest(pinned: Rendered) -> None:
+    job = pinned.find("Job", "baton-model-download")["spec"]["template"]["spec"]
+    for pod in (job, *(pod for _, pod in pinned.pods())):
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert re.fullmatch(r"registry\.example\.com/baton-[a-z-]+@sha256:0{64}", container["image"])
+
+
+def test_a_changed_setting_leaves_the_job_alone(scaled: Rendered) -> None:
+    # A Job cannot change, and a ConfigMap's name changes with every setting.
+    (container,) = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]["containers"]
+    assert "envFrom" not in container
+    given = {item["name"]: item["value"] for item in container["env"]}
+    assert given["BATON_MODEL"] == scaled.settings("gateway")["model"]
+
+
+def test_the_hubs_token_is_a_file(scaled: Rendered) -> None:
+    job = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]
+    (container,) = job["containers"]
+    folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    path = PurePosixPath({item["name"]: item["value"] for item in container["env"]}["HF_TOKEN_PATH"])
+    volumes = {volume["name"]: volume for volume in job["volumes"]}
+    assert volumes[folders[str(path.parent)]]["secret"] == {"secretName": "baton-hub", "optional": True}
 
 
 def download(scaled: Rendered, model: Path, endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:

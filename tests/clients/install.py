@@ -35,7 +35,7 @@ def _install(name: str, sources: list[Path], install: Callable[..., None]) -> No
     stamp = place / ".installed"
     if stamp.is_file() and stamp.read_text() == digest:
         return
-    print(f"==> installing the clients of {name}", flush=True)
+    print(f"==> installing {name} into {CLIENTS.name}", flush=True)
     start_s = time.monotonic()
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)

@@ -1,9 +1,10 @@
-"""Renders the Helm chart as `helm template` does, in a process of its own: Helm is a library with Go's runtime."""
+"""Renders the Helm chart, as `helm template` does."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.deploy.manifests import ROOT, Rendered
 
 CHART = ROOT / "deploy" / "helm" / "baton"
 VALUES = ROOT / "deploy" / "helm" / "values"
+_CHILD = Path(__file__).parent / "helm_child.py"
 
 Values = Mapping[str, Any]
 
@@ -32,27 +34,39 @@ class Refused(Exception):
     """Helm refuses the values; the message is Helm's."""
 
 
-def release(*values: Values, name: str = "baton", namespace: str = "baton") -> Release:
-    """Renders and lints the chart with values, of which later ones win."""
-    request = {"values": merged(values), "name": name, "namespace": namespace}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deploy.chart", CHART],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    if "refused" in answer:
-        raise Refused(answer["refused"])
-    manifests = {Path(path).name: text for path, text in answer["files"].items()}
-    notes = manifests.pop("NOTES.txt")
-    documents = [item for text in manifests.values() for item in yaml.safe_load_all(text) if item]
-    complaints = tuple(item["error"] for item in answer["lint"]["messages"] if item["severity"] > 1)
-    return Release(Rendered(tuple(documents)), notes, complaints)
+@dataclass(frozen=True)
+class Helm:
+    """A running Helm."""
+
+    _child: "subprocess.Popen[str]"
+
+    def release(self, *values: Values, name: str = "baton", namespace: str = "baton") -> Release:
+        """Renders and lints the chart with values, of which later ones win.
+
+        Raises:
+            Refused: by the chart's schema, or by a template.
+        """
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        request = {"chart": str(CHART), "values": merged(values), "name": name, "namespace": namespace}
+        self._child.stdin.write(json.dumps(request) + "\n")
+        self._child.stdin.flush()
+        answer = json.loads(self._child.stdout.readline())
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        manifests = {Path(path).name: text for path, text in answer["files"].items()}
+        notes = manifests.pop("NOTES.txt")
+        objects = [item for text in manifests.values() for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item]
+        complaints = tuple(item["error"] for item in answer["lint"]["messages"] if item["severity"] > 1)
+        return Release(Rendered(tuple(objects)), notes, complaints)
+
+
+@contextmanager
+def running_helm() -> Iterator[Helm]:
+    with subprocess.Popen(
+        [sys.executable, _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:  # its end closes the pipes, which ends the child
+        yield Helm(child)
 
 
 def values_of(*files: str) -> Values:
@@ -69,21 +83,3 @@ def merged(parts: Sequence[Values]) -> dict[str, Any]:
             both = isinstance(value, Mapping) and isinstance(known, Mapping)
             result[key] = merged([known, value]) if both and known is not None else value
     return result
-
-
-def main(chart: Path) -> None:
-    import helm_python
-
-    request = json.load(sys.stdin)
-    values = request.pop("values")
-    try:
-        with helm_python.Chart.load(chart) as loaded:
-            loaded.validate_schema(values)
-            answer = {"files": loaded.render(values, **request), "lint": helm_python.lint(chart, values, strict=True)}
-    except helm_python.HelmError as error:
-        answer = {"refused": str(error)}
-    json.dump(answer, sys.stdout)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.manifests import BASE, CPU_DEMO, KUSTOMIZE, NVIDIA, Rendered, render, render_with
+from tests.deploy.manifests import BASE, CPU_DEMO, KUSTOMIZE, NVIDIA, OVERLAYS, Rendered, render, render_with
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,32 @@ def nvidia() -> Rendered:
 def rdma(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     """The NVIDIA overlay with the rdma component added."""
     return render_with(tmp_path_factory.mktemp("rdma"), NVIDIA, KUSTOMIZE / "components" / "rdma")
+
+
+@pytest.fixture(scope="session")
+def scaled() -> Rendered:
+    return render(OVERLAYS / "nvidia-autoscaled")
+
+
+@pytest.fixture(scope="session")
+def sets() -> Rendered:
+    return render(OVERLAYS / "nvidia-leader-worker-set")
+
+
+@pytest.fixture(scope="session")
+def disaggregated() -> Rendered:
+    return render(OVERLAYS / "nvidia-disaggregated-set")
+
+
+@pytest.fixture(scope="session")
+def pinned() -> Rendered:
+    return render(OVERLAYS / "pinned-example")
+
+
+@pytest.fixture(scope="session")
+def keda(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", "keda"))
+    return render_with(tmp_path_factory.mktemp("keda"), NVIDIA, *components)
 
 
 @pytest.fixture(scope="session", params=["base", "cpu_demo", "nvidia", "rdma"])

@@ -18,8 +18,9 @@ from baton.config import CommonSettings, DecodeSettings, GatewaySettings, Prefil
 ROOT = Path(__file__).resolve().parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 BASE = KUSTOMIZE / "base"
-CPU_DEMO = KUSTOMIZE / "overlays" / "cpu-demo"
-NVIDIA = KUSTOMIZE / "overlays" / "nvidia"
+OVERLAYS = KUSTOMIZE / "overlays"
+CPU_DEMO = OVERLAYS / "cpu-demo"
+NVIDIA = OVERLAYS / "nvidia"
 
 ROLE_LABEL = "app.kubernetes.io/component"
 SETTINGS: Mapping[str, type[CommonSettings]] = {
@@ -102,7 +103,7 @@ def render(directory: Path) -> Rendered:
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
     done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    return Rendered(tuple(yaml.safe_load_all(done.stdout)))
+    return Rendered(tuple(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader)))
 
 
 def render_with(here: Path, base: Path, *components: Path) -> Rendered:

@@ -12,19 +12,20 @@ from typing import Any
 import yaml
 
 from tests.clients.install import install_python
-from tests.deploy.chart import Values, release, values_of
-from tests.deploy.manifests import KUSTOMIZE, ROOT, Rendered, render
+from tests.deploy.chart import Values, running_helm, values_of
+from tests.deploy.manifests import OVERLAYS, ROOT, Rendered, render
 
 ENVIRONMENT = Path(__file__).parent / "environments" / "checkov.in"
-OVERLAYS = ("pinned-example",)
+SCANNED = ("pinned-example",)
 IMAGE: dict[str, Any] = {"image": {"digest": "sha256:" + "0" * 64}}
 PINNED: Values = {"gateway": IMAGE, "prefill": IMAGE, "decode": IMAGE}
 
 
 def main() -> None:
     checkov = install_python(ENVIRONMENT) / "bin" / "checkov"
-    manifests = {name: render(KUSTOMIZE / "overlays" / name) for name in OVERLAYS}
-    manifests["chart"] = release(values_of("nvidia", "autoscaled"), PINNED).rendered
+    manifests = {name: render(OVERLAYS / name) for name in SCANNED}
+    with running_helm() as helm:
+        manifests["chart"] = helm.release(values_of("nvidia", "autoscaled"), PINNED).rendered
     with tempfile.TemporaryDirectory() as folder:
         for name, rendered in manifests.items():
             _write(Path(folder) / f"{name}.yaml", rendered)

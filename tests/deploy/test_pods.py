@@ -8,7 +8,7 @@ import socket
 import ssl
 import urllib.request
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,16 +34,18 @@ class Cluster:
     certificates: Path
     key: str
 
-    def call(self, path: str, body: object = None, *, key: str | None = None) -> http.client.HTTPResponse:
+    @contextmanager
+    def completion(self, key: str, **fields: object) -> Iterator[http.client.HTTPResponse]:
         """Asks the gateway's HTTP port by the service's name, which its certificate must have."""
         port = self.pods["gateway"].rendered.ports("gateway")["http"]
         context = ssl.create_default_context(cafile=self.certificates / "ca.crt")
         plain = socket.create_connection((self.pods["gateway"].address, port), RESPONSE_S)
         connection = http.client.HTTPSConnection(SERVER, port, context=context)
         connection.sock = context.wrap_socket(plain, server_hostname=SERVER)
-        headers = {"content-type": "application/json", "authorization": f"Bearer {key or self.key}"}
-        connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
-        return connection.getresponse()
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        with closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": "The conductor", **fields}), headers)
+            yield connection.getresponse()
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +116,10 @@ def test_pods_pass_their_probes(cluster: Cluster) -> None:
 
 
 def test_a_client_with_a_key_gets_an_answer_and_one_without_does_not(cluster: Cluster) -> None:
-    body = {"model": "Qwen3-8B", "prompt": "The conductor", "max_tokens": 4}
-    answer = cluster.call("/v1/completions", body)
-    assert (answer.status, json.loads(answer.read())["usage"]["completion_tokens"]) == (200, 4)
-    assert cluster.call("/v1/completions", body, key="baton-guessed").status == 401
+    with cluster.completion(cluster.key, model="Qwen3-8B", max_tokens=4, ignore_eos=True) as answer:
+        assert (answer.status, json.loads(answer.read())["usage"]["completion_tokens"]) == (200, 4)
+    with cluster.completion("baton-guessed", model="Qwen3-8B") as answer:
+        assert answer.status == 401
 
 
 def test_every_pod_serves_metrics_where_prometheus_scrapes(cluster: Cluster) -> None:
@@ -134,12 +136,12 @@ def test_pods_stay_below_their_memory_limits(cluster: Cluster) -> None:
 
 
 def test_a_pod_that_ends_finishes_its_streams_within_its_grace_period(cluster: Cluster) -> None:
-    body = {"model": "Qwen3-8B", "prompt": "The conductor", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    answer = cluster.call("/v1/completions", body)
-    first = answer.readline()
-    for role in ("gateway", "decode", "prefill"):
-        cluster.pods[role].terminate()
-    events = [first, *answer]
+    wanted = {"model": "Qwen3-8B", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with cluster.completion(cluster.key, **wanted) as answer:
+        first = answer.readline()
+        for role in ("gateway", "decode", "prefill"):
+            cluster.pods[role].terminate()
+        events = [first, *answer]
     assert [line for line in events if line.strip()][-1].strip() == b"data: [DONE]"
     assert sum(b'"text"' in line for line in events) > 1
     assert {role: cluster.pods[role].wait_for_its_end() for role in ROLES} == dict.fromkeys(ROLES, 0)

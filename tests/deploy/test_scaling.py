@@ -11,37 +11,11 @@ import pytest
 import yaml
 
 from baton.metrics.declared import METRICS
-from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, Rendered, render, render_with, validate
+from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, Rendered, render, validate
 from tests.unit.baton.hub import hub
 
 NAMES = {metric.name for metric in METRICS}
 FROM_HISTOGRAM = "baton_inter_token_latency_p95_seconds"
-
-
-@pytest.fixture(scope="module")
-def scaled() -> Rendered:
-    return render(KUSTOMIZE / "overlays" / "nvidia-autoscaled")
-
-
-@pytest.fixture(scope="module")
-def sets() -> Rendered:
-    return render(KUSTOMIZE / "overlays" / "nvidia-leader-worker-set")
-
-
-@pytest.fixture(scope="module")
-def disaggregated() -> Rendered:
-    return render(KUSTOMIZE / "overlays" / "nvidia-disaggregated-set")
-
-
-@pytest.fixture(scope="module")
-def pinned() -> Rendered:
-    return render(KUSTOMIZE / "overlays" / "pinned-example")
-
-
-@pytest.fixture(scope="module")
-def keda(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", "keda"))
-    return render_with(tmp_path_factory.mktemp("keda"), KUSTOMIZE / "overlays" / "nvidia", *components)
 
 
 @pytest.mark.parametrize("name", ["scaled", "keda", "sets", "disaggregated", "pinned"])

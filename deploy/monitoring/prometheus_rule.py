@@ -1,4 +1,4 @@
-"""Writes rules.yaml for the Prometheus operator, into the kustomize component and the Helm chart; `make docs` calls it."""
+"""Writes rules.yaml for the Prometheus operator: into the kustomize component and the Helm chart. For `make docs`."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ NAMES = {metric.name for metric in METRICS}
 FROM_HISTOGRAM = "baton_inter_token_latency_p95_seconds"
 
 
-@pytest.mark.parametrize("name", ["scaled", "keda", "sets", "disaggregated", "pinned"])
+@pytest.mark.parametrize("name", ["scaled", "keda", "sets", "disaggregated"])
 def test_every_object_fits_its_schema(request: pytest.FixtureRequest, name: str) -> None:
     for item in request.getfixturevalue(name).objects:
         validate(item)

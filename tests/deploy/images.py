@@ -46,7 +46,7 @@ def environment_of(stages: dict[str, Stage], name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for keyword, rest in instructions(stages, name):
         if keyword == "ENV":
-            found.update(word.split("=", 1) for word in rest.split())
+            found.update((name, value) for name, _, value in (word.partition("=") for word in rest.split()))
     return found
 
 

@@ -26,7 +26,8 @@ from tests.deploy.manifests import Manifest, Rendered
 
 # Between two looks at a state; a kubelet waits seconds.
 _POLL_S = 0.05
-_RPC_S = 60.0
+# Only what hangs takes so long, on any machine.
+_DEADLINE_S = 300.0
 
 # A volume's directory, from the volume as the manifest has it.
 Volume = Callable[[Manifest], Path]
@@ -60,7 +61,7 @@ class Pod:
         spec = self.rendered.pod(self.role)
         for container in spec.get("initContainers", ()):
             started = self._run(container, container["command"])
-            assert started.wait(_RPC_S) == 0, self.log()
+            assert started.wait(_DEADLINE_S) == 0, self.log()
         command = self.container.get("command") or entrypoint_of(self.stages, self._target(self.container))
         self._process = self._run(self.container, [*command, *self.container.get("args", ())])
 
@@ -68,17 +69,17 @@ class Pod:
         """Whether the probe succeeds now."""
         with grpc.insecure_channel(f"{self.address}:{probe['grpc']['port']}") as channel:
             request = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_RPC_S)
+                answer = stub.Check(request, timeout=_DEADLINE_S)
             except grpc.RpcError:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def wait_until_it_passes(self, name: str) -> None:
-        """Returns once a probe passes, or fails where the kubelet would give the container up."""
+        """Returns once a probe passes."""
         probe = self.container[name]
-        start = self.container["startupProbe"]
-        deadline = time.monotonic() + start["failureThreshold"] * start["periodSeconds"]
+        deadline = time.monotonic() + _DEADLINE_S
         while not self.passes(probe):
             assert self.process.poll() is None, f"{self.role} ended: {self.log()}"
             assert time.monotonic() < deadline, f"{name} of {self.role} never passed: {self.log()}"
@@ -109,7 +110,7 @@ class Pod:
                 os.killpg(self._process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 return
-            self._process.wait(_RPC_S)
+            self._process.wait(_DEADLINE_S)
 
     def log(self) -> str:
         return (self.logs / f"{self.role}.log").read_text()[-4000:]

@@ -41,7 +41,7 @@ def _write(path: Path, rendered: Rendered) -> None:
 def _scan(checkov: Path, framework: str, *what: str) -> int:
     """The exit code; 0: nothing found."""
     print(f"==> checkov: {framework}", flush=True)
-    command = [checkov, "--framework", framework, "--quiet", "--compact", "--skip-download", *what]
+    command = [str(checkov), "--framework", framework, "--quiet", "--compact", "--skip-download", *what]
     return subprocess.run(command, timeout=600, check=False).returncode
 
 

@@ -170,6 +170,32 @@ def test_a_role_wins_over_what_both_node_roles_have(helm: Helm) -> None:
     assert "kv_cache_layout" not in found.settings("prefill")
 
 
+def test_claims_and_secrets_that_exist_are_used(helm: Helm) -> None:
+    values: Values = {
+        "tls": {"secrets": {"decode": "our-decode", "client": "our-client"}},
+        "apiKeys": {"secret": "our-keys"},
+        "model": {"directory": "llama", "volume": {"existingClaim": "our-models"}},
+    }
+    found = helm.release(values).rendered
+    assert not found.of_kind("PersistentVolumeClaim")
+    volumes = {role: {volume["name"]: volume for volume in pod["volumes"]} for role, pod in found.pods()}
+    assert {role: volumes[role]["tls"]["secret"]["secretName"] for role in ROLES} == {
+        "gateway": "baton-gateway-tls",
+        "prefill": "baton-prefill-tls",
+        "decode": "our-decode",
+    }
+    assert volumes["gateway"]["client-tls"]["secret"]["secretName"] == "our-client"
+    assert volumes["gateway"]["api-keys"]["secret"]["secretName"] == "our-keys"
+    for role in ROLES:
+        assert volumes[role]["model"]["persistentVolumeClaim"]["claimName"] == "our-models"
+        assert found.settings(role)["model"] == "/models/llama"
+
+
+def test_a_release_may_be_called_by_a_number(helm: Helm) -> None:
+    for item in helm.release({"insecure": True}, name="123").rendered.objects:
+        assert item["metadata"]["labels"]["app.kubernetes.io/instance"] == "123"
+
+
 def test_large_numbers_are_written_out(helm: Helm) -> None:
     found = helm.release({"insecure": True, "node": {"settings": {"BATON_KV_CACHE_MIB": 10_000_000}}}).rendered
     assert found.settings("decode")["kv_cache_mib"] == "10000000"

@@ -2,7 +2,7 @@
 {{ include "baton.fullname" . }}-model-download-{{ include "baton.downloadSpec" . | sha256sum | trunc 8 }}
 {{- end -}}
 
-{{/* The Job that downloads the model. Its only setting of Baton is the model's path, so that no other one renames it. */}}
+{{/* The Job that downloads the model. It has no settings of Baton but the model's path, so no other setting renames it. */}}
 {{- define "baton.downloadSpec" -}}
 {{- $name := include "baton.fullname" . -}}
 backoffLimit: 10
@@ -10,7 +10,7 @@ template:
   metadata:
     labels:
       app.kubernetes.io/name: baton-model-download
-      app.kubernetes.io/instance: {{ .Release.Name }}
+      app.kubernetes.io/instance: {{ .Release.Name | quote }}
   spec:
     serviceAccountName: {{ $name }}-model-download
     automountServiceAccountToken: false

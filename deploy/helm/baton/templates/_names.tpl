@@ -14,7 +14,7 @@
 {{/* What selects a role's pods. */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: baton
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .role }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
@@ -30,9 +30,9 @@ namespace: {{ .root.Release.Namespace }}
 {{- define "baton.labels" -}}
 labels:
   {{- include "baton.selector" . | nindent 2 }}
-  app.kubernetes.io/version: {{ .root.Chart.AppVersion }}
+  app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
   app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-  helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+  helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
   {{- with .labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

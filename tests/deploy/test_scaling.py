@@ -158,6 +158,7 @@ def download(scaled: Rendered, model: Path, endpoint: str, tmp_path: Path) -> su
         "HF_ENDPOINT": endpoint,
         "BATON_MODEL": str(model),
         "MODEL_REPOSITORY": "owner/model",
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
     }
     return subprocess.run(job["command"], env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -174,12 +175,14 @@ HF = _programs()
 def test_the_jobs_command_downloads_the_model_that_pods_wait_for(scaled: Rendered, tmp_path: Path) -> None:
     model = tmp_path / "model"
     files = {"config.json": b"{}", "model.safetensors": b"weights", "original/other.safetensors": b"unused"}
+    (tmp_path / "token").write_text("hf_secret\n")
     with hub(files) as running:
         first = download(scaled, model, running.endpoint, tmp_path)
         again = download(scaled, model, running.endpoint, tmp_path)
     assert first.returncode == 0, first.stderr
     assert (model / "model.safetensors").read_bytes() == b"weights"
     assert not (model / "original").exists()
+    assert "Bearer hf_secret" in running.authorizations
     assert again.stdout == f"{model} is there\n"
     (wait,) = scaled.pod("decode")["initContainers"]
     subprocess.run(wait["command"], env={"BATON_MODEL": str(model)}, timeout=60, check=True)

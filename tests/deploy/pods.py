@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,10 @@ class Pod:
         root = psutil.Process(self.process.pid)
         total = 0
         for process in (root, *root.children(recursive=True)):
-            (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
-            total += int(peak) * 1024
+            with suppress(FileNotFoundError):  # ended meanwhile
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+                total += int(peak) * 1024
         return total
 
     def terminate(self) -> None:
@@ -147,7 +150,8 @@ class Pod:
         image = environment_of(self.stages, self._target(container)) | {"PATH": os.defpath}
         given = self.rendered.environment_of(container, {"status.podIP": self.address, "metadata.name": self.role})
         values = {name: self._here(value, folders) for name, value in (image | given).items()}
-        return values | {"TMPDIR": values["HOME"]}
+        # A container sees the GPUs that its manifest asks for: here none.
+        return values | {"TMPDIR": values["HOME"], "CUDA_VISIBLE_DEVICES": ""}
 
     def _here(self, value: str, folders: Mapping[str, Path]) -> str:
         for path, folder in folders.items():

@@ -23,9 +23,10 @@ from baton.metrics.port import MetricsPort
 from baton.metrics.tally import Layout, Tally
 from baton.rpc import sockets
 from baton.rpc.server import connect
+from baton.security.certificates import write_set
 from gateway.picker.choice import Choice
 from gateway.picker.gateways import Gateways, read_report
-from gateway.picker.process import serve_picks, set_ready, start_serving
+from gateway.picker.process import new_choice, serve_picks, set_ready, start_serving
 from gateway.picker.service import SERVICE_NAME
 from protos.ext_proc import external_processor_pb2 as pb
 from protos.ext_proc import external_processor_pb2_grpc
@@ -103,7 +104,7 @@ class Picker:
 @asynccontextmanager
 async def picker(gateways: str, **more: object) -> AsyncIterator[Picker]:
     settings = PickerSettings.model_validate({"pool": gateways, "fallbacks": 0, **FAST, **more})
-    choice = Choice(stale_s=settings.stale_s, fallbacks=settings.fallbacks, shed_waiting=settings.shed_waiting)
+    choice = new_choice(settings)
     async with AsyncExitStack() as stack:
         server, picks = serve_picks(settings, choice)
         await stack.enter_async_context(server)
@@ -203,6 +204,20 @@ async def test_other_machines_reach_it_with_tls_or_on_purpose_only() -> None:
             pass
     async with door() as one, picker(one.address, listen="0.0.0.0:0", insecure=True) as served:
         assert endpoint(await served.ask()) == one.address
+
+
+async def test_the_proxy_sees_its_certificate(tmp_path: Path) -> None:
+    write_set(tmp_path, hosts=["127.0.0.1"], days=1)
+    pems = {"client_tls_cert": tmp_path / "clients.crt", "client_tls_key": tmp_path / "clients.key"}
+    request = pb.ProcessingRequest(request_headers=pb.HttpHeaders(end_of_stream=True))
+    trusted = grpc.ssl_channel_credentials((tmp_path / "ca.crt").read_bytes())
+    async with (
+        door() as one,
+        picker(one.address, listen="0.0.0.0:0", **pems) as served,
+        grpc.aio.secure_channel(served.address, trusted) as channel,
+    ):
+        call = external_processor_pb2_grpc.ExternalProcessorStub(channel).Process(iter([request]))
+        assert [endpoint(answer) async for answer in call] == [one.address]
 
 
 async def test_gateways_must_be_named() -> None:

@@ -69,8 +69,9 @@ class RequestMachine:
 
     # ---- what the shell sees
 
-    def resume(self) -> str:
-        """Goes on after the request's `output`, before the first event. Returns the text that the client has of it.
+    def resume(self) -> list[str]:
+        """Goes on after the request's `output`, before the first event. Returns what each of these tokens added to the
+        text that the client has; the last one may be missing.
 
         Raises:
             InvalidRequest: it would have ended before all of these tokens.
@@ -196,7 +197,7 @@ class RequestMachine:
                 attempt.ended_by_node = self._must_check = True
             if step_token.HasField("prefill_s"):
                 self._receipt.prefilled(step_token.prefill_s, step_token.queue_s)
-                self.local_prefill = LocalPrefill(self._state.now_s, step_token.prefill_s, step_token.queue_s)
+                self.local_prefill = LocalPrefill.reported(self._state.now_s, step_token)
             self._pass_on(attempt, step_token)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:

@@ -72,15 +72,15 @@ class Output:
     def completion_tokens(self) -> int:
         return self._reply.completion_tokens
 
-    def resume(self) -> str:
-        """Goes on after the tokens that the client has. Returns their text, as far as it was shown.
+    def resume(self) -> list[str]:
+        """Goes on after the tokens that the client has. Returns what each of them added to the text that it has.
 
         Raises:
             InvalidRequest: the output would have ended before all of them.
         """
         self._order.token_ids.extend(self._request.output)
-        text, self.end = self._reply.resume(self._request.output, self._request.ended)
-        return text
+        texts, self.end = self._reply.resume(self._request.output, self._request.ended)
+        return texts
 
     def add(self, step_token: decode_pb2.StepToken, *, hold: bool) -> bool:
         """Adds a node's token, and early ones whose turn it is then; returns whether that ended the output.

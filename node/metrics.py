@@ -1,7 +1,9 @@
 """A node's page of metrics: its own counters, and the figures of its status, engine, transfer and pairs."""
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
+from baton.metrics.declared import SwitchOutcome
 from baton.metrics.exposition import Exposition, Figure
 from baton.metrics.page import join
 from kvtransfer.leases import Refusal
@@ -18,6 +20,7 @@ class NodeMetrics:
         status: the node's current status.
         leases: how many there are by state; empty: the node gives none.
         knows: whether a request of the engine belongs to somebody. Blocks of any other are leaked.
+        switches: how often a switch of the role has ended so.
     """
 
     def __init__(
@@ -27,19 +30,23 @@ class NodeMetrics:
         status: Callable[[], node_pb2.NodeStatus],
         leases: Callable[[], Mapping[str, int]],
         knows: Callable[[str], bool],
+        switches: Mapping[SwitchOutcome, int] = MappingProxyType({}),
     ) -> None:
+        self._switches = switches
         self._node = node
         self._status = status
         self._leases = leases
         self._knows = knows
         self._exposition = Exposition(node.meter_role, node.counts.layout, node.info.model.name)
 
-    async def page(self) -> bytes:
+    async def page(self, names: frozenset[str] = frozenset()) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._node.counts.tally.own(), list(self._figures())))
+        return await join(self._exposition.pages(self._node.counts.tally.own(), list(self._figures()), names))
 
     def _figures(self) -> Iterator[Figure]:
         status = self._status()
+        for outcome, count in self._switches.items():
+            yield Figure("baton_role_switches_total", count, (outcome,))
         yield from self._of_load(status)
         yield from self._of_engine(status)
         yield from self._of_transfer(status)
@@ -81,6 +88,7 @@ class NodeMetrics:
         pairs = [peer for peer in status.peers if peer.phase == common_pb2.PEER_PHASE_READY]
         yield Figure("baton_pairs_ready", len(pairs))
         for peer in pairs:
+            yield Figure("baton_link_info", 1, (peer.name, peer.transport))
             yield Figure("baton_link_bandwidth_bytes_per_second", 1e9 * peer.gigabytes_per_s, (peer.name,))
             yield Figure("baton_link_latency_seconds", peer.latency_s, (peer.name,))
             yield Figure("baton_link_bytes_total", peer.bytes_total, (peer.name,))

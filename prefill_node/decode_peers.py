@@ -14,7 +14,7 @@ from statistics import median
 
 import grpc
 
-from baton.errors import BatonError, InternalError, NoNode, Overloaded, PeerRefused, UnknownLease
+from baton.errors import BatonError, Draining, InternalError, NoNode, Overloaded, PeerRefused, UnknownLease
 from baton.rpc.server import connect
 from baton.rpc.status import from_rpc_error
 from baton.security.roles import Role
@@ -117,7 +117,8 @@ class DecodePeer:
         self._outbox.put_nowait(message)
 
     async def close(self) -> None:
-        self._task.cancel()
+        if not self._ending:  # else its links are being closed, which must not be cut short
+            self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _live(self) -> None:
@@ -150,7 +151,7 @@ class DecodePeer:
         return True
 
     async def _introduce(self, call: Call) -> pb.PairAccepted | None:
-        await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info)))
+        await _write(call, pb.PairRequest(hello=pb.PairHello(info=self._node.info)))
         response = await _read(call, self.state.address)
         refused = response.WhichOneof("message") == "refused"
         info = response.refused.info if refused else response.accepted.info
@@ -179,7 +180,7 @@ class DecodePeer:
         flows = links_between(self._node.description, from_info(accepted.info))
         check_addresses(accepted.worker_addresses, links=len(flows))
         addresses = from_addresses(await transfer.listen(self.number, flows, sends=True, on_failed=self._link_failed))
-        await call.write(pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
+        await _write(call, pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
         await _read(call, self.state.name)
         await transfer.connect(
             self.number,
@@ -193,7 +194,7 @@ class DecodePeer:
         """Sends the warm-up messages that the decode node times; False when the link is too slow for one of the two."""
         transfer = self._node.transfer
         warm = await transfer.warm_up(self.number, self._sender_number)
-        await call.write(pb.PairRequest(warmed_up=from_warm_ups(warm)))
+        await _write(call, pb.PairRequest(warmed_up=from_warm_ups(warm)))
         response = await _read(call, self.state.name)
         if response.WhichOneof("message") == "refused":
             self._refuse(list(response.refused.mismatches))
@@ -221,7 +222,7 @@ class DecodePeer:
     async def _send_refusal(self, call: Call) -> None:
         """Returns once the decode node has received it: closing the channel would overtake the message."""
         refused = pb.PairRefused(info=self._node.info, mismatches=self.state.mismatches)
-        await call.write(pb.PairRequest(refused=refused))
+        await _write(call, pb.PairRequest(refused=refused))
         await call.read()
 
     # ---- after the handshake
@@ -272,6 +273,11 @@ class DecodePeer:
         await self._node.transfer.disconnect(self.number)
 
 
+async def _write(call: Call, message: pb.PairRequest) -> None:
+    with suppress(asyncio.InvalidStateError):  # the stream has ended, and `_read` says why
+        await call.write(message)
+
+
 async def _turn_s(transfer: RankedTransfer, peer: int) -> float:
     """Asks for the quiet of a lease without sends, which is answered at once. The pauses let the threads fall asleep,
     as they do between chunks."""
@@ -302,12 +308,14 @@ class DecodePeers:
         self._dial = None if tls is None else tls.to_role(Role.DECODE)
         self._numbers = itertools.count(MOST_RANKS, MOST_RANKS)
         self._by_address: dict[str, DecodePeer] = {}
+        self._closed = False
 
     async def connect(self, address: str) -> common_pb2.PeerState:
         """Connects to a decode node unless it is connected; returns the peer's state after the handshake.
 
         Raises:
             Overloaded: too many connections are being made.
+            Draining: the node makes no more.
         """
         return await self._peer(address).settled()
 
@@ -351,12 +359,16 @@ class DecodePeers:
         return [peer.state for peer in self._by_address.values()]
 
     async def close(self) -> None:
+        """Ends every peer; new ones are refused."""
+        self._closed = True
         for peer in list(self._by_address.values()):
             await peer.close()
 
     def _peer(self, address: str) -> DecodePeer:
         peer = self._by_address.get(address)
         if peer is None or peer.over:
+            if self._closed:
+                raise Draining(f"{self._node.name} makes no more connections", cure="use another node")
             if sum(not (each.ready or each.over) for each in self._by_address.values()) >= _CONNECTING_MAX:
                 raise Overloaded(f"{_CONNECTING_MAX} connections are being made", retry_after_s=1.0)
             number = next(self._numbers)

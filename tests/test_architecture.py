@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "load": {"baton"},
     "node": {"engine", "kvtransfer", "grammar"} | MODEL_SIDE,
     "prefill_node": {"decode_node"} | NODE_SIDE,  # it also decodes
-    "decode_node": NODE_SIDE,
+    "decode_node": {"prefill_node"} | NODE_SIDE,  # `__main__` alone: the process may switch to the other role
     "gateway": {"grammar", "models", "baton", "protos"},
     "planner": {"gateway", "load", "models", "kvcache", "baton", "protos"},
 }
@@ -46,6 +46,8 @@ GRPC_IN_BATON = ("baton.client", "baton.rpc", "baton.security")
 
 WITHOUT_TORCH = ("baton", "gateway", "load", "planner", "protos")
 WITHOUT_TORCH_MODULES = {
+    "grammar.checker",
+    "grammar.trial",
     "kvcache.layout",
     "kvcache.spec",
     "kvtransfer.plan",
@@ -61,6 +63,7 @@ PURE_MODULES = {
     "engine.scheduling.block_manager",
     "engine.scheduling.scheduler",
     "gateway.affinity",
+    "gateway.balance",
     "gateway.cache_position",
     "gateway.cache_union",
     "gateway.discovery.endpoint_slices",
@@ -416,6 +419,18 @@ def test_the_gateway_and_the_pure_parts_need_no_torch() -> None:
     assert set(names) >= WITHOUT_TORCH_MODULES
     block = BLOCK.format(names=["torch", "transformers", "safetensors", "ucxx"])
     run_python(block + IMPORT_ALL, json.dumps(names))
+
+
+def test_the_process_that_checks_grammars_is_small() -> None:
+    """Each gateway process has one, with forks that a few grammars may end."""
+    block = BLOCK.format(names=["torch", "transformers", "grpc", "google.protobuf", "pydantic", "asyncio"])
+    run_python(block + IMPORT_ALL, '["grammar.trial"]')
+
+
+def test_a_gateway_compiles_no_grammar_itself() -> None:
+    """Nothing interrupts that, and it may end the process."""
+    block = BLOCK.format(names=["grammar.compiler", "grammar.matcher", "grammar.trial"])
+    run_python(block + IMPORT_ALL, '["gateway.start", "gateway.worker"]')
 
 
 @pytest.mark.slow

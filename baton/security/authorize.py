@@ -35,6 +35,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "Watch": _WATCHING,
         "WatchCache": _WATCHING,  # reveals prompts
         "Drain": _OPERATOR,
+        "SwitchRole": _WATCHING,
     },
     # Served by gateways.
     "baton.v1.Generation": {
@@ -49,6 +50,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "GetLoads": _OPERATOR,
         "ClusterStatus": _OPERATOR,
         "ClusterView": _OPERATOR,
+        "SwitchNodeRole": _OPERATOR,
     },
     "vllm.grpc.engine.VllmEngine": {
         "Generate": _CLIENT,
@@ -75,6 +77,8 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "RepositoryModelLoad": _OPERATOR,
         "RepositoryModelUnload": _OPERATOR,
     },
+    # Served by the endpoint picker, to a proxy, which shows no certificate.
+    "envoy.service.ext_proc.v3.ExternalProcessor": {"Process": _ANYONE},
     # Served by all.
     "grpc.health.v1.Health": {"Check": _ANYONE, "List": _ANYONE, "Watch": _ANYONE},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _OPERATOR},

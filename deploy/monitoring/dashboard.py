@@ -96,6 +96,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("KV transferred", "Bps", _rate("baton_kv_transfer_bytes_total", "direction")),
         Panel("Exposed transfer time", "s", _quantiles("baton_request_transfer_time_seconds")),
         Panel("Pairs that are ready", "short", _sums("baton_pairs_ready", "instance")),
+        Panel("Links by transport", "short", {"{{transport}}": "count by (transport) (baton_link_info{MODEL})"}),
         Panel("KV by link", "Bps", _rate("baton_link_bytes_total", "instance", "peer")),
         Panel("Measured bandwidth", "Bps", _sums("baton_link_bandwidth_bytes_per_second", "instance", "peer")),
         Panel("Measured latency", "s", _sums("baton_link_latency_seconds", "instance", "peer")),
@@ -113,6 +114,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Retries by stage and reason", "ops", _rate("baton_request_retries_total", "stage", "reason")),
         Panel("Fallbacks to decode nodes by last failure", "ops", _rate("baton_request_fallbacks_total", "reason")),
         Panel("Errors in engines", "reqps", _rate("baton_engine_requests_failed_total", "reason")),
+        Panel("Traces", "ops", _rate("baton_traces_total", "state")),
     ),
     "Nodes and versions": (
         Panel(

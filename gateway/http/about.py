@@ -8,6 +8,7 @@ from starlette.responses import Response
 from baton import __version__
 from baton.errors import Draining, NoNode
 from baton.metrics.exposition import CONTENT_TYPE
+from baton.metrics.page import names_of
 from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
@@ -77,7 +78,8 @@ async def version(_: Call) -> Response:
 
 async def metrics(call: Call) -> Response:
     """What Prometheus scrapes."""
-    return Response(await call.serving.metrics.page(), media_type=CONTENT_TYPE)
+    names = names_of(call.request.url.query)
+    return Response(await call.serving.metrics.page(names), media_type=CONTENT_TYPE)
 
 
 def _card(call: Call) -> dict[str, Any]:

@@ -125,6 +125,11 @@ class ChatChunks(_Stream):
             return self._any(message)
         return head + _dumps(content) + self._plain_end if content else b""
 
+    def skip(self, message: pb.GenerateResponse) -> None:
+        """The client has the chunks for this message."""
+        if message.chat.tool_calls:
+            self._with_tools.add(message.index)
+
     def _any(self, message: pb.GenerateResponse) -> bytes:
         shape, index, chat = self.shape, message.index, message.chat
         self.count(message)

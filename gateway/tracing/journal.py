@@ -56,6 +56,15 @@ Mark = (
 )
 
 
+class Chunk(NamedTuple):
+    """A part of a prompt, computed in this number of engine steps; who has it says which clock `ended_s` is of."""
+
+    ended_s: float
+    token_start: int
+    token_stop: int
+    steps: int = 1
+
+
 @dataclass(frozen=True)
 class LocalPrefill:
     """The decode node has computed the prompt, or the rest of it, when its first token came.
@@ -63,11 +72,19 @@ class LocalPrefill:
     Attributes:
         at_s: when the token came.
         prefill_s, queue_s: the computation, and the wait in the engine before it.
+        chunks: of the computation, with seconds since the node has had the request.
     """
 
     at_s: float
     prefill_s: float
     queue_s: float
+    chunks: tuple[Chunk, ...] = ()
+
+    @classmethod
+    def reported(cls, now_s: float, first: decode_pb2.StepToken) -> "LocalPrefill":
+        """As the first token reports it. The message, which may be large, is not kept."""
+        chunks = (Chunk(each.ended_s, each.token_start, each.token_stop, each.steps) for each in first.prompt_chunks)
+        return cls(now_s, first.prefill_s, first.queue_s, tuple(chunks))
 
 
 class Journal:

@@ -118,6 +118,7 @@ async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
                     answering.cancel()
                     with suppress(asyncio.CancelledError):
                         await answering
+                    model.grammars.close()
 
 
 def _request(random: Random, method: Method) -> bytes:

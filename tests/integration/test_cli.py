@@ -23,6 +23,8 @@ from baton.rpc.status import from_rpc_error
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
+from tests.docs.blocks import to_run
+from tests.docs.terminal import Started, Terminal
 from tests.integration.cluster import DEADLINE_S, LLAMA
 from tests.integration.up import BATON as BATON_ALONE
 from tests.integration.up import Up, interrupt, start_up
@@ -94,6 +96,13 @@ def test_up_prints_addresses_and_pids(up: Up) -> None:
     assert isinstance(up.line["prefill"], list)
     assert len(up.line["prefill"]) == 2
     assert all(psutil.pid_exists(pid) for pid in up.pids)
+
+
+def test_the_first_steps_after_the_installation_run_as_documented(up: Up, tmp_path: Path) -> None:
+    with Terminal(tmp_path, Started(up.line)) as terminal:
+        for block in to_run():
+            if block.page == "docs/getting-started.md" and block.heading != "Install":
+                terminal.run(block)
 
 
 def test_generate_streams_text(up: Up) -> None:

@@ -1,7 +1,7 @@
 """The gateway's services between scripted nodes: refusals with the standard details, and calls that end early."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,10 @@ BOUND_S = 60
 
 
 @pytest.fixture(scope="module")
-def model() -> ServedModel:
-    return read_served_model(DEMO_MODELS / "llama", None)
+def model() -> Iterator[ServedModel]:
+    read = read_served_model(DEMO_MODELS / "llama", None)
+    yield read
+    read.grammars.close()
 
 
 @dataclass

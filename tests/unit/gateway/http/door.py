@@ -174,3 +174,4 @@ async def open_door(*flags: str, asks: bool = False) -> AsyncIterator[Door]:
                     yield door
                 finally:
                     await door.close()
+                    model.grammars.close()

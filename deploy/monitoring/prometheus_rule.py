@@ -1,6 +1,5 @@
 """Writes rules.yaml for the Prometheus operator: into the kustomize component and the Helm chart. For `make docs`.
 
-
 With `--runbook URL` it prints the rules instead, with links to that page in place of the path in the repository.
 """
 

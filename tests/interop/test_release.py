@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from baton.cli.processes import Process, Processes
+from baton.cli.status import to_json
+from baton.client import Client
+from baton.revisions import revision_of
 from baton.types import Path, SamplingParams
 from kvtransfer.plan import WIRE_NEWEST
 from node import assembly
@@ -92,7 +95,18 @@ async def test_the_old_gateway_works_with_new_nodes(mixed: Mixed, reference: Ref
 
 
 async def test_this_gateway_works_with_old_nodes(mixed: Mixed, reference: Reference) -> None:
-    await hands_over(mixed.start.gateway([mixed.old.prefill], [mixed.old.decode], **STRICT), reference, *mixed.old)
+    gateway = mixed.start.gateway([mixed.old.prefill], [mixed.old.decode], **STRICT)
+    await hands_over(gateway, reference, *mixed.old)
+    async with Client(gateway.address) as client:
+        shown = str(to_json(await client.cluster_status())["mixed"])
+    assert shown.startswith("mixed versions: ")
+    assert f"{VERSION} on old-prefill and old-decode" in shown
+    assert "revisions" not in shown
+
+
+async def test_old_and_new_nodes_have_one_revision(mixed: Mixed) -> None:
+    nodes = [await status(node) for node in (*mixed.old, *mixed.new)]
+    assert len({revision_of(node.info.model) for node in nodes}) == 1
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ KERNELS := tests/unit/attention tests/unit/kvcache tests/unit/engine/test_choose
 	decode_matmul.py expert_kernels.py fp8_kernels.py invariant_matmul.py layer_kernels.py reading.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients test-docs check rules format bench docs dist-check clean
+.PHONY: help install protos wire run test simulate chaos fuzz test-gpu test-clients test-docs check check-deploy rules image format bench docs dist-check clean
 
 help:  ## Show the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -74,6 +74,13 @@ check: install  ## Check lint, format, types and the wire
 	@$(BIN)/buf breaking protos --against $(WIRE)
 	@$(BIN)/buf build protos --exclude-source-info --output - | cmp --silent - $(WIRE) \
 		|| { echo "$(WIRE) differs from the .proto files: run \`make wire\`"; exit 1; }
+
+check-deploy: install  ## Check manifests, chart and Dockerfile: schemas, helm lint, hadolint, checkov (installs it)
+	@$(BIN)/python -m pytest tests/deploy
+	@$(BIN)/python -m tests.deploy.scan
+
+image:  ## Build the image TARGET, push it to REGISTRY with a bill of materials, print its digest (needs docker buildx)
+	@.ci/image "$(TARGET)" "$(REGISTRY)"
 
 rules:  ## Check and test the alerts of deploy/monitoring (downloads promtool where there is none)
 	@.ci/promtool check rules deploy/monitoring/rules.yaml

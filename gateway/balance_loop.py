@@ -33,6 +33,9 @@ async def keep_balance(connections: Connections, rules: BalanceRules) -> None:
             if isinstance(error, InvalidRequest) and error.field == "role":
                 # Its settings or its certificate are for one role, until it is started again.
                 fixed |= {load.incarnation for load in loads if load.address == move.address}
+        except Exception:  # of our own code: the gateway goes on without it
+            log.exception("%s was not moved", move.address)
+            balance.failed(monotonic())
 
 
 async def _make(connections: Connections, move: Move, rules: BalanceRules) -> None:

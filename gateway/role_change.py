@@ -11,7 +11,7 @@ from gateway.fleet_node import FleetNode, Role
 from protos.baton.v1 import common_pb2, node_pb2
 
 # A status comes every 0.1 s, and then a connection is made.
-_SEEN_S = 10.0
+_SEEN_S = 30.0
 
 
 async def switch_role(

@@ -258,6 +258,8 @@ class DecodePeer:
                 return f"no connection within {self._timeout_s:g} s"
             case BatonError():
                 return str(error)
+            case asyncio.InvalidStateError():  # of a write
+                return "it ended the stream during the handshake"
             case _:
                 log.error("the pair with %s failed", self.state.name, exc_info=error)
                 return str(InternalError(f"{type(error).__name__}: {error}"))

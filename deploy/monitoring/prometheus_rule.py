@@ -1,4 +1,4 @@
-"""Writes rules.yaml as an object of the Prometheus operator, for the kustomize component; `make docs` calls it.
+"""Writes rules.yaml for the Prometheus operator: into the kustomize component and the Helm chart. For `make docs`.
 
 With `--runbook URL` it prints the rules instead, with links to that page in place of the path in the repository.
 """
@@ -11,6 +11,8 @@ HERE = Path(__file__).resolve().parent
 RULES = HERE / "rules.yaml"
 OBJECT = HERE.parent / "kustomize" / "components" / "monitoring" / "prometheus-rule.yaml"
 PAGE = "docs/operations.md"
+# A chart's templates read no file outside the chart.
+IN_CHART = HERE.parent / "helm" / "baton" / "files" / "rules.yaml"
 
 _HEAD = """# Written by `make docs` from deploy/monitoring/rules.yaml.
 apiVersion: monitoring.coreos.com/v1
@@ -18,6 +20,7 @@ kind: PrometheusRule
 metadata:
   name: baton
   namespace: baton
+  labels: {app.kubernetes.io/name: baton}
 spec:
 """
 
@@ -29,17 +32,24 @@ def rules(runbook: str = PAGE) -> str:
 
 def prometheus_rule(runbook: str = PAGE) -> str:
     """The object's text: the rules as they are, below `spec`."""
-    lines = [line for line in rules(runbook).splitlines() if not line.startswith("#")]
-    return _HEAD + "".join(f"  {line}\n" for line in lines)
+    return _HEAD + "".join(f"  {line}\n" for line in chart_rules(runbook).splitlines())
+
+
+def chart_rules(runbook: str = PAGE) -> str:
+    """The rules without the comments for their maintainer."""
+    return "".join(line for line in rules(runbook).splitlines(keepends=True) if not line.startswith("#"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Without options: write the object for the kustomize component.")
+    parser = argparse.ArgumentParser(
+        description="Without options: write the rules into the kustomize component and the Helm chart."
+    )
     parser.add_argument("--runbook", metavar="URL", help="print the rules with links to docs/operations.md at this URL")
     parser.add_argument("--object", action="store_true", help="with --runbook: as an object of the Prometheus operator")
     given = parser.parse_args(arguments)
     if given.runbook is None:
         OBJECT.write_text(prometheus_rule())
+        IN_CHART.write_text(chart_rules())
     else:
         print((prometheus_rule if given.object else rules)(given.runbook), end="")  # noqa: T201
 

@@ -18,8 +18,14 @@ CLIENTS = ROOT / ".clients"
 
 def main() -> None:
     for wanted in sorted(WANTED.glob("*.in")):
-        _install(wanted.stem, [wanted, wanted.with_suffix(".constraints")], _python)
+        install_python(wanted)
     _install("node", [WANTED / "package.json", WANTED / "package-lock.json"], _npm)
+
+
+def install_python(wanted: Path) -> Path:
+    """Installs NAME.in with NAME.constraints into an environment of Python; returns its directory."""
+    _install(wanted.stem, [wanted, wanted.with_suffix(".constraints")], _python)
+    return CLIENTS / wanted.stem
 
 
 def _install(name: str, sources: list[Path], install: Callable[..., None]) -> None:
@@ -29,7 +35,7 @@ def _install(name: str, sources: list[Path], install: Callable[..., None]) -> No
     stamp = place / ".installed"
     if stamp.is_file() and stamp.read_text() == digest:
         return
-    print(f"==> installing the clients of {name}", flush=True)
+    print(f"==> installing {name} into {CLIENTS.name}", flush=True)
     start_s = time.monotonic()
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)

@@ -1,11 +1,10 @@
 """Every kustomization, rendered once."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.deploy.manifests import BASE, CPU_DEMO, KUSTOMIZE, NVIDIA, Rendered, render
+from tests.deploy.manifests import BASE, CPU_DEMO, KUSTOMIZE, NVIDIA, OVERLAYS, Rendered, render, render_with
 
 
 @pytest.fixture(scope="session")
@@ -26,15 +25,33 @@ def nvidia() -> Rendered:
 @pytest.fixture(scope="session")
 def rdma(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     """The NVIDIA overlay with the rdma component added."""
-    overlay = tmp_path_factory.mktemp("rdma")
-    # Kustomize accepts only relative paths, and resolves symbolic links first.
-    here = overlay.resolve()
-    (overlay / "kustomization.yaml").write_text(
-        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
-        f"resources: [{os.path.relpath(NVIDIA, here)}]\n"
-        f"components: [{os.path.relpath(KUSTOMIZE / 'components' / 'rdma', here)}]\n"
-    )
-    return render(here)
+    return render_with(tmp_path_factory.mktemp("rdma"), NVIDIA, KUSTOMIZE / "components" / "rdma")
+
+
+@pytest.fixture(scope="session")
+def scaled() -> Rendered:
+    return render(OVERLAYS / "nvidia-autoscaled")
+
+
+@pytest.fixture(scope="session")
+def sets() -> Rendered:
+    return render(OVERLAYS / "nvidia-leader-worker-set")
+
+
+@pytest.fixture(scope="session")
+def disaggregated() -> Rendered:
+    return render(OVERLAYS / "nvidia-disaggregated-set")
+
+
+@pytest.fixture(scope="session")
+def pinned() -> Rendered:
+    return render(OVERLAYS / "pinned-example")
+
+
+@pytest.fixture(scope="session")
+def keda(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    components = (KUSTOMIZE / "components" / name for name in ("pod-monitor", "keda"))
+    return render_with(tmp_path_factory.mktemp("keda"), NVIDIA, *components)
 
 
 @pytest.fixture(scope="session", params=["base", "cpu_demo", "nvidia", "rdma"])

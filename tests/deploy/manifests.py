@@ -1,5 +1,7 @@
-"""Renders a kustomization with kubectl, and finds objects in the result."""
+"""Renders a kustomization with kubectl, finds objects in the result, and checks them against their schemas."""
 
+import json
+import os
 import subprocess
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -7,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import yaml
 
 from baton.config import CommonSettings, DecodeSettings, GatewaySettings, PrefillSettings
@@ -14,8 +18,9 @@ from baton.config import CommonSettings, DecodeSettings, GatewaySettings, Prefil
 ROOT = Path(__file__).resolve().parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 BASE = KUSTOMIZE / "base"
-CPU_DEMO = KUSTOMIZE / "overlays" / "cpu-demo"
-NVIDIA = KUSTOMIZE / "overlays" / "nvidia"
+OVERLAYS = KUSTOMIZE / "overlays"
+CPU_DEMO = OVERLAYS / "cpu-demo"
+NVIDIA = OVERLAYS / "nvidia"
 
 ROLE_LABEL = "app.kubernetes.io/component"
 SETTINGS: Mapping[str, type[CommonSettings]] = {
@@ -25,6 +30,11 @@ SETTINGS: Mapping[str, type[CommonSettings]] = {
 }
 ROLES = tuple(SETTINGS)
 NODE_ROLES = ("prefill", "decode")
+
+# Custom resources whose schemas are at hand, and those whose are not.
+SCHEMAS = Path(__file__).parent / "schemas"
+WITHOUT_SCHEMA = frozenset({"Certificate", "Issuer", "PrometheusRule"})
+KUBERNETES = "1.37"
 
 # Values that the kubelet fills in, which only a cluster knows.
 FIELDS = {"status.podIP": "10.0.0.7", "metadata.name": "the-pod"}
@@ -64,12 +74,15 @@ class Rendered:
 
     def environment(self, role: str) -> dict[str, str]:
         """The environment of the role's process."""
-        container = self.container(role)
+        return self.environment_of(self.container(role), FIELDS)
+
+    def environment_of(self, container: Manifest, fields: Mapping[str, str]) -> dict[str, str]:
+        """The variables that a container's manifest gives it, with these values of the pod's fields."""
         values: dict[str, str] = {}
-        for source in container["envFrom"]:
+        for source in container.get("envFrom", ()):
             values.update(self.find("ConfigMap", source["configMapRef"]["name"])["data"])
-        for item in container["env"]:
-            text = item["value"] if "value" in item else FIELDS[item["valueFrom"]["fieldRef"]["fieldPath"]]
+        for item in container.get("env", ()):
+            text = item["value"] if "value" in item else fields[item["valueFrom"]["fieldRef"]["fieldPath"]]
             for name, value in values.items():
                 text = text.replace(f"$({name})", value)
             values[item["name"]] = text
@@ -90,4 +103,28 @@ def render(directory: Path) -> Rendered:
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
     done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    return Rendered(tuple(yaml.safe_load_all(done.stdout)))
+    return Rendered(tuple(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader)))
+
+
+def render_with(here: Path, base: Path, *components: Path) -> Rendered:
+    """The base with components added, through an overlay that is written into the empty directory `here`."""
+    # Kustomize accepts only relative paths, and resolves symbolic links first.
+    here = here.resolve()
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "baton",
+        "resources": [os.path.relpath(base, here)],
+        "components": [os.path.relpath(component, here) for component in components],
+    }
+    (here / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    return render(here)
+
+
+def validate(item: Manifest) -> None:
+    """Raises where the object does not fit the schema of its kind."""
+    schema = SCHEMAS / f"{item['kind']}.json"
+    if schema.is_file():
+        jsonschema.validate(item, json.loads(schema.read_text()))
+    elif item["kind"] not in WITHOUT_SCHEMA:
+        kubernetes_validate.validate(item, KUBERNETES, strict=True)

@@ -6,12 +6,12 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from baton import __version__
+from tests.deploy.images import Stage, instructions, read_stages
 from tests.deploy.manifests import ROLES, ROOT, Rendered
 
 PROGRAMS = {
@@ -33,44 +33,9 @@ for module in pkgutil.walk_packages(gateway.__path__, "gateway."):
 """
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One FROM and the instructions that follow it."""
-
-    name: str
-    parent: str
-    instructions: list[tuple[str, str]] = field(default_factory=list)
-
-
-def read_stages(dockerfile: Path) -> dict[str, Stage]:
-    text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    stages: dict[str, Stage] = {}
-    for line in text.splitlines():
-        keyword, _, rest = line.strip().partition(" ")
-        if keyword == "FROM":
-            parent, name = rest.split(" AS ")
-            stages[name] = Stage(name, parent)
-        elif keyword and stages:
-            list(stages.values())[-1].instructions.append((keyword, rest.strip()))
-    return stages
-
-
 @pytest.fixture(scope="module")
 def stages(dockerfile: Path) -> dict[str, Stage]:
     return read_stages(dockerfile)
-
-
-def lineage(stages: dict[str, Stage], name: str) -> list[Stage]:
-    """The stage and its parents, outermost first."""
-    chain: list[Stage] = []
-    while name in stages:
-        chain.insert(0, stages[name])
-        name = stages[name].parent
-    return chain
-
-
-def instructions(stages: dict[str, Stage], name: str) -> list[tuple[str, str]]:
-    return [instruction for stage in lineage(stages, name) for instruction in stage.instructions]
 
 
 def test_the_linter_finds_nothing(dockerfile: Path) -> None:

@@ -1,57 +1,24 @@
 """Metrics, autoscalers, model download, priorities and LeaderWorkerSets: their objects fit each other."""
 
-import json
 import os
 import re
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
 from baton.metrics.declared import METRICS
-from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, Manifest, Rendered, render
+from tests.deploy.manifests import KUSTOMIZE, NODE_ROLES, ROLES, Rendered, render, validate
 from tests.unit.baton.hub import hub
 
-SCHEMAS = Path(__file__).parent / "schemas"
 NAMES = {metric.name for metric in METRICS}
 FROM_HISTOGRAM = "baton_inter_token_latency_p95_seconds"
 
 
-@pytest.fixture(scope="module")
-def scaled() -> Rendered:
-    return render(KUSTOMIZE / "overlays" / "nvidia-autoscaled")
-
-
-@pytest.fixture(scope="module")
-def sets() -> Rendered:
-    return render(KUSTOMIZE / "overlays" / "nvidia-leader-worker-set")
-
-
-@pytest.fixture(scope="module")
-def keda(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    here = tmp_path_factory.mktemp("keda").resolve()
-    parts = [os.path.relpath(KUSTOMIZE / "components" / name, here) for name in ("pod-monitor", "keda")]
-    base = os.path.relpath(KUSTOMIZE / "overlays" / "nvidia", here)
-    (here / "kustomization.yaml").write_text(
-        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nnamespace: baton\n"
-        f"resources: [{base}]\ncomponents: {json.dumps(parts)}\n"
-    )
-    return render(here)
-
-
-def validate(item: Manifest) -> None:
-    schema = SCHEMAS / f"{item['kind']}.json"
-    if schema.is_file():
-        jsonschema.validate(item, json.loads(schema.read_text()))
-    else:
-        kubernetes_validate.validate(item, "1.37", strict=True)
-
-
-@pytest.mark.parametrize("name", ["scaled", "keda", "sets"])
+@pytest.mark.parametrize("name", ["scaled", "keda", "sets", "disaggregated"])
 def test_every_object_fits_its_schema(request: pytest.FixtureRequest, name: str) -> None:
     for item in request.getfixturevalue(name).objects:
         validate(item)
@@ -145,6 +112,43 @@ def test_sets_have_the_pods_of_the_deployments(sets: Rendered, nvidia: Rendered)
         assert {source["configMapRef"]["name"] for source in pod["containers"][0]["envFrom"]} <= names
 
 
+def test_one_set_of_both_roles_has_the_pods_of_the_deployments(disaggregated: Rendered, nvidia: Rendered) -> None:
+    assert [item["metadata"]["name"] for item in disaggregated.of_kind("Deployment")] == ["baton-gateway"]
+    roles = {item["name"]: item["spec"] for item in disaggregated.find("DisaggregatedSet", "baton")["spec"]["roles"]}
+    assert set(roles) == set(NODE_ROLES)
+    for role, spec in roles.items():
+        template = spec["leaderWorkerTemplate"]["workerTemplate"]
+        assert template == nvidia.deployment(role)["spec"]["template"]
+        assert (
+            spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+            == (nvidia.deployment(role)["spec"]["strategy"]["rollingUpdate"])
+        )
+
+
+def test_every_image_of_the_example_is_pinned_by_digest(pinned: Rendered) -> None:
+    job = pinned.find("Job", "baton-model-download")["spec"]["template"]["spec"]
+    for pod in (job, *(pod for _, pod in pinned.pods())):
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert re.fullmatch(r"registry\.example\.com/baton-[a-z-]+@sha256:0{64}", container["image"])
+
+
+def test_a_changed_setting_leaves_the_job_alone(scaled: Rendered) -> None:
+    # A Job cannot change, and a ConfigMap's name changes with every setting.
+    (container,) = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]["containers"]
+    assert "envFrom" not in container
+    given = {item["name"]: item["value"] for item in container["env"]}
+    assert given["BATON_MODEL"] == scaled.settings("gateway")["model"]
+
+
+def test_the_hubs_token_is_a_file(scaled: Rendered) -> None:
+    job = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]
+    (container,) = job["containers"]
+    folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    path = PurePosixPath({item["name"]: item["value"] for item in container["env"]}["HF_TOKEN_PATH"])
+    volumes = {volume["name"]: volume for volume in job["volumes"]}
+    assert volumes[folders[str(path.parent)]]["secret"] == {"secretName": "baton-hub", "optional": True}
+
+
 def download(scaled: Rendered, model: Path, endpoint: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     job = scaled.find("Job", "baton-model-download")["spec"]["template"]["spec"]["containers"][0]
     given = {item["name"]: item["value"] for item in job["env"] if "value" in item}
@@ -154,6 +158,7 @@ def download(scaled: Rendered, model: Path, endpoint: str, tmp_path: Path) -> su
         "HF_ENDPOINT": endpoint,
         "BATON_MODEL": str(model),
         "MODEL_REPOSITORY": "owner/model",
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
     }
     return subprocess.run(job["command"], env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -170,12 +175,14 @@ HF = _programs()
 def test_the_jobs_command_downloads_the_model_that_pods_wait_for(scaled: Rendered, tmp_path: Path) -> None:
     model = tmp_path / "model"
     files = {"config.json": b"{}", "model.safetensors": b"weights", "original/other.safetensors": b"unused"}
+    (tmp_path / "token").write_text("hf_secret\n")
     with hub(files) as running:
         first = download(scaled, model, running.endpoint, tmp_path)
         again = download(scaled, model, running.endpoint, tmp_path)
     assert first.returncode == 0, first.stderr
     assert (model / "model.safetensors").read_bytes() == b"weights"
     assert not (model / "original").exists()
+    assert "Bearer hf_secret" in running.authorizations
     assert again.stdout == f"{model} is there\n"
     (wait,) = scaled.pod("decode")["initContainers"]
     subprocess.run(wait["command"], env={"BATON_MODEL": str(model)}, timeout=60, check=True)

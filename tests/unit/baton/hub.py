@@ -24,11 +24,13 @@ class Hub:
 
     Attributes:
         sent: names of the files that were downloaded.
+        authorizations: what callers sent as `Authorization`.
     """
 
     endpoint: str
     files: Mapping[str, bytes]
     sent: list[str] = field(default_factory=list)
+    authorizations: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -60,6 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        self.hub.authorizations.add(self.headers.get("authorization", ""))
         if (info := _INFO.fullmatch(path)) is not None:
             if self._may_read(info[1], info[2] or "main"):
                 self._send_json({"id": info[1], "sha": COMMIT, "siblings": [], "private": False, "tags": []})

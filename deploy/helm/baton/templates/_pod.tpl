@@ -1,0 +1,205 @@
+{{/* The pod template of a role, from a dict with `root` and `role`. */}}
+{{- define "baton.pod" -}}
+{{- $root := .root }}
+{{- $role := .role }}
+{{- $name := include "baton.fullname" $root }}
+{{- $values := include "baton.role" . | fromYaml }}
+{{- $isGateway := eq $role "gateway" }}
+{{- $port := get (dict "gateway" 7000 "prefill" 7001 "decode" 7002) $role }}
+{{- $service := get (dict "gateway" "Generation" "prefill" "Prefill" "decode" "Decode") $role }}
+{{- $before := $isGateway | ternary (int $values.preStopSeconds) 0 }}
+{{- $least := add (ceil (float64 $values.settings.BATON_DRAIN_GRACE_S)) $before 10 }}
+{{- if lt (int $values.terminationGracePeriodSeconds) (int $least) }}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %v, which ends the pod before its drain: use %v or more" $role $values.terminationGracePeriodSeconds $least) }}
+{{- end }}
+metadata:
+  labels:
+    {{- include "baton.selector" . | nindent 4 }}
+  annotations:
+    # A changed setting rolls out like a changed image.
+    {{- $read := $isGateway | ternary (include "baton.settings.gateway" $root) (print (include "baton.settings.node" $root) (include (printf "baton.settings.%s" $role) $root)) }}
+    checksum/settings: {{ sha256sum $read }}
+    {{- with $values.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ $name }}-{{ $role }}
+  automountServiceAccountToken: {{ and $isGateway $root.Values.endpointSlices.enabled }}
+  # With service links, services would appear in the environment as BATON_*.
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ $values.terminationGracePeriodSeconds }}
+  {{- with $root.Values.images.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- $class := $root.Values.priority.create | ternary (printf "%s-%s" $name ($isGateway | ternary "gateway" "node")) "" }}
+  {{- with default $class $values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $values.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $values.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 65532
+    runAsGroup: 65532
+    seccompProfile: {type: RuntimeDefault}
+  topologySpreadConstraints:
+    {{- range $isGateway | ternary (list "topology.kubernetes.io/zone" "kubernetes.io/hostname") (list "kubernetes.io/hostname") }}
+    - topologyKey: {{ . }}
+      maxSkew: 1
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "baton.selector" $ | nindent 10 }}
+    {{- end }}
+  {{- if eq $role "prefill" }}
+  affinity:
+    podAffinity:
+      # KV goes only from prefill to decode nodes. Keep that traffic within a zone if the zone has room.
+      preferredDuringSchedulingIgnoredDuringExecution:
+        - weight: 100
+          podAffinityTerm:
+            topologyKey: topology.kubernetes.io/zone
+            labelSelector:
+              matchLabels:
+                {{- include "baton.selector" (dict "root" $root "role" "decode") | nindent 16 }}
+  {{- end }}
+  {{- if $root.Values.model.download.enabled }}
+  initContainers:
+    - name: wait-for-model
+      {{- include "baton.pull" (dict "root" $root "role" "gateway") | nindent 6 }}
+      command: [/bin/sh, -ec, 'until [ -e "$BATON_MODEL" ]; do echo "waiting for $BATON_MODEL"; sleep 5; done']
+      envFrom:
+        - configMapRef: {name: {{ $name }}-gateway}
+      resources:
+        requests: {cpu: 10m, memory: 32Mi}
+        limits: {cpu: 100m, memory: 32Mi}
+      securityContext:
+        {{- include "baton.containerSecurity" . | nindent 8 }}
+      volumeMounts:
+        - {name: model, mountPath: /models, readOnly: true}
+  {{- end }}
+  containers:
+    - name: {{ $role }}
+      {{- include "baton.pull" . | nindent 6 }}
+      envFrom:
+        {{- if not $isGateway }}
+        - configMapRef: {name: {{ $name }}}
+        {{- end }}
+        - configMapRef: {name: {{ $name }}-{{ $role }}}
+      env:
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - name: BATON_ADVERTISE
+          value: $(POD_IP):{{ $port }}
+        - name: BATON_NAME
+          value: $(POD_NAME)
+        {{- if $isGateway }}
+        # Threads that read large bodies give back what they have freed.
+        - name: MALLOC_ARENA_MAX
+          value: "2"
+        {{- else }}
+        # Without a port range UCX listens on any port, which no NetworkPolicy could name.
+        - name: UCX_TCP_PORT_RANGE
+          value: 20000-20999
+        {{- if $root.Values.rdma.enabled }}
+        - name: RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY
+          value: "true"
+        {{- end }}
+        {{- end }}
+        {{- with $values.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - {name: grpc, containerPort: {{ $port }}}
+        {{- if $isGateway }}
+        - {name: http, containerPort: 8000}
+        {{- end }}
+        {{- if $root.Values.podMonitor.enabled }}
+        - {name: metrics, containerPort: 9400}
+        {{- end }}
+      # Of the server of BATON_HEALTH_LISTEN, which needs no certificate. The empty service name is live, the role's own
+      # is ready. The server starts once the model is loaded.
+      startupProbe:
+        grpc: {port: 7003}
+        periodSeconds: {{ $isGateway | ternary 2 5 }}
+        failureThreshold: {{ $values.startupFailures }}
+      livenessProbe:
+        grpc: {port: 7003}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 3
+      readinessProbe:
+        grpc: {port: 7003, service: baton.v1.{{ $service }}}
+        periodSeconds: 5
+        timeoutSeconds: 2
+        failureThreshold: 2
+      {{- if $before }}
+      lifecycle:
+        preStop:
+          sleep: {seconds: {{ $before }}}
+      {{- end }}
+      resources:
+        {{- $resources := $values.resources }}
+        {{- if and $root.Values.rdma.enabled (not $isGateway) }}
+        {{- $resources = mergeOverwrite (deepCopy $resources) (dict "limits" (dict $root.Values.rdma.resource 1)) }}
+        {{- end }}
+        {{- toYaml $resources | nindent 8 }}
+      securityContext:
+        {{- include "baton.containerSecurity" . | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        {{- if not $isGateway }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- if $root.Values.model.directory }}
+        - {name: model, mountPath: /models, readOnly: true}
+        {{- end }}
+        {{- if not $root.Values.insecure }}
+        - {name: tls, mountPath: /etc/baton/tls, readOnly: true}
+        {{- if $isGateway }}
+        - {name: client-tls, mountPath: /etc/baton/client-tls, readOnly: true}
+        - {name: api-keys, mountPath: /etc/baton/api-keys, readOnly: true}
+        {{- end }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {sizeLimit: {{ $isGateway | ternary "256Mi" "1Gi" }}}
+    {{- if not $isGateway }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize }}}
+    {{- end }}
+    {{- if $root.Values.model.directory }}
+    - name: model
+      persistentVolumeClaim: {claimName: {{ include "baton.claim" $root }}, readOnly: true}
+    {{- end }}
+    {{- if not $root.Values.insecure }}
+    - name: tls
+      secret: {secretName: {{ include "baton.tlsSecret" . }}}
+    {{- if $isGateway }}
+    - name: client-tls
+      secret: {secretName: {{ include "baton.tlsSecret" (dict "root" $root "role" "client") }}}
+    - name: api-keys
+      secret: {secretName: {{ default (printf "%s-api-keys" $name) $root.Values.apiKeys.secret }}}
+    {{- end }}
+    {{- end }}
+{{- end -}}
+
+{{- define "baton.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}

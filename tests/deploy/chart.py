@@ -1,0 +1,85 @@
+"""Renders the Helm chart, as `helm template` does."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.deploy.manifests import ROOT, Rendered
+
+CHART = ROOT / "deploy" / "helm" / "baton"
+VALUES = ROOT / "deploy" / "helm" / "values"
+_CHILD = Path(__file__).parent / "helm_child.py"
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Release:
+    """What Helm makes of some values."""
+
+    rendered: Rendered
+    notes: str
+    # Of helm lint: messages of warnings and errors.
+    complaints: tuple[str, ...]
+
+
+class Refused(Exception):
+    """Helm refuses the values; the message is Helm's."""
+
+
+@dataclass(frozen=True)
+class Helm:
+    """A running Helm."""
+
+    _child: "subprocess.Popen[str]"
+
+    def release(self, *values: Values, name: str = "baton", namespace: str = "baton") -> Release:
+        """Renders and lints the chart with values, of which later ones win.
+
+        Raises:
+            Refused: by the chart's schema, or by a template.
+        """
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        request = {"chart": str(CHART), "values": merged(values), "name": name, "namespace": namespace}
+        self._child.stdin.write(json.dumps(request) + "\n")
+        self._child.stdin.flush()
+        answer = json.loads(self._child.stdout.readline())
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        manifests = {Path(path).name: text for path, text in answer["files"].items()}
+        notes = manifests.pop("NOTES.txt")
+        objects = [item for text in manifests.values() for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item]
+        complaints = tuple(item["error"] for item in answer["lint"]["messages"] if item["severity"] > 1)
+        return Release(Rendered(tuple(objects)), notes, complaints)
+
+
+@contextmanager
+def running_helm() -> Iterator[Helm]:
+    with subprocess.Popen(
+        [sys.executable, _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:  # its end closes the pipes, which ends the child
+        yield Helm(child)
+
+
+def values_of(*files: str) -> Values:
+    """The values of files of deploy/helm/values, by their names without .yaml."""
+    return merged([yaml.safe_load((VALUES / f"{file}.yaml").read_text()) for file in files])
+
+
+def merged(parts: Sequence[Values]) -> dict[str, Any]:
+    """Maps merged key by key, as Helm merges several --values."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            known = result.get(key)
+            both = isinstance(value, Mapping) and isinstance(known, Mapping)
+            result[key] = merged([known, value]) if both and known is not None else value
+    return result

@@ -38,7 +38,7 @@ decode node, each in a message of its own; nothing is retried.
 | what | cost |
 |---|---|
 | request without tracing: its machine's decisions and answers, {messages} messages | {machine:.0f} us |
-| journal, of every request while traces are on | {journal:.1f} us |
+| journal, of every request: `/ui` reads it too | {journal:.1f} us |
 | journal and its end without an export | {unsampled:.1f} us, {unsampled_share:.2f} % of the machine's time |
 | journal, {spans} spans built and encoded to {size} bytes | {sampled:.0f} us, {sampled_share:.1f} % |
 | mean with 10 % sampled | {mean:.1f} us, {mean_share:.2f} % |

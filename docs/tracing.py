@@ -68,9 +68,9 @@ one that they are again.
 
 ## Cost
 
-A request that is not exported costs its journal, and one that is exported the building and encoding of its spans, both
-once per request. Tokens cost nothing: decoding is one span. [tracing_cost.md](../bench/results/tracing_cost.md) has the
-measurement.
+Every request has a journal, which [the page](ui.md) reads too; one that is exported also costs the building and
+encoding of its spans, both once per request. Tokens cost nothing: decoding is one span.
+[tracing_cost.md](../bench/results/tracing_cost.md) has the measurement.
 
 ## What traces do not have
 

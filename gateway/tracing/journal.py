@@ -107,7 +107,7 @@ class Journal:
             case e.PrefillReplied(call, reply):
                 if reply.HasField("first_token"):  # it may have the logprobs of the whole prompt
                     at_s = reply.at_s if reply.HasField("at_s") else None
-                    self._add(now_s, FirstToken(call, at_s, tuple(reply.parts)))
+                    self._add(now_s, FirstToken(call, at_s, tuple(map(_copied, reply.parts))))
                 else:
                     self._add(now_s, event)
             case e.DecodeReplied(_, message):
@@ -139,3 +139,10 @@ class Journal:
             self.marks.append((now_s, mark))
         else:
             self.dropped += 1
+
+
+def _copied(part: prefill_pb2.SentPart) -> prefill_pb2.SentPart:
+    """NOTE: a part of a message keeps the memory of all of it, as long as the journal of a request that is shown."""
+    copy = prefill_pb2.SentPart()
+    copy.CopyFrom(part)
+    return copy

@@ -2,6 +2,7 @@
 
 from baton.errors import InvalidRequest, NoNode
 from gateway.timeline import Moment, Phase, Timeline, phases, read
+from gateway.tracing.journal import FirstToken
 from protos.baton.v1 import decode_pb2, prefill_pb2
 from tests.unit.gateway.served import LENGTH, SCHEDULED, SENT, accepted, failed, first_token, reserved, token
 from tests.unit.gateway.tracing.traced import Traced
@@ -151,3 +152,15 @@ def test_many_chunks_and_failures_leave_a_bounded_number() -> None:
     found = timeline_of(served)
     assert 16 <= len(found.chunks) <= 32
     assert found.chunks[-1][1] == 999
+
+
+def test_a_journal_keeps_no_memory_of_a_first_token_with_the_logprobs_of_its_prompt() -> None:
+    served, event = Traced(), first_token()
+    event.parts.add(bytes=4096)
+    event.first_token.prompt_logprobs.add(token_id=1)
+    served.decode(reserved())
+    served.prefill(event)
+    (mark,) = [mark for _, mark in served.journal.marks if isinstance(mark, FirstToken)]
+    assert list(mark.parts) == list(event.parts)
+    assert event.parts[0] is event.parts[0]  # one object for each part of a message
+    assert mark.parts[0] is not event.parts[0]

@@ -59,7 +59,7 @@ test: install  ## Run every test that needs no GPU
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(SINGLE)
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(addprefix --ignore=,$(SINGLE) tests/clients tests/docs/test_run.py)
 
-test-clients: install  ## Run clients that other people wrote against a cluster (installs 2 GB in .clients the first time)
+test-clients: install  ## Run clients that other people wrote against a cluster (installs 3 GB in .clients the first time)
 	@$(BIN)/python -m tests.clients.install
 	@$(BIN)/python -m pytest tests/clients
 

@@ -194,6 +194,10 @@ class Client:
         """The cluster as the gateway sees it."""
         return await self._ask(lambda stub: stub.ClusterStatus(pb.ClusterStatusRequest()))
 
+    async def cluster_view(self) -> str:
+        """What the gateway's page /ui shows, as JSON."""
+        return (await self._ask(lambda stub: stub.ClusterView(pb.ClusterViewRequest()))).state_json
+
     async def _stream(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """The request's events, from as many gateways as it takes."""
         several = len(self._gateways) > 1
@@ -292,7 +296,7 @@ def _typed_errors(target: str) -> Iterator[None]:
             cause = last_cause(error)
             raise _Lost(NoNode(f"cannot reach {target}: {cause}", field="target", value=target, cure=cure)) from None
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            cure = "give the address of a gateway, not of a node"
+            cure = "give the address of a gateway, not of a node; an older gateway lacks newer calls"
             raise NoNode(f"{target} is not a gateway", field="target", value=target, cure=cure) from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlineExceeded("the request did not finish in time", cure="allow more time") from None

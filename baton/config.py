@@ -1,10 +1,12 @@
 """Every setting of every process, with its default, its bounds and its meaning.
 
-    CommonSettings
-    ├── NodeSettings             model, cache, engine, transfer
-    │   ├── PrefillSettings
-    │   └── DecodeSettings
-    └── GatewaySettings
+    ProcessSettings
+    ├── CommonSettings               model, TLS between the cluster's processes
+    │   ├── NodeSettings             cache, engine, transfer
+    │   │   ├── PrefillSettings
+    │   │   └── DecodeSettings
+    │   └── GatewaySettings
+    └── PickerSettings
 
 Each setting is a flag and a variable of the same name: `--block-size 32` and `BATON_BLOCK_SIZE=32`; the flag wins. A
 wrong value ends the process with exit code 2 and one line on stderr that names setting, value and allowed values; so
@@ -45,7 +47,7 @@ _CACHE_MIB_MAX = 1 << 26
 _HTTP_BODY_MIB_MAX = 4096
 
 
-class CommonSettings(BaseSettings):
+class ProcessSettings(BaseSettings):
     """Settings of all processes."""
 
     model_config = SettingsConfigDict(
@@ -59,18 +61,6 @@ class CommonSettings(BaseSettings):
         "0.0.0.0",
     )
     name: str | None = Field(None, description="name in receipts, logs and status; default: from role and address")
-    model: Path = Field(
-        DEMO_MODELS / "llama",
-        description="directory with config.json, weights and tokenizer.json; or a repository of the Hugging Face hub, "
-        "such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision, which is downloaded",
-    )
-    tls_cert: Path | None = Field(
-        None, description="PEM file with this process's certificate for the cluster's own traffic, which names its role"
-    )
-    tls_key: Path | None = Field(None, description="PEM file with the key of tls_cert")
-    tls_ca: Path | None = Field(
-        None, description="PEM file with the CA that the certificates of all other processes are from"
-    )
     insecure: bool = Field(
         False, description="serve other machines without TLS: whoever reaches the ports reads and changes everything"
     )
@@ -101,9 +91,33 @@ class CommonSettings(BaseSettings):
     )
 
 
+class CommonSettings(ProcessSettings):
+    """Settings of gateways and nodes."""
+
+    model: Path = Field(
+        DEMO_MODELS / "llama",
+        description="directory with config.json, weights and tokenizer.json; or a repository of the Hugging Face hub, "
+        "such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@revision, which is downloaded",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file with this process's certificate for the cluster's own traffic, which names its role"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the key of tls_cert")
+    tls_ca: Path | None = Field(
+        None, description="PEM file with the CA that the certificates of all other processes are from"
+    )
+
+
 class NodeSettings(CommonSettings):
     """Settings of both node roles."""
 
+    model_revision: str | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        description="name of the weights' revision in status, metrics and receipts; not compared: nodes work together "
+        "if their weights are equal; default: the commit, for a model of the hub, else none",
+    )
     kv_cache_layout: str | None = Field(
         None, description="order of the cache's axes: NHD, HND, BLNHC, BLHNC; MLA: LBNC, BLNC"
     )
@@ -196,6 +210,13 @@ class NodeSettings(CommonSettings):
     keepalive_s: float = Field(
         KEEPALIVE_S, gt=0, le=3600, description="a peer that answers no ping for that long counts as lost"
     )
+
+    @field_validator("model_revision")
+    @classmethod
+    def _is_printable(cls, name: str | None) -> str | None:
+        if name is not None and not name.isprintable():
+            raise ValueError("it has a control character; allowed: printable ones")
+        return name
 
     def segment_bytes(self, *, on_gpu: bool) -> int:
         mib = self.segment_mib or (_GPU_SEGMENT_MIB if on_gpu else _CPU_SEGMENT_MIB)
@@ -421,6 +442,52 @@ class GatewaySettings(CommonSettings):
     max_concurrent_requests: int = Field(
         1024, ge=1, le=_COUNT_MAX, description="most requests at once; further ones are refused with a retry hint"
     )
+
+
+class PickerSettings(ProcessSettings):
+    """Endpoint picker."""
+
+    pool: str = Field(
+        "",
+        description="HTTP addresses of the gateways, comma-separated: host:port, where names are resolved again every "
+        "resolve_s; file:///path, a list in a file; k8s://namespace/service:port, the endpoints of a Service of "
+        "Kubernetes",
+    )
+    resolve_s: float = Field(
+        5.0, gt=0, le=_SECONDS_MAX, description="interval at which names of gateways are resolved and files read again"
+    )
+    pool_metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="port of each gateway's host where /metrics is read, its --metrics-listen; default: its own HTTP "
+        "port, which works without TLS and keys only",
+    )
+    poll_s: float = Field(
+        0.25, ge=0.01, le=_SECONDS_MAX, description="pause between two looks at one gateway's load and readiness"
+    )
+    stale_s: float = Field(
+        3.0, gt=0, le=_SECONDS_MAX, description="a gateway that has not answered for that long gets no requests"
+    )
+    fallbacks: int = Field(
+        1,
+        ge=0,
+        le=16,
+        description="further gateways that each answer names for retries; 0 for a proxy that takes one address only",
+    )
+    sheddable: str = Field(
+        "",
+        description="names of the InferenceObjectives, comma-separated, whose requests are refused with 429 where "
+        "requests wait on every gateway",
+    )
+    shed_waiting: int = Field(
+        8,
+        ge=1,
+        le=_COUNT_MAX,
+        description="requests that wait on each gateway, from which on sheddable ones are refused",
+    )
+    client_tls_cert: Path | None = Field(None, description="PEM file with the certificate that the proxy sees")
+    client_tls_key: Path | None = Field(None, description="PEM file with the key of client_tls_cert")
 
 
 def tokenizer_file(model: Path) -> Path:

@@ -199,6 +199,10 @@ def receipt_to_proto(receipt: Receipt) -> pb.Receipt:
         layer_groups=receipt.layer_groups,
         predicted_ttft_s=receipt.predicted_ttft_s,
         split_tokens=receipt.split_tokens,
+        revision=receipt.revision,
+        revision_name=receipt.revision_name,
+        prefill_version=receipt.prefill_version,
+        decode_version=receipt.decode_version,
     )
 
 
@@ -231,4 +235,8 @@ def receipt_from_proto(message: pb.Receipt) -> Receipt:
         layer_groups=message.layer_groups,
         predicted_ttft_s=message.predicted_ttft_s if message.HasField("predicted_ttft_s") else None,
         split_tokens=message.split_tokens,
+        revision=message.revision,
+        revision_name=message.revision_name,
+        prefill_version=message.prefill_version,
+        decode_version=message.decode_version,
     )

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 log = logging.getLogger("baton")
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w-][\w./-]*))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 # Weights in subfolders, and those named "consolidated", are the same weights in other formats.
 _UNUSED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
@@ -43,6 +44,12 @@ def model_name(directory: Path) -> str:
     if directory.parent.name == "snapshots" and (cached := _CACHED.fullmatch(directory.parent.parent.name)):
         return f"{cached['owner']}/{cached['name']}"
     return directory.name
+
+
+def hub_commit(directory: Path) -> str:
+    """The commit of a directory of the hub's cache; empty for any other."""
+    directory = directory.resolve()
+    return directory.name if directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name) else ""
 
 
 def _download(repository: str, revision: str | None, *, weights: bool) -> Path:

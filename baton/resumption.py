@@ -10,6 +10,7 @@ import uuid
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+from baton.errors import NoNode
 from protos.baton.v1 import generation_pb2 as pb
 
 
@@ -95,6 +96,7 @@ class _Output:
         since: what came after `base`.
         dropping: what a resumed answer repeats of it.
         finished: its last message came.
+        revision: of the weights that it comes from; empty: not known.
     """
 
     base: list[int] = field(default_factory=list)
@@ -102,6 +104,7 @@ class _Output:
     since: _Given = field(default_factory=_Given)
     dropping: _Given = field(default_factory=_Given)
     finished: bool = False
+    revision: str = ""
 
 
 class Progress:
@@ -120,15 +123,27 @@ class Progress:
             output.dropping = deepcopy(output.since)
         if self._one and 0 in self._outputs:
             request.output_token_ids.extend(self._outputs[0].base)
+        revisions = {output.revision for output in self._outputs.values()}
+        if len(revisions) == 1:
+            request.revision = revisions.pop()
         return request
 
     def take(self, message: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        """What the client has not had of the gateway's next message; None: nothing."""
+        """What the client has not had of the gateway's next message; None: nothing.
+
+        Raises:
+            NoNode: it comes from other weights than what the client has.
+        """
         if message.notice:
             return message
         output = self._outputs.setdefault(message.index, _Output())
         if output.finished:
             return None
+        if message.revision and message.revision != (output.revision or message.revision):
+            what = f"the answer began with revision {output.revision} of the weights, and goes on with another one"
+            cure = "send the request again from its beginning"
+            raise NoNode(f"{what}, {message.revision}", field="revision", value=message.revision, cure=cure)
+        output.revision = message.revision or output.revision
         repeats = output.dropping.some_left
         output.dropping.drop_from(message)
         if message.finish_reason:

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from baton.config import (
     CLIENT_VARIABLES,
-    CommonSettings,
     DecodeSettings,
     GatewaySettings,
+    PickerSettings,
     PrefillSettings,
+    ProcessSettings,
     flag,
     variable,
 )
@@ -27,7 +28,7 @@ _SHOWN_MAX = 200  # characters of a wrong value
 _ALIKE = 0.87
 _UNIT = re.compile(r"_(MS|S|MIB|GB_PER_S)$")
 
-Settings = TypeVar("Settings", bound=CommonSettings)
+Settings = TypeVar("Settings", bound=ProcessSettings)
 
 
 def read_settings(cls: type[Settings], program: str, argv: list[str] | None = None) -> Settings:
@@ -51,7 +52,7 @@ def misspelled_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Variables with other names after our prefix are none of ours: Kubernetes sets some for a service named `baton`.
     """
-    roles = (PrefillSettings, DecodeSettings, GatewaySettings)
+    roles = (PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings)
     known = {variable(name) for cls in roles for name in cls.model_fields} | {*CLIENT_VARIABLES}
     ends = {name.removeprefix(_PREFIX): name for name in sorted(known)}
     ends |= {_UNIT.sub("", end): name for end, name in ends.items() if _UNIT.sub("", end) not in ends}
@@ -66,7 +67,7 @@ def fail(program: str, error: ConfigError) -> NoReturn:
     raise SystemExit(2)
 
 
-def describe_validation_error(cls: type[CommonSettings], error: ValidationError) -> list[str]:
+def describe_validation_error(cls: type[ProcessSettings], error: ValidationError) -> list[str]:
     """One line per wrong value: variable and flag, the value, what is allowed."""
     lines = []
     for item in error.errors():
@@ -84,7 +85,7 @@ def _one_line(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def _parser(cls: type[CommonSettings], program: str) -> argparse.ArgumentParser:
+def _parser(cls: type[ProcessSettings], program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program, description=f"{cls.__doc__} Each flag is also a variable: --block-size is BATON_BLOCK_SIZE."
     )
@@ -97,7 +98,7 @@ def _parser(cls: type[CommonSettings], program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def settings_table(cls: type[CommonSettings]) -> list[tuple[str, str, str, str]]:
+def settings_table(cls: type[ProcessSettings]) -> list[tuple[str, str, str, str]]:
     """Rows of flag, variable, default and meaning, for docs/configuration.md."""
     rows = []
     for name, info in cls.model_fields.items():

@@ -202,3 +202,7 @@ class Receipt:
     layer_groups: int
     predicted_ttft_s: float | None = None
     split_tokens: int = 0
+    revision: str = ""
+    revision_name: str = ""
+    prefill_version: str = ""
+    decode_version: str = ""

@@ -25,6 +25,7 @@ BENCHMARKS = (
     ("hand_over", "Handed over against one process", "bench.hand_over"),
     ("latency", "Latency at the client with default settings", "bench.latency"),
     ("http_door", "A streamed token's cost at the gateway", "bench.http_door"),
+    ("tracing", "What traces cost a gateway", "bench.tracing_served"),
     ("endurance", "Thousands of requests through one pair", "bench.endurance"),
     ("overload", "Overload", "bench.overload"),
     ("connects", "Connects that come to nothing, and killed prefill nodes", "bench.connects"),

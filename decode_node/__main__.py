@@ -1,18 +1,22 @@
 """`python -m decode_node`: one decode node, until SIGTERM."""
 
-from baton.config import DecodeSettings
-from baton.environment import quiet_grpc
-from baton.settings_reader import read_settings
+from baton.interrupts import plain_interrupts
 
 
 def main() -> None:
-    settings = read_settings(DecodeSettings, "decode_node")
-    quiet_grpc()  # before its import, at which it reads the variable
-    # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at once.
-    from decode_node.driver import DecodeDriver
-    from decode_node.service import DecodeService
-    from node.process import run_node
-    from protos.baton.v1 import common_pb2
+    with plain_interrupts("decode_node"):
+        from baton.config import DecodeSettings
+        from baton.environment import quiet_grpc
+        from baton.settings_reader import read_settings
+
+        settings = read_settings(DecodeSettings, "decode_node")
+        quiet_grpc()  # before its import, at which it reads the variable
+        # Importing torch takes seconds: only once the settings are right, so that --help and a wrong flag answer at
+        # once.
+        from decode_node.driver import DecodeDriver
+        from decode_node.service import DecodeService
+        from node.process import run_node
+        from protos.baton.v1 import common_pb2
 
     run_node(
         "decode_node",

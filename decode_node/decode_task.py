@@ -20,6 +20,7 @@ from baton.error_detail import to_detail
 from baton.errors import BatonError, DataLoss, DeadlineExceeded, Overloaded
 from baton.types import FinishReason, TokenOutput
 from decode_node.admission import no_room
+from decode_node.chunk_times import ChunkTimes
 from decode_node.commands import (
     Abort,
     Admit,
@@ -34,6 +35,7 @@ from decode_node.commands import (
 )
 from decode_node.lease_events import Filled, HandedOver, LeaseEvent, LocalPrefill, Lost, Renewal
 from decode_node.rules import DecodeRules
+from engine.events import ChunkComputed
 from engine.request import EngineRequest, Reservation
 from kvtransfer.leases import LeaseGrant, LeaseTotals
 from protos.baton.v1 import common_pb2
@@ -89,6 +91,7 @@ class DecodeTask:
         self._lease_numbers = lease_numbers
         self._submitted_s = now_s
         self._traced = bool(submit.traceparent)
+        self.chunk_times = ChunkTimes()
         self._filled_s = now_s
         self._budget_s = submit.budget_s if submit.HasField("budget_s") else None
         self._budget_deadline_s = None if self._budget_s is None else now_s + self._budget_s
@@ -277,6 +280,11 @@ class DecodeTask:
             return Admit(self.engine_id, first)
         self.prefill_started_s = now_s
         return PrefillHere(self.engine_id, self._request.output, received_tokens=self._lease_stop)
+
+    def chunk_computed(self, chunk: ChunkComputed, now_s: float) -> None:
+        """A part of the prompt, before the first token."""
+        if self._traced and self.prefill_started_s is not None:
+            self.chunk_times.add(chunk.token_start, chunk.token_stop, now_s - self._submitted_s)
 
     def _cached_tokens(self, reservation: Reservation) -> int:
         """How many tokens need not be computed here."""

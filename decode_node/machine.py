@@ -229,14 +229,18 @@ class DecodeMachine:
         for started in events.started:
             if (task := tasks.get(started.request_id)) is not None:
                 task.prefill_queue_s = started.queue_s
+        for chunk in events.chunks:
+            if (task := tasks.get(chunk.request_id)) is not None:
+                task.chunk_computed(chunk, now_s)
         for request_id, token, finish_reason, stop_reason in events.tokens:
             task = tasks.get(request_id)
             if task is None or task.phase is not decoding:
                 continue
-            prefill_s = queue_s = None
+            prefill_s = queue_s = chunks = None
             if task.prefill_started_s is not None:
                 queue_s = task.prefill_queue_s
                 prefill_s, task.prefill_started_s = max(0.0, now_s - task.prefill_started_s - queue_s), None
+                chunks = task.chunk_times.take()
             message = steps.get(task.session)
             if message is None:
                 message = steps[task.session] = pb.SessionResponse(step=pb.Step())
@@ -247,6 +251,7 @@ class DecodeMachine:
                 stop_reason=stop_reason,
                 prefill_s=prefill_s,
                 queue_s=queue_s,
+                prompt_chunks=chunks,
             )
             if finish_reason is not None:
                 finished.append(task)

@@ -2,7 +2,15 @@
 
 from pathlib import Path
 
-from baton.config import CommonSettings, DecodeSettings, GatewaySettings, NodeSettings, PrefillSettings
+from baton.config import (
+    CommonSettings,
+    DecodeSettings,
+    GatewaySettings,
+    NodeSettings,
+    PickerSettings,
+    PrefillSettings,
+    ProcessSettings,
+)
 from baton.settings_reader import settings_table
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
@@ -22,8 +30,9 @@ the transport or the attention backend, `NHD`. MLA caches have no head axis: for
 `make docs` writes this page from the settings classes.
 """
 
-_SECTIONS: tuple[tuple[str, type[CommonSettings], type[CommonSettings] | None], ...] = (
-    ("Every process", CommonSettings, None),
+_SECTIONS: tuple[tuple[str, type[ProcessSettings], type[ProcessSettings] | None], ...] = (
+    ("Every process", ProcessSettings, None),
+    ("Gateways and nodes", CommonSettings, ProcessSettings),
     (
         "Prefill and decode nodes (`baton prefill-node`, `baton decode-node`)",
         NodeSettings,
@@ -32,6 +41,7 @@ _SECTIONS: tuple[tuple[str, type[CommonSettings], type[CommonSettings] | None], 
     ("Prefill nodes only", PrefillSettings, NodeSettings),
     ("Decode nodes only", DecodeSettings, NodeSettings),
     ("Gateway (`baton gateway`)", GatewaySettings, CommonSettings),
+    ("Endpoint picker (`baton picker`)", PickerSettings, ProcessSettings),
 )
 
 
@@ -40,7 +50,7 @@ def page() -> str:
     return "\n".join([_INTRODUCTION, *(_section(*section) for section in _SECTIONS)])
 
 
-def _section(title: str, cls: type[CommonSettings], inherited: type[CommonSettings] | None) -> str:
+def _section(title: str, cls: type[ProcessSettings], inherited: type[ProcessSettings] | None) -> str:
     known = set(inherited.model_fields) if inherited else set()
     rows = [row for name, row in zip(cls.model_fields, settings_table(cls), strict=True) if name not in known]
     lines = [f"| `{flag}` | `{variable}` | {default} | {meaning} |" for flag, variable, default, meaning in rows]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Label, Metric, Role
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, PICKER, Kind, Label, Metric, Role
 
 PAGE = Path(__file__).resolve().parent / "metrics.md"
 
@@ -32,10 +32,12 @@ scrape_configs:
 ```
 
 Every series has the labels `{"` and `".join(BASE_LABELS)}`. Names and meanings are vLLM's, with `baton_` for `vllm:`,
-where vLLM has the same metric. Label values come from the closed sets below, or are names of nodes that are paired now.
-All series with closed labels are there from the start, at 0. Counters begin at 0 with each process. What
-prometheus_client says of a process (`process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`)
-is there too, except where a gateway has several workers.
+where vLLM has the same metric. Label values come from the closed sets below, or are names of nodes that are paired now
+and of what carries their KV. All series with closed labels are there from the start, at 0. Counters begin at 0 with
+each process. What prometheus_client says of a process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
+`process_open_fds`) is there too, except where a gateway has several workers.
+
+`/metrics?name[]=baton_ready&name[]=baton_num_requests_running` has these metrics only.
 
 Counting costs about a microsecond per message to a client, and as much per engine step; everything else is read at the
 scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
@@ -44,10 +46,12 @@ scrape. [metrics_cost.md](../bench/results/metrics_cost.md) has the measurement.
 """
 
 _SECTIONS = (
-    ("Every process", tuple(Role)),
+    ("Every process", (*ALL, *PICKER)),
+    ("Gateways and nodes", ALL),
     ("Gateway", (Role.GATEWAY,)),
     ("Prefill and decode nodes", (Role.PREFILL, Role.DECODE)),
     ("Decode nodes", (Role.DECODE,)),
+    ("Endpoint picker", PICKER),
 )
 
 

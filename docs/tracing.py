@@ -27,8 +27,8 @@ _INTRODUCTION = f"""# Traces
 
 A gateway exports one OpenTelemetry trace per request, by OTLP over gRPC, to any collector:
 
-```sh
-baton gateway ... --otlp-endpoint http://collector:4317
+```sh title="needs several machines"
+baton gateway --prefill prefill:7001 --decode decode:7002 --otlp-endpoint http://collector:4317
 ```
 
 or with `OTEL_EXPORTER_OTLP_ENDPOINT` and the other variables below. Nodes need no setting and reach no collector: they
@@ -59,8 +59,12 @@ variables the gateway reads these:
 
 Each `OTEL_EXPORTER_OTLP_` variable also exists as `OTEL_EXPORTER_OTLP_TRACES_...`, which comes first.
 
+Any collector of OTLP over gRPC will do. `make test-clients` sends the traces of a real cluster to Arize Phoenix and
+reads them back from its API. Phoenix keeps neither links nor resources: there only `baton.node` says where a span was.
+
 A collector that is slow or gone costs traces, never a request: each gateway process holds 16 MiB of traces at most, and
-drops and counts those beyond. One log line says that traces are not exported, one that they are again.
+drops those beyond. `baton_traces_total` counts what becomes of traces. One log line says that they are not exported,
+one that they are again.
 
 ## Cost
 
@@ -75,6 +79,7 @@ measurement.
 - Exact times of nodes. A node's clock is placed on the gateway's by the fastest message and its answer, so its spans
   may be shifted by half of what these took, in one piece.
 - Spans of chunks of very long prompts one by one: beyond 32, neighbours are one span, which has `baton.merged`.
+- The chunks of a prompt that a decode node computes, where it is lost before the first token, with which they come.
 - The traces that a killed gateway held. OTLP over HTTP, and metrics or logs by OTLP.
 
 `make docs` writes this page from `baton/tracing/declared.py`.

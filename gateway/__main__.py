@@ -1,14 +1,17 @@
 """`python -m gateway`: one gateway, until SIGTERM."""
 
-from baton.config import GatewaySettings
-from baton.environment import quiet_grpc
-from baton.settings_reader import read_settings
+from baton.interrupts import plain_interrupts
 
 
 def main() -> None:
-    settings = read_settings(GatewaySettings, "gateway")
-    quiet_grpc()  # before its import, at which it reads the variable
-    from gateway.start import start
+    with plain_interrupts("gateway"):
+        from baton.config import GatewaySettings
+        from baton.environment import quiet_grpc
+        from baton.settings_reader import read_settings
+
+        settings = read_settings(GatewaySettings, "gateway")
+        quiet_grpc()  # before its import, at which it reads the variable
+        from gateway.start import start
 
     start(settings)
 

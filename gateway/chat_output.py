@@ -9,10 +9,15 @@ class ChatOutput:
 
     A message has reasoning before answer before tool calls. Where the model has them in another order, the message is
     followed by others that have only `chat`.
+
+    Args:
+        tokens_last: the last of these messages has the tokens, not the first one: a client that has tokens then has all
+            of what they say.
     """
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, *, tokens_last: bool = False) -> None:
         self._parser = parser
+        self._tokens_last = tokens_last
 
     def messages(self, message: pb.GenerateResponse) -> list[pb.GenerateResponse]:
         """The message as the client gets it. The last one has how the output ended."""
@@ -32,7 +37,7 @@ class ChatOutput:
         if len(parts) == 1:
             message.chat.CopyFrom(parts[0])
             return [message]
-        return _spread(message, parts)
+        return _spread(message, parts, tokens_last=self._tokens_last)
 
 
 def _follows(part: pb.ChatDelta, delta: ChatDelta) -> bool:
@@ -55,12 +60,12 @@ def _append(part: pb.ChatDelta, delta: ChatDelta) -> None:
             part.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
 
 
-def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta]) -> list[pb.GenerateResponse]:
-    """The first message has text and tokens, the last one how the output ended."""
+def _spread(message: pb.GenerateResponse, parts: list[pb.ChatDelta], *, tokens_last: bool) -> list[pb.GenerateResponse]:
+    """The first message has the text, the last one how the output ended."""
     messages = [pb.GenerateResponse(index=message.index, chat=part) for part in parts]
     first, last = messages[0], messages[-1]
-    first.text, first.request_id = message.text, message.request_id
-    first.tokens.extend(message.tokens)
+    first.text, first.request_id, first.revision = message.text, message.request_id, message.revision
+    (last if tokens_last else first).tokens.extend(message.tokens)
     first.prompt_logprobs.extend(message.prompt_logprobs)
     last.finish_reason, last.stop_reason = message.finish_reason, message.stop_reason
     if message.HasField("usage"):

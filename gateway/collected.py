@@ -57,6 +57,8 @@ class Collector:
         output = self._outputs.get(message.index)
         if output is None:
             output = self._outputs[message.index] = _Output(pb.Output(index=message.index))
+        if message.revision:
+            output.message.revision = message.revision
         output.text.append(message.text)
         output.message.tokens.extend(message.tokens)
         if message.HasField("chat"):

@@ -235,6 +235,10 @@ class Fleet:
         known = [node.view().max_context_tokens for node in self.decodes.values() if not node.detail]
         return min(self._max_context_tokens, max(known, default=self._max_context_tokens))
 
+    def may_have(self, revision: str) -> bool:
+        """Whether some node has, or may turn out to have, this revision of the weights."""
+        return any(node.revision in ("", revision) for node in self.nodes())
+
     def explain(self) -> str:
         """Why no node can be chosen for a request, node by node."""
         return "; ".join(node.explain() for node in self.nodes()) or "no node address is known"

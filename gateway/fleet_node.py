@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from baton.convert import costs_from_proto
+from baton.errors import shortened
+from baton.revisions import revision_of
 from gateway.backlog import Backlog
 from gateway.cache_position import CachePosition
 from gateway.prediction import prompt_s
@@ -22,8 +24,9 @@ Role: TypeAlias = common_pb2.Role.ValueType
 _DTYPE_BYTES = {"float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Phases of a pair that last.
 SETTLED = (common_pb2.PEER_PHASE_READY, common_pb2.PEER_PHASE_REFUSED)
+_TEXT_MAX = 200
 _NEVER_CONNECTED = "not connected yet"
-_UNKNOWN = NodeView("", 0, (), False, 0, 1, 0, 0, 0, frozenset())
+_UNKNOWN = NodeView("", 0, "", False, 0, 1, 0, 0, 0, frozenset())
 
 
 class FleetNode:
@@ -39,6 +42,7 @@ class FleetNode:
         self.last_message_at_s = 0.0  # last message on any connection
         self.retired = False  # no longer listed: removed once its requests are done
         self.cache = CachePosition()
+        self.revision = ""  # of its weights: requests continue only on nodes of theirs; empty: never reached
         self.cached_tokens = 0  # that it has of the prompt for which it was chosen last
         self._view: NodeView | None = _UNKNOWN  # None: something has changed since
         self._decode_view: NodeView | None = None
@@ -54,9 +58,17 @@ class FleetNode:
         return self.status.info.incarnation
 
     @property
-    def model(self) -> tuple[str, ...]:
-        """Architecture and digests: requests continue only on nodes that are equal in all of them."""
-        return _model(self.status.info)
+    def revision_name(self) -> str:
+        return shortened(self.status.info.model.revision_name, _TEXT_MAX)
+
+    @property
+    def version(self) -> str:
+        return shortened(self.status.info.package_version, _TEXT_MAX)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it works on requests: a node that drains does."""
+        return self.reachable and not self.detail
 
     @property
     def cache_kind(self) -> tuple[str, int]:
@@ -82,7 +94,7 @@ class FleetNode:
         view = self._view
         if view is None or view.open != self.open:
             view = self._view = replace(
-                _to_view(self.address, self.status, self.peers),
+                _to_view(self.address, self.revision, self.status, self.peers),
                 open=self.open,
                 requests_since=self._requests_since,
                 tokens_since=self._tokens_since,
@@ -118,6 +130,7 @@ class FleetNode:
         self._view = None
 
     def take_status(self, status: node_pb2.NodeStatus, detail: str) -> None:
+        self.revision = revision_of(status.info.model)
         self.status = status
         self.peers = {peer.incarnation: peer for peer in status.peers if peer.incarnation}
         self.reachable, self.detail = True, detail
@@ -150,22 +163,20 @@ def settled(prefill: FleetNode, decode: FleetNode) -> bool:
     return peer is not None and peer.phase in SETTLED
 
 
-def _model(info: common_pb2.NodeInfo) -> tuple[str, ...]:
-    return (info.model.architecture, info.model.config_digest, info.model.weights_digest)
-
-
 def _seconds(reported: float) -> float:
     """A node's number, or 0 if it is none."""
     return reported if 0 <= reported < math.inf else 0.0
 
 
-def _to_view(address: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]) -> NodeView:
+def _to_view(
+    address: str, revision: str, status: node_pb2.NodeStatus, peers: Mapping[int, common_pb2.PeerState]
+) -> NodeView:
     info = status.info
     ready = (number for number, peer in peers.items() if peer.phase == common_pb2.PEER_PHASE_READY)
     return NodeView(
         address=address,
         incarnation=info.incarnation,
-        model=_model(info),
+        revision=revision,
         open=True,
         max_context_tokens=info.max_context_tokens,
         block_size=info.cache_shape.block_size,

@@ -9,7 +9,7 @@ from baton.model_source import model_name
 from gateway.chat.model import ChatModel, read_chat_model
 from gateway.generation_defaults import read_bos_token_id, read_default_sampling
 from gateway.tokenizer import TextTokenizer
-from grammar.compiler import GrammarCompiler
+from grammar.checker import GrammarChecker
 from models.config.reader import read_config
 from models.identity import config_digest
 from protos.baton.v1 import common_pb2
@@ -36,7 +36,7 @@ class ServedModel:
     bos_token_id: int | None
     default_sampling: common_pb2.SamplingParams
     chat: ChatModel
-    grammars: GrammarCompiler
+    grammars: GrammarChecker
 
     @property
     def identity(self) -> common_pb2.ModelIdentity:
@@ -89,5 +89,5 @@ def read_served_model(directory: Path, name: str | None, chat_template: Path | N
         bos_token_id=read_bos_token_id(directory),
         default_sampling=read_default_sampling(directory),
         chat=read_chat_model(directory, chat_template),
-        grammars=GrammarCompiler(tokenizer_file(directory), config.vocab_size, config.eos_token_ids),
+        grammars=GrammarChecker(tokenizer_file(directory), config.vocab_size, config.eos_token_ids),
     )

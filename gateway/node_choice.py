@@ -29,9 +29,21 @@ class _Refusal(NamedTuple):
 
 
 class NodeChoice:
-    """The choices of one request, from its first node to its last."""
+    """The choices of one request, from its first node to its last.
 
-    def __init__(self, rules: Rules, fleet: Fleet, *, prompt: PromptBlocks | None = None, session_id: str = "") -> None:
+    Args:
+        revision: of a part of the answer that the client has; empty: it has none.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        fleet: Fleet,
+        *,
+        prompt: PromptBlocks | None = None,
+        session_id: str = "",
+        revision: str = "",
+    ) -> None:
         self._fleet = fleet
         self._prompt = prompt
         self._session_id = session_id
@@ -43,7 +55,8 @@ class NodeChoice:
             LocalPolicy.ELASTIC: max(1, rules.max_attempts - 1),
             LocalPolicy.LOCAL: 0,
         }[rules.local_policy]
-        self._model: tuple[str, ...] | None = None  # that the output's tokens come from; None while there are none
+        self._resumed = revision
+        self._revision = revision  # that the output's tokens come from; empty while there are none
         self._refusals: dict[int, _Refusal] = {}  # by incarnation
         self._losing: set[int] = set()  # incarnations that the fleet does not know as lost yet
 
@@ -69,6 +82,13 @@ class NodeChoice:
         for refusal in self._refusals.values():
             if not begun or refusal.ends_a_begun_request:
                 raise refusal.error
+        if self._resumed and not self._fleet.may_have(self._resumed):
+            raise NoNode(
+                f"the client has a part of the answer of revision {self._resumed} of the weights, and no node has them",
+                field="revision",
+                value=self._resumed,
+                cure="send the request again from its beginning",
+            )
         if not begun and not (self._policy is LocalPolicy.STRICT and self._fleet.pairs_under_way()):
             cure = "see `baton status`, and try again"
             raise NoNode(f"no node can take the request: {self._fleet.explain()}", cure=cure, retry_after_s=1.0)
@@ -137,8 +157,8 @@ class NodeChoice:
             self._fleet.breakers.failed(node.incarnation, now_s)
 
     def generated(self, node: FleetNode) -> None:
-        """Records that the output has tokens from an attempt on this node: only nodes of its model may continue it."""
-        self._model = node.model
+        """Records that the output has tokens from this node: only nodes of its revision may continue it."""
+        self._revision = node.revision
 
     def answered(self, *nodes: FleetNode) -> None:
         """Records that the nodes have done their parts of the request."""
@@ -161,7 +181,7 @@ class NodeChoice:
         return Wanted(
             num_tokens=num_tokens,
             policy=self._policy,
-            model=self._model,
+            revision=self._revision,
             excluded_decode=self._refusals.keys() | self._losing,
             excluded_prefill=excluded_prefill | self._losing,
             prompt=self._prompt,

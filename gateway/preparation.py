@@ -1,6 +1,6 @@
 """From a client's message to a checked request: prompt tokens, sampling parameters, and the parser of a chat's answer.
 
-What takes long runs in a thread: templates, tokenizing, the check of a constraint.
+What takes long runs in a thread: templates, tokenizing; the check of a constraint, in another process.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from gateway.validate import (
     check_prompt,
     check_prompt_given,
     check_prompt_length,
+    check_revision,
     check_sampling,
     check_session_id,
     check_text,
@@ -49,6 +50,7 @@ class Call:
 
     Attributes:
         chat: takes the place of the message's.
+        skip: takes the messages that a client has already which goes on after a part of an answer.
     """
 
     message: pb.GenerateRequest
@@ -57,6 +59,7 @@ class Call:
     started_at_s: float
     timeout_s: float
     traceparent: str = ""
+    skip: Callable[[pb.GenerateResponse], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
         work = partial(_read_prompt, message, chat, sampling, model, max_context_tokens)
         prompt = await _in_time(texts.run(_size(message, chat), work), call)
     if prompt.sampling.grammar is not None:
-        await _in_time(asyncio.wrap_future(model.grammars.checking(prompt.sampling.grammar)), call)
+        await _in_time(model.grammars.check(prompt.sampling.grammar), call)
     token_ids = prompt.token_ids if keep is None else prompt.token_ids[-keep:]
     check_prompt(token_ids, model, max_context_tokens=max_context_tokens)
     sampling = prompt.sampling
@@ -118,6 +121,7 @@ async def prepare(call: Call, model: ServedModel, texts: TextWork, *, max_contex
         slo=slo_from_proto(message.slo),
         session_id=identity.current().session(check_session_id(message.session_id)),
         output=output,
+        revision=check_revision(message.revision),
         ended=end_of(output, sampling, model, most=most),
         blocks=PromptBlocks(token_ids, cache_salt=message.cache_salt),
         traceparent=call.traceparent,

@@ -23,8 +23,9 @@ from gateway.connections import Connections
 from gateway.http.server import HttpServer, bind
 from gateway.model import ServedModel
 from gateway.rpc.services import SERVICE_NAMES, add_services
-from gateway.serving import Colleagues, Serving
+from gateway.serving import Alone, Colleagues, Serving
 from gateway.tracing.start import tracing
+from gateway.view import View
 
 log = logging.getLogger("baton")
 
@@ -130,6 +131,7 @@ async def run(
     """
     stop = stop_on_signals()
     async with AsyncExitStack() as stack:
+        stack.callback(model.grammars.close)
         if bound is not None:
             await stack.enter_async_context(bound.server)
         connections = await stack.enter_async_context(Connections(settings, model))
@@ -141,14 +143,17 @@ async def run(
             await stack.enter_async_context(bound.server)
         server = bound.server
         name = settings.name or f"gateway@{server.address}"
-        tracer = await stack.enter_async_context(tracing(settings, instance=name, model_name=model.name))
+        colleagues = colleagues or Alone()
+        traces = tracing(settings, colleagues.board.tally, instance=name, model_name=model.name)
+        tracer = await stack.enter_async_context(traces)
         serving = Serving(settings, model, connections, colleagues, tracer)
+        view = await stack.enter_async_context(View(settings, serving, connections.fleet, name))
         show_name(name)
         http = None
         if bound.http is not None:
-            http = HttpServer(settings, serving, connections.fleet, name, bound.http, door=bound.door, pems=bound.pems)
+            http = HttpServer(settings, serving, connections.fleet, view, bound.http, door=bound.door, pems=bound.pems)
             await stack.enter_async_context(http)
-        add_services(server, settings, serving, connections)
+        add_services(server, settings, serving, connections, view)
         await server.start(SERVICE_NAMES)
         gc.freeze()  # what the start has made is never garbage, and a look through all of it would be a pause
         if http is not None:

@@ -39,6 +39,8 @@ class ReceiptDraft:
         self._failures: list[str] = []
         self._prefill_node = ""
         self._decode_node = ""
+        self._prefill_version = self._decode_version = ""
+        self._revision = self._revision_name = ""
         self._transport = ""
         self._kv_converted = ""
         self._ticket = common_pb2.Ticket()
@@ -53,6 +55,11 @@ class ReceiptDraft:
         predicted_s = placement.predicted_ttft_s
         self._predicted_ttft_s = None if predicted_s is None else waited_s + predicted_s
         self._placement_why = placement.why
+
+    def submitted(self, *, revision: str, revision_name: str, decode_version: str) -> None:
+        """Records of the node that the request is sent to what its answers leave out."""
+        self._revision, self._revision_name = revision, revision_name
+        self._decode_version = decode_version
 
     def failed(self, what: str, stage: str = "", error: BatonError | None = None) -> None:
         """Records a failure after which the request is tried again.
@@ -76,7 +83,7 @@ class ReceiptDraft:
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
 
-    def calling(self, prefill_node: str, transport: str, kv_converted: str) -> None:
+    def calling(self, prefill_node: str, transport: str, kv_converted: str, version: str = "") -> None:
         """Records the next Prefill call. `transport` and `kv_converted` (how KV is converted) are the pair's."""
         self.attempts += 1
         if self._ticket.first_part:
@@ -87,12 +94,14 @@ class ReceiptDraft:
             self._path, self._path_why = Path.REMOTE, f"prompt prefilled on {prefill_node}"
         self._split_tokens = self._ticket.token_stop if self._ticket.first_part else 0
         self._prefill_node, self._transport, self._kv_converted = prefill_node, transport, kv_converted
+        self._prefill_version = version
         self._forget_prefill()
 
     def accepted(self, decode_node: str, message: decode_pb2.Accepted) -> None:
         self.attempts += 1
         self._path, self._path_why = Path.LOCAL, f"prompt prefilled on {decode_node}: {message.why}"
         self._decode_node, self._prefill_node, self._transport, self._kv_converted = decode_node, "", "", ""
+        self._prefill_version = ""
         self.cached_tokens = message.cached_tokens
         self._decode_queue_s = message.queue_s
         self._ticket = common_pb2.Ticket()
@@ -140,6 +149,10 @@ class ReceiptDraft:
             layer_groups=sent.layer_groups,
             predicted_ttft_s=self._predicted_ttft_s,
             split_tokens=self._split_tokens,
+            revision=self._revision,
+            revision_name=self._revision_name,
+            prefill_version=self._prefill_version,
+            decode_version=self._decode_version,
         )
 
     def _forget_prefill(self) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from baton.errors import shortened
+from baton.security.log_lines import printable
 from gateway.request_output import Ended
-from gateway.timeline import Moment, Timeline, phases
+from gateway.timeline import Moment, Timeline, phases, read
+from gateway.tracing.journal import Journal
 
 KEPT = 200  # of each process
 _TEXT_MAX, _NAME_MAX = 400, 128
@@ -24,12 +25,12 @@ class Finished:
 
     Attributes:
         ended_at_s: unix time.
-        started_at_s: on the clock of the timeline.
+        started_at_s: on the clock of the journal.
         admitted_s: from its arrival until its turn came; None: it never did.
         first_token_s: None: no token was passed on.
         outcome, reason, error: how it ended; the last two are empty unless an error ended it.
         failures: attempts that failed, as one sentence.
-        ended, timeline: of its first output; None: there is none.
+        ended, journal: of its first output; None: there is none.
     """
 
     ended_at_s: float
@@ -46,7 +47,7 @@ class Finished:
     outputs: int
     completion_tokens: int
     ended: Ended | None
-    timeline: Timeline | None
+    journal: Journal | None
 
 
 class Recent:
@@ -86,7 +87,7 @@ def newest_of(processes: Iterable[list[Shown]], most: int) -> list[Shown]:
 
 def shown(finished: Finished) -> Shown:
     """As JSON. Times are rounded to microseconds; those of the waterfall are from the request's arrival."""
-    timeline = finished.timeline or Timeline()
+    timeline = _timeline(finished)
     receipt = None if finished.ended is None else finished.ended.receipt
     usage = None if finished.ended is None else finished.ended.usage
     drawn = phases(
@@ -100,12 +101,12 @@ def shown(finished: Finished) -> Shown:
     later = finished.completion_tokens - finished.outputs
     return {
         "ended_at_s": round(finished.ended_at_s, 3),
-        "request_id": shortened(finished.request_id, _NAME_MAX),
-        "client": shortened(finished.client, _NAME_MAX),
+        "request_id": printable(finished.request_id, _NAME_MAX),
+        "client": printable(finished.client, _NAME_MAX),
         "outcome": finished.outcome,
         "reason": finished.reason,
-        "error": shortened(finished.error, _TEXT_MAX),
-        "failures": shortened(finished.failures, _TEXT_MAX),
+        "error": printable(finished.error, _TEXT_MAX),
+        "failures": printable(finished.failures, _TEXT_MAX),
         "first_token_s": _seconds(finished.first_token_s),
         "total_s": _seconds(finished.total_s),
         "gap_s": (
@@ -125,14 +126,14 @@ def shown(finished: Finished) -> Shown:
         if receipt is None
         else {
             "path": receipt.path.value,
-            "why": shortened(receipt.why, _TEXT_MAX),
-            "prefill_node": shortened(receipt.prefill_node, _NAME_MAX),
-            "decode_node": shortened(receipt.decode_node, _NAME_MAX),
-            "transport": shortened(receipt.transport, _NAME_MAX),
+            "why": printable(receipt.why, _TEXT_MAX),
+            "prefill_node": printable(receipt.prefill_node, _NAME_MAX),
+            "decode_node": printable(receipt.decode_node, _NAME_MAX),
+            "transport": printable(receipt.transport, _NAME_MAX),
             "bytes_sent": receipt.bytes_sent,
             "segments": receipt.segments,
             "layer_groups": receipt.layer_groups,
-            "kv_converted": shortened(receipt.kv_converted, _NAME_MAX),
+            "kv_converted": printable(receipt.kv_converted, _NAME_MAX),
             "queue_s": _seconds(receipt.queue_s),
             "prefill_s": _seconds(receipt.prefill_s),
             "transfer_s": _seconds(receipt.transfer_s),
@@ -142,6 +143,13 @@ def shown(finished: Finished) -> Shown:
             "predicted_ttft_s": _seconds(receipt.predicted_ttft_s),
         },
     }
+
+
+def _timeline(finished: Finished) -> Timeline:
+    if finished.journal is None:
+        return Timeline()
+    first_s = finished.first_token_s
+    return read(finished.journal, None if first_s is None else finished.started_at_s + first_s)
 
 
 def _chunks(timeline: Timeline, started_at_s: float) -> Iterator[list[float | int | None]]:

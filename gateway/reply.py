@@ -44,9 +44,9 @@ class Reply:
         self._text = ""
         self._prompt_logprobs: Sequence[common_pb2.PromptLogprob] = ()
 
-    def resume(self, output: Sequence[int], end: OutputEnd | None) -> tuple[str, OutputEnd | None]:
-        """Goes on after tokens that the client has. Returns their text, as far as it was shown, and how the output ends
-        with them; None: more tokens are due.
+    def resume(self, output: Sequence[int], end: OutputEnd | None) -> tuple[list[str], OutputEnd | None]:
+        """Goes on after tokens that the client has. Returns what each of them added to the text, where it is shown, and
+        how the output ends with them; None: more tokens are due.
 
         Args:
             end: how it ends with its last token, stop strings apart.
@@ -58,7 +58,7 @@ class Reply:
         stopped = end is not None and end.reason == common_pb2.FINISH_REASON_STOP
         shown = output[:-1] if stopped and not self._sampling.include_stop else output
         if self._stops is None:
-            return self._detokenizer.push(*shown), end
+            return [self._detokenizer.push(token_id) for token_id in shown], end
         texts = []
         for count, token_id in enumerate(shown, 1):
             passed = self._stops.push(self._detokenizer.push(token_id), may_stop=count > self._sampling.min_tokens)
@@ -70,7 +70,7 @@ class Reply:
                 raise InvalidRequest(what, field="output_token_ids", value=passed.stop)
             self._stopped = True
             end = OutputEnd(common_pb2.FINISH_REASON_STOP, passed.stop)
-        return "".join(texts), end
+        return texts, end
 
     def add(self, step_token: decode_pb2.StepToken) -> OutputEnd | None:
         """Adds the next token to the message in progress; returns how the output ends if this token ends it."""

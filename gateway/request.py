@@ -19,6 +19,7 @@ class Request:
         slo: what the client expects; absent bounds are the gateway's.
         session_id: with its client's name. Requests of one session go to the same nodes where that costs nothing.
         output: tokens that the client has already; the answer goes on after them.
+        revision: of the weights that gave the client a part of the answer: it goes on with these only; empty: any.
         ended: how the output ends with the last of these; None: more tokens are due.
         blocks: names of the prompt's blocks, which all outputs share; None: not needed.
         traceparent: for nodes, which then report the times of their work; empty: nobody wants to know.
@@ -34,6 +35,7 @@ class Request:
     slo: Slo = NO_SLO
     session_id: str = ""
     output: tuple[int, ...] = ()
+    revision: str = ""
     ended: OutputEnd | None = None
     blocks: PromptBlocks | None = field(default=None, compare=False)
     traceparent: str = ""

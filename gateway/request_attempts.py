@@ -64,15 +64,16 @@ class Attempts:
         self.retry_at_s = None
         output = state.output.token_ids
         begun = self._begun or bool(output)
+        expected = begun or bool(state.request.revision)  # its client has some of the answer, or knows that it began
         chosen = state.choice.decode_node(
             state.num_tokens,
-            begun=begun,
+            begun=expected,
             now_s=state.now_s,
             slo=state.slo_left,
             splittable=state.request.sampling.prompt_logprobs is None or begun,
         )
         if chosen is None:
-            self._wait(begun=begun)
+            self._wait(begun=expected)
             return
         node, placement = chosen
         attempt = Attempt(self._started + 1, node, len(output), state.now_s, begun=begun)
@@ -83,6 +84,8 @@ class Attempts:
         self.present = attempt
         attempt.ticket_for = 0 if placement.prefill is None else placement.prefill.incarnation
         attempt.placed_prefill = state.choice.note_placed(node, placement, state.num_tokens, state.now_s)
+        state.output.revision = node.revision
+        state.receipt.submitted(revision=node.revision, revision_name=node.revision_name, decode_version=node.version)
         state.receipt.placed(placement, waited_s=state.now_s - state.request.started_at_s)
         submission = state.messages.submit(
             output,

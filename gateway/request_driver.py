@@ -57,7 +57,7 @@ class RequestDriver:
         connections: Connections,
         turns: Turns,
         write: Write,
-        journal: Journal | None = None,
+        journal: Journal,
     ) -> None:
         self._request = request
         self._journal = journal
@@ -140,8 +140,7 @@ class RequestDriver:
     # ---- commands
 
     def _execute(self, command: Command) -> None:
-        if self._journal is not None:
-            self._journal.command(monotonic(), command)
+        self._journal.command(monotonic(), command)
         match command:
             case SubmitToDecode(attempt, role, address, request):
                 session = self._connections.client(role, address).session()
@@ -192,8 +191,7 @@ class RequestDriver:
     # ---- events
 
     def _put(self, event: Event) -> None:
-        if self._journal is not None:
-            self._journal.event(monotonic(), event)
+        self._journal.event(monotonic(), event)
         self._events.append(event)
         self._tokens, self._hurries = None, True
         if self._waiter is not None and not self._waiter.done():

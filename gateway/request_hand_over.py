@@ -31,7 +31,7 @@ class HandOver:
             return None
         attempt.excluded.add(node.incarnation)
         pair = node.peers[attempt.node.incarnation]
-        state.receipt.calling(node.name, pair.transport, pair.kv_converted)
+        state.receipt.calling(node.name, pair.transport, pair.kv_converted, node.version)
         self._num_calls += 1
         attempt.call = PrefillCall(self._num_calls, node, state.now_s)
         attempt.first_token_passed = ticket.first_part  # the decode node draws it

@@ -38,7 +38,6 @@ from gateway.request_attempts import Attempts
 from gateway.request_hand_over import HandOver
 from gateway.request_output import Ended, NoMeter, TokenMeter
 from gateway.request_state import RequestState
-from gateway.timeline import Moment, Timeline
 from gateway.tracing.journal import LocalPrefill
 from protos.baton.v1 import decode_pb2, prefill_pb2
 
@@ -50,7 +49,6 @@ class RequestMachine:
     """One request from its check to its last message.
 
     Attributes:
-        timeline: when what happened.
         local_prefill: of the last prompt, or rest of one, that the decode node computed; None: there was none.
     """
 
@@ -59,9 +57,10 @@ class RequestMachine:
     ) -> None:
         self._state = state = RequestState(request, rules, fleet, detokenizer, meter or NoMeter())
         self._output, self._receipt = state.output, state.receipt
-        self.timeline = Timeline()
         self._hand_over = HandOver(state)
         self._attempts = Attempts(state, self._hand_over)
+        if request.output or request.revision:
+            self._attempts.note_gone("the client's gateway was lost")
         self._receipt_waits_until_s = 0.0
         self.local_prefill: LocalPrefill | None = None
         self._over = False
@@ -70,13 +69,13 @@ class RequestMachine:
 
     # ---- what the shell sees
 
-    def resume(self) -> str:
-        """Goes on after the request's `output`, before the first event. Returns the text that the client has of it.
+    def resume(self) -> list[str]:
+        """Goes on after the request's `output`, before the first event. Returns what each of these tokens added to the
+        text that the client has; the last one may be missing.
 
         Raises:
             InvalidRequest: it would have ended before all of these tokens.
         """
-        self._attempts.note_gone("the client's gateway was lost")
         self._receipt.failed(f"continued after {len(self._state.request.output)} tokens that the client had")
         return self._output.resume()
 
@@ -180,7 +179,6 @@ class RequestMachine:
                     self._prefill_ended(attempt, attempt.call, error)
             case SessionLost(number, reason):
                 if attempt is not None and number == attempt.number and self._output.end is None:
-                    self._note_failure()
                     self._attempts.lose(attempt, reason)
             case Started() if self._output.end is not None:
                 self._end()  # the client lacks the last message only
@@ -199,7 +197,7 @@ class RequestMachine:
                 attempt.ended_by_node = self._must_check = True
             if step_token.HasField("prefill_s"):
                 self._receipt.prefilled(step_token.prefill_s, step_token.queue_s)
-                self.local_prefill = LocalPrefill(self._state.now_s, step_token.prefill_s, step_token.queue_s)
+                self.local_prefill = LocalPrefill.reported(self._state.now_s, step_token)
             self._pass_on(attempt, step_token)
 
     def _decode_replied(self, attempt: Attempt, message: DecodeReply) -> None:
@@ -212,26 +210,22 @@ class RequestMachine:
             case decode_pb2.Failed():
                 attempt.ended_by_node = True
                 if self._output.end is None:
-                    self._note_failure()
                     self._attempts.failed(attempt, from_detail(message.error))
             case decode_pb2.Admitted():
                 # NOTE: this may also answer a request for another ticket: a hand-over that was given up has succeeded.
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = attempt.admitted = True
-                self._note(Moment.ADMITTED)
                 self._receipt.admitted(message)
                 self._check_first_token(attempt)
             case decode_pb2.Reserved() if not attempt.answered:
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = True
                 attempt.lease = message.ticket.lease.number
-                self._note(Moment.RESERVED)
                 self._receipt.reserved(attempt.node.name, message)
                 self._unless_stuck(attempt, self._hand_over.call(attempt, message.ticket))
             case decode_pb2.Accepted() if not attempt.answered:
                 attempt.waiting_since_s = self._state.now_s
                 attempt.answered = True
-                self._note(Moment.ACCEPTED)
                 self._receipt.accepted(attempt.node.name, message)
             case decode_pb2.HandOverFailed():
                 call = attempt.call
@@ -244,10 +238,7 @@ class RequestMachine:
         match reply.WhichOneof("event"):
             case "scheduled":
                 call.scheduled = True
-                self.timeline.scheduled(self._state.now_s, reply.scheduled.queue_s, begun=self._begun)
                 self._receipt.scheduled(reply.scheduled)
-            case "progress":
-                self.timeline.computed(self._state.now_s, reply.progress.computed_tokens, begun=self._begun)
             case "first_token":
                 first = reply.first_token
                 attempt.first_token_passed = True
@@ -261,7 +252,6 @@ class RequestMachine:
                 self._pass_on(attempt, step_token)
             case "sent":
                 call.sent = True
-                self._note(Moment.SENT)
                 self._receipt.sent(reply.sent)
 
     def _prefill_ended(self, attempt: Attempt, call: PrefillCall, error: BatonError | None) -> None:
@@ -275,25 +265,12 @@ class RequestMachine:
         self._hand_over_failed(attempt, call, error)
 
     def _hand_over_failed(self, attempt: Attempt, call: PrefillCall, error: BatonError) -> None:
-        self._note_failure()
         self._unless_stuck(attempt, self._hand_over.failed(attempt, call.node.name, error))
 
     def _unless_stuck(self, attempt: Attempt, why: BatonError | None) -> None:
         """`why` no prefill node can hand over to the attempt's decode node; None: one is asked."""
         if why is not None:
             self._attempts.without_prefill(attempt, why)
-
-    # ---- the timeline
-
-    @property
-    def _begun(self) -> bool:
-        return self._output.first_token_at_s is not None
-
-    def _note(self, moment: Moment) -> None:
-        self.timeline.note(moment, self._state.now_s, begun=self._begun)
-
-    def _note_failure(self) -> None:
-        self.timeline.failed(self._state.now_s, begun=self._begun)
 
     # ---- tokens
 
@@ -354,7 +331,6 @@ class RequestMachine:
         state.commands.append(LoseNode(node.role, node.address, reason))
         state.choice.losing(node)
         if call is None:
-            self._note_failure()
             self._attempts.lose(attempt, reason)
         else:
             state.commands.append(CancelPrefill(call.number))

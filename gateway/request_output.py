@@ -49,6 +49,7 @@ class Output:
         end: how it ended; None: more tokens are due.
         ended: its figures, after its last message.
         first_token_at_s: when the first token was passed on; None: not yet.
+        revision: of the weights of the node that has the request.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizing, meter: TokenMeter) -> None:
@@ -60,6 +61,7 @@ class Output:
         self._order = TokenOrder()
         self._reply = Reply(request.request_id, request.sampling, detokenizer)
         self.first_token_at_s: float | None = None
+        self.revision = ""
 
     @property
     def token_ids(self) -> list[int]:
@@ -70,15 +72,15 @@ class Output:
     def completion_tokens(self) -> int:
         return self._reply.completion_tokens
 
-    def resume(self) -> str:
-        """Goes on after the tokens that the client has. Returns their text, as far as it was shown.
+    def resume(self) -> list[str]:
+        """Goes on after the tokens that the client has. Returns what each of them added to the text that it has.
 
         Raises:
             InvalidRequest: the output would have ended before all of them.
         """
         self._order.token_ids.extend(self._request.output)
-        text, self.end = self._reply.resume(self._request.output, self._request.ended)
-        return text
+        texts, self.end = self._reply.resume(self._request.output, self._request.ended)
+        return texts
 
     def add(self, step_token: decode_pb2.StepToken, *, hold: bool) -> bool:
         """Adds a node's token, and early ones whose turn it is then; returns whether that ended the output.
@@ -111,6 +113,7 @@ class Output:
         tokens = len(message.tokens)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
+            message.revision = self.revision
             self._meter.first(now_s - self._request.started_at_s, tokens, len(self._request.prompt))
         else:
             self._meter.next(now_s - self._passed_on_at_s, tokens)

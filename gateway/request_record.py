@@ -20,7 +20,6 @@ from gateway.recent import Finished, Recent
 from gateway.request import Request
 from gateway.request_machine import RequestMachine
 from gateway.request_output import Ended
-from gateway.timeline import Timeline
 from gateway.tracing.journal import Journal
 from gateway.tracing.tracer import Ending, Tracer
 
@@ -80,17 +79,13 @@ class RequestRecord:
         self._failures = ""
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
-        self._timeline: Timeline | None = None
+        self._journal: Journal | None = None
         self._tokens = 0
 
     @property
     def traceparent(self) -> str:
         """For nodes; empty: it is not traced."""
         return "" if self.trace is None else self.trace.traceparent
-
-    def journal(self, index: int) -> Journal | None:
-        """For one of its outputs; None: it is not traced."""
-        return None if self.trace is None else Journal(index)
 
     def prepared(self, request: Request) -> None:
         """It is checked, and tokenized."""
@@ -106,15 +101,15 @@ class RequestRecord:
             self.trace.admitted(now_s)
         self._records.meter.admitted(self._admitted_s)
 
-    def output_ended(self, machine: RequestMachine, journal: Journal | None = None) -> None:
+    def output_ended(self, machine: RequestMachine, journal: Journal) -> None:
         """One of its outputs has ended."""
-        if self.trace is not None and journal is not None:
+        if self.trace is not None:
             self.trace.output_ended(journal, machine, monotonic())
         self._records.meter.output_ended(machine.ended, machine.retries)
         self._failures = self._failures or machine.failures
         self._tokens += machine.new_tokens
-        if self._timeline is None:
-            self._timeline = machine.timeline
+        if self._journal is None:
+            self._journal = journal
             first_at_s = machine.first_token_at_s
             self._first_token_s = None if first_at_s is None else first_at_s - self.started_at_s
         if machine.ended is not None:
@@ -175,7 +170,7 @@ class RequestRecord:
                 outputs=self.outputs,
                 completion_tokens=self._tokens,
                 ended=self._ended[0] if self._ended else None,
-                timeline=self._timeline,
+                journal=self._journal,
             )
         )
 

@@ -33,7 +33,7 @@ class RequestState:
         self.request = request
         self.rules = rules
         self.slo = request.slo.over(rules.slo)
-        self.choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id)
+        self.choice = NodeChoice(rules, fleet, prompt=prompt, session_id=request.session_id, revision=request.revision)
         self.messages = NodeMessages(request, rules.local_policy)
         self.output = Output(request, detokenizer, meter)
         self.receipt = ReceiptDraft()

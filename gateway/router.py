@@ -36,7 +36,7 @@ class NodeView:
 
     address: str
     incarnation: int
-    model: tuple[str, ...]
+    revision: str
     open: bool
     max_context_tokens: int
     block_size: int
@@ -118,7 +118,7 @@ class Wanted:
 
     Args:
         num_tokens: prompt and output so far.
-        model: identity of the model that its tokens come from; None while it has none.
+        revision: of the weights that its tokens come from; empty while it has none.
         excluded_decode, excluded_prefill: incarnations that may not be chosen.
         slo: `ttft_s` is the time left until the first token is due.
         splittable: the prompt may be computed in two parts.
@@ -129,7 +129,7 @@ class Wanted:
 
     num_tokens: int
     policy: LocalPolicy
-    model: tuple[str, ...] | None = None
+    revision: str = ""
     excluded_decode: Set[int] = frozenset()
     excluded_prefill: Set[int] = frozenset()
     slo: Slo = NO_SLO
@@ -200,7 +200,7 @@ def _usable(nodes: Sequence[NodeView], wanted: Wanted, excluded: Set[int]) -> li
         for node in nodes
         if node.open
         and node.max_context_tokens > wanted.num_tokens
-        and (wanted.model is None or wanted.model == node.model)
+        and wanted.revision in ("", node.revision)
         and node.incarnation not in excluded
     ]
 

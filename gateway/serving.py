@@ -5,7 +5,7 @@ Owns what all requests share: their admission, the counters, and the drain at th
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,13 +33,17 @@ from gateway.request_driver import RequestDriver, Write
 from gateway.request_machine import RequestMachine
 from gateway.request_record import RequestRecord, RequestRecords
 from gateway.text_work import TextWork, text_budget
+from gateway.tracing.journal import Journal
 from gateway.tracing.tracer import Tracer
 from gateway.turns import Turns
 from gateway.validate import check_outputs, check_request_id
 from gateway.waiting_room import REFUSALS, WaitingRoom
+from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
 log = logging.getLogger("baton")
+
+Skip = Callable[[pb.GenerateResponse], object]
 
 _BYTES_PER_TOKEN = 8  # of texts that are made of tokens, with their ids
 
@@ -173,7 +177,7 @@ class Serving:
             refuse_late=settings.refuse_late,
         )
         self._connections = connections
-        self.metrics = GatewayMetrics(self.board, model.name, connections.fleet)
+        self.metrics = GatewayMetrics(self.board, model.name, connections.fleet, self._accepts)
         self._turns = Turns()
         self._waiting_room = WaitingRoom(settings, connections, self.board)
         self._requests: set[_Running] = set()
@@ -186,6 +190,11 @@ class Serving:
     def running(self) -> int:
         """Outputs of requests that run now in the whole gateway."""
         return self.board.total(Count.RUNNING)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused, because the process is about to end."""
+        return self._draining
 
     @property
     def counters(self) -> Counters:
@@ -206,6 +215,7 @@ class Serving:
         budget_s: float | None,
         chat: ChatRequest | None = None,
         caller_trace: TraceContext | None = None,
+        skip: Skip | None = None,
     ) -> None:
         """Serves one request of the current caller (`baton.security.identity`) in the current task; `write` gets its
         messages. Cancel the task to cancel the request.
@@ -216,6 +226,8 @@ class Serving:
             budget_s: time until the client's deadline.
             chat: takes the place of the message's prompt.
             caller_trace: the client's span, of which the request is part.
+            skip: gets, in a thread, the messages of a chat that the client has already, where it goes on after a part
+                of the answer. With it, tokens come with the last message that has anything of their text.
 
         Raises:
             BatonError: why it cannot be finished. It has the request's id.
@@ -231,7 +243,7 @@ class Serving:
             with caller.budget.request(outputs=outputs.drawn, tokens=tokens) as charge:
                 message.cache_salt = caller.salt(message.cache_salt)
                 timeout_s = self._timeout_s(budget_s)
-                call = Call(message, chat, request_id, record.started_at_s, timeout_s, record.traceparent)
+                call = Call(message, chat, request_id, record.started_at_s, timeout_s, record.traceparent, skip)
                 await self._serve(call, write, outputs, charge, record, has_deadline=budget_s is not None)
         except BatonError as error:
             error.request_id = request_id
@@ -270,6 +282,9 @@ class Serving:
         """The newest requests of the whole gateway that have ended; only those of this client, None: of all."""
         others = await self._colleagues.recent(most, client)
         return newest_of([self.recent.newest(most, client), *others], most)
+
+    def _accepts(self) -> bool:
+        return not self._draining and self._connections.fleet.serves()
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits for those that run, and ends what is left with an error."""
@@ -325,7 +340,7 @@ class Serving:
             charge.has(len(prepared.request.prompt))
             for _ in self._connections.fleet.look_ahead(prepared.request):
                 await asyncio.sleep(0)
-            run = partial(self._run, running, prepared)
+            run = partial(self._run, running, prepared, call.skip)
             asked = self._waiting_room.ask(prepared.request, outputs, client, has_deadline=has_deadline)
             try:
                 try:
@@ -341,24 +356,25 @@ class Serving:
             finally:
                 self._waiting_room.settle(asked, running.tokens)
 
-    async def _run(self, running: _Running, prepared: Prepared, index: int, request: Request, write: Write) -> None:
+    async def _run(
+        self, running: _Running, prepared: Prepared, skip: Skip | None, index: int, request: Request, write: Write
+    ) -> None:
         """Serves one output in the current task."""
         if running.ended_by is not None:
             raise running.ended_by
-        skip = request.sampling.skip_special_tokens
-        detokenizer = self.model.tokenizer.detokenizer(request.prompt, skip_special_tokens=skip)
+        hides_special = request.sampling.skip_special_tokens
+        detokenizer = self.model.tokenizer.detokenizer(request.prompt, skip_special_tokens=hides_special)
         machine = RequestMachine(request, self._rules, self._connections.fleet, detokenizer, self.meter)
-        parser = None if prepared.parser is None else prepared.parser(f"{request.request_id}/{index}")
+        chat: ChatOutput | None = None
+        if prepared.parser is not None:
+            chat = ChatOutput(prepared.parser(f"{request.request_id}/{index}"), tokens_last=skip is not None)
+            write = partial(_write_chat, chat, write)
         if request.output:
-            text = await asyncio.to_thread(machine.resume)
+            await asyncio.to_thread(_resume, machine, request.output, chat, skip)
             if running.ended_by is not None:
                 raise running.ended_by
-            if parser is not None:
-                parser.push(text)  # the client has what comes of it
-        if parser is not None:
-            write = partial(_write_chat, ChatOutput(parser), write)
         output = self._waiting_room.begins(machine)
-        journal = running.record.journal(index)
+        journal = Journal(index)
         driver = RequestDriver(request, machine, self._connections, self._turns, partial(output.write, write), journal)
         running.drivers.add(driver)
         whole, in_time = False, True
@@ -403,6 +419,19 @@ class Serving:
             if not self._running:
                 self._idle.set()
             record.outputs = count
+
+
+def _resume(machine: RequestMachine, token_ids: Sequence[int], chat: ChatOutput | None, skip: Skip | None) -> None:
+    """Goes on after the tokens that the client has; `skip` gets their messages."""
+    texts = machine.resume()
+    if chat is None:
+        return
+    texts += [""] * (len(token_ids) - len(texts))
+    for token_id, text in zip(token_ids, texts, strict=True):
+        tokens = [common_pb2.Token(token_id=token_id)]
+        for each in chat.messages(pb.GenerateResponse(text=text, tokens=tokens)):
+            if skip is not None:
+                skip(each)
 
 
 async def _write_chat(output: ChatOutput, write: Write, message: pb.GenerateResponse) -> None:

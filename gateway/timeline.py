@@ -1,19 +1,24 @@
-"""When a request's events reached the gateway, all by its own clock: what the bars of a waterfall are drawn from. Pure.
+"""When what happened to an output, all by the gateway's clock: what the bars of a waterfall are drawn from. Pure.
 
-It costs nothing per token: nodes send these events once per request, and one for each chunk of a prompt.
+Read from the journal of which traces are made too, when somebody looks.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-_CHUNKS_MAX = 32
+from gateway import events as e
+from gateway.tracing.journal import Called, Journal, PrefillHere, Submitted
+from gateway.tracing.prefill_spans import merged
+from protos.baton.v1 import decode_pb2, prefill_pb2
+
 _FAILURES_MAX = 8
 
 
 class Moment(StrEnum):
     """What happened."""
 
-    RESERVED = "reserved"  # a decode node holds blocks, and the prompt may be sent to a prefill node
+    CALLED = "called"  # a decode node holds blocks, and the prompt goes to a prefill node
     ACCEPTED = "accepted"  # a node computes the prompt itself
     SCHEDULED = "scheduled"  # the prompt's first step on a prefill node
     SENT = "sent"  # the prefill node has sent all KV
@@ -23,52 +28,97 @@ class Moment(StrEnum):
 _AFTER_FIRST_TOKEN = (Moment.SENT, Moment.ADMITTED)
 
 
+@dataclass
 class Timeline:
     """The moments of one output. Those of attempts that failed before the first token are forgotten.
 
     Attributes:
         at_s: the moments of the attempt that gave the first token.
-        chunks: when a prefill node had computed how many tokens; every second one is dropped when they are many.
-        failed_at_s: when attempts failed.
+        chunks: when a prefill node had computed how many tokens; neighbours are merged where they are many.
+        failed_at_s: when something else was tried; of many, the first and the last ones.
+    """
+
+    at_s: dict[Moment, float] = field(default_factory=dict)
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    failed_at_s: list[float] = field(default_factory=list)
+
+
+def read(journal: Journal, first_token_at_s: float | None) -> Timeline:
+    """The timeline of an output whose first token was passed on then; None: it had none."""
+    reader = _Reader()
+    for now_s, mark in journal.marks:
+        reader.begun = first_token_at_s is not None and now_s > first_token_at_s
+        reader.read(now_s, mark)
+    found = reader.found
+    found.chunks = [group[-1] for group in merged(found.chunks)]
+    if len(found.failed_at_s) > _FAILURES_MAX:
+        del found.failed_at_s[1 : 1 - _FAILURES_MAX]
+    return found
+
+
+class _Reader:
+    """A fold over a journal.
+
+    Attributes:
+        begun: the client has the first token: then only the end of that attempt's hand-over is of interest.
     """
 
     def __init__(self) -> None:
-        self.at_s: dict[Moment, float] = {}
-        self.chunks: list[tuple[float, int]] = []
-        self.failed_at_s: list[float] = []
+        self.found = Timeline()
+        self.begun = False
+        self._attempt: int | None = None
+        self._call: int | None = None  # of the attempt
         self._lost_later = False
 
-    def note(self, moment: Moment, now_s: float, *, begun: bool) -> None:
-        """Args:
-        begun: the client has the first token: then only the end of that attempt's hand-over is of interest.
-        """
-        if not begun:
-            self.at_s[moment] = now_s
+    def read(self, now_s: float, mark: object) -> None:
+        match mark:
+            case Submitted():
+                if self._attempt is not None:
+                    self._failed(now_s)
+                self._attempt, self._call = mark.attempt, None
+            case Called():
+                if self._call is not None:
+                    self._failed(now_s)
+                self._call = mark.call
+                self._note(Moment.CALLED, now_s)
+            case PrefillHere():
+                if self._call is not None:
+                    self._failed(now_s)
+                self._call = None
+            case e.DecodeReplied(number, message) if number == self._attempt:
+                if isinstance(message, decode_pb2.Accepted):
+                    self._note(Moment.ACCEPTED, now_s)
+                elif isinstance(message, decode_pb2.Admitted):
+                    self._note(Moment.ADMITTED, now_s)
+            case e.PrefillReplied(number, reply) if number == self._call:
+                self._prefill_replied(now_s, reply)
+
+    def _prefill_replied(self, now_s: float, reply: prefill_pb2.PrefillEvent) -> None:
+        match reply.WhichOneof("event"):
+            case "scheduled":
+                called_at_s = self.found.at_s.get(Moment.CALLED, now_s)
+                begun_at_s = max(called_at_s, min(now_s, called_at_s + reply.scheduled.queue_s))
+                self._note(Moment.SCHEDULED, begun_at_s)
+            case "progress" if not self.begun:
+                self.found.chunks.append((now_s, reply.progress.computed_tokens))
+            case "sent":
+                self._note(Moment.SENT, now_s)
+
+    def _note(self, moment: Moment, now_s: float) -> None:
+        if not self.begun:
+            self.found.at_s[moment] = now_s
         elif moment in _AFTER_FIRST_TOKEN and not self._lost_later:
-            self.at_s.setdefault(moment, now_s)
+            self.found.at_s.setdefault(moment, now_s)
 
-    def scheduled(self, now_s: float, queue_s: float, *, begun: bool) -> None:
-        """The prompt's first step is over, and had begun `queue_s` after the prompt reached its node."""
-        sent_at_s = self.at_s.get(Moment.RESERVED, now_s)
-        self.note(Moment.SCHEDULED, max(sent_at_s, min(now_s, sent_at_s + queue_s)), begun=begun)
-
-    def computed(self, now_s: float, tokens: int, *, begun: bool) -> None:
-        """A prefill node has computed this many tokens of the prompt."""
-        if begun:
-            return
-        if len(self.chunks) >= _CHUNKS_MAX:
-            del self.chunks[::2]
-        self.chunks.append((now_s, tokens))
-
-    def failed(self, now_s: float, *, begun: bool) -> None:
-        """An attempt has failed, and another one may follow."""
-        if len(self.failed_at_s) >= _FAILURES_MAX:
-            del self.failed_at_s[1]
-        self.failed_at_s.append(now_s)
-        self._lost_later = begun
-        if not begun:
-            self.at_s.clear()
-            self.chunks.clear()
+    def _failed(self, now_s: float) -> None:
+        """Something has failed, and another way is taken."""
+        found = self.found
+        found.failed_at_s.append(now_s)
+        if self.begun:
+            self._lost_later = True
+        else:
+            found.at_s.clear()
+            found.chunks.clear()
 
 
 Phase = tuple[str, float, float]  # name, start and stop in seconds from the request's arrival
@@ -106,8 +156,8 @@ def phases(
 
     if lost := [at - started_at_s for at in timeline.failed_at_s if at - started_at_s <= first_s]:
         until("lost", lost[-1])
-    if (reserved_s := at_s.get(Moment.RESERVED)) is not None:
-        until("blocks", reserved_s)
+    if (called_s := at_s.get(Moment.CALLED)) is not None:
+        until("blocks", called_s)
         until("queue", at_s.get(Moment.SCHEDULED, first_s))
     elif Moment.ACCEPTED in at_s:
         until("queue", now_s + queue_s)

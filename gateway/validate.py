@@ -1,5 +1,6 @@
 """Checks everything that a client can get wrong in a request, before any node receives it."""
 
+import re
 import secrets
 import unicodedata
 import uuid
@@ -20,6 +21,9 @@ _STOP_STRING_CHARACTERS_MAX = 256
 _REQUEST_ID_BYTES_MAX = 256
 _LISTED_TOKENS_MAX = 1024  # every decode step edits the logits of each
 _OUTPUTS_MAX = 128
+
+_REVISION = re.compile(r"[0-9a-f]{12}")
+_REVISION_SHOWN = 40
 
 # Control characters and the line ends of Unicode: in an id they would forge log lines.
 _NOT_IN_IDS = frozenset(("Cc", "Zl", "Zp"))
@@ -52,6 +56,17 @@ def check_session_id(session_id: str) -> str:
         allowed = (f"up to {_REQUEST_ID_BYTES_MAX} bytes of UTF-8",)
         raise InvalidRequest(f"session_id has {size} bytes", field="session_id", value=size, allowed=allowed)
     return session_id
+
+
+def check_revision(revision: str) -> str:
+    """Raises:
+    InvalidRequest: it is none.
+    """
+    if revision and not _REVISION.fullmatch(revision):
+        value = ascii(revision[:_REVISION_SHOWN])
+        allowed = ("12 hex digits",)
+        raise InvalidRequest(f"revision is {value}", field="revision", value=value, allowed=allowed)
+    return revision
 
 
 def check_outputs(request: pb.GenerateRequest, *, max_outputs: int) -> Outputs:

@@ -236,6 +236,8 @@ class WaitingRoom:
 
     def _look_at_nodes(self, now_s: float) -> Room:
         fleet = self._connections.fleet
+        if not fleet.serves() and not fleet.pairs_under_way():
+            return Room()  # waiting helps nobody: the choice of nodes says what is missing
         broken = fleet.breakers.open(now_s)  # they get requests only where there are no others
         prefills = _views(fleet.prefills.values(), broken, now_s) if self._uses_prefills else []
         decodes = fleet.decoding_nodes() if self._elastic else fleet.decodes.values()

@@ -16,13 +16,13 @@ from baton.errors import InternalError, InvalidRequest
 from baton.types import Grammar, GrammarKind
 from grammar.gbnf import lark_from_gbnf
 from grammar.lark import one_of, read_choices, readable_lark, regex
+from grammar.limits import check_size, check_usable
 from grammar.matcher import MaskFiller, Matcher, mask_words
 from grammar.refusal import refusal
 from grammar.schema import readable_schema
 from grammar.tags import lark_from_tags
 
-# Bounds of one grammar. The grammar library bounds the rest of the work by its own counts.
-MOST_BYTES = 1 << 18
+# Bounds of one grammar. They bound most of the work, and `grammar.checker` the rest.
 _LEXER_STATES = 50_000
 _GRAMMAR_SIZE = 100_000
 _CACHED_GRAMMARS = 64
@@ -55,6 +55,15 @@ class GrammarCompiler:
         """The ids that end a sequence."""
         return self._eos_token_ids
 
+    def load(self) -> None:
+        """Reads the tokenizer, if there is one.
+
+        Raises:
+            InternalError: it cannot be used for grammars.
+        """
+        if self._path.is_file():
+            self._read_tokenizer()
+
     def check(self, grammar: Grammar) -> None:
         """Compiles the grammar, which may take a second; call it on a thread of its own.
 
@@ -62,17 +71,6 @@ class GrammarCompiler:
             InvalidRequest: the grammar cannot be followed; names the keyword of a JSON Schema, or the line.
         """
         self._compile_once(grammar)
-
-    def checking(self, grammar: Grammar) -> Future[None]:
-        """`check` on one of few threads of this object: large grammars delay each other, and nothing else."""
-        with self._lock:
-            known = self._compiled.get(grammar)
-        if known is None or not known.done():
-            return self._threads().submit(self.check, grammar)
-        checked = Future[None]()
-        self.check(grammar)
-        checked.set_result(None)
-        return checked
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the start of an output. Compiles the grammar unless it was compiled lately.
@@ -90,7 +88,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: no grammar can be followed here.
         """
-        self._check_usable()
+        check_usable(self._path, self._eos_token_ids)
         with self._lock:
             if grammar in self._compiled:
                 return
@@ -113,17 +111,21 @@ class GrammarCompiler:
         if waiting is not None:
             return waiting.result()
         try:
-            mine.set_result(self._compile(grammar))
+            mine.set_result(self.compile(grammar))
         except BaseException as error:  # noqa: BLE001  every thread that waits for it gets it
             with self._lock:
                 self._compiled.pop(grammar, None)
             mine.set_exception(error)
         return mine.result()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        self._check_usable()
-        if (size := len(grammar.text.encode(errors="surrogatepass"))) > MOST_BYTES:
-            raise refusal(f"the grammar has {size} bytes", value=size, allowed=(f"at most {MOST_BYTES}",))
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """The grammar library's state at the start of an output; it is not kept.
+
+        Raises:
+            InvalidRequest: as `check`.
+        """
+        check_usable(self._path, self._eos_token_ids)
+        check_size(grammar)
         tokenizer = self._read_tokenizer()
         try:
             text = _READERS[grammar.kind](grammar.text, tokenizer)
@@ -142,15 +144,6 @@ class GrammarCompiler:
         (failed,) = MaskFiller().fill([matcher], np.empty((1, matcher.words), np.int32))
         if failed is not None:
             raise refusal(f"no output can follow the grammar: {failed.message}")
-
-    def _check_usable(self) -> None:
-        if not self._path.is_file():
-            raise refusal(
-                f"{self._path} does not exist, so no output can be constrained",
-                cure="serve a model directory that has a tokenizer.json",
-            )
-        if not self._eos_token_ids:
-            raise refusal("the model has no token that ends a sequence, so no output can be constrained")
 
     def _read_tokenizer(self) -> "_Tokenizer":
         with self._lock:
@@ -177,10 +170,10 @@ class _Tokenizer:
     """
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        tokenizer = Tokenizer.from_file(str(path))
-        added = tokenizer.get_added_tokens_decoder()
-        self.special = {token.content: token_id for token_id, token in added.items() if token.special}
         try:
+            tokenizer = Tokenizer.from_file(str(path))
+            added = tokenizer.get_added_tokens_decoder()
+            self.special = {token.content: token_id for token_id, token in added.items() if token.special}
             self.num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
             size = max(vocab_size, self.num_tokens)
             self.mask_words = mask_words(size)

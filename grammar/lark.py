@@ -14,10 +14,11 @@ _MOST_CHOICES = 10_000
 _RULE = re.compile(r"^\s*[!?]?[A-Za-z_][\w.-]*\s*(\[[^\]\n]*\]\s*|\{[^}\n]*\}\s*|::[^:\n]*)?(\.\d+)?\s*:", re.MULTILINE)
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 _UNUSABLE_ATTRIBUTES = {"temperature": "it cannot change within an output", "stop": "it takes tokens back"}
-# What the library reads as one word, so that operators in it are none. A comment has two slashes, an expression one.
+# What the library reads as one word, so that operators in it are none. One without an end takes the rest.
 _WORD = re.compile(
-    r'"(?:\\.|[^"\\])*"|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<inline>%(?:json|llguidance|regex)\s*)'
-    r"|~[ \t]*[+-]?\d|(?P<operator>[&~])"
+    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+(?:/|\\?\Z)|<[^<>\s]+>|(?P<inline>%(?:json|llguidance|regex)\s*)'
+    r"|~[ \t]*[+-]?\d|(?P<operator>[&~])",
+    re.DOTALL,
 )
 _INLINE_SCHEMA = re.compile(r"%json\s*")
 

@@ -45,7 +45,8 @@ def bench(
         typer.Argument(
             metavar="ADDRESS",
             help="host:port of a Baton gateway (gRPC), or http://host:port of any server with OpenAI's API; "
-            "LABEL=ADDRESS gives it a name. Without one, a local cluster with a demo model is started. After the word "
+            "LABEL=ADDRESS gives it a name; ADDRESS,ADDRESS are several gateways of the same nodes. "
+            "Without one, a local cluster with a demo model is started. After the word "
             "`compare`: several addresses, which take turns under the same load, or JSON files of earlier runs.",
             show_default=False,
         ),

@@ -1,5 +1,6 @@
 """Requests to a Baton gateway over gRPC, with prompts as token ids."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ _REFUSALS = (Overloaded, Draining, NoNode)
 
 @dataclass
 class GrpcAsker:
-    """Streams from one gateway over several connections, which gateways with several workers share out."""
+    """Streams over several connections, which gateways with several workers share out, and so do several gateways."""
 
     clients: list[Client]
     prompts: PromptMaker
@@ -28,7 +29,7 @@ class GrpcAsker:
     @classmethod
     def connect(
         cls,
-        address: str,
+        addresses: Sequence[str],
         connections: int,
         prompts: PromptMaker,
         slo: Slo | None,
@@ -36,7 +37,11 @@ class GrpcAsker:
         *,
         api_key: str = "",
     ) -> Self:
-        clients = [Client(address, api_key=api_key or None) for _ in range(connections)]
+        clients = []
+        for number in range(connections):
+            first = number % len(addresses)  # the others are asked if it is lost
+            ordered = [*addresses[first:], *addresses[:first]]
+            clients.append(Client(addresses=ordered, api_key=api_key or None))
         return cls(clients, prompts, slo, sampling)
 
     def prepare(self, request: Planned) -> tuple[Planned, list[int]]:

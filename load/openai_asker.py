@@ -45,15 +45,26 @@ class OpenAiAsker:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self, request: Planned) -> bytes:
+        return self.encode(*self.question(request))
+
+    def question(self, request: Planned) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """Body and headers of a request."""
         as_ids = self.dialect.token_ids and not self.chat
         prompt: Any = self.prompts.token_ids(request) if as_ids else self.prompts.text(request)
         headers = {"x-request-id": self.prompts.contents.request_id(request.index)}
         if request.session >= 0:
             headers["x-session-id"] = f"bench-{request.session}"
-        return self.request(prompt, request.output_tokens, headers)
+        return self._body(prompt, request.output_tokens), headers
 
-    def request(self, prompt: Any, max_tokens: int, headers: Mapping[str, str] | None = None) -> bytes:
+    def request(self, prompt: Any, max_tokens: int) -> bytes:
         """The bytes of a request for a stream."""
+        return self.encode(self._body(prompt, max_tokens), {})
+
+    def encode(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
+        endpoint = "/v1/chat/completions" if self.chat else "/v1/completions"
+        return self.streams.request("POST", endpoint, orjson.dumps(body), {**self._headers(), **headers})
+
+    def _body(self, prompt: Any, max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "stream": True, **self.extra}
         if self.chat:
             body["messages"] = [{"role": "user", "content": prompt}]
@@ -65,11 +76,16 @@ class OpenAiAsker:
                 body["stream_options"]["continuous_usage_stats"] = True
         if self.dialect.ignore_eos:
             body["ignore_eos"] = True
-        endpoint = "/v1/chat/completions" if self.chat else "/v1/completions"
-        return self.streams.request("POST", endpoint, orjson.dumps(body), {**self._headers(), **(headers or {})})
+        return body
 
-    async def ask(self, prepared: bytes, answer: Answer) -> None:
-        reading = _Reading(answer, running_usage=self.dialect.usage and self.dialect.running_usage)
+    async def ask(self, prepared: bytes, answer: Answer, token_ids: list[int] | None = None) -> None:
+        """As `Asker.ask`.
+
+        Args:
+            token_ids: of the output, as far as the answer has it; those that come are added.
+        """
+        running_usage = self.dialect.usage and self.dialect.running_usage
+        reading = _Reading(answer, token_ids if token_ids is not None else [], running_usage=running_usage)
         status = await self.streams.send(prepared, reading.on_body)
         if status != 200:
             raise _http_error(status, bytes(reading.refusal))
@@ -91,12 +107,13 @@ class OpenAiAsker:
 class _Reading:
     """Reads the body of one answer."""
 
-    def __init__(self, answer: Answer, *, running_usage: bool) -> None:
+    def __init__(self, answer: Answer, token_ids: list[int], *, running_usage: bool) -> None:
         self.complete = False
         self.refusal = bytearray()  # the body, if the status is not 200
         self._answer = answer
         self._answer.exact = running_usage
-        self._seen = 0  # tokens so far
+        self._token_ids = token_ids
+        self._seen = len(token_ids)  # tokens so far
         self._sse = SseReader()
 
     def on_body(self, body: bytes, status: int) -> None:
@@ -122,6 +139,7 @@ class _Reading:
         elif chunk.content:
             answer.exact = False
             answer.add(1)
+        self._token_ids += chunk.token_ids
         self.complete = self.complete or chunk.finished
         if chunk.usage:
             answer.usage = chunk.usage

@@ -41,7 +41,7 @@ async def probe(target: Target) -> Server:
 
 
 async def _probe_grpc(target: Target) -> Server:
-    async with Client(target.address, api_key=target.api_key or None) as client:
+    async with Client(target.addresses[0], api_key=target.api_key or None) as client:
         models = await client.list_models()
     if not models:
         raise NoNode(f"{target.address} serves no model yet", field="target", cure="wait until its nodes are ready")

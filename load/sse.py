@@ -30,12 +30,14 @@ class Chunk:
     Args:
         content: it has text, reasoning or a tool call.
         output_tokens: tokens of output so far, if the payload says so.
+        token_ids: of the output, where they were asked for.
         finished: it says why the output ended.
         error: type and message; empty: none.
     """
 
     content: bool = False
     output_tokens: int | None = None
+    token_ids: tuple[int, ...] = ()
     finished: bool = False
     usage: Mapping[str, int] = field(default_factory=dict)
     receipt: Mapping[str, Any] = field(default_factory=dict)
@@ -54,13 +56,16 @@ def read_chunk(payload: bytes) -> Chunk:
     if found.get("error"):
         return Chunk(error=read_error(found, "error in the stream"))
     content = finished = False
+    token_ids: tuple[int, ...] = ()
     for choice in found.get("choices") or ():
         delta = choice.get("delta") or choice
         content = content or any(delta.get(name) for name in _CONTENT)
         finished = finished or choice.get("finish_reason") is not None
+        if choice.get("token_ids"):
+            token_ids = tuple(map(int, choice["token_ids"]))
     usage = read_usage(found.get("usage") or {})
     receipt = (found.get("baton") or {}).get("receipt") or {}
-    return Chunk(content, usage.get("output"), finished, usage, receipt)
+    return Chunk(content, usage.get("output"), token_ids, finished, usage, receipt)
 
 
 # Of a chat's delta and of a completion's choice; servers have two names for reasoning.

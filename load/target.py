@@ -1,6 +1,7 @@
 """Where load goes: the address of a server as the command line gives it, and what was found out about the server."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Self
@@ -13,6 +14,7 @@ from load.grpc_asker import GrpcAsker
 from load.http_stream import HttpStreams, Origin
 from load.openai_asker import Dialect, OpenAiAsker
 from load.prompts import Contents, PromptMaker
+from load.several_gateways import SeveralGateways
 
 
 class Api(StrEnum):
@@ -23,7 +25,7 @@ class Api(StrEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """One server.
+    """One server, or several gateways in front of the same nodes: their addresses, with commas between them.
 
     Args:
         label: its name in tables and plots.
@@ -52,19 +54,26 @@ class Target:
                 f"{address} does not serve {api}", field="api", value=api, allowed=allowed,
                 cure="gRPC addresses are host:port, HTTP ones start with http://",
             )  # fmt: skip
-        if is_http:
-            Origin.parse(address)
-        elif not re.fullmatch(r"[^\s/]+:\d+|unix:.+", address):
-            raise InvalidRequest(
-                f"{address!r} is no address", field="target", value=address, cure="give host:port, or http://host:port"
-            )
+        for each in address.split(","):
+            if is_http:
+                Origin.parse(each)
+            elif not re.fullmatch(r"[^\s/]+:\d+|unix:.+", each):
+                raise InvalidRequest(
+                    f"{each!r} is no address", field="target", value=each, cure="give host:port, or http://host:port"
+                )
         return cls(address, label, api, api_key, model)
 
-    def streams(self) -> HttpStreams:
-        """Raises:
-        InvalidRequest: the key would cross a network unencrypted.
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self.address.split(",")
+
+    def streams(self, address: str = "") -> HttpStreams:
+        """To one of its addresses, or the first one.
+
+        Raises:
+            InvalidRequest: the key would cross a network unencrypted.
         """
-        origin = Origin.parse(self.address)
+        origin = Origin.parse(address or self.addresses[0])
         if self.api_key and not origin.tls and not is_loopback(origin.host):
             raise InvalidRequest(
                 f"the API key would go to {origin.host} unencrypted",
@@ -103,7 +112,12 @@ class Server:
         """
         prompts = PromptMaker(self.contents)
         extra = {} if temperature is None else {"temperature": temperature}
-        if self.target.api is Api.GRPC:
-            return GrpcAsker.connect(self.target.address, connections, prompts, slo, extra, api_key=self.target.api_key)
-        chat = self.target.api is Api.CHAT
-        return OpenAiAsker(self.target.streams(), prompts, self.model, chat, self.dialect, slo, extra)
+        target = self.target
+        if target.api is Api.GRPC:
+            return GrpcAsker.connect(target.addresses, connections, prompts, slo, extra, api_key=target.api_key)
+        chat = target.api is Api.CHAT
+        askers = [
+            OpenAiAsker(target.streams(address), prompts, self.model, chat, self.dialect, slo, extra)
+            for address in target.addresses
+        ]
+        return askers[0] if len(askers) == 1 else SeveralGateways(askers)

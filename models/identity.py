@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigError
 from baton.model_source import model_name
@@ -12,6 +14,15 @@ from models.weights.checkpoint import StoredTensor, read_checkpoint
 
 _SAMPLE_BYTES = 1024
 _SAMPLES = 4
+# Fields with a default that the first release hashed, by class. Any later one counts only where it differs from its
+# default: a checkpoint that does not use it keeps its digest, and releases with and without the field work together.
+_ALWAYS_HASHED = {
+    "ModelConfig": {"local_rope", "final_logits_soft_cap", "moe", "mtp_layers", "quantization", "switches"},
+    "GQAConfig": {"attention_chunk_sizes", "logits_soft_cap", "sinks", "alibi_slopes", "blocksparse"},
+    "MoEConfig": {"router_bias"},
+    "Fp8Config": {"power_of_two_inputs", "unquantized"},
+    "BlocksparseParams": {"homo_head", "homo_head_group", "tp_rank", "tp_size"},
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,26 @@ def model_identity(directory: Path, config: ModelConfig, *, load_format: str = "
 
 
 def config_digest(config: ModelConfig) -> str:
-    """SHA-256, hex, over the fields that we read: equal for every spelling of the same model."""
-    return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()
+    """SHA-256, hex, over the fields that we read: equal for every spelling of the same model, and in every release.
+
+    A field may be added with a default that means what releases without it do. Fields are not renamed or removed.
+    """
+    return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in _hashed(value)}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _hashed(value: Any) -> Iterator[Field[Any]]:
+    always = _ALWAYS_HASHED.get(type(value).__name__, set())
+    for field in fields(value):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in always or default is MISSING or getattr(value, field.name) != default:
+            yield field
 
 
 def _weights_digest(directory: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from baton import __version__
 from baton.config import NodeSettings, PrefillSettings
 from baton.metrics.declared import Role as MeterRole
+from baton.model_source import hub_commit
 from baton.supervisor import Supervisor
 from engine.build import Built, build_runner, measured
 from engine.device.device_thread import StepRunner
@@ -100,6 +101,7 @@ class Node:
             role=role,
             incarnation=self.incarnation,
             model_name=built.identity.name,
+            revision_name=settings.model_revision or hub_commit(settings.model),
             max_context_tokens=self.max_context_tokens,
             cache_identity=built.runner.facts.identity if settings.prefix_cache else "",
             also_decodes=role == common_pb2.ROLE_PREFILL and settings.decodes,

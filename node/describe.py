@@ -25,6 +25,7 @@ def to_info(
     role: pb.Role.ValueType,
     incarnation: int,
     model_name: str,
+    revision_name: str = "",
     max_context_tokens: int,
     cache_identity: str = "",
     also_decodes: bool = False,
@@ -42,6 +43,7 @@ def to_info(
             config_digest=description.config_digest,
             weights_digest=description.weights_digest,
             name=model_name,
+            revision_name=revision_name,
         ),
         cache_spec=pb.CacheSpec(
             kind=_KINDS[spec.kind],

@@ -35,6 +35,7 @@ _TEXTS = (
     "model.config_digest",
     "model.weights_digest",
     "model.name",
+    "model.revision_name",
     "cache_spec.dtype",
     "cache_shape.layout",
     "cache_identity",

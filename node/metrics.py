@@ -34,9 +34,9 @@ class NodeMetrics:
         self._knows = knows
         self._exposition = Exposition(node.meter_role, node.counts.layout, node.info.model.name)
 
-    async def page(self) -> bytes:
+    async def page(self, names: frozenset[str] = frozenset()) -> bytes:
         """The text for Prometheus."""
-        return await join(self._exposition.pages(self._node.counts.tally.own(), list(self._figures())))
+        return await join(self._exposition.pages(self._node.counts.tally.own(), list(self._figures()), names))
 
     def _figures(self) -> Iterator[Figure]:
         status = self._status()
@@ -81,6 +81,7 @@ class NodeMetrics:
         pairs = [peer for peer in status.peers if peer.phase == common_pb2.PEER_PHASE_READY]
         yield Figure("baton_pairs_ready", len(pairs))
         for peer in pairs:
+            yield Figure("baton_link_info", 1, (peer.name, peer.transport))
             yield Figure("baton_link_bandwidth_bytes_per_second", 1e9 * peer.gigabytes_per_s, (peer.name,))
             yield Figure("baton_link_latency_seconds", peer.latency_s, (peer.name,))
             yield Figure("baton_link_bytes_total", peer.bytes_total, (peer.name,))

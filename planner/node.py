@@ -223,7 +223,7 @@ class Node:
         return NodeView(
             str(self.number),
             self.number,
-            (),
+            "",
             open=True,
             max_context_tokens=1 << 30,
             block_size=spec.block_size,

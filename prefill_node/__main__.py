@@ -1,17 +1,20 @@
 """`python -m prefill_node`: one prefill node, until SIGTERM."""
 
-from baton.config import PrefillSettings
-from baton.environment import quiet_grpc
-from baton.settings_reader import read_settings
+from baton.interrupts import plain_interrupts
 
 
 def main() -> None:
-    settings = read_settings(PrefillSettings, "prefill_node")
-    quiet_grpc()  # before its import, at which it reads the variable
-    # Importing torch takes seconds, so --help and a wrong flag are answered before that.
-    from node.process import run_node
-    from prefill_node.service import PrefillService
-    from protos.baton.v1 import common_pb2
+    with plain_interrupts("prefill_node"):
+        from baton.config import PrefillSettings
+        from baton.environment import quiet_grpc
+        from baton.settings_reader import read_settings
+
+        settings = read_settings(PrefillSettings, "prefill_node")
+        quiet_grpc()  # before its import, at which it reads the variable
+        # Importing torch takes seconds, so --help and a wrong flag are answered before that.
+        from node.process import run_node
+        from prefill_node.service import PrefillService
+        from protos.baton.v1 import common_pb2
 
     run_node("prefill_node", settings, common_pb2.ROLE_PREFILL, PrefillService)
 

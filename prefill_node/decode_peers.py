@@ -150,7 +150,7 @@ class DecodePeer:
         return True
 
     async def _introduce(self, call: Call) -> pb.PairAccepted | None:
-        await call.write(pb.PairRequest(hello=pb.PairHello(info=self._node.info)))
+        await _write(call, pb.PairRequest(hello=pb.PairHello(info=self._node.info)))
         response = await _read(call, self.state.address)
         refused = response.WhichOneof("message") == "refused"
         info = response.refused.info if refused else response.accepted.info
@@ -179,7 +179,7 @@ class DecodePeer:
         flows = links_between(self._node.description, from_info(accepted.info))
         check_addresses(accepted.worker_addresses, links=len(flows))
         addresses = from_addresses(await transfer.listen(self.number, flows, sends=True, on_failed=self._link_failed))
-        await call.write(pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
+        await _write(call, pb.PairRequest(linked=pb.PairLinked(worker_addresses=addresses)))
         await _read(call, self.state.name)
         await transfer.connect(
             self.number,
@@ -193,7 +193,7 @@ class DecodePeer:
         """Sends the warm-up messages that the decode node times; False when the link is too slow for one of the two."""
         transfer = self._node.transfer
         warm = await transfer.warm_up(self.number, self._sender_number)
-        await call.write(pb.PairRequest(warmed_up=from_warm_ups(warm)))
+        await _write(call, pb.PairRequest(warmed_up=from_warm_ups(warm)))
         response = await _read(call, self.state.name)
         if response.WhichOneof("message") == "refused":
             self._refuse(list(response.refused.mismatches))
@@ -221,7 +221,7 @@ class DecodePeer:
     async def _send_refusal(self, call: Call) -> None:
         """Returns once the decode node has received it: closing the channel would overtake the message."""
         refused = pb.PairRefused(info=self._node.info, mismatches=self.state.mismatches)
-        await call.write(pb.PairRequest(refused=refused))
+        await _write(call, pb.PairRequest(refused=refused))
         await call.read()
 
     # ---- after the handshake
@@ -270,6 +270,11 @@ class DecodePeer:
         self._settled.set()
         self._deliver(PeerLost(self.number, NoNode(f"{self.state.name} is gone: {self.state.detail}")))
         await self._node.transfer.disconnect(self.number)
+
+
+async def _write(call: Call, message: pb.PairRequest) -> None:
+    with suppress(asyncio.InvalidStateError):  # the stream has ended, and `_read` says why
+        await call.write(message)
 
 
 async def _turn_s(transfer: RankedTransfer, peer: int) -> float:

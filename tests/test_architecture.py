@@ -46,6 +46,8 @@ GRPC_IN_BATON = ("baton.client", "baton.rpc", "baton.security")
 
 WITHOUT_TORCH = ("baton", "gateway", "load", "planner", "protos")
 WITHOUT_TORCH_MODULES = {
+    "grammar.checker",
+    "grammar.trial",
     "kvcache.layout",
     "kvcache.spec",
     "kvtransfer.plan",
@@ -416,6 +418,18 @@ def test_the_gateway_and_the_pure_parts_need_no_torch() -> None:
     assert set(names) >= WITHOUT_TORCH_MODULES
     block = BLOCK.format(names=["torch", "transformers", "safetensors", "ucxx"])
     run_python(block + IMPORT_ALL, json.dumps(names))
+
+
+def test_the_process_that_checks_grammars_is_small() -> None:
+    """Each gateway process has one, with forks that a few grammars may end."""
+    block = BLOCK.format(names=["torch", "transformers", "grpc", "google.protobuf", "pydantic", "asyncio"])
+    run_python(block + IMPORT_ALL, '["grammar.trial"]')
+
+
+def test_a_gateway_compiles_no_grammar_itself() -> None:
+    """Nothing interrupts that, and it may end the process."""
+    block = BLOCK.format(names=["grammar.compiler", "grammar.matcher", "grammar.trial"])
+    run_python(block + IMPORT_ALL, '["gateway.start", "gateway.worker"]')
 
 
 @pytest.mark.slow

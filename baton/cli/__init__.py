@@ -13,8 +13,9 @@ from baton.cli.doctor import doctor
 from baton.cli.generate import generate
 from baton.cli.plan import plan
 from baton.cli.program import new_app, run
-from baton.cli.roles import PASS_ON, decode_node, gateway, prefill_node
+from baton.cli.roles import PASS_ON, decode_node, gateway, picker, prefill_node
 from baton.cli.status import status
+from baton.cli.top import top
 from baton.cli.up import demo, up
 
 
@@ -27,9 +28,9 @@ def program() -> typer.Typer:
     """Its commands."""
     app = new_app()
     app.callback()(_whole_program)
-    for command in (up, chat, generate, status, demo, doctor, certs, key):
+    for command in (up, chat, generate, status, top, demo, doctor, certs, key):
         app.command()(command)
-    for role in (prefill_node, decode_node, gateway, bench, plan):
+    for role in (prefill_node, decode_node, gateway, picker, bench, plan):
         app.command(context_settings=PASS_ON)(role)
     return app
 

@@ -18,6 +18,7 @@ from baton.client import DEFAULT_TARGET, Client
 from baton.client_messages import Options, Sampling
 from baton.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton.outputs import Completion, Finished, Notice
+from baton.revisions import describe_revision
 from baton.types import MAX_LOGPROBS, Receipt, SamplingParams, TokenOutput, Usage
 
 _FILE_REQUESTS_MAX = 256  # prompts of one file that run at once
@@ -142,6 +143,11 @@ def summary(usage: Usage, receipt: Receipt) -> str:
             f"{receipt.transport}, "
             f"complete {receipt.transfer_s * 1e3:.1f} ms after the first token"
         )
+    if receipt.revision:
+        weights = describe_revision(receipt.revision, receipt.revision_name)
+        nodes = ((receipt.prefill_node, receipt.prefill_version), (receipt.decode_node, receipt.decode_version))
+        on = " and ".join(f"{name} ({version})" for name, version in nodes if name)
+        lines.append(f"weights {weights} on {on}")
     if receipt.layer_groups > 1:
         lines.append(f"each chunk was sent in {receipt.layer_groups} groups of layers, while later layers computed")
     if receipt.kv_converted:

@@ -1,4 +1,4 @@
-"""`baton prefill-node`, `decode-node` and `gateway`: the same as `python -m` of the role's module, flags included."""
+"""`baton prefill-node`, `decode-node`, `gateway`, `picker`: the same as `python -m` of the role's module, flags too."""
 
 import os
 import sys
@@ -27,6 +27,11 @@ def decode_node(flags: Flags = None) -> None:
 def gateway(flags: Flags = None) -> None:
     """Run a gateway until SIGTERM; --help shows all settings."""
     become("gateway", flags)
+
+
+def picker(flags: Flags = None) -> None:
+    """Run an endpoint picker in front of several gateways until SIGTERM; --help shows all settings."""
+    become("gateway.picker", flags)
 
 
 def become(module: str, flags: list[str] | None) -> NoReturn:

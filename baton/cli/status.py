@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Annotated
 
 import typer
+from google.protobuf.message import Message
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -17,6 +18,8 @@ from rich.text import Text
 from baton.cli.access import ApiKey, TlsCa, use
 from baton.client import DEFAULT_TARGET, Client
 from baton.errors import BatonError
+from baton.revisions import Member, describe_revision, mixture, revision_of
+from baton.security.log_lines import escaped
 from protos.baton.v1 import common_pb2, generation_pb2, node_pb2
 
 # Where output goes to no terminal, long names do not wrap.
@@ -48,10 +51,12 @@ def status(
 
 def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
     """The status as tables and lines of at most 80 columns, unless names are long."""
+    cluster = _escaped(cluster)
     nodes = cluster.nodes
+    version = f" ({cluster.package_version})" if cluster.package_version else ""
     parts: list[RenderableType] = [
         Text(
-            f"{cluster.gateway}: {cluster.requests_running} running, {cluster.requests_finished} finished, "
+            f"{cluster.gateway}{version}: {cluster.requests_running} running, {cluster.requests_finished} finished, "
             f"{cluster.requests_failed} failed\n"
             f"prompts prefilled remotely {cluster.remote_total}, locally {cluster.local_total}"
         ),
@@ -60,7 +65,10 @@ def render(cluster: generation_pb2.ClusterStatusResponse) -> Group:
         Text(),
     ]
     parts += [Text(f"{_name(node)}: {node.detail}", style="red") for node in nodes if not node.reachable]
+    if mixed := mixture(_members(cluster)):
+        parts.append(Text(mixed, style="yellow"))
     parts += [Text(line) for line in _described(nodes, _model)]
+    parts += [Text(line) for line in _described([node for node in nodes if _version(node)], _release)]
     parts += [Text(line) for line in _described([node for node in nodes if node.reachable], _work)]
     pairs = [(node, peer) for node in nodes for peer in node.status.peers if _is_prefill(node)]
     if pairs:
@@ -104,10 +112,31 @@ async def _watch(target: str, console: Console, *, as_json: bool) -> None:
             await asyncio.sleep(_WATCH_S)
 
 
+def _escaped(cluster: generation_pb2.ClusterStatusResponse) -> generation_pb2.ClusterStatusResponse:
+    """Nodes choose their names: a copy without a character that a terminal would obey."""
+    copy = generation_pb2.ClusterStatusResponse()
+    copy.CopyFrom(cluster)
+    _escape(copy)
+    return copy
+
+
+def _escape(message: Message) -> None:
+    for field, value in message.ListFields():
+        if isinstance(value, str):
+            setattr(message, field.name, escaped(value))
+        elif isinstance(value, Message):
+            _escape(value)
+        elif field.message_type is not None:
+            for each in value:
+                _escape(each)
+
+
 def to_json(cluster: generation_pb2.ClusterStatusResponse) -> dict[str, object]:
     """The object that `--json` prints. Incarnations are hexadecimal: JSON numbers lose their digits."""
     return {
         "gateway": cluster.gateway,
+        "version": cluster.package_version,
+        "mixed": mixture(_members(cluster)),
         "requests_running": cluster.requests_running,
         "requests_finished": cluster.requests_finished,
         "requests_failed": cluster.requests_failed,
@@ -134,6 +163,8 @@ def _node_to_json(node: generation_pb2.NodeReport) -> dict[str, object]:
         "incarnation": f"{info.incarnation:x}",
         "version": info.package_version,
         "model": info.model.name,
+        "revision": revision_of(info.model),
+        "revision_name": info.model.revision_name,
         "architecture": info.model.architecture,
         "dtype": info.cache_spec.dtype,
         "layout": info.cache_shape.layout,
@@ -241,6 +272,22 @@ def _model(status: node_pb2.NodeStatus) -> str:
     )
 
 
+def _release(status: node_pb2.NodeStatus) -> str:
+    model = status.info.model
+    return f"Baton {status.info.package_version}, weights {describe_revision(revision_of(model), model.revision_name)}"
+
+
+def _members(cluster: generation_pb2.ClusterStatusResponse) -> list[Member]:
+    """The gateway, and the nodes that work on requests."""
+    members = [Member(cluster.gateway, cluster.package_version)]
+    for node in cluster.nodes:
+        if node.reachable and not node.detail:
+            info = node.status.info
+            name, model = _name(node), info.model
+            members.append(Member(name, info.package_version, revision_of(model), model.revision_name))
+    return members
+
+
 def _work(status: node_pb2.NodeStatus) -> str:
     steps = f"steps of {status.max_batch_tokens} tokens, {status.max_batch_requests} requests"
     waiting = f"{status.tokens_waiting} prompt tokens wait"
@@ -277,6 +324,10 @@ def _name(node: generation_pb2.NodeReport) -> str:
 def _role(node: generation_pb2.NodeReport) -> str:
     role = node.status.info.role
     return common_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else "unknown"
+
+
+def _version(node: generation_pb2.NodeReport) -> str:
+    return node.status.info.package_version
 
 
 def _is_prefill(node: generation_pb2.NodeReport) -> bool:

@@ -21,6 +21,7 @@ class Role(StrEnum):
     GATEWAY = "gateway"
     PREFILL = "prefill"
     DECODE = "decode"
+    PICKER = "picker"
 
 
 class Outcome(StrEnum):
@@ -36,7 +37,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Label:
-    """A label. `values`: all that it can have; empty: names of nodes, as `meaning` says."""
+    """A label. `values`: all that it can have; empty: names of nodes or of what they run, as `meaning` says."""
 
     name: str
     meaning: str
@@ -80,6 +81,7 @@ ALL = (Role.GATEWAY, Role.PREFILL, Role.DECODE)
 GATEWAY = (Role.GATEWAY,)
 NODES = (Role.PREFILL, Role.DECODE)
 DECODE = (Role.DECODE,)
+PICKER = (Role.PICKER,)
 
 REASONS = (
     "INVALID_REQUEST", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNKNOWN_MODEL", "OVERLOADED", "NO_NODE", "DRAINING",
@@ -99,11 +101,20 @@ _PHASE = Label("state", "of the lease", ("opening", "filling", "closing"))
 _STEP = Label("kind", "what the step computed", ("prefill", "decode", "mixed"))
 _LAUNCH = Label("launch", "how the step was launched", ("decode_graph", "prompt_graph", "eager"))
 _TIER = Label("tier", "of the cache", ("device",))
+_TRANSPORT = Label("transport", "what carries the KV of the pair, such as `rc`, `cuda_ipc`, `cma` or `tcp`")
+_TRACE = Label("state", "of the trace", ("exported", "dropped"))
 _DIRECTION = Label("direction", "of the KV", ("sent", "received"))
 _PEER = Label("peer", "name of the node at the other end of the pair")
 _ROLE_OF_NODE = Label("node_role", "of the node", ("prefill", "decode"))
 _NODE_STATE = Label("state", "as this gateway sees it", ("ready", "draining", "unusable", "unreachable"))
+_PICK = Label("outcome", "of the pick", ("picked", "no_gateway", "shed"))
+_AFFINITY = Label("affinity", "kept: its own gateway, spilled: another one, none: it has none",
+                  ("kept", "spilled", "none"))  # fmt: skip
+_GATEWAY_STATE = Label("state", "as the picker sees it", ("ready", "not_ready"))
 _VERSION = Label("version", "of the package", ())
+_NODE = Label("node", "name of the node")
+_REVISION = Label("revision", "of the node's weights: equal for equal weights")
+_REVISION_NAME = Label("revision_name", "its name, where the node has one for it")
 _PYTHON = Label("python", "version of the interpreter", ())
 _SEGMENT = Label(
     "reason",
@@ -127,7 +138,7 @@ C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     Metric("baton_build_info", G, "",
-           "1; the labels have what runs", ALL, (_VERSION, _PYTHON)),
+           "1; the labels have what runs", (*ALL, *PICKER), (_VERSION, _PYTHON)),
     # ---- how full
     Metric("baton_num_requests_running", G, "requests",
            "Requests that run: at a gateway, outputs on nodes or on their way; on a node, those in engine steps", ALL),
@@ -179,10 +190,34 @@ METRICS: tuple[Metric, ...] = (
     Metric("baton_request_fallbacks_total", C, "outputs",
            "Outputs whose prompt was computed on the decode node because prefill nodes had failed, by the last "
            "failure", GATEWAY, (_RETRY_REASON,)),
+    Metric("baton_traces_total", C, "traces",
+           "Traces that were to be exported. exported: the collector has them; dropped: they are lost, because it was "
+           "slow, gone or refused them", GATEWAY, (_TRACE,)),
     Metric("baton_nodes", G, "nodes",
            "Nodes of the gateway by role and state", GATEWAY, (_ROLE_OF_NODE, _NODE_STATE)),
+    Metric("baton_node_info", G, "",
+           "1 for each node that the gateway reaches; the labels have what runs there",
+           GATEWAY, (_NODE, _ROLE_OF_NODE, _VERSION, _REVISION, _REVISION_NAME)),
+    Metric("baton_serving_versions", G, "versions",
+           "Versions of Baton that serve at once: of the nodes that work on requests, and this gateway's. Above 1 "
+           "during an upgrade", GATEWAY),
+    Metric("baton_serving_revisions", G, "revisions",
+           "Revisions of the weights that serve at once. Above 1 while one takes the place of another", GATEWAY),
     Metric("baton_workers", G, "processes",
            "Processes of this gateway (`--workers`); every metric is the sum of all", GATEWAY),
+    Metric("baton_ready", G, "",
+           "1 if new requests can be served: the nodes for them are there, and the gateway does not drain", GATEWAY),
+    # ---- endpoint picker
+    Metric("baton_picks_total", C, "requests",
+           "Requests of the proxy, by what the picker answered. no_gateway: none that was allowed is ready; shed: "
+           "requests wait on all of them, and this one is sheddable", PICKER, (_PICK,)),
+    Metric("baton_picks_by_affinity_total", C, "requests",
+           "Requests that got a gateway, by whether it is the one that their session or prompt belongs to",
+           PICKER, (_AFFINITY,)),
+    Metric("baton_pick_failovers_total", C, "requests",
+           "Requests that another gateway served than the first one picked, as the proxy reported", PICKER),
+    Metric("baton_pick_gateways", G, "gateways",
+           "Gateways that were found, by state", PICKER, (_GATEWAY_STATE,)),
     # ---- tokens
     Metric("baton_prompt_tokens_total", C, "tokens",
            "Prompt tokens: at a gateway of outputs that have begun, on a node those computed there", ALL),
@@ -246,6 +281,8 @@ METRICS: tuple[Metric, ...] = (
            NODES, (_SEGMENT,)),
     Metric("baton_kv_transfer_time_seconds", H, "seconds",
            "From a lease's first segment to its last", DECODE, (), _SLOW_S),
+    Metric("baton_link_info", G, "",
+           "1; the labels have what carries the pair's KV now", NODES, (_PEER, _TRANSPORT)),
     Metric("baton_link_bandwidth_bytes_per_second", G, "bytes per second",
            "Speed of the pair's link as measured when the pair was made", NODES, (_PEER,)),
     Metric("baton_link_latency_seconds", G, "seconds",

@@ -46,26 +46,31 @@ class Exposition:
         self._process = CollectorRegistry() if process else None
         ProcessCollector(registry=self._process)
 
-    def pages(self, totals: Sequence[int], figures: Iterable[Figure]) -> Iterator[bytes]:
+    def pages(
+        self, totals: Sequence[int], figures: Iterable[Figure], names: frozenset[str] = frozenset()
+    ) -> Iterator[bytes]:
         """The text, family by family.
 
         Args:
             totals: the cells of the layout.
             figures: of one moment; they stand for the cells of the same series.
+            names: the metrics that are wanted; none: all.
         """
         values: dict[str, dict[tuple[str, ...], float]] = {}
         for metric, labels, first in self._layout.series():
-            if metric.kind is Kind.COUNTER:
+            if metric.kind is Kind.COUNTER and (not names or metric.name in names):
                 values.setdefault(metric.name, {})[labels] = totals[first]
         build = Figure("baton_build_info", 1, (__version__, platform.python_version()))
         for name, value, labels in (build, *figures):
             values.setdefault(name, {})[tuple(shortened(each, _LABEL_CHARACTERS_MAX) for each in labels)] = value
         for metric in self._metrics:
+            if names and metric.name not in names:
+                continue
             if metric.kind is Kind.HISTOGRAM:
                 yield _text(self._histogram(metric, totals))
             else:
                 yield _text(self._plain(metric, values.get(metric.name, {})))
-        if self._process is not None:
+        if self._process is not None and not names:
             yield generate_latest(self._process)
 
     def _plain(self, metric: declared.Metric, values: Mapping[tuple[str, ...], float]) -> Metric:

@@ -2,8 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from urllib.parse import parse_qs
 
-Page = Callable[[], Awaitable[bytes]]
+Page = Callable[[frozenset[str]], Awaitable[bytes]]
+"""The page with these metrics; none: with all."""
+
+_NAMES_MAX = 64
+
+
+def names_of(query: str) -> frozenset[str]:
+    """The metrics that a reader wants: `name[]=`, as prometheus_client has it; none: all."""
+    try:
+        return frozenset(parse_qs(query, max_num_fields=_NAMES_MAX).get("name[]", ()))
+    except ValueError:  # too many
+        return frozenset()
 
 
 async def join(pieces: Iterable[bytes]) -> bytes:

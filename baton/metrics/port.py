@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from baton.metrics.exposition import CONTENT_TYPE
-from baton.metrics.page import Page
+from baton.metrics.page import Page, names_of
 from baton.rpc.sockets import address_of
 
 _HEAD_BYTES_MAX = 8192
@@ -73,12 +73,12 @@ class MetricsPort:
 
     async def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
-        path = rest.partition(b" ")[0].partition(b"?")[0]
+        path, _, query = rest.partition(b" ")[0].partition(b"?")
         if path != b"/metrics":
             return _response("404 Not Found", b"this port has /metrics only\n")
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", b"GET it\n")
-        response = _response("200 OK", await self._page(), CONTENT_TYPE)
+        response = _response("200 OK", await self._page(names_of(query.decode(errors="replace"))), CONTENT_TYPE)
         return response if method == b"GET" else response[: response.index(b"\r\n\r\n") + 4]
 
 

@@ -48,6 +48,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "GetTokenizer": _CLIENT,
         "GetLoads": _OPERATOR,
         "ClusterStatus": _OPERATOR,
+        "ClusterView": _OPERATOR,
     },
     "vllm.grpc.engine.VllmEngine": {
         "Generate": _CLIENT,
@@ -74,6 +75,8 @@ TABLE: Mapping[str, Mapping[str, frozenset[Right]]] = {
         "RepositoryModelLoad": _OPERATOR,
         "RepositoryModelUnload": _OPERATOR,
     },
+    # Served by the endpoint picker, to a proxy, which shows no certificate.
+    "envoy.service.ext_proc.v3.ExternalProcessor": {"Process": _ANYONE},
     # Served by all.
     "grpc.health.v1.Health": {"Check": _ANYONE, "List": _ANYONE, "Watch": _ANYONE},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _OPERATOR},

@@ -1,6 +1,6 @@
-"""Texts for log lines that nobody can forge, and that show no prompt."""
+"""Texts for log lines and screens that nobody can forge, and that show no prompt."""
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, shortened
 
 
 def loggable(error: BatonError) -> str:
@@ -15,3 +15,8 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable(text: str, most: int) -> str:
+    """About this many characters of the text, of which no terminal or browser obeys one."""
+    return escaped(shortened(text, most))

@@ -31,7 +31,7 @@ class Attribute(StrEnum):
     KEPT = "baton.trace.kept_for"
     CUT = "baton.trace.events_dropped"
     PATH = "baton.path"
-    WHY = "baton.path.why"
+    WHY = "baton.path_why"
     ATTEMPTS = "baton.attempts"
     OUTPUT = "baton.output.index"
     ATTEMPT = "baton.attempt.number"
@@ -151,7 +151,7 @@ CHUNK = SpanType(
     "prefill.chunk",
     Role.PREFILL,
     "prefill",
-    "one chunk of the prompt, from the end of the one before it",
+    "one chunk of the prompt, from the end of the one before it; where the decode node computes it, on that node",
     (A.TOKEN_START, A.TOKEN_STOP, A.MERGED),
 )
 SEND = SpanType(

@@ -96,6 +96,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("KV transferred", "Bps", _rate("baton_kv_transfer_bytes_total", "direction")),
         Panel("Exposed transfer time", "s", _quantiles("baton_request_transfer_time_seconds")),
         Panel("Pairs that are ready", "short", _sums("baton_pairs_ready", "instance")),
+        Panel("Links by transport", "short", {"{{transport}}": "count by (transport) (baton_link_info{MODEL})"}),
         Panel("KV by link", "Bps", _rate("baton_link_bytes_total", "instance", "peer")),
         Panel("Measured bandwidth", "Bps", _sums("baton_link_bandwidth_bytes_per_second", "instance", "peer")),
         Panel("Measured latency", "s", _sums("baton_link_latency_seconds", "instance", "peer")),
@@ -113,6 +114,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Retries by stage and reason", "ops", _rate("baton_request_retries_total", "stage", "reason")),
         Panel("Fallbacks to decode nodes by last failure", "ops", _rate("baton_request_fallbacks_total", "reason")),
         Panel("Errors in engines", "reqps", _rate("baton_engine_requests_failed_total", "reason")),
+        Panel("Traces", "ops", _rate("baton_traces_total", "state")),
     ),
     "Nodes and versions": (
         Panel(
@@ -121,6 +123,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             {"{{node_role}} {{state}}": "max by (node_role, state) (baton_nodes{MODEL})"},
         ),
         Panel("Processes by version", "short", {"{{version}}": "count by (version) (baton_build_info{MODEL})"}),
+        Panel(
+            "Nodes by revision of the weights",
+            "short",
+            {
+                "{{revision_name}} {{revision}}": "count by (revision, revision_name) "
+                "(max by (node, revision, revision_name) (baton_node_info{MODEL}))"
+            },
+        ),
         Panel("Processes by role", "short", {"{{role}}": "count by (role) (baton_build_info{MODEL})"}),
     ),
 }  # fmt: skip

@@ -8,10 +8,12 @@ from starlette.responses import Response
 from baton import __version__
 from baton.errors import Draining, NoNode
 from baton.metrics.exposition import CONTENT_TYPE
+from baton.metrics.page import names_of
 from gateway.chat.json_request import chat_request
 from gateway.http.bodies import DetokenizeBody, TokenizeBody
 from gateway.http.call import Call
 from gateway.http.counting import encode_chat
+from gateway.revisions import serving_revisions
 
 
 async def models(call: Call) -> Response:
@@ -53,7 +55,7 @@ async def detokenize(call: Call) -> Response:
 
 
 async def root(call: Call) -> Response:
-    return _json({"name": "baton", "gateway": call.context.name, "version": __version__, "docs": "/docs"})
+    return _json({"name": "baton", "gateway": call.context.view.name, "version": __version__, "docs": "/docs"})
 
 
 async def health(_: Call) -> Response:
@@ -76,11 +78,13 @@ async def version(_: Call) -> Response:
 
 async def metrics(call: Call) -> Response:
     """What Prometheus scrapes."""
-    return Response(await call.serving.metrics.page(), media_type=CONTENT_TYPE)
+    names = names_of(call.request.url.query)
+    return Response(await call.serving.metrics.page(names), media_type=CONTENT_TYPE)
 
 
 def _card(call: Call) -> dict[str, Any]:
     served, fleet = call.serving.model, call.context.fleet
+    revisions = serving_revisions(fleet.nodes())
     return {
         "id": served.name,
         "object": "model",
@@ -89,6 +93,8 @@ def _card(call: Call) -> dict[str, Any]:
         "root": served.name,
         "parent": None,
         "max_model_len": fleet.max_context_tokens,
+        "revision": revisions[0].revision if len(revisions) == 1 else None,
+        "revisions": [{"revision": each.revision, "name": each.name} for each in revisions],
     }
 
 

@@ -114,6 +114,11 @@ class GenerationBody(Body):
         description="tokens of the output that the client has already, from a gateway that it lost: the answer goes on "
         "after them. Needs the same x-request-id, and a seed where tokens are drawn",
     )
+    revision: str = Field(
+        "",
+        description="the `system_fingerprint` or `revision` of the part of the answer that the client has already: it "
+        "goes on with the weights of this revision, or fails",
+    )
     baton_receipt: bool = Field(False, description="add the receipt, as the header x-baton-receipt does")
     user: str | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)

@@ -26,9 +26,8 @@ from gateway.fleet import Fleet
 from gateway.http.body import AnyBody, check, parse_object, read_body, shown
 from gateway.http.errors import ErrorShape, Refused, error_response, openai_error
 from gateway.http.extras import set_slo
-from gateway.http.ui.answers import Answers
-from gateway.latencies import Latencies
-from gateway.serving import Serving
+from gateway.serving import Serving, Skip
+from gateway.view import View
 from protos.baton.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -55,27 +54,21 @@ class Context:
     """What the handlers of all requests share.
 
     Attributes:
-        name: of this gateway.
+        view: what operators see of the cluster.
         door: who may come in; None: everybody.
         error_shapes: by the beginning of a path; every other path has OpenAI's shape.
         draining: whether the process is about to end.
         started_s: unix time of the process's start.
-        latencies: what the charts of /ui show.
-        answers: of /ui.
     """
 
     settings: GatewaySettings
     serving: Serving
     fleet: Fleet
-    name: str
+    view: View
     door: Door | None = None
     error_shapes: dict[str, ErrorShape] = field(default_factory=dict)
     draining: bool = False
     started_s: int = field(default_factory=lambda: int(time.time()))
-    answers: Answers = field(default_factory=Answers)
-
-    def __post_init__(self) -> None:
-        self.latencies = Latencies(self.serving.board)
 
     @property
     def listen_host(self) -> str | None:
@@ -104,13 +97,22 @@ class Encoder(Protocol):
         ...
 
 
+class ChatEncoder(Encoder, Protocol):
+    """Writes the stream of a chat."""
+
+    def skip(self, message: pb.GenerateResponse) -> None:
+        """The client has the events for this message, and gets those that follow."""
+        ...
+
+
 @dataclass(frozen=True)
 class Job:
-    """One call of `Serving.generate`, and who takes its messages."""
+    """One call of `Serving.generate`, and who takes its messages, and those that the client has already."""
 
     message: pb.GenerateRequest
     push: Callable[[pb.GenerateResponse], bytes]
     chat: ChatRequest | None = None
+    skip: Skip | None = None
 
 
 class Call:
@@ -198,9 +200,9 @@ class Call:
         generation = asyncio.create_task(self.generate(jobs, _ignore))
         await unless_left(generation, self.request.receive)
 
-    def stream(self, message: pb.GenerateRequest, encoder: Encoder, chat: ChatRequest | None = None) -> Response:
-        """The answer as server-sent events."""
-        return self.stream_all([Job(message, encoder.push, chat)], encoder)
+    def stream(self, message: pb.GenerateRequest, encoder: "ChatEncoder", chat: ChatRequest) -> Response:
+        """The answer to a chat as server-sent events."""
+        return self.stream_all([Job(message, encoder.push, chat, encoder.skip)], encoder)
 
     def stream_all(self, jobs: Sequence[Job], encoder: Encoder) -> Response:
         """As `stream`, for several requests at the same time; `encoder` ends the stream."""
@@ -215,7 +217,7 @@ class Call:
         for job in jobs:
             self._add_headers(job.message)
         serve = partial(self.serving.generate, budget_s=self.budget_s, caller_trace=self._caller_trace())
-        runs = [serve(job.message, write(job), chat=job.chat) for job in jobs]
+        runs = [serve(job.message, write(job), chat=job.chat, skip=job.skip) for job in jobs]
         if len(runs) == 1:
             await runs[0]
             return

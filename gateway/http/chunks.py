@@ -49,10 +49,11 @@ class StreamShape:
     prompt_tokens: int = 0
     tokens_before: int = 0
 
-    @property
-    def beginning(self) -> bytes:
-        """Of every chunk, up to its choices."""
+    def beginning(self, revision: str = "") -> bytes:
+        """Of every chunk, up to its choices; `revision`: of the weights, once it is known."""
         fixed = {"id": self.id, "object": self.object_name, "created": self.created_s, "model": self.model}
+        if revision:
+            fixed["system_fingerprint"] = revision
         return b"data: " + _dumps(fixed)[:-1] + b',"choices":['
 
 
@@ -63,7 +64,8 @@ class _Stream:
         self.shape = shape
         self.usage = common_pb2.Usage()
         self._completion_tokens = shape.tokens_before
-        self._beginning = shape.beginning
+        self._beginning = shape.beginning()
+        self._heads: dict[int, bytes] = {}  # of each choice that has begun: the beginning of a plain chunk
         self._plain_end = b'}],"usage":null}\n\n' if shape.include_usage else b"}]}\n\n"
 
     def end(self, message: pb.GenerateResponse) -> bytes:
@@ -109,14 +111,13 @@ class ChatChunks(_Stream):
 
     def __init__(self, shape: StreamShape) -> None:
         super().__init__(shape)
-        self._heads: dict[int, bytes] = {}  # by output, once its role is sent
         self._with_tools: set[int] = set()
         self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids)
         self._plain_end = b'},"finish_reason":null' + self._plain_end
 
     def push(self, message: pb.GenerateResponse) -> bytes:
         head = self._heads.get(message.index)
-        if head is None or not self._plain or message.finish_reason:
+        if head is None or not self._plain or message.finish_reason or message.revision:
             return self._any(message)
         chat = message.chat
         content = chat.content
@@ -124,12 +125,18 @@ class ChatChunks(_Stream):
             return self._any(message)
         return head + _dumps(content) + self._plain_end if content else b""
 
+    def skip(self, message: pb.GenerateResponse) -> None:
+        """The client has the chunks for this message."""
+        if message.chat.tool_calls:
+            self._with_tools.add(message.index)
+
     def _any(self, message: pb.GenerateResponse) -> bytes:
         shape, index, chat = self.shape, message.index, message.chat
         self.count(message)
-        delta: dict[str, Any] = {}
-        if index not in self._heads:
-            delta = {"role": "assistant", "content": ""}
+        delta: dict[str, Any] = {} if index in self._heads else {"role": "assistant", "content": ""}
+        if message.revision:
+            self._beginning = shape.beginning(message.revision)
+        if message.revision or index not in self._heads:
             self._heads[index] = self._beginning + b'{"index":%d,"delta":{"content":' % index
         if chat.content:
             delta["content"] = chat.content
@@ -166,7 +173,6 @@ class CompletionChunks(_Stream):
         super().__init__(shape)
         self._echoes = echoes
         self._hides_tokens = hides_tokens
-        self._heads: dict[int, bytes] = {}  # by choice
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
         self._plain = not (shape.continuous_usage or shape.logprobs or shape.token_ids or hides_tokens)
         self._plain_end = b',"logprobs":null,"finish_reason":null' + self._plain_end
@@ -182,7 +188,7 @@ class CompletionChunks(_Stream):
     def _push(self, number: int, message: pb.GenerateResponse) -> bytes:
         index = number * self.shape.outputs + message.index
         head = self._heads.get(index)
-        if head is not None and self._plain and not message.finish_reason:
+        if head is not None and self._plain and not (message.finish_reason or message.revision):
             if not message.text:
                 return b""
             return head + _dumps(message.text) + self._plain_end
@@ -193,11 +199,13 @@ class CompletionChunks(_Stream):
         self.count(message)
         tokens: list[common_pb2.Token | common_pb2.PromptLogprob] = [] if self._hides_tokens else list(message.tokens)
         text = "" if self._hides_tokens else message.text
-        if index not in self._heads:
+        if index not in self._heads and self._echoes:
+            text = self._echoes[number] + text
+            tokens = [*message.prompt_logprobs, *tokens]
+        if message.revision:
+            self._beginning = shape.beginning(message.revision)
+        if message.revision or index not in self._heads:
             self._heads[index] = self._beginning + b'{"index":%d,"text":' % index
-            if self._echoes:
-                text = self._echoes[number] + text
-                tokens = [*message.prompt_logprobs, *tokens]
         if not (text or tokens or message.finish_reason):
             return b""
         fields: dict[str, Any] = {"logprobs": None}

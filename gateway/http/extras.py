@@ -38,6 +38,9 @@ class Extras(Model):
     ttft_ms: Annotated[float, Field(gt=0)] | None = None
     tpot_ms: Annotated[float, Field(gt=0)] | None = None
     session_id: str | None = None
+    return_token_ids: bool | None = None
+    output_token_ids: Items[U32] | None = None
+    revision: str | None = None
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -57,6 +60,8 @@ def fill(message: pb.GenerateRequest, given: Extras | GenerationBody) -> common_
     for token_id, bias in (given.logit_bias or {}).items():
         sampling.logit_bias[int(token_id)] = bias
     sampling.stop_token_ids.extend(given.stop_token_ids or ())
+    message.output_token_ids.extend(given.output_token_ids or ())
+    message.revision = given.revision or ""
     message.cache_salt = given.cache_salt or ""
     message.priority = given.priority or 0
     message.session_id = given.session_id or ""

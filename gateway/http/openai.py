@@ -178,6 +178,9 @@ def _answer(
         "choices": choices,
         "usage": usage_json(usage),
     }
+    revisions = {output.revision for whole in answers for output in whole.outputs}
+    if len(revisions) == 1 and "" not in revisions:
+        answer["system_fingerprint"] = revisions.pop()
     if shape.receipt:
         receipts = [receipt_json(output.receipt) for whole in answers for output in whole.outputs]
         answer["baton"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}

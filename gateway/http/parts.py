@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import orjson
+
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -125,6 +127,13 @@ class Answer:
         self._pending_count = 0
         if self._pending:
             self._pending = []
+
+
+def with_token_ids(event: bytes, token_ids: Sequence[int], revision: str) -> bytes:
+    """The event with what a client needs to go on elsewhere: the tokens whose text the stream has with this event, and
+    had not before it, and the revision of the weights."""
+    start = event.removesuffix(b"}\n\n")
+    return b'%b,"token_ids":%b,"revision":%b}\n\n' % (start, orjson.dumps(token_ids), orjson.dumps(revision))
 
 
 def event(name: str, data: bytes) -> bytes:

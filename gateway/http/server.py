@@ -20,8 +20,8 @@ from gateway.fleet import Fleet
 from gateway.http.call import Context
 from gateway.http.protocol import LimitedProtocol
 from gateway.http.routes import create_app
-from gateway.latencies import STEP_S, Latencies
 from gateway.serving import Serving
+from gateway.view import View
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75  # of an idle connection; longer than the 60 s after which common proxies close their end
@@ -32,7 +32,7 @@ class HttpServer:
     """Serves during the `async with` block. When it ends, only answers that are nearly sent are waited for.
 
     Args:
-        name: of the gateway.
+        view: what operators see of the cluster.
         bound: of `bind`.
         door: who may come in; None: everybody.
         pems: the certificate that clients see; None: no TLS.
@@ -43,14 +43,14 @@ class HttpServer:
         settings: GatewaySettings,
         serving: Serving,
         fleet: Fleet,
-        name: str,
+        view: View,
         bound: socket.socket,
         *,
         door: Door | None = None,
         pems: Watched[Pems] | None = None,
     ) -> None:
         self._socket = bound
-        self._context = Context(settings, serving, fleet, name, door)
+        self._context = Context(settings, serving, fleet, view, door)
         self.address = sockets.address_of(bound)
         config = uvicorn.Config(
             create_app(self._context),
@@ -73,20 +73,15 @@ class HttpServer:
         self.url = f"{'http' if pems is None else 'https'}://{self.address}"
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
-        self._reading = asyncio.create_task(_read(self._context.latencies), name="latencies")
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._task is not None
-        assert self._reading is not None
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
         self._server.should_exit = True
         await asyncio.wait([self._task], timeout=_SHUTDOWN_S)
         for connection in list(self._server.server_state.connections):
@@ -97,12 +92,6 @@ class HttpServer:
     def drain(self) -> None:
         """From now on /ready says no, and every answer closes its connection."""
         self._context.draining = True
-
-
-async def _read(latencies: Latencies) -> None:
-    while True:
-        latencies.read()
-        await asyncio.sleep(STEP_S)
 
 
 class _Server(uvicorn.Server):

@@ -100,7 +100,6 @@ def _message(body: GenerationBody, request_id: str) -> pb.GenerateRequest:
     message = pb.GenerateRequest(request_id=request_id, model=body.model, n=body.n)
     if body.truncate_prompt_tokens is not None:
         message.truncate_prompt_tokens = body.truncate_prompt_tokens
-    message.output_token_ids.extend(body.output_token_ids)
     sampling = fill(message, body)
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
     sampling.skip_special_tokens = body.skip_special_tokens

@@ -4,12 +4,16 @@ from collections.abc import AsyncIterator, Awaitable
 
 import grpc
 
+from baton import __version__
+from baton.security import identity
 from baton.types import GrammarKind
 from gateway.collected import Collector
 from gateway.fleet import Fleet
+from gateway.revisions import serving_revisions
 from gateway.rpc.call import answering, check_ids
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
+from gateway.view import View
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1 import generation_pb2_grpc
 
@@ -17,10 +21,10 @@ SERVICE_NAME = "baton.v1.Generation"
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """Baton's API of the gateway called `name`."""
+    """Baton's API of a gateway."""
 
-    def __init__(self, name: str, serving: Serving, fleet: Fleet, archive: TokenizerArchive) -> None:
-        self._name = name
+    def __init__(self, serving: Serving, fleet: Fleet, archive: TokenizerArchive, view: View) -> None:
+        self._view = view
         self._serving = serving
         self._fleet = fleet
         self._archive = archive
@@ -128,14 +132,24 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> pb.ClusterStatusResponse:
         counters = self._serving.counters
         return pb.ClusterStatusResponse(
-            gateway=self._name,
+            gateway=self._view.name,
             nodes=self._fleet.report(),
             requests_running=self._serving.running,
             requests_finished=counters.finished,
             requests_failed=counters.failed,
             remote_total=counters.remote,
             local_total=counters.local,
+            package_version=__version__,
         )
+
+    async def ClusterView(
+        self,
+        request: pb.ClusterViewRequest,
+        context: grpc.aio.ServicerContext[pb.ClusterViewRequest, pb.ClusterViewResponse],
+    ) -> pb.ClusterViewResponse:
+        async with answering(context):
+            shown = await self._view.shown_to(identity.current())
+            return pb.ClusterViewResponse(state_json=shown.decode())
 
     def _card(self) -> pb.ModelCard:
         model = self._serving.model
@@ -144,4 +158,5 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             architecture=model.architecture,
             max_context_tokens=self._fleet.max_context_tokens,
             vocab_size=model.vocab_size,
+            revisions=serving_revisions(self._fleet.nodes()),
         )

@@ -9,18 +9,20 @@ from gateway.rpc import generation, open_inference, vllm_engine
 from gateway.rpc.kv_events import KvEvents
 from gateway.rpc.tokenizer_archive import TokenizerArchive
 from gateway.serving import Serving
+from gateway.view import View
 from protos.baton.v1 import generation_pb2_grpc
 from protos.inference import open_inference_pb2_grpc
 
 SERVICE_NAMES = (generation.SERVICE_NAME, vllm_engine.SERVICE_NAME, open_inference.SERVICE_NAME)
 
 
-def add_services(server: GrpcServer, settings: GatewaySettings, serving: Serving, connections: Connections) -> None:
+def add_services(
+    server: GrpcServer, settings: GatewaySettings, serving: Serving, connections: Connections, view: View
+) -> None:
     """Adds the services of SERVICE_NAMES to a server that has not been started."""
     fleet = connections.fleet
-    name = settings.name or f"gateway@{server.address}"
     archive = TokenizerArchive(serving.model.directory, settings.chat_template)
-    own = generation.GenerationService(name, serving, fleet, archive)
+    own = generation.GenerationService(serving, fleet, archive, view)
     generation_pb2_grpc.add_GenerationServicer_to_server(own, server.grpc)
     engine = vllm_engine.VllmEngineService(
         serving,

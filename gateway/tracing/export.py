@@ -15,6 +15,7 @@ from typing import Any, Self
 import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
+from baton.metrics.tally import Tally
 from baton.tracing.environment import Collector
 
 log = logging.getLogger("baton")
@@ -40,12 +41,16 @@ _TRY_AGAIN = {
 class Exporter:
     """Sends what `put` is given, from `async with` to its end.
 
+    Args:
+        tally: counts what becomes of the traces.
+
     Attributes:
         dropped: traces that were lost.
     """
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: Collector, tally: Tally) -> None:
         self._collector = collector
+        self._counts = tally.counters("baton_traces_total")
         self._held: deque[bytes] = deque()
         self._held_bytes = 0
         self._filled, self._closing = asyncio.Event(), asyncio.Event()
@@ -71,13 +76,14 @@ class Exporter:
         with suppress(asyncio.CancelledError):
             await self._task
         if self._held:
+            self._drop(len(self._held))
             log.warning("%d trace(s) were not exported before the end", len(self._held))
         await self._channel.close()
 
     def put(self, data: bytes) -> None:
         """Takes one encoded trace."""
         if self._held_bytes + len(data) > _HELD_BYTES_MAX:
-            self.dropped += 1
+            self._drop(1)
             return
         self._held.append(data)
         self._held_bytes += len(data)
@@ -131,8 +137,9 @@ class Exporter:
                 log.warning("traces are not exported: the collector at %s: %s", where, reason)
             if error.code() in _TRY_AGAIN:
                 return error
-            self.dropped += len(batch)
+            self._drop(len(batch))
         else:
+            self._counts["exported"].add(len(batch))
             if rejected := response.partial_success.rejected_spans:
                 log.warning("the collector refused %d span(s): %s", rejected, response.partial_success.error_message)
             if self._failing:
@@ -141,6 +148,10 @@ class Exporter:
         for _ in batch:
             self._held_bytes -= len(self._held.popleft())
         return None
+
+    def _drop(self, count: int) -> None:
+        self.dropped += count
+        self._counts["dropped"].add(count)
 
 
 def _channel(collector: Collector) -> grpc.aio.Channel:

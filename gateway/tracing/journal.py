@@ -1,9 +1,10 @@
-"""The times of what happens to one output, as its driver sees it. Pure.
+"""The times of what happens to one output, as its driver sees it: the record behind traces and waterfalls. Pure.
 
-Tokens are left out, so that they cost nothing; of messages only what a trace shows is kept, and no text or token.
+Tokens are left out, so that they cost nothing; of messages only what these show is kept, and no text or token.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway import commands as c
 from gateway import events as e
@@ -13,8 +14,7 @@ from protos.baton.v1 import decode_pb2, prefill_pb2
 _MARKS_MAX = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class Submitted(NamedTuple):
     attempt: int
     role: int
     node: str
@@ -22,8 +22,7 @@ class Submitted:
     num_given: int  # tokens that the client had by then
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
+class Called(NamedTuple):
     call: int
     node: str
     address: str
@@ -31,8 +30,7 @@ class Called:
     token_stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(NamedTuple):
     call: int
     at_s: float | None
     parts: tuple[prefill_pb2.SentPart, ...]
@@ -58,6 +56,15 @@ Mark = (
 )
 
 
+class Chunk(NamedTuple):
+    """A part of a prompt, computed in this number of engine steps; who has it says which clock `ended_s` is of."""
+
+    ended_s: float
+    token_start: int
+    token_stop: int
+    steps: int = 1
+
+
 @dataclass(frozen=True)
 class LocalPrefill:
     """The decode node has computed the prompt, or the rest of it, when its first token came.
@@ -65,11 +72,19 @@ class LocalPrefill:
     Attributes:
         at_s: when the token came.
         prefill_s, queue_s: the computation, and the wait in the engine before it.
+        chunks: of the computation, with seconds since the node has had the request.
     """
 
     at_s: float
     prefill_s: float
     queue_s: float
+    chunks: tuple[Chunk, ...] = ()
+
+    @classmethod
+    def reported(cls, now_s: float, first: decode_pb2.StepToken) -> "LocalPrefill":
+        """As the first token reports it. The message, which may be large, is not kept."""
+        chunks = (Chunk(each.ended_s, each.token_start, each.token_stop, each.steps) for each in first.prompt_chunks)
+        return cls(now_s, first.prefill_s, first.queue_s, tuple(chunks))
 
 
 class Journal:

@@ -25,7 +25,7 @@ from gateway.receipt import DECODE as DECODE_STAGE
 from gateway.receipt import PREFILL as PREFILL_STAGE
 from gateway.tracing.journal import Called, FirstToken, Journal, LocalPrefill, PrefillHere, Submitted
 from gateway.tracing.node_clock import NodeClock
-from gateway.tracing.prefill_spans import CallNotes, Failure, NewId
+from gateway.tracing.prefill_spans import CallNotes, Failure, NewId, chunk_spans
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
 
@@ -204,6 +204,11 @@ class OutputSpans:
         if attempt.failure is not None:
             span.error = attempt.failure.text
             span.attributes[Attribute.ERROR_TYPE] = attempt.failure.reason
+        local = self._facts.local_prefill
+        if local is not None and not span.start_s <= local.at_s <= span.end_s:
+            local = None  # of another attempt
+        if local is not None and local.chunks:
+            attempt.clock.seen(local.at_s, local.chunks[-1].ended_s)
         below = [*self._reserve(attempt)]
         for call in attempt.calls:
             below += call.spans(span.span_id, span.end_s, self._new_id)
@@ -211,10 +216,10 @@ class OutputSpans:
         if attempt.admitted is not None:
             transferred, decode_began_s = self._transferred(attempt, *attempt.admitted)
             below += transferred
-        local = self._facts.local_prefill
-        if local is not None and span.start_s <= local.at_s <= span.end_s:
-            below += self._prefilled_here(attempt, local)
-            decode_began_s = local.at_s
+        if local is not None:
+            prefilled = self._prefilled_here(attempt, local)
+            below += prefilled
+            decode_began_s = prefilled[0].end_s
         if decode_began_s is not None:
             decode = self._below(attempt, DECODE.name, decode_began_s, span.end_s)
             decode.attributes = {Attribute.OUTPUT_TOKENS: tokens}
@@ -255,15 +260,21 @@ class OutputSpans:
         return [transfer, self._below(attempt, ADMIT.name, handed_over_s, end_s)], end_s
 
     def _prefilled_here(self, attempt: _Attempt, local: LocalPrefill) -> list[Span]:
-        began_s = max(attempt.span.start_s, local.at_s - local.prefill_s)
-        span = self._below(attempt, PREFILL.name, began_s, local.at_s)
+        """The prefill, and then the spans below it."""
+        clock, chunks = attempt.clock, local.chunks
+        end_s = clock.at(local.at_s, chunks[-1].ended_s if chunks else None)
+        computed_from_s = max(attempt.span.start_s, end_s - local.prefill_s)
+        began_s = max(attempt.span.start_s, computed_from_s - local.queue_s)
+        span = self._below(attempt, PREFILL.name, began_s, end_s)
         span.attributes = {
             Attribute.NODE: attempt.submitted.node,
             Attribute.ADDRESS: attempt.submitted.address,
             Attribute.QUEUE_S: local.queue_s,
         }
-        queue_began_s = max(attempt.span.start_s, began_s - local.queue_s)
-        return [self._below(attempt, PREFILL_QUEUE.name, queue_began_s, began_s), span]
+        new_id = self._new_id
+        queue = Span(PREFILL_QUEUE.name, new_id(), span.span_id, began_s, computed_from_s, attempt.place)
+        placed = [chunk._replace(ended_s=clock.at(local.at_s, chunk.ended_s)) for chunk in chunks]
+        return [span, queue, *chunk_spans(placed, span, computed_from_s, new_id)]
 
 
 def _at_s(message: pb.Reserved | pb.Accepted | pb.Admitted) -> float | None:

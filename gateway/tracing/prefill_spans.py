@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 from baton.metrics.declared import Role
 from baton.tracing.declared import CHUNK, PREFILL, PREFILL_QUEUE, SEND, Attribute
 from baton.tracing.span import Place, Span
-from gateway.tracing.journal import Called, FirstToken
+from gateway.tracing.journal import Called, Chunk, FirstToken
 from gateway.tracing.node_clock import NodeClock
 from protos.baton.v1 import prefill_pb2 as pb
 
@@ -90,7 +90,7 @@ class CallNotes:
             span.attributes[Attribute.QUEUE_S] = queue_s = self.scheduled.queue_s
             span.attributes[Attribute.NODE_CACHED] = self.scheduled.cached_tokens
             below = [Span(PREFILL_QUEUE.name, new_id(), self.span_id, began_s, began_s + queue_s, self.place)]
-            below += self._chunks(began_s + queue_s, self.scheduled.cached_tokens, new_id)
+            below += chunk_spans(self._chunks(), span, began_s + queue_s, new_id)
         if self.failure is not None and self.sent is None:
             span.error = self.failure.text
             span.attributes[Attribute.ERROR_TYPE] = self.failure.reason
@@ -101,15 +101,14 @@ class CallNotes:
             return self.clock.at(*self.sent_at)
         return end_s if self.ended_at_s is None else self.ended_at_s
 
-    def _chunks(self, start_s: float, computed: int, new_id: NewId) -> list[Span]:
-        spans = []
-        for group in merged(self.progress):
-            end_s, stop = self.clock.at(*group[-1][:2]), group[-1][2]
-            span = Span(CHUNK.name, new_id(), self.span_id, min(start_s, end_s), end_s, self.place)
-            span.attributes = {Attribute.TOKEN_START: computed, Attribute.TOKEN_STOP: stop, **_merged(group)}
-            spans.append(span)
-            start_s, computed = end_s, stop
-        return spans
+    def _chunks(self) -> list[Chunk]:
+        assert self.scheduled is not None
+        computed = self.scheduled.cached_tokens
+        chunks = []
+        for now_s, at_s, stop in self.progress:
+            chunks.append(Chunk(self.clock.at(now_s, at_s), computed, stop))
+            computed = stop
+        return chunks
 
     def _sends(self, began_s: float, new_id: NewId) -> list[Span]:
         spans = []
@@ -121,10 +120,26 @@ class CallNotes:
                 Attribute.TOKEN_STOP: max(part.token_stop for part in group),
                 Attribute.SEGMENTS: sum(part.segments for part in group),
                 Attribute.BYTES: sum(part.bytes for part in group),
-                **_merged(group),
+                **_merged(len(group)),
             }
             spans.append(span)
         return spans
+
+
+def chunk_spans(chunks: Sequence[Chunk], prefill: Span, start_s: float, new_id: NewId) -> list[Span]:
+    """The spans below `prefill` of what was computed from `start_s`, in its order."""
+    spans = []
+    for group in merged(chunks):
+        end_s = group[-1].ended_s
+        span = Span(CHUNK.name, new_id(), prefill.span_id, min(start_s, end_s), end_s, prefill.place)
+        span.attributes = {
+            Attribute.TOKEN_START: min(chunk.token_start for chunk in group),
+            Attribute.TOKEN_STOP: max(chunk.token_stop for chunk in group),
+            **_merged(sum(chunk.steps for chunk in group)),
+        }
+        spans.append(span)
+        start_s = end_s
+    return spans
 
 
 def merged(items: Sequence[T]) -> list[Sequence[T]]:
@@ -133,5 +148,5 @@ def merged(items: Sequence[T]) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _merged(group: Sequence[object]) -> dict[Attribute, int]:
-    return {Attribute.MERGED: len(group)} if len(group) > 1 else {}
+def _merged(count: int) -> dict[Attribute, int]:
+    return {Attribute.MERGED: count} if count > 1 else {}

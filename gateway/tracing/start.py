@@ -5,14 +5,20 @@ from contextlib import asynccontextmanager
 
 from baton.config import GatewaySettings
 from baton.environment import opentelemetry_variables
+from baton.metrics.tally import Tally
 from baton.tracing.environment import read_collector
 from baton.tracing.sampling import Sampling
 from gateway.tracing.tracer import Tracer
 
 
 @asynccontextmanager
-async def tracing(settings: GatewaySettings, *, instance: str, model_name: str) -> AsyncIterator[Tracer | None]:
+async def tracing(
+    settings: GatewaySettings, tally: Tally, *, instance: str, model_name: str
+) -> AsyncIterator[Tracer | None]:
     """Exports traces until the end of the block; None: nobody wants them.
+
+    Args:
+        tally: counts what becomes of them.
 
     Raises:
         ConfigError: the endpoint is wrong.
@@ -25,5 +31,5 @@ async def tracing(settings: GatewaySettings, *, instance: str, model_name: str) 
     from gateway.tracing.otlp import Encoder
 
     sampling = Sampling(settings.trace_sample, settings.trace_slow_s)
-    async with Exporter(collector) as exporter:
+    async with Exporter(collector, tally) as exporter:
         yield Tracer(sampling, Encoder(collector.resource), model_name, exporter.put)

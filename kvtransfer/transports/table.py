@@ -1,9 +1,53 @@
-"""The transports by name."""
+"""The transports by name: how each is opened, and what it needs apart from that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from baton.errors import ConfigError
 from kvtransfer.transports.transport import AddressProbe, Transport
+
+
+@dataclass(frozen=True)
+class TransportKind:
+    """One row of the table.
+
+    Attributes:
+        open: makes one, for use on this thread. Argument: this node offers GPU memory.
+        carriers: what `Transport.carrier` may answer between processes of one machine.
+        open_probe: makes what tries the addresses of peers that may be anybody; None: its addresses are harmless.
+    """
+
+    open: Callable[[bool], Transport]
+    carriers: frozenset[str]
+    open_probe: Callable[[], AddressProbe] | None = None
+
+
+# NOTE: each is imported when it is opened, because importing ucxx writes to the environment.
+def _ucx(on_gpu: bool) -> Transport:
+    from kvtransfer.transports.ucx import UcxTransport
+
+    return UcxTransport(on_gpu=on_gpu)
+
+
+def _ucx_probe() -> AddressProbe:
+    from kvtransfer.transports.ucx_probe import UcxProbe
+
+    return UcxProbe()
+
+
+def _loopback(_on_gpu: bool) -> Transport:
+    from kvtransfer.transports.loopback import LoopbackTransport
+
+    return LoopbackTransport()
+
+
+TRANSPORTS: Mapping[str, TransportKind] = MappingProxyType(
+    {
+        "ucx": TransportKind(_ucx, frozenset({"cma", "sysv", "posix", "tcp", "cuda_ipc"}), _ucx_probe),
+        "loopback": TransportKind(_loopback, frozenset({"loopback"})),
+    }
+)
 
 
 def open_transport(name: str, *, on_gpu: bool = False) -> Transport:
@@ -15,22 +59,13 @@ def open_transport(name: str, *, on_gpu: bool = False) -> Transport:
     Raises:
         ConfigError: the name is unknown; lists the known ones.
     """
-    # NOTE: imported here because importing ucxx writes to the environment.
-    from kvtransfer.transports.loopback import LoopbackTransport
-    from kvtransfer.transports.ucx import UcxTransport
-
-    table: dict[str, Callable[[], Transport]] = {
-        "ucx": lambda: UcxTransport(on_gpu=on_gpu),
-        "loopback": LoopbackTransport,
-    }
-    if name not in table:
-        raise ConfigError(f"transport is {name!r}", field="transport", value=name, allowed=tuple(table))
-    return table[name]()
+    if name not in TRANSPORTS:
+        raise ConfigError(f"transport is {name!r}", field="transport", value=name, allowed=tuple(TRANSPORTS))
+    return TRANSPORTS[name].open(on_gpu)
 
 
 def open_probe(name: str) -> AddressProbe | None:
     """Opens what tries the addresses of peers that may be anybody, for one event loop; None: that transport's addresses
     are harmless."""
-    from kvtransfer.transports.ucx_probe import UcxProbe
-
-    return UcxProbe() if name == "ucx" else None
+    probe = TRANSPORTS[name].open_probe if name in TRANSPORTS else None
+    return None if probe is None else probe()

@@ -21,6 +21,7 @@ from kvtransfer.records import SegmentRefused, SendJob
 from kvtransfer.segments import Segment
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transfer import KVTransfer
+from kvtransfer.transports.table import TRANSPORTS
 from tests.conformance.late import Script, late
 
 GQA = KVCacheSpec(KVKind.GQA, num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
@@ -35,6 +36,7 @@ PEER = 3
 DEADLINE_S = 60.0
 # Suffix of a transport's name: every operation on cache and staging happens some polls later, as on a GPU.
 LATE = "-late"
+TRANSPORT_NAMES = (*TRANSPORTS, "loopback" + LATE)
 
 
 def make_cache(spec: KVCacheSpec, layout: KVCacheLayout, block_size: int, num_tokens: int = 64) -> PagedKVCache:

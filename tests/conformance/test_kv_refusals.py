@@ -24,6 +24,7 @@ from tests.conformance.kv import (
     LATE,
     PEER,
     SENDER,
+    TRANSPORT_NAMES,
     NodeEvents,
     as_bytes,
     eventually,
@@ -103,7 +104,7 @@ async def introduce(
     await decode.connect(number, address, sealed=is_sealed)
 
 
-@pytest.fixture(params=["loopback", "ucx", "loopback-late"])
+@pytest.fixture(params=TRANSPORT_NAMES)
 async def forger(request: pytest.FixtureRequest) -> AsyncIterator[Forger]:
     cache, source = make_cache(GQA, KVCacheLayout.HND, 4), make_cache(GQA, KVCacheLayout.NHD, 8)
     blocks, source_blocks = scattered_blocks(cache, TOKENS, 1), scattered_blocks(source, TOKENS, 2)

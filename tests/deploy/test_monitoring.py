@@ -83,6 +83,16 @@ def test_the_operators_object_has_the_rules(tmp_path: Path) -> None:
     assert made["metadata"]["namespace"] == "baton"
 
 
+def test_runbook_links_can_lead_to_a_site(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "https://docs.example.org/operations/"
+    for as_object in ([], ["--object"]):
+        prometheus_rule.main(["--runbook", page, *as_object])
+        made = yaml.safe_load(capsys.readouterr().out)
+        found = [rule for group in made.get("spec", made)["groups"] for rule in group["rules"] if "alert" in rule]
+        links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in found}
+        assert links == {name: f"{page}#{name.lower()}" for name in ALERTS}
+
+
 def test_the_dashboard_is_made_from_its_table() -> None:
     assert dashboard.FILE.read_text() == dashboard.dashboard(), "run `make docs`"
 

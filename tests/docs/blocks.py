@@ -71,6 +71,11 @@ def blocks() -> tuple[Block, ...]:
     return tuple(block for page in pages() for block in read_blocks(page))
 
 
+def to_run() -> list[Block]:
+    """The blocks whose commands can run here."""
+    return [block for block in blocks() if block.language in RUNNABLE and not block.reason]
+
+
 def read_blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     headings = [(match.start(), match[1]) for match in _HEADING.finditer(text)]

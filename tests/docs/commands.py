@@ -14,10 +14,11 @@ from typer.main import get_command
 from baton.cli import program
 from baton.config import (
     CLIENT_VARIABLES,
-    CommonSettings,
     DecodeSettings,
     GatewaySettings,
+    PickerSettings,
     PrefillSettings,
+    ProcessSettings,
     flag,
     variable,
 )
@@ -25,10 +26,11 @@ from docs.site_files import ROOT
 from load.command import bench
 from planner.command import plan
 
-ROLES: Mapping[str, type[CommonSettings]] = {
+ROLES: Mapping[str, type[ProcessSettings]] = {
     "prefill-node": PrefillSettings,
     "decode-node": DecodeSettings,
     "gateway": GatewaySettings,
+    "picker": PickerSettings,
 }
 # Read by scripts of ours, by the installation and by tests.
 _OTHER_VARIABLES = {"BATON_REPOSITORY_URL"}

@@ -1,7 +1,7 @@
 """A page's commands as somebody types them, in order: programs that serve run in the background, on free ports.
 
 What differs from the page: ports are free ones, so that nobody else's server is in the way; a program that would run
-until Ctrl-C is ended after its first output, or with the page if it serves.
+until Ctrl-C is ended after its first output, or with the page if it serves; `baton doctor` asks for no speed.
 """
 
 import json
@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from docs.site_files import ROOT
 from tests.clients.page import free_port
@@ -27,9 +28,17 @@ from tests.warm import BATON, Forked, launch_warm, run_warm
 DEADLINE_S = 300.0
 GRPC, HTTP = "127.0.0.1:7000", "127.0.0.1:8000"
 _SHELL = re.compile(r"[|&;<>$`(*]|^\w+=|^export ")
-_CALLS_A_GATEWAY = ("generate", "chat", "status")
+_CALLS_A_GATEWAY = ("generate", "chat", "status", "top")
 _FOREVER = "--watch"
 _CHAT = "What does zip do?\n"
+
+
+class Starter(Protocol):
+    """What `baton up` does in a page."""
+
+    def up(self, arguments: list[str], environment: Mapping[str, str], folder: Path) -> dict[str, object]:
+        """The line that `baton up` prints."""
+        ...
 
 
 class Terminal:
@@ -37,11 +46,11 @@ class Terminal:
 
     Args:
         folder: the working directory.
-        ready: serving clusters by the command that starts them; started ones stay, for other pages.
+        starter: of clusters.
     """
 
-    def __init__(self, folder: Path, ready: "Clusters") -> None:
-        self._folder, self._clusters = folder, ready
+    def __init__(self, folder: Path, starter: Starter) -> None:
+        self._folder, self._starter = folder, starter
         self._environment = {
             **os.environ,
             "PATH": f"{_programs(folder)}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -91,7 +100,7 @@ class Terminal:
             self._shell(block, command)
 
     def _up(self, arguments: list[str], variables: Mapping[str, str]) -> None:
-        line = self._clusters.up(arguments, {**self._environment, **variables}, self._folder)
+        line = self._starter.up(arguments, {**self._environment, **variables}, self._folder)
         self._places[GRPC], self._places[HTTP] = str(line["gateway"]), str(line["http"]).partition("//")[2]
 
     def _role(self, role: str, arguments: list[str], variables: Mapping[str, str]) -> None:
@@ -113,6 +122,8 @@ class Terminal:
     def _baton(self, block: Block, words: list[str]) -> None:
         if words[0] in _CALLS_A_GATEWAY and "--target" not in words:
             words = [words[0], "--target", self._places[GRPC], *words[1:]]
+        if words[0] == "doctor":
+            words += ["--min-gb-per-s", "0"]
         if words[0] == "chat" or _FOREVER in words:
             self._shell(block, shlex.join(["baton", *words]))
             return
@@ -161,6 +172,17 @@ class Terminal:
         for known, place in self._places.items():
             text = text.replace(known, place)
         return text
+
+
+@dataclass(frozen=True)
+class Started:
+    """One cluster that serves already, for pages that start none but the default one. `line` is that of `baton up`."""
+
+    line: dict[str, object]
+
+    def up(self, arguments: list[str], _environment: Mapping[str, str], _folder: Path) -> dict[str, object]:
+        assert arguments == [], f"this page starts a cluster of its own: baton up {' '.join(arguments)}"
+        return self.line
 
 
 class Clusters:

@@ -1,6 +1,7 @@
 """Pages that come from code are up to date and complete, and the site is built without a broken link."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from baton import errors
 from docs import benchmarks, troubleshooting, wire
 from docs.site_files import ROOT
 from kvcache.layout import LOGICAL_AXES, MLA_LAYOUTS, KVCacheLayout
+from models.config.reader import read_config
+from models.needs import kv_cache_spec
 
 _AXES = {"L": "layer", "K": "key/value", "B": "block", "N": "slot", "H": "head", "C": "channel"}
 
@@ -32,10 +35,21 @@ def test_the_page_of_layouts_has_the_order_of_each(layout: KVCacheLayout) -> Non
     left_out = "KH" if layout in MLA_LAYOUTS else ""
     assert set(layout.axes) == set(LOGICAL_AXES)
     order = ", ".join(_AXES[axis] for axis in layout.axes if axis not in left_out)
-    row = next(
-        line for line in (ROOT / "docs" / "layouts.md").read_text().splitlines() if f"| `{layout.name}` |" in line
-    )
+    row = next(line for line in _page("layouts.md").splitlines() if f"| `{layout.name}` |" in line)
     assert row.endswith(f"| {order} |")
+
+
+def test_the_page_of_sizes_has_the_kv_of_a_token() -> None:
+    rows = re.findall(r"^\| \[([\w.-]+)\]\S+ \| ([\d,]+) B \| ([\d,]+) B \| ([\d,]+) \|$", _page("planning.md"), re.M)
+    assert rows
+    for name, *cells in rows:
+        config = read_config(ROOT / "bench" / "engine" / "configs" / name)
+        bf16, fp8 = (kv_cache_spec(config, "bfloat16", dtype).bytes_per_token for dtype in ("", "float8_e4m3fn"))
+        assert [int(cell.replace(",", "")) for cell in cells] == [bf16, fp8, (40 << 30) // bf16], name
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
 
 
 def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import RUNNABLE, blocks
+from tests.docs.blocks import to_run
 from tests.docs.guides import GUIDES
 from tests.docs.terminal import Clusters, Terminal
 
 pytestmark = pytest.mark.slow
-TO_RUN = [block for block in blocks() if block.language in RUNNABLE and not block.reason and block.page not in GUIDES]
+TO_RUN = [block for block in to_run() if block.page not in GUIDES]
 
 
 @pytest.fixture(scope="module")

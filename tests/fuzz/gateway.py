@@ -20,6 +20,7 @@ from gateway.http.routes import ROUTES, create_app
 from gateway.model import read_served_model
 from gateway.rpc.services import SERVICE_NAMES, add_services
 from gateway.serving import Serving
+from gateway.view import View
 from protos.baton.v1 import common_pb2, decode_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from tests.fuzz import mutate
@@ -89,9 +90,10 @@ async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
         async with Connections(settings, model) as connections, GrpcServer("127.0.0.1:0", advertise=None) as server:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             serving = Serving(settings, model, connections)
-            add_services(server, settings, serving, connections)
+            view = View(settings, serving, connections.fleet, "gateway")
+            add_services(server, settings, serving, connections, view)
             await server.start(SERVICE_NAMES)
-            app = create_app(Context(settings, serving, connections.fleet, "gateway"))
+            app = create_app(Context(settings, serving, connections.fleet, view))
             answering = asyncio.create_task(_answer_all(decode))
             async with connect(server.address) as channel:
                 known = methods_of(
@@ -116,6 +118,7 @@ async def gateway_targets() -> AsyncIterator[Mapping[str, AsyncTarget]]:
                     answering.cancel()
                     with suppress(asyncio.CancelledError):
                         await answering
+                    model.grammars.close()
 
 
 def _request(random: Random, method: Method) -> bytes:

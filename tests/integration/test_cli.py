@@ -23,6 +23,8 @@ from baton.rpc.status import from_rpc_error
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from protos.baton.v1.generation_pb2_grpc import GenerationStub
+from tests.docs.blocks import to_run
+from tests.docs.terminal import Started, Terminal
 from tests.integration.cluster import DEADLINE_S, LLAMA
 from tests.integration.up import BATON as BATON_ALONE
 from tests.integration.up import Up, interrupt, start_up
@@ -94,6 +96,13 @@ def test_up_prints_addresses_and_pids(up: Up) -> None:
     assert isinstance(up.line["prefill"], list)
     assert len(up.line["prefill"]) == 2
     assert all(psutil.pid_exists(pid) for pid in up.pids)
+
+
+def test_the_first_steps_after_the_installation_run_as_documented(up: Up, tmp_path: Path) -> None:
+    with Terminal(tmp_path, Started(up.line)) as terminal:
+        for block in to_run():
+            if block.page == "docs/getting-started.md" and block.heading != "Install":
+                terminal.run(block)
 
 
 def test_generate_streams_text(up: Up) -> None:
@@ -302,6 +311,38 @@ def test_status_is_shown_again_until_ctrl_c(up: Up) -> None:
     assert shown[0] == shown[1]
     assert watching.communicate(timeout=DEADLINE_S)[1] == ""
     assert watching.returncode == 0
+
+
+def test_top_prints_one_frame_into_a_pipe(up: Up) -> None:
+    finished = baton("top", "--target", up.gateway)
+    assert finished.returncode == 0, finished.stderr
+    for word in ("llama", "running", "TTFT", "prefill-0", "prefill-1", "decode-0", "link from", "GB/s"):
+        assert word in finished.stdout
+    assert "\x1b" not in finished.stdout
+    assert "4000" in error_line(baton("top", "--interval", "4000"), 2)
+    assert "127.0.0.1:9" in error_line(baton("top", "--once", "--target", "127.0.0.1:9"), 1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_top_shows_frames_until_it_is_ended_and_leaves_the_terminal_as_it_was(up: Up, number: int, code: int) -> None:
+    terminal, theirs = pty.openpty()
+    command = [*BATON_ALONE, "top", "--target", up.gateway, "--interval", "0.2"]
+    variables = {**os.environ, "TERM": "xterm"}
+    top = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=variables)
+    os.close(theirs)
+    try:
+        read_until(terminal, b"\x1b[?1049h")
+        for _ in range(2):
+            read_until(terminal, b"decode-0")
+        top.send_signal(signal.SIGWINCH)
+        read_until(terminal, b"decode-0")
+        top.send_signal(number)
+        read_until(terminal, b"\x1b[?1049l")
+        assert top.wait(DEADLINE_S) == code
+    finally:
+        top.kill()
+        top.wait()
+        os.close(terminal)
 
 
 @pytest.mark.parametrize("role", ["prefill-node", "gateway"])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.processes import Process
 from kvtransfer import worker
 from kvtransfer.transports.table import open_transport
 from kvtransfer.transports.transport import Transport
-from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, machines, until_status
+from tests.integration.cluster import DEADLINE_S, LLAMA, Flags, first_of, machines, until_status
 from tests.integration.generation import Result, generate
 from tests.integration.reference import Reference
 from tests.integration.test_faults import LONG, PROMPT_TOKENS, STEP_TOKENS
@@ -40,19 +41,22 @@ def fail_transfer_if(trigger: Path) -> None:
 async def test_its_requests_go_on_elsewhere_and_it_ends_with_an_error(
     reference: Reference, tmp_path: Path, role: str
 ) -> None:
-    trigger = tmp_path / "fail"
     prompts = reference.prompts([PROMPT_TOKENS] * REQUESTS)
     with machines() as start:
-        (failing,) = start.nodes((role, NODE), held=[role], prepare=partial(fail_transfer_if, trigger))
-        prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE))
-        pairs = {"prefill": [prefill], "decode": [decode]}
-        pairs[role].append(failing)
+        triggers: dict[Process, Path] = {}
+        for name in ("first", "second"):
+            fail = partial(fail_transfer_if, tmp_path / name)
+            (node,) = start.nodes((role, NODE), held=[role], prepare=fail)
+            triggers[node] = tmp_path / name
+        others = start.nodes(("decode" if role == "prefill" else "prefill", NODE))
+        pairs = {"prefill": others, "decode": others, role: list(triggers)}
         gateway = start.gateway(pairs["prefill"], pairs["decode"], model=LLAMA, local_policy="strict")
         requests = [asyncio.create_task(generate(gateway, prompt, LONG)) for prompt in prompts]
         # Steps of a prompt, or of an output.
-        start.allow_steps(3, failing)
-        await until_status(failing, lambda last: last.requests_running > 0)
-        trigger.touch()
+        start.allow_steps(3, *triggers)
+        failing = await first_of(lambda node: until_status(node, lambda last: last.requests_running > 0), [*triggers])
+        triggers[failing].touch()
+        start.let_go(*(node for node in triggers if node is not failing))
         results: list[Result] = await asyncio.gather(*requests)
         expected = [reference.greedy(prompt, 40).token_ids for prompt in prompts]
         assert [result.token_ids for result in results] == expected

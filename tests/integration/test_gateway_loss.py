@@ -1,9 +1,12 @@
 """A client of several gateways loses one in the middle of its answers: each is that of one gateway, no token twice."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any, cast
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -114,35 +117,98 @@ def stream_of_the_page(*gateways: str) -> Callable[..., Iterator[Any]]:
     return cast(Callable[..., Iterator[Any]], names["stream"])
 
 
-async def test_openais_client_goes_on_at_another_gateway_after_kill_9(start: Machines, reference: Reference) -> None:
+def events_of_chat(gateways: Sequence[str], path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a response or a message, as docs/clients.md says that a client goes on."""
+    token_ids: list[int] = []
+    asked = {"model": "llama", "stream": True, "return_token_ids": True, **body}
+    for gateway in gateways:
+        events: list[dict[str, Any]] = []  # since the last one that has tokens
+        question = Request(
+            f"{gateway}{path}",
+            json.dumps({**asked, "output_token_ids": token_ids}).encode(),
+            {"content-type": "application/json", "x-request-id": f"r-{path}"},
+        )
+        try:
+            with urlopen(question, timeout=DEADLINE_S) as answer:
+                for line in answer:
+                    if not line.startswith(b"data: "):
+                        continue
+                    events.append(json.loads(line.removeprefix(b"data: ")))
+                    if more := events[-1].get("token_ids"):
+                        token_ids += more
+                        yield from events
+                        events.clear()
+        except (OSError, HTTPException):
+            continue
+        if events and events[-1]["type"] in ("response.incomplete", "message_stop"):
+            yield from events
+            return
+
+
+def said(events: Sequence[dict[str, Any]]) -> tuple[object, ...]:
+    """What all of these events say together, and the last one that sums up."""
+    deltas = [event["delta"] for event in events if "delta" in event]
+    text = "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
+    last = events[-1] if "response" in events[-1] else events[-2]  # message_delta comes before message_stop
+    assert "usage" in last.get("response", last), [event["type"] for event in events]
+    kinds = [event["type"] for event in events if not event["type"].endswith("delta")]
+    return text, last.get("response", {}).get("output"), last.get("response", last)["usage"]["output_tokens"], kinds
+
+
+async def test_clients_of_http_go_on_at_another_gateway_after_kill_9(start: Machines, reference: Reference) -> None:
     prefill, decode = start.nodes(("prefill", NODE), ("decode", NODE), held=["decode"])
     first, second = (start.gateway([prefill], [decode], model=LLAMA) for _ in range(2))
     assert first.http is not None
     assert second.http is not None
+    both, one = [first.http, second.http], [second.http]
     (prompt,) = reference.prompts([200])
     drawn = {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5}
     request = {"model": "llama", "prompt": prompt, "max_tokens": TOKENS, **drawn}
+    of_chats = {"ignore_eos": True, **drawn}
+    chats: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", {"input": CHAT[0]["content"], "max_output_tokens": TOKENS, **of_chats}),
+        ("/v1/messages", {"messages": CHAT, "max_tokens": TOKENS, **of_chats}),
+    ]
     chunks: list[Any] = []
+    events: list[list[dict[str, Any]]] = [[] for _ in chats]
 
     def read(gateways: Sequence[str]) -> None:
         chunks.extend(stream_of_the_page(*gateways)(**request))
 
+    def read_chat(number: int, gateways: Sequence[str]) -> None:
+        events[number].extend(events_of_chat(gateways, *chats[number]))
+
     async with asyncio.TaskGroup() as reading:
-        reading.create_task(asyncio.to_thread(read, [first.http, second.http]))
-        await until_status(decode, lambda last: in_engine(last) == 1 and last.blocks_leased == 0)
-        start.allow_steps(STEPS_BEFORE, decode)
-        assert await until(lambda: len(token_ids_of(chunks)) >= STEPS_BEFORE, timeout_s=DEADLINE_S)
+        reading.create_task(asyncio.to_thread(read, both))
+        for number in range(len(chats)):
+            reading.create_task(asyncio.to_thread(read_chat, number, both))
+        await until_status(decode, lambda last: in_engine(last) == 3 and last.blocks_leased == 0)
+        start.allow_steps(STEPS_BEFORE + 2, decode)
+        assert await until(
+            lambda: len(token_ids_of(chunks)) >= STEPS_BEFORE and all(map(tokens_in, events)), timeout_s=DEADLINE_S
+        )
         assert len(token_ids_of(chunks)) < TOKENS
+        assert all(tokens_in(each) < TOKENS for each in events)
         start.kill(first)
         start.let_go(decode)
     went_on, chunks = chunks, []
-    await asyncio.to_thread(read, [second.http])
+    chats_went_on, events = events, [[] for _ in chats]
+    await asyncio.to_thread(read, one)
+    for number in range(len(chats)):
+        await asyncio.to_thread(read_chat, number, one)
     assert token_ids_of(went_on) == token_ids_of(chunks)
     assert len(token_ids_of(chunks)) == TOKENS
     for texts in (went_on, chunks):
         assert "".join(chunk.choices[0].text for chunk in texts) == "".join(chunk.choices[0].text for chunk in chunks)
         assert texts[-1].choices[0].finish_reason == "length"
+    for again, whole in zip(chats_went_on, events, strict=True):
+        assert said(again) == said(whole)
+        assert said(whole)[2] == TOKENS
     await until_status(decode, nothing_held)
+
+
+def tokens_in(events: list[dict[str, Any]]) -> int:
+    return sum(len(event.get("token_ids", ())) for event in events)
 
 
 def token_ids_of(chunks: list[Any]) -> list[int]:

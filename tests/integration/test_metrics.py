@@ -13,7 +13,7 @@ from prometheus_client import parser
 from prometheus_client.samples import Sample
 
 from baton.cli.processes import Process
-from baton.metrics.declared import BASE_LABELS, METRICS, Kind, Metric, Role, metrics_of
+from baton.metrics.declared import ALL, BASE_LABELS, METRICS, Kind, Metric, Role, metrics_of
 from baton.types import SamplingParams
 from tests.integration.cluster import machines, nothing_held, until_status
 from tests.integration.generation import generate
@@ -72,6 +72,11 @@ def post(gateway: Process, body: Mapping[str, object]) -> int:
         return error.code
 
 
+def metric_of(name: str) -> Metric:
+    (found,) = [metric for metric in METRICS if metric.name == name]
+    return found
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """After three requests that finished, of which two shared a prompt, and two mistakes of a client."""
@@ -93,7 +98,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(gateway, prefill, decode, outputs)
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", ALL)
 def test_a_process_exports_every_metric_that_is_declared_for_it_and_no_other(cluster: Cluster, role: Role) -> None:
     page = scrape(cluster.of(role))
     for metric in metrics_of(role):
@@ -148,6 +153,8 @@ def test_nodes_count_the_same_tokens_and_bytes(cluster: Cluster) -> None:
         assert page.value("baton_kv_blocks_leaked") == page.value("baton_kv_cache_usage_perc") == 0
         assert page.value("baton_pairs_ready") == 1
         assert page.value("baton_link_bandwidth_bytes_per_second") > 0
+        (link,) = page.samples(metric_of("baton_link_info"))
+        assert link.labels["transport"]
         steps = page.value("baton_engine_step_time_seconds_count")
         assert 0 < steps <= page.value("baton_engine_step_launches_total")
     assert prefill.value("baton_prefix_cache_hits_total") + decode.value("baton_prefix_cache_hits_total") > 0
@@ -159,7 +166,7 @@ def test_the_door_shows_what_the_port_shows(cluster: Cluster) -> None:
 
 
 def test_no_page_has_a_prompt_or_a_token(cluster: Cluster) -> None:
-    for role in Role:
+    for role in ALL:
         assert not re.search(r"Write|text\b.*prompt", "".join(re.findall(r'"([^"]*)"', read(cluster.of(role).metrics))))
 
 

@@ -12,6 +12,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from tests.integration.cluster import DEADLINE_S, machines
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+LOCAL = "4bf92f3577b34da6a3ce929d0e0e4736"  # the trace of a prompt that the decode node prefills
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -40,19 +41,20 @@ def test_a_collector_receives_one_whole_trace_through_all_processes() -> None:
         with machines() as started:
             prefill, decode = started.nodes(("prefill", {}), ("decode", {}))
             gateway = started.gateway([prefill], [decode], otlp_endpoint=f"http://127.0.0.1:{port}", trace_sample=0.0)
-            for flags, token in (("00", 5), ("01", 7)):  # a prompt that is cached would be prefilled where it is
-                body = json.dumps({"model": "llama", "prompt": [token] * 200, "max_tokens": 4}).encode()
-                headers = {"content-type": "application/json", "traceparent": f"00-{TRACE}-{SPAN}-{flags}"}
+            # A prompt that is cached would be prefilled where it is.
+            for trace, flags, prompt in ((TRACE, "00", [5] * 200), (TRACE, "01", [7] * 200), (LOCAL, "01", [9] * 20)):
+                body = json.dumps({"model": "llama", "prompt": prompt, "max_tokens": 4}).encode()
+                headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{SPAN}-{flags}"}
                 with urllib.request.urlopen(urllib.request.Request(f"{gateway.http}/v1/completions", body, headers)):
                     pass
             assert started.end(gateway) == 0  # what is held is sent first
     finally:
         server.stop(None).wait(DEADLINE_S)
-    assert {span.trace_id.hex() for _, span in collector.received} == {TRACE}
-    by_name = {span.name: (where, span) for where, span in collector.received}
+    received = [(where, span) for where, span in collector.received if span.trace_id.hex() == TRACE]
+    by_name = {span.name: (where, span) for where, span in received}
     root = by_name["text_completion llama"][1]
     assert root.parent_span_id.hex() == SPAN
-    assert len([span for _, span in collector.received if span.name == root.name]) == 1
+    assert len([span for _, span in received if span.name == root.name]) == 1
     assert {name: where for name, (where, _) in by_name.items()}.items() >= {
         root.name: "baton-gateway",
         "attempt": "baton-gateway",
@@ -63,9 +65,12 @@ def test_a_collector_receives_one_whole_trace_through_all_processes() -> None:
         "decode.admit": "baton-decode",
         "decode": "baton-decode",
     }.items()
-    ids = {span.span_id for _, span in collector.received}
-    assert all(span.parent_span_id in ids for _, span in collector.received if span is not root)
+    ids = {span.span_id for _, span in received}
+    assert all(span.parent_span_id in ids for _, span in received if span is not root)
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in collector.received)
+    here = {span.name: where for where, span in collector.received if span.trace_id.hex() == LOCAL}
+    assert here.items() >= {"prefill": "baton-decode", "prefill.chunk": "baton-decode"}.items()
+    assert "kv.send" not in here
 
 
 def test_requests_are_served_without_their_collector() -> None:

@@ -1,6 +1,7 @@
 """`gateway --workers`: several processes on one port answer as one gateway, and one that crashes is replaced."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -27,6 +28,8 @@ from tests.integration.cluster import DEADLINE_S, Machines
 from tests.unit.gateway.scripted_nodes import scripted_nodes
 
 pytestmark = pytest.mark.slow
+
+ENDED = {"r1": "cancelled", "r2": "refused"}
 
 
 class Workers:
@@ -114,8 +117,10 @@ async def test_any_worker_answers_for_the_whole_gateway(start: Machines) -> None
         with pytest.raises(grpc.aio.AioRpcError) as cancelled:
             await running
         assert cancelled.value.code() == grpc.StatusCode.CANCELLED
-        for pid in found.stubs:
+        for pid, stub in found.stubs.items():
             await found.until(pid, lambda status: status.requests_running == 0)
+            shown = json.loads((await stub.ClusterView(pb.ClusterViewRequest())).state_json)
+            assert {each["request_id"]: each["outcome"] for each in shown["requests"]} == ENDED
         ended = await asyncio.to_thread(_read, f"{found.gateway.http}/metrics")
         for outcome, number in (("cancelled", 1), ("refused", 1), ("failed", 0)):
             series = f'baton_requests_total{{model_name="llama",outcome="{outcome}",role="gateway"}}'

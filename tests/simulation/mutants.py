@@ -315,7 +315,7 @@ def _resumed_tokens_come_twice(patch: pytest.MonkeyPatch) -> None:
 def _resumes_one_token_late(patch: pytest.MonkeyPatch) -> None:
     resume = Output.resume
 
-    def mutated(self: Output) -> str:
+    def mutated(self: Output) -> list[str]:
         self._request = replace(self._request, output=self._request.output[:-1])
         return resume(self)
 

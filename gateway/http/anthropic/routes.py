@@ -40,9 +40,10 @@ async def messages(call: Call) -> Response:
         write_receipt=receipt_json if call.wants_receipt else None,
     )
     if request.stream:
-        return _named(call, call.stream(message, MessageStream(written, call.request_id), chat))
+        encoder = MessageStream(written, call.request_id, token_ids=bool(request.return_token_ids))
+        return _named(call, call.stream(message, encoder, chat))
     answer = Answer()
-    await call.serve([Job(message, answer.collect, chat)])
+    await call.serve([Job(message, answer.collect, chat, answer.collect)])
     return _named(call, Response(written.ended(answer), media_type="application/json"))
 
 

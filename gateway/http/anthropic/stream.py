@@ -5,7 +5,7 @@ import orjson
 from baton.errors import BatonError
 from gateway.http.anthropic.answer import MessageObject, signature, usage
 from gateway.http.anthropic.errors import anthropic_error
-from gateway.http.parts import Answer, Growth, Part, event
+from gateway.http.parts import Answer, Growth, Part, event, with_token_ids
 from protos.baton.v1 import generation_pb2 as pb
 
 # Type of a block's deltas, and the field with their text.
@@ -17,9 +17,16 @@ _DELTAS = {
 
 
 class MessageStream:
-    """Encodes one stream. The first event comes with the first message."""
+    """Encodes one stream. The first event comes with the first message.
 
-    def __init__(self, message: MessageObject, request_id: str) -> None:
+    Args:
+        token_ids: deltas have the ids of their tokens, and the revision of the weights.
+    """
+
+    def __init__(self, message: MessageObject, request_id: str, *, token_ids: bool = False) -> None:
+        self._returns_token_ids = token_ids
+        self._token_ids: list[int] = []  # of tokens that no event has yet
+        self._revision = ""  # of the weights
         self._message = message
         self._request_id = request_id
         self._answer = Answer()
@@ -28,7 +35,10 @@ class MessageStream:
 
     def push(self, message: pb.GenerateResponse) -> bytes:
         grown = self._answer.push(message)
-        if self._begun and len(grown) == 1 and not grown[0].begins:
+        if self._returns_token_ids:
+            self._token_ids += [token.token_id for token in message.tokens]
+            self._revision = message.revision or self._revision
+        elif self._begun and len(grown) == 1 and not grown[0].begins:
             return self._delta(grown[0])
         events = [] if self._begun else self._begin()
         for growth in grown:
@@ -36,7 +46,15 @@ class MessageStream:
                 events += self._next_block(growth.part)
             if growth.text:
                 events.append(self._delta(growth))
+        if self._token_ids and message.tokens and grown and grown[-1].text and events[-1]:
+            events[-1] = with_token_ids(events[-1], self._token_ids, self._revision)
+            self._token_ids = []
         return b"".join(events)
+
+    def skip(self, message: pb.GenerateResponse) -> None:
+        """The client has the events for this message."""
+        self.push(message)
+        self._token_ids = []
 
     def finish(self) -> bytes:
         answer = self._answer

@@ -41,9 +41,9 @@ async def responses(call: Call) -> Response:
         chat = await _fitting(call, request, chat)
     response = ResponseObject(request, _identity(call, request))
     if request.stream:
-        return call.stream(message, ResponseStream(response), chat)
+        return call.stream(message, ResponseStream(response, token_ids=bool(request.return_token_ids)), chat)
     answer = response.answer()
-    await call.serve([Job(message, answer.collect, chat)])
+    await call.serve([Job(message, answer.collect, chat, answer.collect)])
     return Response(response.ended(answer), media_type="application/json")
 
 

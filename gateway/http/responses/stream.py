@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from baton.errors import BatonError
-from gateway.http.parts import Growth, Part, event
+from gateway.http.parts import Growth, Part, event, with_token_ids
 from gateway.http.responses.answer import ResponseObject, Status
 from protos.baton.v1 import generation_pb2 as pb
 
@@ -17,9 +17,16 @@ _DELTAS = {
 
 
 class ResponseStream:
-    """Encodes one stream. The first event comes with the first message."""
+    """Encodes one stream. The first event comes with the first message.
 
-    def __init__(self, response: ResponseObject) -> None:
+    Args:
+        token_ids: deltas have the ids of their tokens, and the revision of the weights.
+    """
+
+    def __init__(self, response: ResponseObject, *, token_ids: bool = False) -> None:
+        self._returns_token_ids = token_ids
+        self._token_ids: list[int] = []  # of tokens that no event has yet
+        self._revision = ""  # of the weights
         self._response = response
         self._answer = response.answer()
         self._number = 0  # of the next event
@@ -28,7 +35,10 @@ class ResponseStream:
 
     def push(self, message: pb.GenerateResponse) -> bytes:
         grown = self._answer.push(message)
-        if self._number and len(grown) == 1 and not grown[0].begins:
+        if self._returns_token_ids:
+            self._token_ids += [token.token_id for token in message.tokens]
+            self._revision = message.revision or self._revision
+        elif self._number and len(grown) == 1 and not grown[0].begins:
             return self._delta(grown[0])
         events = [] if self._number else self._begin()
         for growth in grown:
@@ -36,7 +46,15 @@ class ResponseStream:
                 events += self._next_part(growth.part)
             if growth.text:
                 events.append(self._delta(growth))
+        if self._token_ids and message.tokens and grown and grown[-1].text and events[-1]:
+            events[-1] = with_token_ids(events[-1], self._token_ids, self._revision)
+            self._token_ids = []
         return b"".join(events)
+
+    def skip(self, message: pb.GenerateResponse) -> None:
+        """The client has the events for this message."""
+        self.push(message)
+        self._token_ids = []
 
     def finish(self) -> bytes:
         events = [] if self._number else self._begin()

@@ -29,7 +29,11 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
-    """What is not the conversation. `request_id` is left to the caller."""
+    """What is not the conversation. `request_id` is left to the caller.
+
+    Raises:
+        InvalidRequest: it wants logprobs of tokens from another gateway.
+    """
     message = pb.GenerateRequest(model=request.model)
     sampling = fill(message, request)
     if request.max_output_tokens is not None:
@@ -39,6 +43,13 @@ def to_message(request: ResponsesRequest) -> pb.GenerateRequest:
     elif request.stop is not None:
         sampling.stop.extend(request.stop)
     if wants_logprobs(request):
+        if request.output_token_ids:
+            raise InvalidRequest(
+                "output_token_ids do not go with logprobs: a response has those of all tokens",
+                field="output_token_ids",
+                value=len(request.output_token_ids),
+                cure="leave out the logprobs, or send the request from the beginning",
+            )
         sampling.logprobs = request.top_logprobs or 0
     return message
 

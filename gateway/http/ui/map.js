@@ -20,9 +20,8 @@ export function showMap(state) {
       ...own.length ? own : [make("p", { class: "quiet" }, `No ${role} node is known.`)],
     );
   }
-  const versions = new Set(nodes.map((node) => node.version).filter(Boolean));
-  $("mixed").hidden = versions.size < 2;
-  $("mixed").textContent = `versions: ${[...versions].join(", ")}`;
+  $("mixed").hidden = !state.mixed;
+  $("mixed").textContent = state.mixed ?? "";
   drawLinks(nodes, links, cards, rates);
   nodes.forEach((node, index) => {
     cards[index].addEventListener("pointerenter", () => pick(node.name, explain(node)));
@@ -134,6 +133,7 @@ function explain(node) {
   return [
     `${node.name} at ${node.address}: ${node.state}${node.detail ? ` (${node.detail})` : ""}`,
     `version ${node.version || "unknown"}`,
+    `weights ${node.revision_name ? `${node.revision_name} (${node.revision})` : node.revision || "unknown"}`,
     `KV ${node.layout} x ${node.block_size} in ${node.dtype}, ${count(node.blocks_free)} of ${count(node.blocks)} blocks free, ${count(node.blocks_leased)} leased`,
     `${node.ranks} rank${node.ranks === 1 ? "" : "s"}`,
     `${count(node.tokens_waiting)} prompt tokens wait`,

@@ -239,6 +239,37 @@ def test_a_status_with_large_numbers_fits_80_columns() -> None:
     assert sum(line.startswith("prefill-0") for line in shown.splitlines()) == 5
 
 
+def test_names_of_nodes_do_not_reach_the_terminal_as_codes() -> None:
+    report = generation_pb2.NodeReport(address="\x1b]0;a\x07", reachable=False, detail="\x1b[2J")
+    report.status.info.name = "\x1b[31mred"
+    cluster = generation_pb2.ClusterStatusResponse(gateway="\u202eg", nodes=[report])
+    written = io.StringIO()
+    Console(file=written, width=200).print(render(cluster))
+    assert all(character.isprintable() or character == "\n" for character in written.getvalue())
+    assert r"\x1b[31mred" in written.getvalue()
+    assert cluster.gateway == "\u202eg"
+
+
+def test_a_status_says_in_one_line_what_is_mixed() -> None:
+    reports = []
+    for name, version, weights in (("prefill-0", "0.1", "a"), ("decode-0", "0.2", "b"), ("decode-1", "0.2", "a")):
+        info = common_pb2.NodeInfo(name=name, package_version=version)
+        info.model.name, info.model.weights_digest, info.model.revision_name = "m", weights, f"main-{weights}"
+        reports.append(generation_pb2.NodeReport(reachable=True, status=node_pb2.NodeStatus(info=info)))
+    cluster = generation_pb2.ClusterStatusResponse(gateway="g", package_version="0.2", nodes=reports)
+    written = io.StringIO()
+    Console(file=written, width=200).print(render(cluster))
+    shown = written.getvalue()
+    (mixed,) = [line for line in shown.splitlines() if line.startswith("mixed")]
+    assert mixed.rstrip() == status_to_json(cluster)["mixed"]
+    assert mixed.startswith("mixed versions: 0.2 on g and decode-0 and decode-1, 0.1 on prefill-0; mixed revisions")
+    assert "g (0.2): " in shown
+    assert "decode-0: Baton 0.2, weights main-b (" in shown
+    del cluster.nodes[1]
+    cluster.nodes[0].reachable = False
+    assert status_to_json(cluster)["mixed"] == ""
+
+
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_a_cluster_without_gpus_leaves_the_device_to_its_default(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -58,6 +58,18 @@ def text_of(role: Role, tally: Tally, *figures: Figure, model: str = "m") -> str
     return b"".join(exposition.pages(tally.own(), figures)).decode()
 
 
+def test_a_reader_may_want_some_metrics_only() -> None:
+    tally = Tally(Layout(Role.GATEWAY))
+    exposition = Exposition(Role.GATEWAY, tally.layout, "m")
+    names = frozenset({"baton_ready", "baton_requests_total", "unknown"})
+    text = b"".join(exposition.pages(tally.own(), [Figure("baton_ready", 1)], names)).decode()
+    assert {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")} == {
+        "baton_ready",
+        "baton_requests_total",
+    }
+    assert value(text, "baton_requests_total", outcome="failed") == 0
+
+
 def value(text: str, name: str, **labels: str) -> float:
     samples = [sample for family in parser.text_string_to_metric_families(text) for sample in family.samples]
     (found,) = [each.value for each in samples if each.name == name and labels.items() <= each.labels.items()]

@@ -16,8 +16,8 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @asynccontextmanager
 async def opened() -> AsyncIterator[MetricsPort]:
-    async def page() -> bytes:
-        return b"a 1\n"
+    async def page(names: frozenset[str]) -> bytes:
+        return b"".join(f"{name} 1\n".encode() for name in sorted(names or {"a"}))
 
     async with MetricsPort(bind("127.0.0.1:0", field="metrics_listen"), page) as port:
         yield port
@@ -48,6 +48,8 @@ async def test_it_shows_the_page() -> None:
         assert body == b"a 1\n"
         assert (await ask(port, GET.replace(b"GET", b"HEAD")))[1] == b""
         assert (await ask(port, GET.replace(b"/metrics", b"/metrics?a=b")))[1] == b"a 1\n"
+        assert (await ask(port, GET.replace(b"/metrics", b"/metrics?name[]=b&name%5B%5D=c")))[1] == b"b 1\nc 1\n"
+        assert (await ask(port, GET.replace(b"/metrics", b"/metrics?" + b"name[]=b&" * 500)))[1] == b"a 1\n"
 
 
 async def test_it_has_nothing_else() -> None:
@@ -77,7 +79,7 @@ async def test_it_ends_with_connections_that_ask_nothing() -> None:
 
 
 async def test_off_means_no_port() -> None:
-    async def page() -> bytes:
+    async def page(names: frozenset[str]) -> bytes:
         return b""
 
     assert bind("off", field="metrics_listen") is None

@@ -10,7 +10,7 @@ import pytest
 
 from baton.environment import child_environment
 from baton.errors import ConfigError
-from baton.model_source import find_model, model_name
+from baton.model_source import find_model, hub_commit, model_name
 from tests.unit.baton.hub import COMMIT, Hub, hub
 
 NEEDED = {"config.json", "tokenizer.json", "chat_template.jinja", "model-1.safetensors", "model.safetensors.index.json"}
@@ -75,7 +75,8 @@ def test_a_repository_is_downloaded_once_without_files_that_are_not_needed(serve
 def test_a_gateway_downloads_no_weights_and_a_revision_follows_an_at_sign(server: Hub, tmp_path: Path) -> None:
     found = find("owner/model@v1", tmp_path, server.endpoint, weights=False)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.strip().endswith(COMMIT)
+    assert hub_commit(Path(found.stdout.strip())) == COMMIT
+    assert hub_commit(tmp_path) == ""
     assert names(found.stdout) == {name for name in NEEDED if not name.endswith(".safetensors")}
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import NoNode
 from baton.resumption import Progress, prepare_to_resume
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
@@ -116,3 +117,34 @@ def test_what_a_gateway_would_draw_is_drawn_once(seed: int | None) -> None:
     assert request.sampling.HasField("seed")
     assert seed is None or (request.sampling.seed, request.request_id) == (seed, "mine")
     assert request.request_id
+
+
+def message(text: str, *, revision: str = "", index: int = 0) -> pb.GenerateResponse:
+    return pb.GenerateResponse(text=text, index=index, revision=revision, tokens=[common_pb2.Token(token_id=1)])
+
+
+def test_the_next_gateway_is_asked_for_the_weights_of_what_the_client_has() -> None:
+    progress = Progress(pb.GenerateRequest())
+    assert progress.request().revision == ""
+    progress.take(message("a", revision="aa"))
+    progress.take(message("b"))
+    assert progress.request().revision == "aa"
+
+
+def test_text_of_other_weights_is_not_passed_on() -> None:
+    """An old gateway does not read the request's revision."""
+    progress = Progress(pb.GenerateRequest())
+    progress.take(message("a", revision="aa"))
+    progress.request()
+    with pytest.raises(NoNode, match="began with revision aa"):
+        progress.take(message("a", revision="bb"))
+
+
+def test_outputs_of_several_revisions_may_only_go_on_as_they_were() -> None:
+    progress = Progress(pb.GenerateRequest(n=2))
+    progress.take(message("a", revision="aa"))
+    progress.take(message("b", revision="bb", index=1))
+    assert progress.request().revision == ""
+    progress.take(message("a", revision="aa"))
+    with pytest.raises(NoNode):
+        progress.take(message("b", revision="aa", index=1))

@@ -8,7 +8,15 @@ from typing import get_args
 import pytest
 from annotated_types import Le
 
-from baton.config import DEMO_MODELS, CommonSettings, DecodeSettings, GatewaySettings, PrefillSettings, tokenizer_file
+from baton.config import (
+    DEMO_MODELS,
+    DecodeSettings,
+    GatewaySettings,
+    PickerSettings,
+    PrefillSettings,
+    ProcessSettings,
+    tokenizer_file,
+)
 from baton.environment import child_environment
 from baton.settings_reader import misspelled_variables, read_settings
 
@@ -69,8 +77,8 @@ def test_a_child_imports_our_modules_and_not_those_of_its_directory(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("cls", [PrefillSettings, DecodeSettings, GatewaySettings])
-def test_every_number_has_an_upper_limit(cls: type[CommonSettings]) -> None:
+@pytest.mark.parametrize("cls", [PrefillSettings, DecodeSettings, GatewaySettings, PickerSettings])
+def test_every_number_has_an_upper_limit(cls: type[ProcessSettings]) -> None:
     numbers = {
         name: field.metadata
         for name, field in cls.model_fields.items()

@@ -75,6 +75,7 @@ class Scene:
         temperature: float = 0.0,
         priority: int = 0,
         prompt_logprobs: int | None = None,
+        traceparent: str = "",
     ) -> list[Command]:
         submit = pb.SubmitRequest(
             key=key,
@@ -88,6 +89,7 @@ class Scene:
             budget_s=budget_s,
             queue_s=queue_s,
             priority=priority,
+            traceparent=traceparent,
         )
         return self.on(SessionMessage(session, pb.SessionRequest(submit=submit)))
 

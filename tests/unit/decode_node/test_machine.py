@@ -1,11 +1,14 @@
 """Requests on a decode node as lists of events, and the commands that follow each event."""
 
+import itertools
+
 import pytest
 
 from baton.convert import prompt_logprobs_from_proto
 from baton.error_detail import from_detail, to_detail
 from baton.errors import DataLoss, Draining, InternalError, InvalidRequest, Overloaded
 from baton.types import FinishReason, PromptLogprob, TokenOutput
+from decode_node.chunk_times import ChunkTimes
 from decode_node.commands import (
     Abort,
     Admit,
@@ -30,7 +33,7 @@ from decode_node.events import (
     StepDone,
 )
 from decode_node.events import Draining as DrainingEvent
-from engine.events import PromptScored, RequestFailed, StepEvents
+from engine.events import ChunkComputed, PromptScored, RequestFailed, StepEvents
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.decode_node.scene import LEASE_S, SESSION, Scene, names, reservation, sent, token
@@ -149,6 +152,39 @@ def test_the_first_token_of_a_prefill_here_has_its_duration(scene: Scene) -> Non
     (second,) = sent(scene.step(token(1, 1)))
     assert first.step.tokens[0].prefill_s == 2.0
     assert not second.step.tokens[0].HasField("prefill_s")
+
+
+def test_the_first_token_of_a_prefill_here_has_the_times_of_its_chunks_for_a_trace(scene: Scene) -> None:
+    scene.submit(1, policy=pb.LOCAL_POLICY_LOCAL, traceparent="00-1-2-01")
+    scene.now_s += 1.0
+    scene.reserved(1)
+    scene.prefilling_here(2)
+    chunks = [ChunkComputed(f"{SESSION}.{key}", start, start + 50, ()) for key in (1, 2) for start in (0, 50)]
+    for number, ended in enumerate((chunks[::2], chunks[1::2])):
+        scene.now_s += 1.0
+        tokens = tuple(token(key, 0) for key in (1, 2)) if number else ()
+        commands = scene.on(StepDone(StepEvents(number, 0.01, chunks=tuple(ended), tokens=tokens)))
+    (message,) = sent(commands)
+    traced, other = message.step.tokens
+    assert [(each.ended_s, each.token_start, each.token_stop) for each in traced.prompt_chunks] == [
+        (2.0, 0, 50),
+        (3.0, 50, 100),
+    ]
+    assert not other.prompt_chunks
+    (message,) = sent(scene.step(token(1, 1)))
+    assert not message.step.tokens[0].prompt_chunks
+
+
+def test_a_prompt_of_very_many_chunks_reports_few_that_cover_all() -> None:
+    times = ChunkTimes()
+    for index in range(1000):
+        times.add(index, index + 1, float(index))
+    taken = times.take()
+    assert len(taken) <= 64
+    assert (taken[0].token_start, taken[-1].token_stop, taken[-1].ended_s) == (0, 1000, 999.0)
+    assert all(one.token_stop == other.token_start for one, other in itertools.pairwise(taken))
+    assert sum(each.steps for each in taken) == 1000
+    assert not times.take()
 
 
 # ---- tokens and other messages

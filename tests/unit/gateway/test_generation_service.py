@@ -1,7 +1,7 @@
 """The gateway's services between scripted nodes: refusals with the standard details, and calls that end early."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from gateway.model import ServedModel, read_served_model
 from gateway.rpc.call import Call
 from gateway.rpc.services import SERVICE_NAMES, add_services
 from gateway.serving import Serving
+from gateway.view import View
 from protos.baton.v1 import common_pb2, decode_pb2, generation_pb2_grpc
 from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
@@ -30,8 +31,10 @@ BOUND_S = 60
 
 
 @pytest.fixture(scope="module")
-def model() -> ServedModel:
-    return read_served_model(DEMO_MODELS / "llama", None)
+def model() -> Iterator[ServedModel]:
+    read = read_served_model(DEMO_MODELS / "llama", None)
+    yield read
+    read.grammars.close()
 
 
 @dataclass
@@ -51,7 +54,8 @@ async def door(model: ServedModel) -> AsyncIterator[Door]:
         async with Connections(settings, model) as connections, GrpcServer("127.0.0.1:0", advertise=None) as server:
             await asyncio.wait_for(connections.until_serves(), BOUND_S)
             serving = Serving(settings, model, connections)
-            add_services(server, settings, serving, connections)
+            view = View(settings, serving, connections.fleet, "gateway-1")
+            add_services(server, settings, serving, connections, view)
             await server.start(SERVICE_NAMES)
             yield Door(server.address, serving, decode)
 

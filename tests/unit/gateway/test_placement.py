@@ -12,7 +12,7 @@ from planner.measured import LLAMA_8B_H200 as COSTS
 DECODE = NodeView(
     address="d1",
     incarnation=21,
-    model=("m",),
+    revision="m",
     open=True,
     max_context_tokens=1 << 17,
     block_size=32,

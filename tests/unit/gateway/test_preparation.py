@@ -28,8 +28,10 @@ HELLO_JSON = '[{"role": "user", "content": "hello"}]'
 
 
 @pytest.fixture(scope="module")
-def model() -> ServedModel:
-    return read_served_model(DEMO_MODELS / "llama", None)
+def model() -> Iterator[ServedModel]:
+    read = read_served_model(DEMO_MODELS / "llama", None)
+    yield read
+    read.grammars.close()
 
 
 async def prepared(

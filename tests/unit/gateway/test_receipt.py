@@ -11,8 +11,9 @@ def reserved() -> decode_pb2.Reserved:
 
 def remote() -> ReceiptDraft:
     draft = ReceiptDraft()
+    draft.submitted(revision="abc", revision_name="v7", decode_version="2")
     draft.reserved("decode-0", reserved())
-    draft.calling("prefill-0", "cma", "bfloat16 to float8_e4m3fn")
+    draft.calling("prefill-0", "cma", "bfloat16 to float8_e4m3fn", "1")
     draft.scheduled(prefill_pb2.PrefillScheduled(queue_s=0.25, cached_tokens=32))
     draft.prefilled(0.125)
     return draft
@@ -35,6 +36,8 @@ def test_a_remote_prefill() -> None:
     assert receipt.kv_converted == "bfloat16 to float8_e4m3fn"
     assert (receipt.queue_s, receipt.prefill_s, receipt.transfer_s) == (0.75, 0.125, 0.01)
     assert (receipt.attempts, receipt.prefill_cached_tokens, draft.cached_tokens) == (1, 32, 16)
+    assert (receipt.revision, receipt.revision_name) == ("abc", "v7")
+    assert (receipt.prefill_version, receipt.decode_version) == ("1", "2")
 
 
 def test_without_the_prefill_nodes_count_the_decode_nodes_is_used() -> None:
@@ -54,5 +57,6 @@ def test_a_local_prefill_after_a_failure_has_nothing_of_the_hand_over() -> None:
     assert receipt.path is Path.LOCAL
     assert receipt.why == "prefill-0 failed (gone), then prompt prefilled on decode-0: no prefill node could do it"
     assert (receipt.prefill_node, receipt.transport, receipt.kv_converted) == ("", "", "")
+    assert (receipt.prefill_version, receipt.decode_version) == ("", "2")
     assert (receipt.prompt_tokens_sent, receipt.bytes_sent, receipt.attempts) == (0, 0, 2)
     assert (receipt.queue_s, receipt.prefill_s) == (0.5, 0.75)

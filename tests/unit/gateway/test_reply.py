@@ -146,7 +146,8 @@ def test_a_reply_goes_on_in_the_middle_of_a_text_as_it_would_have(stop: tuple[st
         ended = None
         for number, token_id in enumerate(token_ids):
             if number == place:
-                assert rest.reply.resume(token_ids[:place], None) == (whole.text, None)
+                texts, end = rest.reply.resume(token_ids[:place], None)
+                assert ("".join(texts), end) == (whole.text, None)
                 assert rest.reply.completion_tokens == place
             step_token = decode_pb2.StepToken(token=common_pb2.Token(token_id=token_id, index=number))
             ended = whole.reply.add(step_token)
@@ -178,8 +179,8 @@ def test_a_reply_that_has_ended_with_a_stop_string_ends_again() -> None:
     ends = [whole.reply.add(decode_pb2.StepToken(token=common_pb2.Token(token_id=each))) for each in token_ids]
     taken = whole.reply.take()
     assert taken is not None
-    text, end = Client(stop=("fox",)).reply.resume(token_ids, None)
-    assert (text, end) == (taken.text, ends[-1])
+    texts, end = Client(stop=("fox",)).reply.resume(token_ids, None)
+    assert ("".join(texts), end) == (taken.text, ends[-1])
     assert end == OutputEnd(common_pb2.FINISH_REASON_STOP, "fox")
 
 
@@ -190,4 +191,5 @@ def test_a_token_that_is_the_stop_is_shown_on_request_only(include_stop: bool) -
     sampling = SamplingParams(stop_token_ids=(token_ids[-1],), include_stop=include_stop)
     reply = Reply("r1", sampling, Detokenizer(TOKENIZER, []))
     shown = token_ids if include_stop else token_ids[:-1]
-    assert reply.resume(token_ids, end) == (TOKENIZER.decode(shown), end)
+    texts, ended = reply.resume(token_ids, end)
+    assert ("".join(texts), ended) == (TOKENIZER.decode(shown), end)

@@ -806,7 +806,7 @@ def test_the_deadlines_error_names_earlier_failures() -> None:
 def test_an_output_that_the_client_has_whole_ends_without_a_node() -> None:
     whole = replace(request(), output=(100, 101), ended=OutputEnd(LENGTH, ""))
     machine = RequestMachine(whole, rules(), SmallFleet(0, 0), Words())
-    assert machine.resume() == " 100 101"
+    assert "".join(machine.resume()) == " 100 101"
     last, finish = machine.handle([events.Started()], 0.5)
     assert isinstance(last, Respond)
     assert (last.message.text, list(last.message.tokens)) == ("", [])

@@ -8,10 +8,10 @@ from gateway.router import NodeView
 
 COSTS = StepCosts(((1, 0.010), (64, 0.030), (256, 0.080)))
 DECODE = NodeView(
-    "d", 1, (), True, 4096, 16, 100, 8, 0, frozenset(), costs=COSTS, decode_rows=8, context_tokens=800,
+    "d", 1, "", True, 4096, 16, 100, 8, 0, frozenset(), costs=COSTS, decode_rows=8, context_tokens=800,
     max_batch_requests=16,
 )  # fmt: skip
-PREFILL = NodeView("p", 2, (), True, 4096, 16, 100, 0, 0, frozenset(), costs=COSTS, backlog_s=0.2)
+PREFILL = NodeView("p", 2, "", True, 4096, 16, 100, 0, 0, frozenset(), costs=COSTS, backlog_s=0.2)
 
 
 def test_a_decode_node_takes_as_many_as_it_has_seats_and_some_whose_prompts_are_computed() -> None:

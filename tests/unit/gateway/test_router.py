@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from baton.types import LocalPolicy
 from gateway.router import NodeView, Wanted, pick_decode, pick_prefill
 
-MODEL = ("Llama", "config", "weights")
+REVISION = "ours"
 
 
 def node(number: int, **changes: object) -> NodeView:
     view = NodeView(
         address=f"node-{number}",
         incarnation=number,
-        model=MODEL,
+        revision=REVISION,
         open=True,
         max_context_tokens=1000,
         block_size=16,
@@ -71,8 +71,8 @@ def test_strict_takes_only_paired_nodes() -> None:
 
 
 def test_closed_small_excluded_and_foreign_nodes_are_out() -> None:
-    out = [node(1, open=False), node(2, max_context_tokens=100), node(3), node(4, model=("Llama", "config", "other"))]
-    request = wanted(excluded_decode=frozenset([3]), model=MODEL)
+    out = [node(1, open=False), node(2, max_context_tokens=100), node(3), node(4, revision="other")]
+    request = wanted(excluded_decode=frozenset([3]), revision=REVISION)
     assert pick_decode(out, [], request) is None
 
 
@@ -90,7 +90,7 @@ views = st.builds(
     max_context_tokens=st.sampled_from([50, 1000]),
     blocks_free=st.integers(0, 20),
     requests=st.integers(0, 3),
-    model=st.sampled_from([MODEL, ("Llama", "config", "other")]),
+    revision=st.sampled_from([REVISION, "other"]),
     ready_peers=st.frozensets(st.integers(1, 6)),
 )
 
@@ -99,19 +99,19 @@ views = st.builds(
     st.lists(views, max_size=5),
     st.lists(views, max_size=5),
     st.sampled_from(LocalPolicy),
-    st.sampled_from([None, MODEL]),
+    st.sampled_from(["", REVISION]),
 )
 def test_a_pick_is_always_usable(
-    decodes: Sequence[NodeView], prefills: Sequence[NodeView], policy: LocalPolicy, model: tuple[str, ...] | None
+    decodes: Sequence[NodeView], prefills: Sequence[NodeView], policy: LocalPolicy, revision: str
 ) -> None:
-    request = wanted(policy, model=model, excluded_decode=frozenset([1]), excluded_prefill=frozenset([2]))
+    request = wanted(policy, revision=revision, excluded_decode=frozenset([1]), excluded_prefill=frozenset([2]))
     decode = pick_decode(decodes, prefills, request)
     if decode is None:
         return
     assert decode.open
     assert decode.max_context_tokens > request.num_tokens
     assert decode.incarnation != 1
-    assert model in (None, decode.model)
+    assert revision in ("", decode.revision)
     partner = pick_prefill(prefills, decode, request)
     if partner is None:
         assert policy is not LocalPolicy.STRICT

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -32,8 +32,10 @@ BOUND_S = 60
 
 
 @pytest.fixture(scope="module")
-def model() -> ServedModel:
-    return read_served_model(DEMO_MODELS / "llama", None)
+def model() -> Iterator[ServedModel]:
+    read = read_served_model(DEMO_MODELS / "llama", None)
+    yield read
+    read.grammars.close()
 
 
 def settings_of(*flags: str) -> GatewaySettings:
@@ -485,3 +487,12 @@ async def test_a_failure_is_one_line_with_its_cause_and_a_mistake_of_the_client_
     page = (await running.serving.metrics.page()).decode()
     for outcome in ("client_error", "failed"):
         assert f'baton_requests_total{{model_name="llama",outcome="{outcome}",role="gateway"}} 1.0\n' in page
+
+
+async def test_metrics_say_whether_new_requests_are_served(running: Running) -> None:
+    async def ready() -> bytes:
+        return (await running.serving.metrics.page(frozenset({"baton_ready"}))).splitlines()[-1]
+
+    assert await ready() == b'baton_ready{model_name="llama",role="gateway"} 1.0'
+    await running.serving.drain(0.01)
+    assert await ready() == b'baton_ready{model_name="llama",role="gateway"} 0.0'

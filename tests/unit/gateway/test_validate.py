@@ -24,7 +24,7 @@ from gateway.validate import (
     check_text,
     end_of,
 )
-from grammar.compiler import GrammarCompiler
+from grammar.checker import GrammarChecker
 from protos.baton.v1 import common_pb2
 from protos.baton.v1 import generation_pb2 as pb
 from tests.unit.gateway.tokenizers import byte_level
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         bos_token_id=0,
         default_sampling=common_pb2.SamplingParams(),
         chat=read_chat_model(directory, None),
-        grammars=GrammarCompiler(directory / "tokenizer.json", 320, [1]),
+        grammars=GrammarChecker(directory / "tokenizer.json", 320, [1]),
     )
 
 

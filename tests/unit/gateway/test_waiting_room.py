@@ -4,11 +4,14 @@ import asyncio
 
 import pytest
 
-from baton.errors import Cancelled, Overloaded
+from baton.errors import Cancelled, NoNode, Overloaded
+from gateway.connections import Connections
+from gateway.model import ServedModel
 from gateway.serving import Serving
 from protos.baton.v1 import common_pb2, node_pb2
 from protos.baton.v1 import generation_pb2 as pb
-from tests.unit.gateway.test_serving import BOUND_S, Client, Running, model, running
+from tests.unit.gateway.scripted_nodes import scripted_nodes
+from tests.unit.gateway.test_serving import BOUND_S, Client, Running, model, running, settings_of
 
 __all__ = ["model", "running"]
 
@@ -111,3 +114,21 @@ async def test_a_broken_node_is_no_room_while_another_one_serves(running: Runnin
     status.info.incarnation, status.requests_running = 77, 5
     other.take_status(status, "")
     assert [node.load for node in room._look_at_nodes(now_s).decodes] == [5]
+
+
+async def test_a_request_is_refused_at_once_when_waiting_cannot_help(model: ServedModel) -> None:
+    """The decode node is full, and the only prefill node, without which nothing may be decoded, is gone."""
+    async with scripted_nodes(model.identity) as (prefill, decode):
+        nodes = ["--prefill", prefill.address, "--decode", decode.address]
+        settings = settings_of(*nodes, "--local-policy", "strict", "--queue-s", "3600")
+        async with Connections(settings, model) as connections:
+            await asyncio.wait_for(connections.until_serves(), BOUND_S)
+            running = Running(Serving(settings, model, connections), connections, prefill, decode)
+            report(running, requests=4)
+            waits = running.generate(Client())
+            await until_waiting(running, 1)
+            connections.fleet.lost(common_pb2.ROLE_PREFILL, prefill.address, "gone")
+            for request in (waits, running.generate(Client())):
+                with pytest.raises(NoNode, match="no node can take the request"):
+                    await asyncio.wait_for(request, BOUND_S)
+            assert waiting(running.serving) == 0

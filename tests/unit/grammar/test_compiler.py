@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from threading import Event, Semaphore, Thread
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from baton.types import Grammar, GrammarKind
 from grammar import compiler as module
 from grammar.compiler import GrammarCompiler
 from grammar.lark import readable_lark
+from grammar.limits import MOST_BYTES
 from grammar.matcher import MaskFiller
 from tests.unit.grammar.conftest import EOS, TOKENIZER, VOCAB_SIZE, Accepts
 
@@ -82,7 +83,7 @@ REFUSED = [
     (GrammarKind.EBNF, 'root = "a"', "line 1 of the grammar is not GBNF"),
     (GrammarKind.EBNF, "root ::= " + "(" * 20000 + '"a"' + ")" * 20000, "nested"),
     (GrammarKind.JSON_SCHEMA, "[" * 100_000, "JSON"),
-    (GrammarKind.JSON_SCHEMA, '{"description": "' + "a" * module.MOST_BYTES + '"}', "bytes"),
+    (GrammarKind.JSON_SCHEMA, '{"description": "' + "a" * MOST_BYTES + '"}', "bytes"),
 ]
 
 
@@ -128,27 +129,6 @@ def test_a_grammar_is_compiled_once_for_all_threads(monkeypatch: pytest.MonkeyPa
         thread.join()
     compiler.matcher(grammar)
     assert len(compiled) == 1
-
-
-def test_a_known_grammar_does_not_wait_for_those_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (EOS,))
-    known = Grammar(GrammarKind.CHOICE, '["a"]')
-    assert compiler.checking(known).result() is None
-    blocked, held = Event(), Semaphore(0)
-
-    def wait(text: str, tokenizer: object) -> str:
-        held.release()
-        blocked.wait()
-        return 'start: "a"'
-
-    monkeypatch.setattr(module, "_READERS", {GrammarKind.LARK: wait})
-    compiling = [compiler.checking(Grammar(GrammarKind.LARK, str(number))) for number in range(8)]
-    held.acquire()
-    held.acquire()
-    assert not held.acquire(blocking=False)  # the others wait for their turn
-    assert compiler.checking(known).done()
-    blocked.set()
-    assert [each.result() for each in compiling] == [None] * 8
 
 
 def test_the_latest_grammars_are_kept_and_others_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +210,10 @@ def test_intersections_and_complements_of_expressions_are_refused_uncompiled(tex
 )
 def test_marks_that_are_no_operators_between_expressions_are_kept(accepts: Accepts, text: str, output: str) -> None:
     assert accepts(GrammarKind.LARK, text, output)
+
+
+@pytest.mark.parametrize("text", ["'[' * 99_000", "'start: \"' + '\\\\\"' * 99_000"])
+def test_a_text_without_ends_is_read_in_bounded_time(text: str) -> None:
+    program = f"from grammar.lark import readable_lark; readable_lark({text})"
+    bounded = f'ulimit -t 10; exec {sys.executable} -c "$0"'
+    assert subprocess.run(["bash", "-c", bounded, program], check=False).returncode == 0

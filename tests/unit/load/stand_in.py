@@ -69,13 +69,16 @@ class StandIn:
         """A whole answer as servers send it: a role first, usage in a chunk of its own, then [DONE]."""
         options = asked.get("stream_options", {})
         prompt, count = self.prompt_tokens(asked), asked["max_tokens"]
+        given = len(asked.get("output_token_ids", ()))
         begin(writer)
         if "messages" in asked:
             chunk(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        for index in range(count):
+        for index in range(given, count):
             reason = "length" if index == count - 1 else None
             text = {"delta": {"content": "a"}} if "messages" in asked else {"text": "a"}
             data: dict[str, Any] = {"choices": [{"index": 0, **text, "finish_reason": reason}]}
+            if asked.get("return_token_ids"):
+                data["choices"][0]["token_ids"] = [index]
             if self.running_usage and options.get("continuous_usage_stats"):
                 data["usage"] = {"prompt_tokens": prompt, "completion_tokens": index + 1}
             chunk(writer, data)

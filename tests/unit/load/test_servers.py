@@ -250,3 +250,34 @@ def test_reasoning_and_tool_calls_are_tokens_and_a_role_is_not() -> None:
     assert not content('{"role": "assistant", "content": ""}')
     assert content('{"reasoning_content": "a"}')
     assert content('{"tool_calls": [{"index": 0}]}')
+
+
+@pytest.mark.parametrize("running_usage", [True, False])
+async def test_a_stream_goes_on_at_another_gateway(running_usage: bool) -> None:
+    async def break_down(number: int, writer: Writer) -> bool:
+        if number < probes:
+            return False
+        begin(writer)
+        for index in range(2):
+            usage = {"prompt_tokens": 100, "completion_tokens": index + 1}
+            choice = {"index": 0, "text": "a", "finish_reason": None, "token_ids": [index]}
+            chunk(writer, {"choices": [choice], **({"usage": usage} if running_usage else {})})
+        await writer.drain()
+        writer.close()
+        return True
+
+    probes = 1 << 30
+    lost = StandIn(running_usage=running_usage, behave=break_down)
+    async with standing_in(lost), standing_in(StandIn(running_usage=running_usage)) as other:
+        server = await probe(Target.parse(f"{lost.url},{other.url}"))
+        probes = len(lost.bodies)
+        records = await send(server, count=4)
+        assert [(record.outcome, record.tokens) for record in records] == [(Outcome.OK, 5)] * 4
+        assert len(lost.bodies) - probes == 2, "the gateways share the requests"
+        again = [body for body in other.bodies if "output_token_ids" in body]
+        assert [body["output_token_ids"] for body in again] == [[0, 1]] * 2
+        first = [body for body in lost.bodies if "return_token_ids" in body]
+        assert [body["seed"] for body in first] == [body["seed"] for body in again]
+    async with standing_in(lost):
+        records = await send(replace(server, target=Target.parse(f"{lost.url},{other.url}")), count=1)
+        assert outcomes(records) == [(Outcome.FAILED, "NoConnection")], "of the last gateway that was asked"

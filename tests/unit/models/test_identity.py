@@ -1,16 +1,61 @@
 """Identity: equal for the same weights however stored, different for every change that matters."""
 
-from dataclasses import replace
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.config.model_config import GQAConfig
+from attention.blocksparse import BlocksparseParams
+from models.config.model_config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, Scoring, TopKMethod
 from models.config.reader import read_config
+from models.config.rope import RopeConfig, YarnScaling
+from models.families.llama4_config import Llama4Switches, TemperatureTuning
 from models.identity import config_digest, model_identity
+from models.quantization.config import Fp8Config, Granularity
 from tests.unit.models.tiny import save_tiny
+
+# With a value in every kind of part.
+FULL = ModelConfig(
+    architecture="Llama4",
+    vocab_size=512,
+    hidden_size=128,
+    num_layers=2,
+    intermediate_size=256,
+    mlp_bias=False,
+    norm_eps=1e-5,
+    tie_word_embeddings=False,
+    max_position_embeddings=4096,
+    dtype="bfloat16",
+    eos_token_ids=(2,),
+    attention=GQAConfig(
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=16,
+        qkv_bias=True,
+        output_bias=False,
+        qk_norm=True,
+        sliding_windows=(None, 64),
+        scale=0.25,
+        sinks=True,
+        blocksparse=(None, BlocksparseParams(1024, 8, 2, 64, 16, 8)),
+    ),
+    rope=RopeConfig(16, 1e4, False, YarnScaling(4.0, 2048, 32.0, 1.0, True, None, 0.0, 0.0)),
+    moe=MoEConfig((False, True), 8, 2, 32, 0, Scoring.SOFTMAX, TopKMethod.GREEDY, 1, 1, True, 1.0),
+    quantization=Fp8Config(Granularity.BLOCK, True, unquantized=("lm_head",)),
+    switches=Llama4Switches((True, False), True, TemperatureTuning(8192, 0.1)),
+)
+PLAIN = replace(
+    FULL,
+    architecture="DeepseekV2",
+    attention=MLAConfig(4, None, 24, 12, 8, 10),
+    rope=None,
+    moe=None,
+    quantization=None,
+    switches=None,
+)
 
 
 def weights_digest(directory: Path) -> str:
@@ -64,6 +109,31 @@ def test_config_digest_sees_every_field(tmp_path: Path) -> None:
         replace(config, attention=replace(config.attention, sliding_windows=(None, None))),
     ]
     assert len({config_digest(each) for each in [config, *changed]}) == 1 + len(changed)
+
+
+def of_a_later_release(part: Any, default: object, **added: object) -> Any:
+    """The same values in the part's class as a later release has it, with one more field."""
+    cls = type(part)
+    later = make_dataclass(cls.__name__, [("added", object, field(default=default))], bases=(cls,), frozen=True)
+    return later(**{each.name: getattr(part, each.name) for each in fields(part)}, **added)
+
+
+@pytest.mark.parametrize("default", [False, None, (), 0.5])
+def test_a_field_that_a_later_release_adds_leaves_the_digest_of_models_without_it(default: object) -> None:
+    for config in (FULL, PLAIN):
+        assert config_digest(of_a_later_release(config, default)) == config_digest(config)
+        assert config_digest(of_a_later_release(config, default, added=7)) != config_digest(config)
+    for name in ("attention", "rope", "moe", "quantization", "switches"):
+        later = of_a_later_release(getattr(FULL, name), default)
+        assert config_digest(replace(FULL, **{name: later})) == config_digest(FULL)
+        used = replace(FULL, **{name: replace(later, added=7)})
+        assert config_digest(used) != config_digest(FULL)
+
+
+def test_digests_are_those_of_the_first_release() -> None:
+    """Computed with its code. Nodes of other digests would not pair with its nodes, though their weights are equal."""
+    digests = [config_digest(config)[:16] for config in (FULL, PLAIN)]
+    assert digests == ["a375b6cf94b72d9f", "af83328131ce2638"]
 
 
 def test_dummy_weights_need_no_files_and_equal_no_checkpoint(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import grpc
 import pytest
 
 from baton.errors import NoNode, PeerRefused, UnknownLease
+from baton.rpc.server import connect
 from node.assembly import Listener
 from node.waiting import until
+from prefill_node import decode_peers
 from prefill_node.decode_peers import DecodePeers
 from prefill_node.events import LeaseEnded, PeerLost
-from protos.baton.v1 import common_pb2
+from protos.baton.v1 import common_pb2, decode_pb2_grpc
 from protos.baton.v1 import decode_pb2 as pb
 from tests.unit.prefill_node.nodes import decode_node, prefill_node, prefill_settings
 
@@ -90,7 +92,7 @@ async def test_a_link_under_the_floor_is_refused_and_the_decode_node_gets_the_re
         assert [mismatch.field for mismatch in state.mismatches] == ["link"]
 
 
-async def test_an_address_without_a_listener() -> None:
+async def test_an_address_without_a_listener(caplog: pytest.LogCaptureFixture) -> None:
     async with decode_node() as decode, peers() as (known, events):
         ticket = await decode.ticket(1, 10)
         ticket.decode_address = closed_address()
@@ -99,6 +101,19 @@ async def test_an_address_without_a_listener() -> None:
         (state,) = known.states()
         assert state.phase == common_pb2.PEER_PHASE_LOST
         assert [type(event) for event in events] == [PeerLost]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_stream_that_has_ended_before_it_is_written_to_says_why() -> None:
+    """gRPC itself says no more than that it has ended."""
+    async with connect(closed_address()) as channel:
+        call = decode_pb2_grpc.DecodeStub(channel).Pair()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(asyncio.InvalidStateError):
+            await call.write(pb.PairRequest())
+        await decode_peers._write(call, pb.PairRequest())
+        with pytest.raises(grpc.aio.AioRpcError, match="refused"):
+            await decode_peers._read(call, "decode-0")
 
 
 async def test_a_decode_node_that_hangs_up_in_the_handshake() -> None:

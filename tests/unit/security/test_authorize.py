@@ -71,6 +71,7 @@ def test_a_method_without_a_row_is_for_nobody() -> None:
         ("/baton.v1.Node/Drain", {"operator"}),
         ("/baton.v1.Node/Watch", {"gateway", "operator"}),
         ("/baton.v1.Generation/ClusterStatus", {"operator"}),
+        ("/baton.v1.Generation/ClusterView", {"operator"}),
         ("/vllm.grpc.engine.VllmEngine/SubscribeKvEvents", {"operator"}),
         ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", {"operator"}),
     ],

@@ -15,6 +15,7 @@ from gateway.http.call import Context
 from gateway.http.server import HttpServer, bind
 from gateway.model import read_served_model
 from gateway.serving import Serving
+from gateway.view import View
 from protos.baton.v1 import common_pb2, decode_pb2
 from tests.unit.gateway.scripted_nodes import ScriptedNode, scripted_nodes
 
@@ -165,10 +166,12 @@ async def open_door(*flags: str, asks: bool = False) -> AsyncIterator[Door]:
             bound = bind(settings.http_listen)
             assert bound is not None
             keys = security.Door(settings) if asks else None
-            async with HttpServer(settings, serving, connections.fleet, "gateway-1", bound, door=keys) as http:
-                context = Context(settings, serving, connections.fleet, "gateway-1")
+            view = View(settings, serving, connections.fleet, "gateway-1")
+            async with view, HttpServer(settings, serving, connections.fleet, view, bound, door=keys) as http:
+                context = Context(settings, serving, connections.fleet, view)
                 door = Door(http, serving, decode, context)
                 try:
                     yield door
                 finally:
                     await door.close()
+                    model.grammars.close()

@@ -11,7 +11,7 @@ from tests.unit.gateway.http.door import Door, Wire, open_door, step_token
 
 PROMPT = list(range(1, 65))
 BODY = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": True, "return_token_ids": True}
-USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ async def door() -> AsyncIterator[Door]:
 
 
 def parts_of(data: bytes) -> list[dict[str, Any]]:
-    events = [event.removeprefix(b"data: ") for event in data.split(b"\n\n") if event.startswith(b"data: ")]
+    events = [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: ")]
     return [json.loads(event) for event in events if event != b"[DONE]"]
 
 
@@ -33,9 +33,9 @@ def text_of(parts: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] for part in parts for choice in part["choices"])
 
 
-async def ask(door: Door, **fields: object) -> Wire:
+async def ask(door: Door, path: str = "/v1/completions", body: dict[str, Any] = BODY, **fields: object) -> Wire:
     wire = await door.connect()
-    wire.send("POST", "/v1/completions", json.dumps({**BODY, **fields}).encode(), x_request_id="r-1")
+    wire.send("POST", path, json.dumps({**body, **fields}).encode(), x_request_id="r-1")
     return wire
 
 
@@ -80,6 +80,79 @@ async def test_a_client_that_lacks_only_the_end_gets_it_and_no_node_is_asked(doo
     assert door.decode.received.empty()
 
 
+SAID = [{"role": "user", "content": "hello"}]
+CHATS = {
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 3},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 3},
+    "/v1/messages": {"messages": SAID, "max_tokens": 3},
+}
+OF_ALL = {"temperature": 0, "return_token_ids": True}
+
+
+def piece_of(part: dict[str, Any]) -> tuple[str, list[int]]:
+    """The text and the tokens that an event of any API adds."""
+    for choice in part.get("choices", ()):
+        return choice["delta"].get("content", ""), choice.get("token_ids", [])
+    delta = part.get("delta", "")
+    text = delta if isinstance(delta, str) else delta.get("text", "")
+    return text, part.get("token_ids", [])
+
+
+@pytest.mark.parametrize("path", CHATS)
+async def test_streams_of_chats_go_on_with_their_next_events(door: Door, path: str) -> None:
+    body = {**CHATS[path], **OF_ALL}
+    whole = await serve(door, await ask(door, path, body, stream=True), given=[])
+    pieces = [piece_of(part) for part in whole]
+    assert [each for _, ids in pieces for each in ids] == [300, 301, 302]
+    for count in (1, 2):
+        rest = await serve(
+            door,
+            await ask(door, path, body, stream=True, output_token_ids=[300, 301][:count]),
+            given=[300, 301][:count],
+        )
+        place = next(at for at in range(len(whole)) if sum(len(ids) for _, ids in pieces[: at + 1]) == count) + 1
+        assert list(map(piece_of, rest)) == pieces[place:]
+        kinds = [[part.get("type") for part in parts] for parts in (rest, whole[place:])]
+        assert kinds[0] == kinds[1]
+        assert whole_of(rest[-1]) == whole_of(whole[-1])
+
+
+def whole_of(part: dict[str, Any]) -> object:
+    """What the last event says of the whole answer."""
+    response = part.get("response", {})
+    return response.get("output"), response.get("usage"), part.get("usage"), part.get("choices")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_an_answer_in_one_piece_has_what_the_client_gave(door: Door, path: str) -> None:
+    """These have it as an object, of which a part would be none."""
+    whole = await finished(door, await ask(door, path, {**CHATS[path], **OF_ALL}), given=[])
+    again = await finished(
+        door, await ask(door, path, {**CHATS[path], **OF_ALL}, output_token_ids=[300, 301]), given=[300, 301]
+    )
+    for answer in (whole, again):
+        answer.pop("created_at", None)
+    assert again == whole
+
+
+async def finished(door: Door, wire: Wire, *, given: list[int]) -> dict[str, Any]:
+    submitted = await door.decode.submission()
+    assert list(submitted.output_token_ids) == given
+    accepted = decode_pb2.Accepted(key=submitted.key, why="short")
+    door.decode.answers.put_nowait(decode_pb2.SessionResponse(accepted=accepted))
+    for index in range(len(given), 2):
+        door.decode.send_tokens(step_token(index), key=submitted.key)
+    door.finish(2, key=submitted.key)
+    answer: dict[str, Any] = (await wire.answer()).json
+    return answer
+
+
+async def test_logprobs_of_a_response_are_those_of_one_gateway(door: Door) -> None:
+    body = {**CHATS["/v1/responses"], "temperature": 0, "top_logprobs": 2, "output_token_ids": [300]}
+    answer = await door.call("POST", "/v1/responses", body)
+    assert (answer.status, answer.error["param"]) == (400, "output_token_ids")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -96,3 +169,23 @@ async def test_tokens_after_which_nothing_can_go_on_are_refused(
 ) -> None:
     answer = await door.call("POST", "/v1/completions", {**BODY, **fields})
     assert (answer.status, answer.error["param"] or "") == (400, param)
+
+
+async def test_chunks_have_the_revision_that_a_resumed_request_names(door: Door) -> None:
+    whole = await serve(door, await ask(door), given=[])
+    prints = {part["system_fingerprint"] for part in whole}
+    (revision,) = prints
+    assert len(revision) == 12
+    rest = await serve(door, await ask(door, output_token_ids=[300], revision=revision), given=[300])
+    assert {part["system_fingerprint"] for part in rest} == prints
+    for unknown, status in (("0123456789ab", 503), ("main", 400)):
+        wire = await ask(door, output_token_ids=[300], revision=unknown)
+        assert (await wire.answer()).status == status
+
+
+async def test_the_served_model_names_its_revisions(door: Door) -> None:
+    answer = await door.call("GET", "/v1/models")
+    assert answer.status == 200
+    (card,) = answer.json["data"]
+    (shown,) = card["revisions"]
+    assert shown["revision"] == card["revision"]

@@ -14,15 +14,17 @@ from starlette.requests import Request as HttpRequest
 
 from baton.security.authorize import UI_FILES, Right
 from baton.security.identity import EVERYBODY, Caller, enter
+from gateway.fleet import Fleet
 from gateway.http.call import REQUEST_ID, Call, Context
-from gateway.http.ui.state import REQUESTS_SHOWN, state
+from gateway.http.ui.state import state
 from gateway.recent import KEPT, Finished
+from gateway.view import REQUESTS_SHOWN, View
 from protos.baton.v1 import common_pb2
 from tests.unit.gateway.fleets import PREFILL, SmallFleet, peer, status
 from tests.unit.gateway.http.door import Door, open_door, step_token
 
 FOR_ANYBODY = {"now_s", "gateway", "model", "version", "chat", "draining", "sees", "requests", "slo"}
-CLUSTER = {"totals", "nodes", "links", "charts"}
+CLUSTER = {"totals", "mixed", "nodes", "links", "charts"}
 MARKUP = '<img src=x onerror="alert(1)"></script>'
 STRANGER = Caller("10.0.0.9", frozenset({Right.ANYONE, Right.CLIENT}))
 ALICE = Caller("alice", frozenset({Right.ANYONE, Right.CLIENT}), proved=True)
@@ -60,6 +62,12 @@ async def asked_by(caller: Caller, context: Context) -> Any:
     return json.loads(await asyncio.create_task(answer()))
 
 
+def over(fleet: Fleet, door: Door) -> Context:
+    """The context of this door, with these nodes."""
+    settings, serving = door.context.settings, door.serving
+    return Context(settings, serving, fleet, View(settings, serving, fleet, "g"))
+
+
 async def serve(door: Door, request_id: str, **headers: str) -> None:
     """A completion of two tokens."""
     body = {"prompt": list(range(1, 65)), "max_tokens": 2}
@@ -87,7 +95,7 @@ def finished(client: str, request_id: str, *, error: str = "", failures: str = "
         outputs=1,
         completion_tokens=4,
         ended=None,
-        timeline=None,
+        journal=None,
     )
 
 
@@ -170,8 +178,7 @@ async def test_forty_nodes_with_long_names_make_a_bounded_answer() -> None:
         each.name = each.detail = "p" * 100_000
     fleet.status_received(PREFILL, "p1", said, 0.0)
     async with open_door() as door:
-        context = Context(door.context.settings, door.serving, fleet, "g")
-        shown = await asked_by(EVERYBODY, context)
+        shown = await asked_by(EVERYBODY, over(fleet, door))
     assert (len(shown["nodes"]), len(shown["links"])) == (40, 400)
     assert len(json.dumps(shown)) < 250_000
 
@@ -185,22 +192,24 @@ async def test_figures_that_are_no_numbers_are_shown_as_numbers() -> None:
     said.backlog_s = float("nan")
     fleet.status_received(PREFILL, "p1", said, 0.0)
     async with open_door() as door:
-        shown = await asked_by(EVERYBODY, Context(door.context.settings, door.serving, fleet, "g"))
+        shown = await asked_by(EVERYBODY, over(fleet, door))
     assert (shown["links"][0]["gigabytes_per_s"], shown["links"][0]["latency_s"]) == (0.0, 0.0)
     assert shown["nodes"][0]["backlog_s"] == 0.0
 
 
-async def test_markup_in_names_stays_text() -> None:
+async def test_markup_in_names_stays_text_and_control_characters_are_escaped() -> None:
     fleet = SmallFleet(1, 1)
     said = status(PREFILL, 11, common_pb2.PeerState(incarnation=21, name=MARKUP, detail=MARKUP))
+    said.info.package_version = "1.0\x1b[2J\u202e"
     said.info.name = MARKUP
     fleet.status_received(PREFILL, "p1", said, 0.0)
     async with open_door() as door:
         await serve(door, MARKUP.replace(" ", ""))
         door.serving.model = replace(door.serving.model, name=MARKUP)
-        shown = await asked_by(EVERYBODY, Context(door.context.settings, door.serving, fleet, "g"))
+        shown = await asked_by(EVERYBODY, over(fleet, door))
         plain = await door.call("GET", "/ui/state")
     assert shown["model"] == shown["nodes"][0]["name"] == shown["links"][0]["detail"] == MARKUP
+    assert shown["nodes"][0]["version"] == r"1.0\x1b[2J\u202e"
     assert shown["requests"][0]["request_id"] == MARKUP.replace(" ", "")
     assert plain.headers["content-type"] == "application/json"
 

@@ -9,6 +9,8 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 
+from baton.metrics.declared import Role
+from baton.metrics.tally import Layout, Tally
 from baton.tracing.environment import Collector
 from gateway.tracing import export
 from gateway.tracing.export import Exporter
@@ -71,9 +73,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_BACK_OFF_S", 0.01)
 
 
+def exporter_to(collector: Collector) -> Exporter:
+    return Exporter(collector, Tally(Layout(Role.GATEWAY)))
+
+
 async def test_traces_are_sent_with_the_headers() -> None:
     receiver = Receiver()
-    async with served(receiver) as collector, Exporter(collector) as exporter:
+    async with served(receiver) as collector, exporter_to(collector) as exporter:
         exporter.put(b"one")
         await receiver.until(lambda: receiver.received == [b"one"])
     assert receiver.headers[0]["api-key"] == "mine"
@@ -82,7 +88,7 @@ async def test_traces_are_sent_with_the_headers() -> None:
 async def test_what_is_held_is_sent_at_the_end() -> None:
     receiver = Receiver()
     async with served(receiver) as collector:
-        async with Exporter(collector) as exporter:
+        async with exporter_to(collector) as exporter:
             exporter.put(b"one")
             exporter.put(b"two")
         assert b"".join(receiver.received) == b"onetwo"
@@ -91,7 +97,7 @@ async def test_what_is_held_is_sent_at_the_end() -> None:
 async def test_what_a_collector_cannot_take_now_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
     receiver = Receiver(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
     with caplog.at_level(logging.INFO, logger="baton"):
-        async with served(receiver) as collector, Exporter(collector) as exporter:
+        async with served(receiver) as collector, exporter_to(collector) as exporter:
             exporter.put(b"one")
             await receiver.until(lambda: receiver.received == [b"one"])
     assert (receiver.calls, exporter.dropped) == (3, 0)
@@ -103,19 +109,22 @@ async def test_what_a_collector_cannot_take_now_is_sent_again(caplog: pytest.Log
 
 async def test_what_a_collector_refuses_is_lost_and_the_next_is_sent() -> None:
     receiver = Receiver(grpc.StatusCode.INVALID_ARGUMENT)
-    async with served(receiver) as collector, Exporter(collector) as exporter:
+    tally = Tally(Layout(Role.GATEWAY))
+    async with served(receiver) as collector, Exporter(collector, tally) as exporter:
         exporter.put(b"one")
         await receiver.until(lambda: receiver.calls == 1)
         exporter.put(b"two")
         await receiver.until(lambda: receiver.received == [b"two"])
     assert exporter.dropped == 1
+    cells = [tally.own()[tally.layout.first("baton_traces_total", (state,))] for state in ("exported", "dropped")]
+    assert cells == [1, 1]
 
 
 async def test_a_slow_collector_costs_traces_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_HELD_BYTES_MAX", 10)
     receiver = Receiver()
     receiver.answers.clear()
-    async with served(receiver) as collector, Exporter(collector) as exporter:
+    async with served(receiver) as collector, exporter_to(collector) as exporter:
         exporter.put(b"one")
         await receiver.until(lambda: receiver.calls == 1)
         for _ in range(5):
@@ -131,7 +140,7 @@ async def test_a_slow_collector_costs_traces_beyond_the_bound(monkeypatch: pytes
 async def test_a_batch_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_BATCH_BYTES", 6)
     receiver = Receiver()
-    async with served(receiver) as collector, Exporter(collector) as exporter:
+    async with served(receiver) as collector, exporter_to(collector) as exporter:
         for _ in range(5):
             exporter.put(b"abc")
     assert receiver.received == [b"abcabc", b"abcabc", b"abc"]
@@ -143,7 +152,7 @@ async def test_a_collector_that_never_answers_does_not_keep_the_process(
     monkeypatch.setattr(export, "_CLOSE_TIMEOUT_S", 0.05)
     receiver = Receiver()
     receiver.answers.clear()
-    async with served(receiver) as collector, asyncio.timeout(DEADLINE_S), Exporter(collector) as exporter:
+    async with served(receiver) as collector, asyncio.timeout(DEADLINE_S), exporter_to(collector) as exporter:
         exporter.put(b"one")
         await receiver.until(lambda: receiver.calls == 1)
     assert caplog.messages == ["1 trace(s) were not exported before the end"]

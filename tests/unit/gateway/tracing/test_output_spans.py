@@ -192,11 +192,49 @@ def test_a_prompt_that_the_decode_node_prefills_has_one_prefill_there() -> None:
     served.decode(first, after_s=4.0)
     served.decode(token(1, LENGTH), after_s=1.0)
     trace = one_trace(served)
+    assert trace.times("prefill") == [(2.0, 5.0)]
     assert trace.times("prefill.queue") == [(2.0, 3.0)]
-    assert trace.times("prefill") == [(3.0, 5.0)]
     assert trace.times("decode") == [(5.0, 6.0)]
     assert trace.service(trace.one("prefill")) == ("baton-decode", "node-21")
+    assert trace.one("prefill.queue").parent_span_id == trace.one("prefill").span_id
     assert not trace.named("kv.transfer")
+
+
+def prefilled_here(*chunks: decode_pb2.ComputedChunk) -> Exported:
+    """Submitted at 0, begun by the node at 1 s, computed there from 3 s to 7 s, and at the gateway 1 s later."""
+    served = Traced()
+    began = accepted()
+    began.at_s = 0.0
+    served.decode(began, after_s=2.0)
+    first = token(0)
+    first.prefill_s, first.queue_s = 4.0, 1.0
+    first.prompt_chunks.extend(chunks)
+    served.decode(first, after_s=6.0)
+    served.decode(token(1, LENGTH), after_s=1.0)
+    return one_trace(served)
+
+
+def test_the_chunks_of_a_prompt_that_the_decode_node_prefills_are_spans_there() -> None:
+    trace = prefilled_here(
+        decode_pb2.ComputedChunk(ended_s=4.0, token_start=0, token_stop=32, steps=1),
+        decode_pb2.ComputedChunk(ended_s=6.0, token_start=32, token_stop=64, steps=2),
+    )
+    prefill = trace.one("prefill")
+    assert trace.times("prefill") == [(2.0, 7.0)]
+    assert trace.times("prefill.chunk") == [(3.0, 5.0), (5.0, 7.0)]
+    assert trace.times("decode") == [(7.0, 9.0)]
+    one, other = trace.named("prefill.chunk")
+    assert attributes(one) == {"baton.token.start": 0, "baton.token.stop": 32}
+    assert attributes(other) == {"baton.token.start": 32, "baton.token.stop": 64, "baton.merged": 2}
+    assert {span.parent_span_id for span in (one, other)} == {prefill.span_id}
+    assert trace.service(one) == ("baton-decode", "node-21")
+
+
+def test_impossible_chunks_of_a_decode_node_stay_within_the_request() -> None:
+    chunks = [decode_pb2.ComputedChunk(ended_s=each, token_stop=5) for each in (float("nan"), 1e300, -1e300)] * 1000
+    trace = prefilled_here(*chunks)
+    assert len(trace.named("prefill.chunk")) <= 32
+    assert all(0.0 <= start <= end <= 9.0 for span in trace.spans for start, end in trace.times(span.name))
 
 
 def test_a_split_prompt_has_a_prefill_on_either_node_and_no_retry() -> None:
@@ -213,7 +251,7 @@ def test_a_split_prompt_has_a_prefill_on_either_node_and_no_retry() -> None:
     first_part, rest = sorted(trace.named("prefill"), key=lambda span: span.start_time_unix_nano)
     assert [trace.service(span)[1] for span in (first_part, rest)] == ["node-11", "node-21"]
     assert attributes(first_part)["baton.token.stop"] == 32
-    assert (3.0, 4.0) in trace.times("prefill")
+    assert (2.5, 4.0) in trace.times("prefill")  # with its wait
     assert attributes(trace.root)["baton.path"] == "split"
     assert "retry" not in [event.name for event in trace.root.events]
     assert not any(span.status.message for span in trace.spans)

@@ -213,3 +213,30 @@ def test_an_error_is_the_last_event() -> None:
 def test_errors_have_anthropics_types(error: BatonError, kind: str) -> None:
     body = anthropic_error(error, "req-1")
     assert body == {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": "req-1"}
+
+
+@pytest.mark.parametrize("messages", [TEXT, REASONED, TOOLS])
+def test_a_stream_goes_on_after_what_the_client_has(messages: list[pb.GenerateResponse]) -> None:
+    """As if the client had never lost the gateway that sent the first events."""
+    found = streamed(messages)
+    for place in range(1, len(messages)):
+        stream = MessageStream(OBJECT, "req-1")
+        for message in messages[:place]:
+            stream.skip(message)
+        rest = events(b"".join(stream.push(message) for message in messages[place:]) + stream.finish())
+        assert rest == found[-len(rest) :]
+        assert 0 < len(rest) < len(found)
+
+
+@pytest.mark.parametrize("omits", [False, True])
+def test_deltas_have_the_tokens_whose_text_is_complete_with_them(omits: bool) -> None:
+    stream = MessageStream(replace(OBJECT, omits_thinking=omits), "req-1", token_ids=True)
+    messages = [
+        said(reasoning="So", tokens=(3,)),
+        said("", tokens=(4,)),
+        said("Yes", tokens=(5, 6)),
+        ended(content="!"),
+    ]
+    found = events(b"".join(map(stream.push, messages)) + stream.finish())
+    ids = [each.data.get("token_ids") for each in found if each.name == "content_block_delta"]
+    assert [each for each in ids if each] == ([[3, 4, 5, 6]] if omits else [[3], [4, 5, 6]])

@@ -214,3 +214,24 @@ def test_pieces_do_not_change_the_answer() -> None:
     text = "The answer, 答え, is 42."
     pieces = [said(char) for char in text]
     assert whole([*pieces, ended()]).output == whole([said(text), ended()]).output
+
+
+@pytest.mark.parametrize("messages", [TEXT, REASONED, TOOLS])
+def test_a_stream_goes_on_after_what_the_client_has(messages: list[pb.GenerateResponse]) -> None:
+    """As if the client had never lost the gateway that sent the first events."""
+    found = streamed(messages)
+    for place in range(1, len(messages)):
+        stream = ResponseStream(response())
+        for message in messages[:place]:
+            stream.skip(message)
+        rest = events(b"".join(stream.push(message) for message in messages[place:]) + stream.finish())
+        assert rest == found[-len(rest) :]
+        assert 0 < len(rest) < len(found)
+
+
+def test_deltas_have_the_tokens_whose_text_is_complete_with_them() -> None:
+    stream = ResponseStream(response(), token_ids=True)
+    both = [said(reasoning="So", tokens=(3,)), said("", tokens=(4,)), said(reasoning="."), said("Yes", tokens=(5, 6))]
+    found = events(b"".join(map(stream.push, [*both, ended(content="!")])) + stream.finish())
+    deltas = [(each.data["delta"], each.data.get("token_ids")) for each in found if each.name.endswith(".delta")]
+    assert deltas == [("So", [3]), (".", None), ("Yes", [4, 5, 6]), ("!", None)]

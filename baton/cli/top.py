@@ -1,0 +1,115 @@
+"""`baton top`: a gateway's cluster in the terminal, live."""
+
+import asyncio
+import io
+import signal
+import sys
+from time import monotonic
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from baton.cli.access import ApiKey, TlsCa, use
+from baton.cli.cluster_view import ClusterView, read_view
+from baton.cli.frame import Frame
+from baton.client import DEFAULT_TARGET, Client
+from baton.errors import BatonError, ConfigError, NoNode, PermissionDenied, Unauthenticated
+from baton.security.log_lines import escaped
+
+# Where output goes to no terminal, long names are not cut.
+_WIDTH_IN_FILES = 160
+_ANSWER_S = 5.0  # a gateway that is stopped keeps its connections
+_TERMINATED = 128 + signal.SIGTERM
+# Asking again heals none of these.
+_LASTING = (ConfigError, PermissionDenied, Unauthenticated)
+_INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.2, 3600.0
+
+
+def _checked(interval: float) -> float:
+    if not _INTERVAL_S_MIN <= interval <= _INTERVAL_S_MAX:  # also false for nan
+        raise typer.BadParameter(f"{interval:g} is not between {_INTERVAL_S_MIN:g} and {_INTERVAL_S_MAX:g} seconds")
+    return interval
+
+
+def top(
+    target: Annotated[str, typer.Option(help="host:port of a gateway.")] = DEFAULT_TARGET,
+    interval: Annotated[float, typer.Option(callback=_checked, help="Seconds between frames.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame without colours; so do pipes.")] = False,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Show nodes, links, latencies and slow requests of a gateway, live, until Ctrl-C."""
+    use(api_key, tls_ca)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack our characters, or those of names
+    console = Console(highlight=False)
+    if once or not console.is_terminal or console.is_dumb_terminal:
+        _print(asyncio.run(_ask(target)))
+        return
+    try:
+        asyncio.run(_watch(target, console, interval))
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    except asyncio.CancelledError:
+        raise typer.Exit(_TERMINATED) from None
+
+
+def _print(view: ClusterView) -> None:
+    console = Console(highlight=False, force_terminal=False, color_system=None)
+    if not sys.stdout.isatty():
+        console.width = max(console.width, _WIDTH_IN_FILES)
+    console.print(Frame(view, whole=True))
+
+
+async def _watch(target: str, console: Console, interval_s: float) -> None:
+    """Shows frames until the task is cancelled.
+
+    Raises:
+        BatonError: the gateway will never answer.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, task.cancel)  # so that the terminal is left as it was
+    frames = Frames(target)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        loop.add_signal_handler(signal.SIGWINCH, live.refresh)
+        while True:
+            live.update(await frames.following(), refresh=True)
+            await asyncio.sleep(interval_s)
+
+
+class Frames:
+    """The frames of one gateway. One that does not answer is in the frame, and asked again for the following one."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._view: ClusterView | None = None
+        self._before: ClusterView | None = None
+        self._at_s = 0.0
+
+    async def following(self) -> Frame:
+        """Raises:
+        BatonError: the gateway will never answer.
+        """
+        trouble = ""
+        try:
+            found = await _ask(self._target)
+        except _LASTING:
+            raise
+        except BatonError as error:
+            trouble = escaped(str(error))
+        else:
+            if self._view is None or found.now_s != self._view.now_s:  # else it is the same one
+                self._before, self._view, self._at_s = self._view, found, monotonic()
+        return Frame(self._view, self._before, trouble, monotonic() - self._at_s)
+
+
+async def _ask(target: str) -> ClusterView:
+    try:
+        async with asyncio.timeout(_ANSWER_S), Client(target) as client:
+            return read_view(await client.cluster_view())
+    except TimeoutError:
+        raise NoNode(f"{target} has not answered within {_ANSWER_S:g} s", field="target", value=target) from None

@@ -1,0 +1,101 @@
+"""What the body of a request says about where it should go: a key of its conversation, and its size. Pure.
+
+Every turn of a conversation begins with the turns before it, so the key is made of what all turns share: the session's
+name, or else the prompt up to the first message of the user. Bodies that are no JSON, or too long to be read whole,
+have the key of their text's first bytes; the gateway refuses what is malformed.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+LOOK_BYTES = 64 << 10
+"""How much of a body is read at most."""
+
+_PROMPT_CHARACTERS = 1024
+_RAW_BYTES = 1024
+_TEXT = re.compile(rb'"(?:messages|prompt|input)"\s*:')
+_BYTES_PER_TOKEN = 4
+_OUTPUT_TOKENS, _OUTPUT_TOKENS_MOST = 256, 4096
+_TOKENS_MOST = 1 << 20
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Attributes:
+    key: of the conversation; None: it shows none.
+    tokens: of prompt and output, roughly.
+    """
+
+    key: bytes | None
+    tokens: int
+
+
+def look(body: bytes, *, whole: bool, length: int | None = None, session: str = "") -> Prompt:
+    """What a body shows.
+
+    Args:
+        body: its first bytes.
+        whole: it has no more.
+        length: of all of it in bytes; None: not known.
+        session: name of the session in the request's headers.
+    """
+    prompt_tokens = max(len(body), length or 0) // _BYTES_PER_TOKEN
+    data = _parse(body) if whole and len(body) <= LOOK_BYTES else None
+    output_tokens = _OUTPUT_TOKENS if data is None else _output_tokens(data)
+    session = session or _text(data, "session_id")
+    if session:
+        shared: bytes | None = b"session " + session.encode(errors="replace")
+    elif data is not None:
+        shared = _beginning(data)
+    else:
+        found = _TEXT.search(body, 0, LOOK_BYTES)
+        shared = None if found is None else body[found.start() : found.start() + _RAW_BYTES]
+    key = None if shared is None else blake2b(shared, digest_size=16).digest()
+    return Prompt(key, min(prompt_tokens + output_tokens, _TOKENS_MOST))
+
+
+def _parse(body: bytes) -> Mapping[str, Any] | None:
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _text(data: Mapping[str, Any] | None, name: str) -> str:
+    value = None if data is None else data.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _output_tokens(data: Mapping[str, Any]) -> int:
+    for name in _LIMITS:
+        value = data.get(name)
+        if isinstance(value, int) and value > 0:
+            return min(value, _OUTPUT_TOKENS_MOST)
+    return _OUTPUT_TOKENS
+
+
+def _beginning(data: Mapping[str, Any]) -> bytes | None:
+    """What all turns of the conversation begin with."""
+    system = data.get("system") or data.get("instructions")
+    for name in ("messages", "input", "prompt"):
+        value = data.get(name)
+        if isinstance(value, str):
+            return orjson.dumps([system, value[:_PROMPT_CHARACTERS]])
+        if isinstance(value, list) and value:
+            return orjson.dumps([system, _first_turn(value)])
+    return None
+
+
+def _first_turn(items: list[Any]) -> list[Any]:
+    """Up to the first message of the user; of a prompt of token ids, the first ids."""
+    for number, item in enumerate(items):
+        if isinstance(item, dict) and item.get("role") == "user":
+            return items[: number + 1]
+    return items[:_PROMPT_CHARACTERS]

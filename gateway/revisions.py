@@ -1,0 +1,22 @@
+"""Which revisions of the weights and which versions of the program serve now, as this gateway sees it. Pure."""
+
+from collections.abc import Iterable
+
+from baton import __version__
+from gateway.fleet_node import FleetNode
+from protos.baton.v1 import generation_pb2
+
+
+def serving_revisions(nodes: Iterable[FleetNode]) -> list[generation_pb2.Revision]:
+    """Those of the nodes that work on requests, each with the name that one of its nodes has for it."""
+    found: dict[str, generation_pb2.Revision] = {}
+    for node in nodes:
+        if node.serves and node.revision:
+            revision = found.setdefault(node.revision, generation_pb2.Revision(revision=node.revision))
+            revision.name = revision.name or node.revision_name
+    return [found[revision] for revision in sorted(found)]
+
+
+def serving_versions(nodes: Iterable[FleetNode]) -> set[str]:
+    """Those of the nodes that work on requests, and this gateway's own."""
+    return {__version__, *(node.version for node in nodes if node.serves)}

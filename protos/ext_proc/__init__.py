@@ -1,0 +1,1 @@
+"""The wire of the part of Envoy's external processing that the endpoint picker speaks."""

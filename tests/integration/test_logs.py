@@ -1,0 +1,67 @@
+"""What real processes log of a request that fails: its id and the cause, at the door and on the node; and nothing of
+one that is served."""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from engine.batch import Batch
+from engine.device.runner import ModelRunner
+from tests.integration.cluster import Flags, machines
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
+BAD_TOKEN = 13
+
+
+def break_steps_of_the_bad_token() -> None:
+    launch = ModelRunner.launch
+
+    def launch_or_break(self: ModelRunner, batch: Batch, on_mark: Any = None) -> Any:
+        if any(list(row.token_ids[:3]) == [BAD_TOKEN] * 3 for row in batch.shared_rows):
+            raise RuntimeError("the kernel broke")
+        return launch(self, batch, on_mark)
+
+    ModelRunner.launch = launch_or_break  # type: ignore[method-assign]
+
+
+def complete(url: str | None, request_id: str, token: int) -> int:
+    """The status of a completion."""
+    body = json.dumps({"model": "llama", "prompt": [token] * 8, "max_tokens": 4}).encode()
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers)) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_failed_request_is_found_by_its_id_at_the_door_and_on_its_node(tmp_path: Path) -> None:
+    of_node, of_gateway = tmp_path / "node", tmp_path / "gateway"
+    of_node.mkdir()
+    of_gateway.mkdir()
+    with machines() as started:
+        flags: Flags = {"log_format": "json"}
+        nodes = started.nodes(("decode", flags), prepare=break_steps_of_the_bad_token, outputs=of_node)
+        gateway = started.gateway([], nodes, local_policy="local", max_attempts=1, outputs=of_gateway)
+        assert complete(gateway.http, "served", 5) == 200
+        assert complete(gateway.http, "broken", BAD_TOKEN) == 500
+        assert complete(gateway.http, "mistaken", 10**9) == 400
+        assert started.end(gateway) == 0
+        assert started.end(nodes[0]) == 0
+    records = [json.loads(line) for line in (of_node / "stderr").read_text().splitlines()]
+    assert {record["role"] for record in records} == {"decode_node"}
+    assert all(re.fullmatch(TIME, record["time"]) for record in records)
+    (failed,) = [record for record in records if "request_id" in record]
+    assert (failed["request_id"], failed["level"], failed["reason"]) == ("broken", "warning", "INTERNAL")
+    assert failed["message"].startswith("request failed here: ")
+    (step,) = [record for record in records if record["message"] == "an engine step failed"]
+    assert "RuntimeError: the kernel broke" in step["lines"]
+    lines = (of_gateway / "stderr").read_text().splitlines()
+    assert all(re.match(rf"{TIME} gateway \S* ?(INFO|WARNING) ", line) for line in lines), lines
+    (line,) = [line for line in lines if "request_id=" in line]
+    assert " WARNING request failed: " in line
+    assert " request_id=broken " in line
+    assert " reason=INTERNAL " in line

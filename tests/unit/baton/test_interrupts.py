@@ -1,0 +1,54 @@
+"""Ctrl-C while a program still imports its packages."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.interrupts import INTERRUPTED, plain_interrupts
+
+# Stands for a package that is being imported, and that takes an interrupt for an error of its own.
+INTERRUPTED_IMPORT = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    while True:
+        signal.pause()
+except BaseException as error:
+    raise ImportError("broken") from error
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [("gateway", "uvloop"), ("prefill_node", "torch"), ("decode_node", "torch"), ("baton", "typer")],
+)
+def test_an_interrupt_during_imports_is_one_line(program: str, package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text(INTERRUPTED_IMPORT)
+    flags = [] if program == "baton" else ["--decode=127.0.0.1:1"] if program == "gateway" else []
+    done = subprocess.run(
+        [sys.executable, "-m", program, *flags],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (INTERRUPTED, f"{program}: interrupted\n")
+
+
+def test_a_program_that_runs_handles_its_interrupts_itself() -> None:
+    with plain_interrupts("test"):
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with plain_interrupts("test"):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

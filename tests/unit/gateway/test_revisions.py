@@ -1,0 +1,149 @@
+"""What serves at once, as a gateway shows it; and requests of which the client has a part already."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton import __version__
+from baton.errors import NoNode
+from baton.metrics.exposition import by_series
+from gateway.board import Board
+from gateway.commands import Finish, SubmitToDecode
+from gateway.events import FleetChanged, Started, TimePassed
+from gateway.figures import GatewayMetrics
+from gateway.fleet_node import FleetNode
+from gateway.request_machine import RequestMachine
+from gateway.revisions import serving_revisions, serving_versions
+from tests.unit.gateway.fleets import SmallFleet, request, rules
+from tests.unit.gateway.served import LENGTH, Served, Words, accepted, only, token
+
+
+def change(node: FleetNode, **fields: object) -> None:
+    """The node's next status says so."""
+    for path, value in fields.items():
+        *outer, name = path.split("__")
+        message = node.status
+        for each in outer:
+            message = getattr(message, each)
+        setattr(message, name, value)
+    node.take_status(node.status, node.detail)
+
+
+def mixed() -> SmallFleet:
+    fleet = SmallFleet(1, 2)
+    change(fleet.prefills["p1"], info__package_version="0.1", info__model__revision_name="v1")
+    change(fleet.decodes["d1"], info__package_version="0.1")
+    change(fleet.decodes["d2"], info__package_version="0.2", info__model__weights_digest="others")
+    return fleet
+
+
+def test_a_revision_has_the_name_that_one_of_its_nodes_has_for_it() -> None:
+    fleet = mixed()
+    revisions = {each.revision: each.name for each in serving_revisions(fleet.nodes())}
+    assert revisions == {fleet.decodes["d1"].revision: "v1", fleet.decodes["d2"].revision: ""}
+    assert serving_versions(fleet.nodes()) == {__version__, "0.1", "0.2"}
+
+
+def test_a_node_that_drains_serves_and_one_that_is_lost_or_foreign_does_not() -> None:
+    fleet = mixed()
+    change(fleet.decodes["d2"], draining=True)
+    assert len(serving_revisions(fleet.nodes())) == 2
+    fleet.lose("d2")
+    assert len(serving_revisions(fleet.nodes())) == 1
+    fleet.connect("d2", 1.0)
+    fleet.decodes["d2"].detail = "another model"
+    assert serving_versions(fleet.nodes()) == {__version__, "0.1"}
+
+
+def test_metrics_name_what_each_node_runs_and_count_what_is_mixed() -> None:
+    fleet = mixed()
+    metrics = GatewayMetrics(Board(), "m", fleet)
+    shown = by_series(metrics.figures())
+    assert shown["baton_serving_versions", ()] == 3
+    assert shown["baton_serving_revisions", ()] == 2
+    ours, others = fleet.decodes["d1"].revision, fleet.decodes["d2"].revision
+    assert {labels for name, labels in shown if name == "baton_node_info"} == {
+        ("node-11", "prefill", "0.1", ours, "v1"),
+        ("node-21", "decode", "0.1", ours, ""),
+        ("node-22", "decode", "0.2", others, ""),
+    }
+
+
+# ---- resumed requests
+
+
+class Resumed(Served):
+    """A request of which its client has a part, of this revision, perhaps with tokens to go on from."""
+
+    def __init__(self, fleet: SmallFleet, revision: str, *given: int) -> None:
+        super().__init__(start=False)
+        self.fleet = fleet
+        asked = replace(request(), revision=revision, output=given)
+        self.machine = RequestMachine(asked, rules(), fleet, Words())
+        if given:
+            self.machine.resume()
+
+
+@pytest.mark.parametrize("given", [(), (100,)])
+@pytest.mark.parametrize("address", ["d1", "d2"])
+def test_an_answer_goes_on_with_the_weights_that_began_it(address: str, given: tuple[int, ...]) -> None:
+    fleet = mixed()
+    node = fleet.decodes[address]
+    resumed = Resumed(fleet, node.revision, *given)
+    assert only(resumed.handle(Started()), SubmitToDecode).address == address
+    resumed.decode(accepted(), token(len(given)))
+    first = next(message for message in resumed.messages if message.tokens)
+    assert first.revision == node.revision
+
+
+@pytest.mark.parametrize("given", [(), (100,)])
+def test_an_answer_whose_weights_nobody_has_ends_at_once(given: tuple[int, ...]) -> None:
+    resumed = Resumed(mixed(), "0123456789ab", *given)
+    resumed.handle(Started())
+    assert isinstance(resumed.error, NoNode)
+    assert (resumed.error.field, resumed.error.value) == ("revision", "0123456789ab")
+
+
+@pytest.mark.parametrize("given", [(), (100,)])
+def test_an_answer_waits_for_a_lost_node_with_its_weights(given: tuple[int, ...]) -> None:
+    fleet = mixed()
+    revision = fleet.decodes["d2"].revision
+    fleet.lose("d2")
+    resumed = Resumed(fleet, revision, *given)
+    resumed.handle(Started())
+    assert "the client's gateway was lost; waiting up to" in resumed.messages[-1].notice
+    fleet.connect("d2", 1.0)
+    change(fleet.decodes["d2"], info__model__weights_digest="others")
+    assert only(resumed.handle(FleetChanged()), SubmitToDecode).address == "d2"
+
+
+def test_an_answer_ends_when_the_node_comes_back_with_other_weights() -> None:
+    fleet = mixed()
+    revision = fleet.decodes["d2"].revision
+    fleet.lose("d2")
+    resumed = Resumed(fleet, revision, 100)
+    resumed.handle(Started())
+    fleet.connect("d2", 1.0, restarts=1)
+    only(resumed.handle(FleetChanged()), Finish)
+    assert isinstance(resumed.error, NoNode)
+
+
+def test_an_answer_that_waits_in_vain_ends() -> None:
+    fleet = mixed()
+    revision = fleet.decodes["d2"].revision
+    fleet.lose("d2")
+    resumed = Resumed(fleet, revision, 100)
+    resumed.handle(Started())
+    resumed.handle(TimePassed(), after_s=20.0)
+    assert isinstance(resumed.error, NoNode)
+
+
+def test_a_receipt_has_the_revision_that_answered_and_the_nodes_versions() -> None:
+    served = Served(decodes=1, start=False)
+    change(served.fleet.decodes["d1"], info__package_version="0.2", info__model__revision_name="v7")
+    served.handle(Started())
+    served.decode(accepted(), *(token(index) for index in range(3)), token(3, LENGTH))
+    receipt = served.receipt
+    assert (receipt.revision, receipt.revision_name) == (served.fleet.decodes["d1"].revision, "v7")
+    assert (receipt.prefill_version, receipt.decode_version) == ("", "0.2")
+    assert [bool(message.revision) for message in served.messages] == [True, False]
